@@ -1,0 +1,46 @@
+# `make demo` and `make test` need Python 3.11+, pip and make, nothing else. Both keep their
+# environment in .venv, made anew only when requirements.lock or pyproject.toml change.
+
+MODERN := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in python3 python python3.14 python3.13 python3.12 python3.11; do \
+            $$p -c '$(MODERN)' >/dev/null 2>&1 && echo $$p && break; done)
+BIN := .venv/bin
+READY := .venv/.ready
+CODE := headstart tests $(wildcard bench tools)
+TYPED := headstart $(wildcard bench tools)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install
+
+.PHONY: help demo test lint types unit clean
+
+help:
+	@echo "make demo    two questions about one long document, the second from the cache"
+	@echo "make test    style, types, then all tests"
+	@echo "make lint | types | unit    one part of make test"
+	@echo "make clean   remove .venv and every cache that the tools left"
+
+demo: $(READY)
+	@$(BIN)/headstart demo
+
+test: lint types unit
+
+lint: $(READY)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+
+types: $(READY)
+	$(BIN)/mypy $(TYPED)
+
+unit: $(READY)
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find headstart tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): requirements.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "headstart needs Python 3.11 or newer: make PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(PIP) --constraint requirements.lock "$$(grep '^torch==' requirements.lock)"
+	$(PIP) --quiet --requirement requirements.lock
+	$(PIP) --quiet --no-deps --no-build-isolation --editable .
+	@touch $@

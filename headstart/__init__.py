@@ -1,0 +1,71 @@
+"""headstart: an LLM inference engine whose KV cache never computes the same prefix twice.
+
+Names are resolved when first used, so that `import headstart.cache` (or `tiers`, or `replay`)
+loads neither torch nor transformers.
+
+>>> import headstart
+>>> headstart.SamplingParams(max_tokens=8).max_tokens
+8
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from headstart.version import __version__
+
+if TYPE_CHECKING:
+    from headstart.engine.async_llm import AsyncLLM
+    from headstart.engine.llm import LLM
+    from headstart.engine.outputs import CompletionOutput, RequestOutput
+    from headstart.engine.params import SamplingParams
+    from headstart.errors import (
+        CacheError,
+        ConfigError,
+        DamagedModelError,
+        EngineError,
+        HeadstartError,
+        ModelError,
+        ModelNotFoundError,
+        OutOfMemoryError,
+        RequestError,
+        UnsupportedModelError,
+    )
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "SamplingParams",
+    "RequestOutput",
+    "CompletionOutput",
+    "HeadstartError",
+    "ConfigError",
+    "RequestError",
+    "ModelError",
+    "ModelNotFoundError",
+    "DamagedModelError",
+    "UnsupportedModelError",
+    "OutOfMemoryError",
+    "CacheError",
+    "EngineError",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "headstart.engine.llm",
+    "AsyncLLM": "headstart.engine.async_llm",
+    "SamplingParams": "headstart.engine.params",
+    "RequestOutput": "headstart.engine.outputs",
+    "CompletionOutput": "headstart.engine.outputs",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'headstart' has no attribute {name!r}")
+    value: object = getattr(import_module(_HOMES.get(name, "headstart.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,58 @@
+"""The KV cache manager: which prefix is in which blocks. No torch, no model; a library of its own.
+
+Glossary:
+    block           `block_size` consecutive tokens and the KV memory that holds them
+    block table     one sequence's block ids in prefix order
+    slot            block_id * block_size + position % block_size
+    prefix identity adapter, salt, and every token and item from position 0
+    hit             the longest run of cached blocks from position 0, and the matching head of
+                    the next one
+    computed tokens tokens whose K/V need no computing
+"""
+
+from headstart.cache.block import FreeBlockQueue, KVCacheBlock
+from headstart.cache.config import CacheConfig
+from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
+from headstart.cache.eviction import EvictionPolicy
+from headstart.cache.identity import (
+    BlockHash,
+    BlockKey,
+    ExtraKey,
+    MultiModalItem,
+    Namespace,
+    extra_keys,
+)
+from headstart.cache.lookup import ComputedBlocks, PartialHit
+from headstart.cache.manager import Allocation, KVCacheManager, RowCopy
+from headstart.cache.names import BlockNames
+from headstart.cache.pool import BlockPool
+from headstart.cache.sequence import TokenSequence
+from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
+
+__all__ = [
+    "AllBlocksCleared",
+    "Allocation",
+    "BlockEvicted",
+    "BlockHash",
+    "BlockKey",
+    "BlockNames",
+    "BlockPool",
+    "BlockStored",
+    "CacheConfig",
+    "CacheEvent",
+    "ComputedBlocks",
+    "EvictionPolicy",
+    "ExtraKey",
+    "FreeBlockQueue",
+    "KVCacheBlock",
+    "KVCacheManager",
+    "MissExplanation",
+    "MissReason",
+    "MultiModalItem",
+    "Namespace",
+    "PartialHit",
+    "PrefixCacheStats",
+    "RowCopy",
+    "TokenSequence",
+    "extra_keys",
+]

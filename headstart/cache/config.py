@@ -1,0 +1,44 @@
+"""The options of a KV cache manager."""
+
+from dataclasses import dataclass
+
+from headstart.cache.eviction import POLICIES
+from headstart.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """How many blocks there are, and what is done with them.
+
+    num_blocks: blocks in the pool, at least 1.
+    block_size: tokens in a block, at least 1.
+    enable_prefix_caching: off, nothing is named, found or kept.
+    deduplicate: a block that fills with what is cached already is given back, and the sequence
+        goes on with the cached one; off, block tables are append-only, as in the reference.
+    partial_hits: reuse the head of a block that matches in part, by copying its rows.
+    eviction: which free block is reused next, see `headstart.cache.eviction`.
+    remember: evicted identities kept to tell "evicted" from "never seen"; by default one for
+        every four blocks.
+    events: collect `BlockStored`, `BlockEvicted` and `AllBlocksCleared`.
+
+    Raises ConfigError.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    deduplicate: bool = True
+    partial_hits: bool = True
+    eviction: str = "empty-first-lru"
+    remember: int | None = None
+    events: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 1:
+            raise ConfigError(f"num_blocks is {self.num_blocks}; it must be at least 1")
+        if self.block_size < 1:
+            raise ConfigError(f"block_size is {self.block_size}; it must be at least 1")
+        if self.eviction not in POLICIES:
+            raise ConfigError(f"eviction {self.eviction!r} is not one of {', '.join(POLICIES)}")
+        if self.remember is not None and self.remember < 0:
+            raise ConfigError(f"remember is {self.remember}; it must be at least 0")

@@ -1,0 +1,51 @@
+"""What happened to cached blocks, for routers and tiers that mirror the index.
+
+A prefix is stored once, when its first block holds it, and evicted once, when its last does
+not: further copies of a block in the same pool raise no events. Names are computed when read.
+"""
+
+from dataclasses import dataclass, field
+
+from headstart.cache.identity import BlockHash
+from headstart.cache.index import PrefixNode
+from headstart.cache.names import BlockNames
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixEvent:
+    """Something happened to the full block that ends a prefix."""
+
+    block_id: int
+    node: PrefixNode = field(repr=False)
+    names: BlockNames = field(repr=False, compare=False)
+
+    @property
+    def block_hash(self) -> BlockHash:
+        """The portable name of the prefix that the block ends."""
+        return self.names.of_node(self.node)
+
+    @property
+    def parent_hash(self) -> BlockHash:
+        """The portable name of the prefix before the block."""
+        assert self.node.parent is not None
+        return self.names.of_node(self.node.parent)
+
+
+class BlockStored(PrefixEvent):
+    """A block of this prefix is in the cache; it is written by the end of the step."""
+
+    __slots__ = ()
+
+
+class BlockEvicted(PrefixEvent):
+    """No block holds this prefix any more."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """The prefix cache was reset."""
+
+
+CacheEvent = BlockStored | BlockEvicted | AllBlocksCleared

@@ -1,0 +1,83 @@
+"""Which free block is reused next: policies behind three verbs.
+
+A policy keeps the free blocks. `release` is told of blocks that nobody holds any more, `claim`
+of a free block that a request hit, and `take` chooses what is reused: by then the block's
+content is lost. A policy never looks into the index and never changes a block's identity.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+from headstart.cache.block import FreeBlockQueue, KVCacheBlock
+from headstart.errors import ConfigError
+
+
+class EvictionPolicy(Protocol):
+    """The three verbs, and the free blocks in the order of their reuse."""
+
+    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Blocks became free; of one request, its last block comes first."""
+
+    def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Free blocks are held again; they keep their content."""
+
+    def take(self, count: int) -> list[KVCacheBlock]:
+        """Remove and return the `count` blocks to reuse. Raises CacheError if short."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[KVCacheBlock]: ...
+
+
+class Lru:
+    """Least recently used first; of one request, the last block first. O(1) a block.
+
+    The order of the reference: an empty block waits its turn among the cached ones.
+    Source: "Automatic Prefix Caching" (vLLM v1 design), free and eviction.
+    """
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._queue = FreeBlockQueue(blocks)
+
+    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._queue.extend(blocks)
+
+    def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._queue.remove_all(blocks)
+
+    def take(self, count: int) -> list[KVCacheBlock]:
+        return self._queue.popleft(count)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        return iter(self._queue)
+
+
+class EmptyFirstLru(Lru):
+    """As `Lru`, but a block without reusable content is always taken before a cached one.
+
+    The queue is empty blocks, then cached ones by recency; O(1) a block. A request's empty
+    blocks go to the head in prefix order, so that the next request's blocks lie side by side
+    in memory whenever they can.
+    """
+
+    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._queue.extend([block for block in blocks if block.node is not None])
+        for block in blocks:
+            if block.node is None:
+                self._queue.appendleft(block)
+
+
+POLICIES: Mapping[str, Callable[[Sequence[KVCacheBlock]], EvictionPolicy]] = MappingProxyType(
+    {"lru": Lru, "empty-first-lru": EmptyFirstLru}
+)
+
+
+def make_policy(name: str, blocks: Sequence[KVCacheBlock]) -> EvictionPolicy:
+    """The policy of this name over these blocks, all free. Raises ConfigError."""
+    if name not in POLICIES:
+        raise ConfigError(f"eviction {name!r} is not one of {', '.join(POLICIES)}")
+    return POLICIES[name](blocks)

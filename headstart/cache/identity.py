@@ -1,0 +1,219 @@
+"""What makes two prefixes the same, and how that is written down.
+
+A block's own part of its prefix's identity is its `BlockKey`: its tokens in reading order, four
+bytes each, with a frame in front of the first placeholder of every image or audio item that
+begins in the block (or runs on from the block before). Keys are content, not digests, so equal
+keys are equal content. A frame starts with a word that no token id can have, and says its own
+length, so no two different contents share a key:
+
+    tokens 1 3 <p> <p>, an item of 41 placeholders at position 2:
+    01000000 03000000 | ffffffff offset=0 length=41 len(digest) digest | <p> <p>
+
+Adapter and salt shape every block of a prompt; they name the root that a prompt's blocks hang
+under (`Namespace`), so they need not be repeated in each key.
+
+A `BlockHash` is the portable name of a whole prefix: SHA-256 over (parent's hash, key), the
+same in every process and on every machine. Nothing inside one process is found by it.
+
+Source: "Automatic Prefix Caching" (vLLM v1 design), block hash components.
+"""
+
+import hashlib
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, NewType, cast
+
+from headstart.errors import CacheError
+
+BlockKey = NewType("BlockKey", bytes)
+BlockHash = NewType("BlockHash", bytes)
+Digest = Callable[[bytes], bytes]
+
+MAX_TOKEN_ID = 2**31 - 1
+_TOKEN_BYTES = 4
+_FRAME_MARK = b"\xff\xff\xff\xff"
+_FRAME_HEAD = struct.Struct("<4sIII")
+
+
+@dataclass(frozen=True, slots=True)
+class MultiModalItem:
+    """An image or audio item of a prompt: where its placeholders stand and what it is.
+
+    `digest` names the content and everything that shapes its embedding; `offset` is the
+    position of its first placeholder in the prompt, `length` their number, both in tokens.
+    """
+
+    digest: bytes
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if not self.digest:
+            raise CacheError("a multimodal item needs a digest of at least one byte")
+        if self.offset < 0 or self.length < 1:
+            raise CacheError(
+                f"a multimodal item lies at offset >= 0 with length >= 1, "
+                f"not at {self.offset} with {self.length}"
+            )
+
+
+class Namespace(NamedTuple):
+    """What all blocks of a prompt share: prompts of different namespaces share nothing."""
+
+    adapter: str | None
+    salt: str | None
+
+
+class ExtraKey(NamedTuple):
+    """Why a block is not its tokens alone: an item, and where in it the block's part begins."""
+
+    digest: bytes
+    offset: int
+
+
+def sha256(data: bytes) -> bytes:
+    """The digest behind portable names, 32 bytes."""
+    return hashlib.sha256(data).digest()
+
+
+def cut_keys(
+    token_ids: Sequence[int], span: range, block_size: int, items: Sequence[MultiModalItem]
+) -> list[BlockKey]:
+    """Keys of the blocks that `span` (token positions, from a block border) is cut into.
+
+    The last key may stand for less than a block. `items` are in order and do not overlap.
+    Costs one pass over the tokens, in C: about 7 ns a token.
+    """
+    wanted = token_ids if span.start == 0 else token_ids[span.start : span.stop]
+    data = _to_bytes(wanted)[: len(span) * _TOKEN_BYTES]
+    step = block_size * _TOKEN_BYTES
+    keys = cast("list[BlockKey]", [data[at : at + step] for at in range(0, len(data), step)])
+    for item in items:
+        _frame_item(keys, item, span, block_size)
+    return keys
+
+
+def _to_bytes(token_ids: Sequence[int]) -> bytes:
+    """Four bytes a token, least significant first. Raises CacheError for what is no token."""
+    try:
+        words = array("I", token_ids)
+    except (TypeError, OverflowError):
+        raise _bad_token(token_ids) from None
+    if sys.byteorder == "big":
+        words.byteswap()
+    data = words.tobytes()
+    if not data[_TOKEN_BYTES - 1 :: _TOKEN_BYTES].isascii():  # a top bit is set
+        raise _bad_token(token_ids)
+    return data
+
+
+def _bad_token(token_ids: Sequence[int]) -> CacheError:
+    bad = next(t for t in token_ids if not (isinstance(t, int) and 0 <= t <= MAX_TOKEN_ID))
+    return CacheError(f"token id {bad!r} is not an integer from 0 to {MAX_TOKEN_ID}")
+
+
+def _frame_item(keys: list[BlockKey], item: MultiModalItem, span: range, block_size: int) -> None:
+    """Put the item's frame into each key it overlaps.
+
+    The items of one block are framed front to back, so a later frame's place is counted from
+    the key's end, where no frame stands yet.
+    """
+    first = max(item.offset, span.start)
+    last = min(item.offset + item.length, span.stop)
+    for position in [first, *range((first // block_size + 1) * block_size, last, block_size)]:
+        if position >= last:
+            break
+        block = (position - span.start) // block_size
+        block_end = min(span.start + (block + 1) * block_size, span.stop)
+        key = keys[block]
+        cut = len(key) - (block_end - position) * _TOKEN_BYTES
+        head = _FRAME_HEAD.pack(_FRAME_MARK, position - item.offset, item.length, len(item.digest))
+        keys[block] = BlockKey(key[:cut] + head + item.digest + key[cut:])
+
+
+def count_tokens(key: bytes) -> int:
+    """Number of whole tokens that a key, or the beginning of one, stands for."""
+    tokens = at = 0
+    while True:
+        mark = key.find(_FRAME_MARK, at)
+        while mark >= 0 and (mark - at) % _TOKEN_BYTES:
+            mark = key.find(_FRAME_MARK, mark + 1)
+        if mark < 0:
+            return tokens + (len(key) - at) // _TOKEN_BYTES
+        tokens += (mark - at) // _TOKEN_BYTES
+        if len(key) < mark + _FRAME_HEAD.size:
+            return tokens
+        at = mark + _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key, mark)[3]
+        if len(key) < at:
+            return tokens
+
+
+def common_tokens(left: BlockKey, right: BlockKey) -> int:
+    """Number of tokens at the head of two keys whose K/V are the same."""
+    return count_tokens(left[: _common_bytes(left, right)])
+
+
+def _common_bytes(left: bytes, right: bytes) -> int:
+    if left.startswith(right) or right.startswith(left):
+        return min(len(left), len(right))
+    return next(at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
+
+
+def differs_in_item(left: BlockKey, right: BlockKey) -> bool:
+    """Whether the first difference of two keys is an image or audio item, not a token."""
+    tokens = common_tokens(left, right)
+    return _frame_at(left, tokens) != _frame_at(right, tokens)
+
+
+def _frame_at(key: BlockKey, token: int) -> bytes:
+    """The frame in front of the key's token of this index, or b""."""
+    at = index = 0
+    while at < len(key):
+        if key.startswith(_FRAME_MARK, at):
+            end = at + _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key, at)[3]
+            if index == token:
+                return key[at:end]
+            at = end
+        else:
+            index += 1
+            at += _TOKEN_BYTES
+    return b""
+
+
+def extra_keys(
+    block_index: int, block_size: int, items: Sequence[MultiModalItem]
+) -> tuple[ExtraKey, ...]:
+    """The items a block overlaps, each with the offset of the block's first token in it.
+
+    A negative offset means that the item begins inside the block.
+    """
+    start = block_index * block_size
+    return tuple(
+        ExtraKey(item.digest, start - item.offset)
+        for item in items
+        if item.offset < start + block_size and start < item.offset + item.length
+    )
+
+
+def _framed(*fields: str | None) -> bytes:
+    parts = []
+    for field in fields:
+        data = b"" if field is None else field.encode()
+        parts.append(struct.pack("<?I", field is not None, len(data)) + data)
+    return b"".join(parts)
+
+
+def root_hash(
+    namespace: Namespace, block_size: int, model: str, digest: Digest = sha256
+) -> BlockHash:
+    """The portable name of the empty prefix of a model, adapter, salt and block size."""
+    head = struct.pack("<I", block_size)
+    return BlockHash(digest(b"headstart/1" + head + _framed(model, *namespace)))
+
+
+def child_hash(parent: BlockHash, key: BlockKey, digest: Digest = sha256) -> BlockHash:
+    """The portable name of the prefix that ends with a block of this key."""
+    return BlockHash(digest(struct.pack("<I", len(parent)) + parent + key))

@@ -1,0 +1,126 @@
+"""Finding what a sequence can reuse, and saying why it is not more. Nothing here changes anything.
+
+A lookup walks the sequence's keys from its namespace's root as far as blocks are cached, then
+looks at the children of the last node for the one with the longest common head.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from headstart.cache.block import KVCacheBlock
+from headstart.cache.identity import BlockKey, common_tokens, differs_in_item
+from headstart.cache.index import PrefixIndex, PrefixNode
+from headstart.cache.sequence import TokenSequence
+from headstart.cache.stats import MissExplanation, MissReason
+
+
+class PartialHit(NamedTuple):
+    """The first `num_rows` rows of a cached block are those of the sequence's next block."""
+
+    block: KVCacheBlock
+    num_rows: int
+
+
+class ComputedBlocks(NamedTuple):
+    """What a lookup found for a sequence.
+
+    blocks: the cached blocks its prefix fills, in order. num_tokens: tokens that need no
+    computing, rows of `partial` included; always less than the sequence has. writer: the
+    request that is computing the sequence's next block, if there is one: wait for it, or the
+    block is computed twice. node and version: for the manager.
+    """
+
+    sequence: TokenSequence
+    blocks: list[KVCacheBlock]
+    num_tokens: int
+    partial: PartialHit | None
+    writer: str | None
+    node: PrefixNode | None
+    version: int
+
+
+def _cached_children(parent: PrefixNode, key: BlockKey) -> tuple[Iterable[PrefixNode], ...]:
+    """Children with a block, on either side of where the key would stand, nearest first."""
+    if parent.branches is None:
+        child = parent.child
+        return ((child,),) if child is not None and child.block is not None else ()
+    order, nodes = parent.branches.order, parent.branches.nodes
+    at = bisect_left(order, key)
+    before = (nodes[order[i]] for i in range(at - 1, -1, -1))
+    return before, (nodes[order[i]] for i in range(at, len(order)))
+
+
+def longest_head(parent: PrefixNode, key: BlockKey) -> PartialHit | None:
+    """The written child block that shares most rows with the key.
+
+    Common heads only get shorter on the way outwards, so on either side the nearest written
+    block is the best; only blocks of the step that is under way are passed over.
+    """
+    best: PartialHit | None = None
+    for side in _cached_children(parent, key):
+        for node in side:
+            block = node.block
+            if block is not None and block.writer is None:
+                rows = common_tokens(key, node.key)
+                if rows > (best.num_rows if best is not None else 0):
+                    best = PartialHit(block, rows)
+                break
+    return best
+
+
+def explain_end(index: PrefixIndex, found: ComputedBlocks, block_size: int) -> MissExplanation:
+    """Why a lookup ended where it did, as far as the sequence's own salt may see."""
+    sequence, depth, position = found.sequence, len(found.blocks), found.num_tokens
+    if position == len(sequence.token_ids) - 1:
+        return MissExplanation(MissReason.NONE, position)
+    if depth == len(sequence.keys):
+        return MissExplanation(MissReason.SHORT, position)
+    if found.writer is not None:
+        return MissExplanation(MissReason.IN_PROGRESS, position)
+    if _is_cached_elsewhere(index, found, same_salt=True):
+        return MissExplanation(MissReason.ADAPTER, position)
+    return _explain_child(index, found.node, sequence.keys[depth], depth * block_size)
+
+
+def is_in_other_salt(index: PrefixIndex, found: ComputedBlocks) -> bool:
+    """Whether more of the sequence is cached under another salt: one tenant's news of another."""
+    return _is_cached_elsewhere(index, found, same_salt=False)
+
+
+def _is_cached_elsewhere(index: PrefixIndex, found: ComputedBlocks, *, same_salt: bool) -> bool:
+    """Whether another namespace has more of the sequence; costs one step a namespace."""
+    adapter, salt = found.sequence.namespace
+    keys, depth = found.sequence.keys, len(found.blocks)
+    for root in index.roots():
+        other = root.namespace
+        differs = other.adapter != adapter if same_salt else other.adapter == adapter
+        if not differs or (other.salt == salt) is not same_salt:
+            continue
+        if len(index.walk(root, keys[: depth + 1])[1]) > depth:
+            return True
+    return False
+
+
+def _explain_child(
+    index: PrefixIndex, parent: PrefixNode | None, key: BlockKey, start: int
+) -> MissExplanation:
+    """Why no child of the parent is the key's block; `start` is its first position."""
+    if parent is None:
+        return MissExplanation(MissReason.UNSEEN, start)
+    if index.find(parent, key) is not None:
+        return MissExplanation(MissReason.EVICTED, start)
+    nearest = [next(iter(side), None) for side in _cached_children(parent, key)]
+    closest = max(
+        (node for node in nearest if node is not None),
+        key=lambda node: common_tokens(key, node.key),
+        default=None,
+    )
+    if closest is None:
+        return MissExplanation(MissReason.UNSEEN, start)
+    position = start + common_tokens(key, closest.key)
+    if differs_in_item(key, closest.key):
+        return MissExplanation(MissReason.ITEM, position)
+    if position:
+        return MissExplanation(MissReason.TOKEN, position)
+    return MissExplanation(MissReason.UNSEEN, position)

@@ -1,0 +1,55 @@
+"""Portable names of prefixes, computed only where somebody asks for one."""
+
+from collections.abc import Sequence
+
+from headstart.cache.identity import (
+    BlockHash,
+    BlockKey,
+    Digest,
+    Namespace,
+    child_hash,
+    root_hash,
+    sha256,
+)
+from headstart.cache.index import PrefixNode, RootNode
+
+
+class BlockNames:
+    """Names the blocks of one model: SHA-256 over (parent's hash, block's key), from the root.
+
+    `model` is the fingerprint of the model's weights; engines that exchange blocks must agree
+    on it and on `block_size`. A node's name is kept with the node. `digest` is replaced only
+    by tests, to show that no hit depends on it.
+    """
+
+    def __init__(self, block_size: int, model: str = "", digest: Digest = sha256) -> None:
+        self._block_size = block_size
+        self._model = model
+        self._digest = digest
+
+    def of_node(self, node: PrefixNode) -> BlockHash:
+        """The name of the prefix that ends with this node's block."""
+        unnamed = []
+        at: PrefixNode = node
+        while at.block_hash is None and at.parent is not None:
+            unnamed.append(at)
+            at = at.parent
+        if at.block_hash is None:
+            assert isinstance(at, RootNode)
+            at.block_hash = self._root(at.namespace)
+        block_hash = at.block_hash
+        for child in reversed(unnamed):
+            block_hash = child.block_hash = child_hash(block_hash, child.key, self._digest)
+        return block_hash
+
+    def of_keys(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[BlockHash]:
+        """The names of a prompt's full blocks, whether or not they are cached anywhere."""
+        block_hash = self._root(namespace)
+        names = []
+        for key in keys:
+            block_hash = child_hash(block_hash, key, self._digest)
+            names.append(block_hash)
+        return names
+
+    def _root(self, namespace: Namespace) -> BlockHash:
+        return root_hash(namespace, self._block_size, self._model, self._digest)

@@ -1,0 +1,132 @@
+"""The block pool: which blocks exist, who holds them, and which is reused next.
+
+The pool knows no tensor, request or model. It moves blocks between three places: held by
+sequences (`ref_cnt` > 0), free with content that a lookup may still find, free and empty.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from headstart.cache.block import KVCacheBlock
+from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
+from headstart.cache.eviction import make_policy
+from headstart.cache.identity import BlockKey
+from headstart.cache.index import PrefixIndex, PrefixNode, TailNode
+from headstart.cache.names import BlockNames
+
+
+class BlockPool:
+    """All blocks, the free ones in the order of the eviction policy, and the prefix index.
+
+    `version` changes whenever a block loses its identity, so that the result of an earlier
+    lookup can be told to be stale. `copies` holds further blocks of an identity, which come to
+    be where block tables are append-only.
+    """
+
+    def __init__(self, num_blocks: int, eviction: str, index: PrefixIndex) -> None:
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        self.free = make_policy(eviction, self.blocks)
+        self.index = index
+        self.copies: dict[PrefixNode, list[KVCacheBlock]] = {}
+        self.version = 0
+        self.num_evicted = 0
+        self.names: BlockNames | None = None
+        self.events: list[CacheEvent] = []
+
+    def take(self, count: int) -> list[KVCacheBlock]:
+        """`count` blocks to write to, each held once; what they cached is evicted.
+
+        The caller has seen that as many are free.
+        """
+        taken = self.free.take(count)
+        evicted = [block for block in taken if block.node is not None]
+        self.num_evicted += len(evicted)
+        self.forget(evicted)
+        for block in taken:
+            block.ref_cnt = 1
+        return taken
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Hold these blocks once more; free ones leave the free queue."""
+        self.free.claim([block for block in blocks if not block.ref_cnt])
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def release(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Hold these blocks, of which the last of a request comes first, once less.
+
+        A copy of a block that is cached elsewhere is of no use to anyone once it is free: it
+        becomes empty.
+        """
+        freed = []
+        for block in blocks:
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                freed.append(block)
+        if self.copies:
+            self.forget([block for block in freed if block.node in self.copies])
+        self.free.release(freed)
+
+    def store(self, node: PrefixNode, block: KVCacheBlock) -> None:
+        """The block holds the node's content and can be found, as a copy if it is not first."""
+        if node.block is not None:
+            block.node = node
+            self.copies.setdefault(node, []).append(block)
+            return
+        self.index.attach(node, block)
+        if self.names is not None:
+            self.events.append(BlockStored(block.block_id, node, self.names))
+
+    def store_chain(
+        self, parent: PrefixNode, keys: Sequence[BlockKey], blocks: Sequence[KVCacheBlock]
+    ) -> PrefixNode:
+        """Store blocks one after another under a node without children; the last one's node."""
+        end = self.index.grow(parent, keys, blocks)
+        if self.names is not None:
+            for block in blocks:
+                assert block.node is not None
+                self.events.append(BlockStored(block.block_id, block.node, self.names))
+        return end
+
+    def forget(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """The blocks have no identity any more; a copy takes a forgotten block's place."""
+        if not blocks:
+            return
+        self.version += 1
+        if self.copies:
+            blocks = [block for block in blocks if not self._forget_copy(block)]
+        if self.names is not None:
+            for block in blocks:
+                if block.node is not None and not isinstance(block.node, TailNode):
+                    self.events.append(BlockEvicted(block.block_id, block.node, self.names))
+        self.index.detach(blocks)
+
+    def _forget_copy(self, block: KVCacheBlock) -> bool:
+        """Forget a block whose identity another block holds too; False if none does."""
+        node = block.node
+        copies = self.copies.get(node) if node is not None else None
+        if node is None or copies is None:
+            return False
+        if node.block is block:
+            node.block = copies.pop(0)
+        else:
+            copies.remove(block)
+        block.node = None
+        if not copies:
+            del self.copies[node]
+        return True
+
+    def clear(self) -> None:
+        """Forget every cached block. The caller has seen that none is held."""
+        cached = [block for block in self.free if block.node is not None]
+        self.free.claim(cached)
+        for block in cached:
+            node = block.node
+            block.node = None
+            if node is not None:
+                node.block = None
+        self.free.release(cached[::-1])
+        self.index.clear()
+        self.copies.clear()
+        self.version += 1
+        if self.names is not None:
+            self.events.append(AllBlocksCleared())

@@ -1,0 +1,96 @@
+"""A request as the cache sees it: its tokens, their identity, and the blocks they lie in."""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from headstart.cache.identity import BlockKey, MultiModalItem, Namespace, cut_keys
+from headstart.errors import CacheError
+
+if TYPE_CHECKING:
+    from headstart.cache.block import KVCacheBlock
+    from headstart.cache.index import PrefixNode
+
+
+class TokenSequence:
+    """The tokens of one request, prompt and output, and its block table.
+
+    `token_ids` grows by `append` alone. `num_computed_tokens` counts the tokens whose K/V are
+    in the blocks, or will be when the step that is under way ends. The other fields belong to
+    the manager. Keys are cut once per token, ever: when a block's last token is known.
+
+    Raises CacheError for no tokens, a token id out of range, or items that overlap or stand
+    outside the tokens.
+    """
+
+    __slots__ = (
+        "blocks",
+        "capacity",
+        "in_progress",
+        "items",
+        "keys",
+        "namespace",
+        "node",
+        "num_computed_tokens",
+        "num_named",
+        "request_id",
+        "step",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        token_ids: Iterable[int],
+        *,
+        adapter: str | None = None,
+        salt: str | None = None,
+        items: Sequence[MultiModalItem] = (),
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = list(token_ids)
+        self.namespace = Namespace(adapter, salt)
+        self.items = _checked(items, len(self.token_ids))
+        if not self.token_ids:
+            raise CacheError(f"sequence {request_id!r} has no tokens")
+        self.num_computed_tokens = 0
+        self.blocks: list[KVCacheBlock] = []
+        self.capacity = 0  # slots in `blocks`, in tokens
+        self.keys: list[BlockKey] = []  # of the full blocks, as far as they were needed
+        self.num_named = 0  # blocks at the head of `blocks` whose identity is in the index
+        self.node: PrefixNode | None = None  # the identity of the last of them
+        self.in_progress: tuple[PrefixNode | Namespace, BlockKey] | None = None
+        self.step = -1  # the last step that gave it slots
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The block table: block ids in prefix order."""
+        return [block.block_id for block in self.blocks]
+
+    def append(self, token_id: int) -> None:
+        """Add a generated token."""
+        self.token_ids.append(token_id)
+
+    def cut(self, block_size: int) -> list[BlockKey]:
+        """Keys of all full blocks of the tokens known by now."""
+        keys = self.keys
+        full = len(self.token_ids) // block_size
+        if len(keys) < full:
+            span = range(len(keys) * block_size, full * block_size)
+            keys += cut_keys(self.token_ids, span, block_size, self.items)
+        return keys
+
+    def cut_tail(self, stop: int, block_size: int) -> BlockKey:
+        """Key of the tokens from the last block border before `stop` up to it."""
+        start = (stop - 1) // block_size * block_size
+        return cut_keys(self.token_ids, range(start, stop), block_size, self.items)[0]
+
+
+def _checked(items: Sequence[MultiModalItem], num_tokens: int) -> tuple[MultiModalItem, ...]:
+    ordered = tuple(sorted(items, key=lambda item: item.offset))
+    for left, right in pairwise(ordered):
+        if left.offset + left.length > right.offset:
+            raise CacheError(f"items overlap: {left} and {right}")
+    if ordered and ordered[-1].offset + ordered[-1].length > num_tokens:
+        raise CacheError(f"{ordered[-1]} stands outside the {num_tokens} tokens")
+    return ordered

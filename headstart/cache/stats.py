@@ -1,0 +1,70 @@
+"""What the prefix cache was asked for and what it had, in tokens; and why it had no more."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class MissReason(Enum):
+    """Why a request did not hit more than it did."""
+
+    NONE = "every token that could be reused was"
+    DISABLED = "prefix caching is off"
+    NOT_READ = "the request asked not to read the cache"
+    UNSEEN = "nothing like it was seen"
+    EVICTED = "seen, but evicted since"
+    TOKEN = "differs from what is cached at a token"
+    ADAPTER = "cached for another adapter"
+    SALT = "cached under another salt"
+    ITEM = "differs from what is cached in an image or audio item"
+    SHORT = "shorter than a block"
+    IN_PROGRESS = "another request is computing it"
+
+
+@dataclass(frozen=True, slots=True)
+class MissExplanation:
+    """Why a request did not hit more: the reason, and the first token that did not hit."""
+
+    reason: MissReason
+    position: int
+
+    def __str__(self) -> str:
+        if self.reason is MissReason.NONE:
+            return str(self.reason.value)
+        return f"from token {self.position} on: {self.reason.value}"
+
+
+@dataclass(slots=True)
+class PrefixCacheStats:
+    """Counts since the start; each request once, at admission, resumed ones apart.
+
+    `queried_tokens` are tokens asked for, `hit_tokens` those found; `missed` counts requests
+    by the reason that ended their hit.
+    """
+
+    requests: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    resumed_requests: int = 0
+    resumed_queried_tokens: int = 0
+    resumed_hit_tokens: int = 0
+    missed: Counter[MissReason] = field(default_factory=Counter)
+
+    @property
+    def hit_rate(self) -> float:
+        """Hit tokens per queried token of first admissions; 0 when nothing was asked."""
+        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
+
+    def record(
+        self, queried_tokens: int, hit_tokens: int, missed: MissExplanation, *, resumed: bool
+    ) -> None:
+        """Count one admission."""
+        if resumed:
+            self.resumed_requests += 1
+            self.resumed_queried_tokens += queried_tokens
+            self.resumed_hit_tokens += hit_tokens
+            return
+        self.requests += 1
+        self.queried_tokens += queried_tokens
+        self.hit_tokens += hit_tokens
+        self.missed[missed.reason] += 1

@@ -1,0 +1,68 @@
+"""Every exception that headstart raises on purpose.
+
+    HeadstartError
+     ├ ConfigError             an option outside its range
+     ├ RequestError            one request cannot be served: empty, too long, bad parameter
+     ├ ModelError              a model cannot be loaded
+     │  ├ ModelNotFoundError      wrong path, or a hub name without a network
+     │  ├ DamagedModelError       missing shard, truncated weights, broken JSON
+     │  └ UnsupportedModelError   an architecture that cannot work, and why
+     ├ OutOfMemoryError        the block pool cannot hold even one such request
+     ├ CacheError              misuse of the cache manager: double free, unknown sequence
+     └ EngineError             a step failed; its requests ended, the engine goes on
+
+The text of an error holds the value that was wrong and the range that is allowed.
+"""
+
+__all__ = [
+    "CacheError",
+    "ConfigError",
+    "DamagedModelError",
+    "EngineError",
+    "HeadstartError",
+    "ModelError",
+    "ModelNotFoundError",
+    "OutOfMemoryError",
+    "RequestError",
+    "UnsupportedModelError",
+]
+
+
+class HeadstartError(Exception):
+    """The root: catching it catches everything that headstart raises on purpose."""
+
+
+class ConfigError(HeadstartError, ValueError):
+    """An option is outside its range."""
+
+
+class RequestError(HeadstartError, ValueError):
+    """One request cannot be served; nothing was allocated for it."""
+
+
+class ModelError(HeadstartError):
+    """A model cannot be loaded."""
+
+
+class ModelNotFoundError(ModelError):
+    """There is no model at this path, or under this name without a network."""
+
+
+class DamagedModelError(ModelError):
+    """Files of the model are missing, truncated or not what they say."""
+
+
+class UnsupportedModelError(ModelError):
+    """The architecture cannot run over paged K/V; the text says why."""
+
+
+class OutOfMemoryError(HeadstartError, MemoryError):
+    """The block pool cannot hold what was asked for, even when empty."""
+
+
+class CacheError(HeadstartError):
+    """The cache manager was misused; it is as it was before the call."""
+
+
+class EngineError(HeadstartError):
+    """A step failed: its requests ended with this error, the engine goes on."""

@@ -1,0 +1,3 @@
+"""The version of headstart: the one place that holds it."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,28 @@
+"""What holds for every test: few threads, no network, reproducible examples."""
+
+import os
+
+# Before torch is first imported, here or in a child process.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# On two noisy cores a slow example says nothing about the code.
+settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("house")
+
+
+@pytest.fixture(scope="session")
+def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The demo model, written to a folder of this test run and not to the user's cache."""
+    from headstart.models.demo import demo_model_path
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEADSTART_CACHE_DIR", str(tmp_path_factory.mktemp("headstart-cache")))
+        yield demo_model_path()

@@ -1,0 +1,77 @@
+"""The source tree as the house rules see it: modules, their functions and what they import."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "headstart"
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module: dotted name, line, whether at top level, whether only for types."""
+
+    module: str
+    line: int
+    in_function: bool
+    types_only: bool
+
+
+class Module:
+    """One Python file, parsed once."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name = name
+        self.num_lines = len(text.splitlines())
+        self.tree = ast.parse(text)
+
+    @cached_property
+    def functions(self) -> list[FunctionNode]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, FunctionNode)]
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        return list(_imports(self.tree, in_function=False, types_only=False))
+
+    @property
+    def room(self) -> str:
+        """`cache` for headstart.cache.pool, the module's own name for a file beside the rooms."""
+        parts = self.name.split(".")
+        return parts[1] if len(parts) > 1 else ""
+
+
+def read_modules(folder: str = PACKAGE) -> dict[str, Module]:
+    """Every module under `folder` by its dotted name; a package goes by the folder's name."""
+    modules = {}
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        name = name.removesuffix(".__init__")
+        modules[name] = Module(name, path.read_text(encoding="utf-8"))
+    return modules
+
+
+def _imports(node: ast.AST, in_function: bool, types_only: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, child.lineno, in_function, types_only)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"line {child.lineno}: imports are absolute here"
+            for alias in child.names:
+                yield Import(f"{child.module}.{alias.name}", child.lineno, in_function, types_only)
+        else:
+            inside = in_function or isinstance(child, FunctionNode)
+            for_types = types_only or _is_type_checking(child)
+            yield from _imports(child, inside, for_types)
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    )

@@ -1,0 +1,149 @@
+"""Who may import whom: the arrows between rooms, and no knots.
+
+    cache      stdlib and numpy            tiers    + cache          replay   + cache, tiers
+    attention  torch, no other room        models   attention        engine   models, attention,
+    omni       engine, cache               server   engine, omni              tiers, cache
+    cluster    anything; its router and index only cache
+
+Everyone may import `headstart.errors` and `headstart.version`; the command line may import all.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.house.source import PACKAGE, ROOT, Module, read_modules
+
+MAY_IMPORT = {
+    "cache": set(),
+    "tiers": {"cache"},
+    "replay": {"cache", "tiers"},
+    "attention": set(),
+    "models": {"attention"},
+    "engine": {"models", "attention", "tiers", "cache"},
+    "omni": {"engine", "cache"},
+    "server": {"engine", "omni"},
+    "cluster": {"cache", "tiers", "engine", "server"},
+    "errors": set(),
+    "version": set(),
+}
+MODULE_MAY_IMPORT = {
+    "headstart.cluster.router": {"cache"},
+    "headstart.cluster.index": {"cache"},
+}
+EVERYONE_MAY_IMPORT = {"errors", "version"}
+WITHOUT_TORCH = ("cache", "tiers", "replay")
+
+# Imported inside functions, because a user may do without them.
+OPTIONAL_DEPENDENCIES: set[str] = set()
+
+MODULES = read_modules()
+ROOMS = [room for room in WITHOUT_TORCH if f"{PACKAGE}.{room}" in MODULES]
+
+
+def resolve(imported: str, modules: dict[str, Module]) -> str | None:
+    """The module of ours that `import a.b.c` or `from a.b import c` loads, None for another's."""
+    while imported and imported not in modules:
+        imported = imported.rpartition(".")[0]
+    return imported or None
+
+
+def wrong_arrows(module: Module, modules: dict[str, Module]) -> list[str]:
+    allowed = MODULE_MAY_IMPORT.get(module.name, MAY_IMPORT.get(module.room))
+    if module.name == PACKAGE or module.room.startswith("cli"):
+        return []
+    assert allowed is not None, f"{module.name}: give the room its arrows in MAY_IMPORT"
+    found = []
+    for imported in module.imports:
+        target = resolve(imported.module, modules)
+        if target is None:
+            continue
+        room = modules[target].room
+        if room not in {*allowed, module.room, *EVERYONE_MAY_IMPORT}:
+            found.append(f"{module.name}:{imported.line} imports {imported.module}")
+    return found
+
+
+def find_cycle(modules: dict[str, Module]) -> list[str]:
+    """Names of modules that import one another in a ring, empty if there is none."""
+    graph = {
+        name: {resolve(i.module, modules) for i in module.imports if not i.types_only} - {None}
+        for name, module in modules.items()
+    }
+    while graph:
+        leaves = {name for name, targets in graph.items() if not targets & graph.keys()}
+        if not leaves:
+            return sorted(graph)
+        graph = {name: targets for name, targets in graph.items() if name not in leaves}
+    return []
+
+
+def local_imports(module: Module) -> list[str]:
+    return [
+        f"{module.name}:{imported.line} imports {imported.module}"
+        for imported in module.imports
+        if imported.in_function and imported.module.partition(".")[0] not in OPTIONAL_DEPENDENCIES
+    ]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_arrows_point_down_only(name: str) -> None:
+    assert wrong_arrows(MODULES[name], MODULES) == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_stand_at_the_top(name: str) -> None:
+    assert local_imports(MODULES[name]) == []
+
+
+def test_no_import_cycle() -> None:
+    assert find_cycle(MODULES) == []
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if MODULES[name].room == "cache"])
+def test_the_cache_imports_stdlib_and_numpy(name: str) -> None:
+    tops = {imported.module.partition(".")[0] for imported in MODULES[name].imports}
+    assert tops <= {*sys.stdlib_module_names, "numpy", PACKAGE}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_room_imports_without_torch(room: str) -> None:
+    program = f"""
+import importlib, pkgutil, sys
+for name in ("torch", "transformers", "tokenizers", "safetensors"):
+    sys.modules[name] = None  # importing it raises ModuleNotFoundError
+room = importlib.import_module("{PACKAGE}.{room}")
+for found in pkgutil.walk_packages(room.__path__, room.__name__ + "."):
+    importlib.import_module(found.name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def pretend(**texts: str) -> dict[str, Module]:
+    modules = {name.replace("_", "."): text for name, text in texts.items()}
+    return {name: Module(name, text) for name, text in modules.items()}
+
+
+def test_an_arrow_that_points_up_is_found() -> None:
+    modules = pretend(headstart_cache_pool="from headstart.engine import llm", headstart_engine="")
+    assert wrong_arrows(modules["headstart.cache.pool"], modules) == [
+        "headstart.cache.pool:1 imports headstart.engine.llm"
+    ]
+
+
+def test_a_cycle_is_found_and_an_import_for_types_makes_none() -> None:
+    upward = "import headstart.cache.a"
+    modules = pretend(headstart_cache_a="from headstart.cache import b", headstart_cache_b=upward)
+    assert find_cycle(modules) == ["headstart.cache.a", "headstart.cache.b"]
+    for_types = f"if TYPE_CHECKING:\n    {upward}"
+    modules = pretend(
+        headstart_cache_a="from headstart.cache import b", headstart_cache_b=for_types
+    )
+    assert find_cycle(modules) == []
+
+
+def test_an_import_in_a_function_is_found() -> None:
+    module = Module("headstart.cache.a", "def f():\n    if 1:\n        import json\n")
+    assert local_imports(module) == ["headstart.cache.a:3 imports json"]

@@ -1,0 +1,97 @@
+"""How much of each: the budgets that keep every file and function small enough to hold in mind.
+
+A budget is raised here and nowhere else, with its reason beside it.
+"""
+
+import ast
+
+import pytest
+
+from tests.house.source import FunctionNode, Module, read_modules
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_BRANCHES = 10
+MAX_PARAMETERS = 6
+MAX_CONFIG_FIELDS = 60
+
+BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
+
+MODULES = {**read_modules("headstart"), **read_modules("bench"), **read_modules("tools")}
+
+
+def count_lines(function: FunctionNode) -> int:
+    assert function.end_lineno is not None
+    return function.end_lineno - function.lineno + 1
+
+
+def count_branches(node: ast.AST) -> int:
+    """Places where the way parts, functions defined inside not counted."""
+    total = 0
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, FunctionNode | ast.ClassDef):
+            total += isinstance(child, BRANCHES) + count_branches(child)
+    return total
+
+
+def count_parameters(function: FunctionNode) -> int:
+    """What a caller may pass: `self` and `cls` do not count."""
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    extra = [arguments.vararg, arguments.kwarg]
+    return len([a for a in named if a.arg not in ("self", "cls")]) + len([a for a in extra if a])
+
+
+def count_fields(module: Module) -> int:
+    """Fields of the dataclasses named *Config."""
+    return sum(
+        isinstance(statement, ast.AnnAssign) and "ClassVar" not in ast.unparse(statement.annotation)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
+        for statement in node.body
+    )
+
+
+def over_budget(module: Module) -> list[str]:
+    found = []
+    if module.num_lines > MAX_FILE_LINES:
+        found.append(f"{module.num_lines} lines, at most {MAX_FILE_LINES}")
+    for function in module.functions:
+        for count, limit, what in (
+            (count_lines(function), MAX_FUNCTION_LINES, "lines"),
+            (count_branches(function), MAX_BRANCHES, "branches"),
+            (count_parameters(function), MAX_PARAMETERS, "parameters"),
+        ):
+            if count > limit:
+                found.append(f"{function.name}: {count} {what}, at most {limit}")
+    return found
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_module_is_within_its_budgets(name: str) -> None:
+    assert over_budget(MODULES[name]) == []
+
+
+def test_configuration_is_within_its_budget() -> None:
+    fields = {name: count_fields(module) for name, module in MODULES.items()}
+    assert sum(fields.values()) <= MAX_CONFIG_FIELDS, fields
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("\n" * 401, "401 lines"),
+        ("def f():\n" + "    x = 1\n" * 60, "f: 61 lines"),
+        ("def f(x):\n" + "    if x: pass\n" * 11, "f: 11 branches"),
+        ("def f(x):\n    if x: pass\n" + "    elif x: pass\n" * 10, "f: 11 branches"),
+        ("class A:\n    def f(self, a, b, c, *d, e, f, g): pass", "f: 7 parameters"),
+    ],
+)
+def test_a_module_over_its_budget_is_found(text: str, complaint: str) -> None:
+    assert [found for found in over_budget(Module("m", text)) if found.startswith(complaint)]
+
+
+def test_branches_of_an_inner_function_are_its_own() -> None:
+    inner = "def g(x):\n        if x: pass\n        if x: pass\n"
+    tree = ast.parse(f"def f(x):\n    if x: pass\n    {inner}").body[0]
+    assert count_branches(tree) == 1

@@ -1,0 +1,56 @@
+"""The public names: what users import stays until somebody changes this list on purpose."""
+
+import subprocess
+import sys
+
+import pytest
+
+import headstart
+from tests.house.source import ROOT
+
+PUBLIC = [
+    "LLM",
+    "AsyncLLM",
+    "SamplingParams",
+    "RequestOutput",
+    "CompletionOutput",
+    "HeadstartError",
+    "ConfigError",
+    "RequestError",
+    "ModelError",
+    "ModelNotFoundError",
+    "DamagedModelError",
+    "UnsupportedModelError",
+    "OutOfMemoryError",
+    "CacheError",
+    "EngineError",
+    "__version__",
+]
+
+
+def test_public_names_are_these() -> None:
+    assert headstart.__all__ == PUBLIC
+    assert set(PUBLIC) <= set(dir(headstart))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_name_is_there_and_documented(name: str) -> None:
+    value = getattr(headstart, name)
+    assert isinstance(value, str) or value.__doc__
+
+
+def test_another_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'LLN'"):
+        getattr(headstart, "LLN")  # noqa: B009 (mypy would refuse headstart.LLN)
+
+
+def test_every_error_is_a_headstart_error() -> None:
+    for name in PUBLIC:
+        if name.endswith("Error"):
+            assert issubclass(getattr(headstart, name), headstart.HeadstartError)
+
+
+def test_importing_headstart_loads_no_torch() -> None:
+    program = "import headstart, sys; assert not {'torch', 'transformers'} & sys.modules.keys()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,20 @@
+"""Attention over paged K/V: the memory, the backends, and the hook into transformers.
+
+Nothing here knows a request, a scheduler or a model: a step arrives as a `StepPlan` and each
+layer calls `AttentionBackend.attend` with its queries, keys and values.
+"""
+
+from headstart.attention.backend import AttentionBackend, AttentionOptions
+from headstart.attention.layout import LayerLayout, Span, StepPlan
+from headstart.attention.memory import PagedKVMemory
+from headstart.attention.torch_ops import TorchAttention
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionOptions",
+    "LayerLayout",
+    "PagedKVMemory",
+    "Span",
+    "StepPlan",
+    "TorchAttention",
+]

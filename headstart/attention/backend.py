@@ -1,0 +1,53 @@
+"""The seam between models and attention kernels.
+
+A backend is told once per step who is in the batch (`begin_step`), then once per layer for the
+attention itself (`attend`), then that the step is over (`end_step`). Everything that is the same
+in all layers belongs into `begin_step`.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from headstart.attention.layout import StepPlan
+
+__all__ = ["AttentionBackend", "AttentionOptions"]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionOptions:
+    """What a layer asks for beyond plain causal attention.
+
+    - `scaling` multiplies the scores q·k.
+    - `sliding_window`: a row sees itself and the `sliding_window - 1` tokens before it.
+    - `softcap`: scores become `softcap * tanh(scores / softcap)` before masking (Gemma 2).
+    - `sinks` `[query_heads]`: one more score per head that takes its share of the softmax and
+      adds nothing (GPT-OSS).
+    """
+
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class AttentionBackend(Protocol):
+    """Attention over paged K/V for one engine."""
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Take the step's plan; nothing of the memory changes yet."""
+
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """Write this layer's K/V into the plan's slots, then attend.
+
+        `query` is `[tokens, query_heads, key_dim]`, `key` `[tokens, kv_heads, key_dim]`, `value`
+        `[tokens, kv_heads, value_dim]`; any strides. The result is a new contiguous tensor
+        `[tokens, query_heads, value_dim]`. All rows are written before any is read, so two
+        sequences of one step may share blocks that one of them is filling.
+        """
+
+    def end_step(self) -> None:
+        """Forget the plan; safe to call without one."""

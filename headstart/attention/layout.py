@@ -1,0 +1,64 @@
+"""What one step asks of attention: the shape of a layer's K/V, and whose rows are whose.
+
+A step's tokens lie in one flat batch of rows, without padding. A `Span` names the rows of one
+sequence in it; the sequence's K/V of earlier steps are found through its block table:
+
+    flat batch   | a a a a | b | c c |         spans: a: rows 0-3, b: row 4, c: rows 5-6
+    a's context  [ 0 1 2 ... 11 | 12 13 14 15 ]    context = 16, its queries are the last 4
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["LayerLayout", "Span", "StepPlan"]
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """The K and V of one token in one layer: `[kv_heads, key_dim]` and `[kv_heads, value_dim]`.
+
+    The two widths differ where a model compresses its keys otherwise than its values
+    (DeepSeek-V3).
+    """
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def elements(self) -> int:
+        """Numbers that one token's K and V hold together."""
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The rows of one sequence in the flat batch.
+
+    Its queries are the last `num_rows` of its `context` tokens, and lie at
+    `first_row .. first_row + num_rows - 1`; `block_ids` covers all `context` tokens.
+    """
+
+    first_row: int
+    num_rows: int
+    context: int
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: where each row's K/V go, and what each row attends to.
+
+    `slots` is int64 `[tokens]`, in row order: `block_id * block_size + position % block_size`,
+    or the memory's `scratch_slot` for a row whose K/V must not be kept.
+
+    With `contiguous_gather` the result is bitwise a function of the rows' tokens and of the
+    contents of their context: no row takes a path that depends on its neighbours in the batch
+    or on the block ids.
+    """
+
+    slots: Tensor
+    spans: tuple[Span, ...]
+    contiguous_gather: bool = False

@@ -1,0 +1,90 @@
+"""The paged K/V memory: for every layer, one row of K and one of V per slot."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headstart.attention.layout import LayerLayout
+
+__all__ = ["PagedKVMemory", "RowCopyLike"]
+
+
+class RowCopyLike(Protocol):
+    """An order to copy the first `num_rows` rows of one block over those of another."""
+
+    @property
+    def source_block(self) -> int: ...
+    @property
+    def target_block(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
+
+
+class PagedKVMemory:
+    """K and V of all blocks: `keys[layer]` is `[slots + 1, kv_heads, key_dim]`, `values` likewise.
+
+    Slot `block_id * block_size + offset` holds one token. The last slot, `scratch_slot`, belongs
+    to no block and takes the rows that nobody keeps. Memory starts as zeros and not as whatever
+    was there: a hidden row counts exactly 0 times its value, which must therefore be finite.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[LayerLayout],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.layouts = tuple(layouts)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.scratch_slot = num_blocks * block_size
+        rows = self.scratch_slot + 1
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for layout in self.layouts:
+            for tensors, width in ((self.keys, layout.key_dim), (self.values, layout.value_dim)):
+                shape = (rows, layout.kv_heads, width)
+                tensors.append(torch.zeros(shape, dtype=dtype, device=self.device))
+
+    @staticmethod
+    def bytes_per_block(layouts: Sequence[LayerLayout], block_size: int, dtype: torch.dtype) -> int:
+        """Bytes that one block takes in all layers together."""
+        return sum(layout.elements for layout in layouts) * block_size * dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all K and V, the scratch rows among them."""
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def write(self, layer_idx: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Put `key` `[tokens, kv_heads, key_dim]` and `value` into `slots` int64 `[tokens]`."""
+        self.keys[layer_idx].index_copy_(0, slots, key)
+        self.values[layer_idx].index_copy_(0, slots, value)
+
+    def copy_rows(self, copies: Sequence[RowCopyLike]) -> None:
+        """Copy the heads of blocks in every layer; of each layer all is read, then all written.
+
+        So a block may be the source of one copy and the target of another, and the order of
+        `copies` does not matter.
+        """
+        if not copies:
+            return
+        size = self.block_size
+        slots = torch.tensor(
+            [
+                (copy.source_block * size + row, copy.target_block * size + row)
+                for copy in copies
+                for row in range(copy.num_rows)
+            ],
+            dtype=torch.int64,
+            device=self.device,
+        ).view(-1, 2)
+        source, target = slots.unbind(1)
+        for tensor in (*self.keys, *self.values):
+            tensor.index_copy_(0, target, tensor.index_select(0, source))

@@ -1,0 +1,144 @@
+"""The engine for asyncio: every request streams its own outputs, all share the same steps.
+
+One thread runs the very engine that `LLM` runs; between its steps it takes what was added or
+aborted meanwhile. Outputs cross back to the event loop that asked for them.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from headstart.engine.engine import Engine
+from headstart.engine.inputs import Prompt
+from headstart.engine.outputs import RequestOutput
+from headstart.engine.params import SamplingParams
+from headstart.errors import EngineError, HeadstartError
+
+Deliver = Callable[[RequestOutput | HeadstartError], None]
+
+
+class AsyncLLM:
+    """Streams token by token for many callers at once.
+
+    `async for output in llm.generate(prompt, params)`: each output has all of the text so far.
+    Leaving the loop, or cancelling the task, aborts the request and frees its blocks.
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        """Load a model; `options` are the fields of `EngineConfig`."""
+        self.engine = Engine.load(model, **options)
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._deliver: dict[str, Deliver] = {}
+        self._closed = False
+        self._lock = threading.Lock()  # so that no order comes after the last
+        self._thread = threading.Thread(target=self._run, name="headstart-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Stream the outputs of one request. Raises RequestError before any work."""
+        request = self.engine.prepare(
+            prompt, sampling_params or SamplingParams(), request_id=request_id, salt=cache_salt
+        )
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[RequestOutput | HeadstartError] = asyncio.Queue()
+
+        def deliver(output: RequestOutput | HeadstartError) -> None:
+            loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        def add() -> None:
+            self._deliver[request.request_id] = deliver
+            self.engine.submit(request)
+
+        self._post(add)
+        finished = False
+        try:
+            while not finished:
+                output = await outputs.get()
+                if isinstance(output, HeadstartError):
+                    finished = True
+                    raise output
+                finished = output.finished
+                yield output
+        finally:
+            if not finished and not self._closed:
+                self._post(lambda: self._abort(request.request_id))
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; its stream ends with finish reason "abort"."""
+        self._post(lambda: self._send(self.engine.abort(request_id)))
+
+    def close(self) -> None:
+        """Stop the thread; requests under way end with an EngineError."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._orders.put(None)
+        self._thread.join()
+        self.engine.close()
+
+    def _post(self, order: Callable[[], None]) -> None:
+        with self._lock:
+            if self._closed:
+                raise EngineError("the engine is closed")
+            self._orders.put(order)
+
+    def _abort(self, request_id: str) -> None:
+        self._deliver.pop(request_id, None)
+        self.engine.abort(request_id)
+
+    def _send(self, output: RequestOutput | None) -> None:
+        if output is None:
+            return
+        deliver = self._deliver.get(output.request_id)
+        if output.finished:
+            self._deliver.pop(output.request_id, None)
+        if deliver is not None:
+            deliver(output)
+
+    def _run(self) -> None:
+        """The thread: orders, a step, its outputs, until closed or the engine breaks."""
+        reason = EngineError("the engine was closed")
+        try:
+            while self._take_orders():
+                for result in self.engine.step():
+                    if result.error is None:
+                        self._send(result.output)
+                    else:
+                        self._fail(result.output.request_id, result.error)
+        except Exception as error:  # a fault of the engine itself: nobody may wait for ever
+            reason = EngineError(f"the engine broke: {type(error).__name__}: {error}")
+            reason.__cause__ = error
+            with self._lock:
+                self._closed = True
+        for request_id in list(self._deliver):
+            self.engine.abort(request_id)
+            self._fail(request_id, reason)
+
+    def _take_orders(self) -> bool:
+        """Carry out what was asked since the last step; wait for it when there is no work."""
+        wait = not self.engine.has_unfinished
+        while True:
+            try:
+                order = self._orders.get(block=wait)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            order()
+            wait = not self.engine.has_unfinished
+
+    def _fail(self, request_id: str, error: HeadstartError) -> None:
+        deliver = self._deliver.pop(request_id, None)
+        if deliver is not None:
+            deliver(error)

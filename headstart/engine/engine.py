@@ -1,0 +1,275 @@
+"""The engine: requests in, one step at a time, outputs out. Synchronous and without threads.
+
+prepare   check and tokenise a request; nothing is allocated
+submit    queue it
+step      schedule, run, sample, deliver
+abort     forget a request at any time between steps
+"""
+
+import itertools
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from headstart.attention import PagedKVMemory, TorchAttention
+from headstart.cache import BlockNames, CacheConfig, KVCacheManager, TokenSequence
+from headstart.engine.batch import Batch, ScheduledTokens
+from headstart.engine.config import EngineConfig
+from headstart.engine.detokenizer import Detokenizer
+from headstart.engine.inputs import InputProcessor, Prompt
+from headstart.engine.logprobs import token_logprobs
+from headstart.engine.outputs import RequestOutput
+from headstart.engine.params import SamplingParams
+from headstart.engine.request import Request, RequestGroup
+from headstart.engine.runner import Runner, StepLogits
+from headstart.engine.sampler import SampledToken, Sampler, SamplingState
+from headstart.engine.scheduler import Scheduler
+from headstart.engine.sizing import count_blocks, longest_sequence
+from headstart.engine.text import OutputText
+from headstart.errors import ConfigError, EngineError, RequestError
+from headstart.models.decoder import DecoderModel
+from headstart.models.loader import load_model
+from headstart.models.tokenizer import load_tokenizer
+
+
+class StepResult(NamedTuple):
+    """A request that a step moved: its output so far, and the error that ended it, if one did."""
+
+    output: RequestOutput
+    error: EngineError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is put together from."""
+
+    model: DecoderModel
+    tokenizer: Any
+    memory: PagedKVMemory
+    manager: KVCacheManager
+    max_model_len: int
+
+
+class Engine:
+    """Continuous batching over one model with automatic prefix caching.
+
+    Not thread-safe: whoever drives it calls everything from one thread, but `prepare`, which
+    changes nothing.
+    """
+
+    def __init__(self, parts: Parts, config: EngineConfig) -> None:
+        self.config = config
+        self.model = parts.model
+        self.tokenizer = parts.tokenizer
+        self.manager = parts.manager
+        self.max_model_len = parts.max_model_len
+        backend = TorchAttention(parts.memory)
+        self.model.attach(backend)
+        self._inputs = InputProcessor(parts.tokenizer, self.model.vocab_size, parts.max_model_len)
+        self._runner = Runner(self.model, backend, parts.memory, deterministic=config.deterministic)
+        self._sampler = Sampler(self.model.vocab_size)
+        self._scheduler = Scheduler(
+            self.manager,
+            max_tokens=config.max_num_batched_tokens,
+            max_running=config.max_num_seqs,
+            max_overtaken=config.max_overtaken,
+        )
+        self._groups: dict[str, RequestGroup] = {}
+        self._names = itertools.count()
+        self._seeds = itertools.count()
+
+    @classmethod
+    def load(cls, model: str | Path, **options: Any) -> "Engine":
+        """An engine for a model by path or name; `options` are the fields of `EngineConfig`.
+
+        Raises ConfigError, ModelError or OutOfMemoryError; nothing is left behind.
+        """
+        config = _make_config(options)
+        torch.set_num_threads(config.threads)
+        tokenizer = load_tokenizer(model)
+        decoder = load_model(model, config.dtype, config.device)
+        blocks = count_blocks(config, decoder.layouts, decoder.dtype, decoder.device)
+        limit = longest_sequence(config, decoder.max_model_len, blocks)
+        memory = PagedKVMemory(
+            decoder.layouts, blocks, config.block_size, decoder.dtype, decoder.device
+        )
+        cache = CacheConfig(
+            num_blocks=blocks,
+            block_size=config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            deduplicate=config.deduplicate,
+            partial_hits=config.partial_hits and not config.deterministic,
+            eviction=config.eviction,
+        )
+        manager = KVCacheManager(cache, BlockNames(config.block_size))
+        return cls(Parts(decoder, tokenizer, memory, manager, limit), config)
+
+    # Requests
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        salt: str | None = None,
+    ) -> RequestGroup:
+        """Check and tokenise a request. Raises RequestError; nothing is kept of it."""
+        name = request_id if request_id is not None else f"request-{next(self._names)}"
+        if name in self._groups:
+            raise RequestError(f"request id {name!r} is in use")
+        text, token_ids = self._inputs.process(prompt)
+        group = RequestGroup(name, text, token_ids, params, time.perf_counter())
+        if params.prompt_logprobs is not None:
+            group.prompt_logprobs = [None]
+        group.requests = [self._make_request(group, index, salt) for index in range(params.n)]
+        return group
+
+    def _make_request(self, group: RequestGroup, index: int, salt: str | None) -> Request:
+        params = group.params
+        sequence = TokenSequence(f"{group.request_id}/{index}", group.prompt_token_ids, salt=salt)
+        generator = None
+        if params.temperature > 0:
+            seed = self.config.seed + next(self._seeds) if params.seed is None else params.seed
+            generator = torch.Generator().manual_seed(seed + index)
+        sampling = SamplingState(
+            params, group.prompt_token_ids, [], generator, self.model.eos_token_ids
+        )
+        text = OutputText(
+            Detokenizer(self.tokenizer, params.skip_special_tokens),
+            params,
+            self.model.eos_token_ids,
+            self.max_model_len,
+        )
+        request = Request(group, index, sequence, sampling, text)
+        if params.logprobs is not None:
+            request.logprobs = []
+        return request
+
+    def submit(self, group: RequestGroup) -> None:
+        """Queue a prepared request."""
+        self._groups[group.request_id] = group
+        for request in group.requests:
+            self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Forget a request; its output so far, with finish reason "abort", or None if unknown."""
+        group = self._groups.pop(request_id, None)
+        if group is None:
+            return None
+        for request in group.requests:
+            if request.finish_reason is None:
+                self._scheduler.remove(request)
+                request.finish_reason = "abort"
+        return group.output()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self._groups)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a running request had to give up its blocks."""
+        return self._scheduler.num_preemptions
+
+    # Steps
+
+    def step(self) -> list[StepResult]:
+        """Run one step; the requests that got a token or ended, with what they have so far.
+
+        When the model fails, the step's requests end with an EngineError and give their blocks
+        back; the others go on.
+        """
+        batch = self._scheduler.schedule()
+        if not batch.scheduled:
+            if self._groups:
+                raise EngineError("requests wait, and none can run: the scheduler is stuck")
+            return []
+        now = time.perf_counter()
+        for part in batch.scheduled:
+            if part.request.group.start_time is None:
+                part.request.group.start_time = now
+        try:
+            logits = self._runner.run(batch)
+            sampled = self._sample(batch, logits)
+        except Exception as error:  # whatever a model, a kernel or the memory raises
+            return self._fail(batch, error)
+        self.manager.commit_step()
+        results = self._deliver(batch, sampled)
+        if self.config.debug:
+            self.manager.check()
+        return results
+
+    def _sample(self, batch: Batch, logits: StepLogits) -> list[SampledToken | None]:
+        """The next token of each part, None for one that ends before its last token."""
+        at = 0
+        rows: list[int] = []
+        states: list[SamplingState] = []
+        for part, count in zip(batch.scheduled, logits.counts, strict=True):
+            request = part.request
+            if request.needs_prompt_logits:
+                self._add_prompt_logprobs(part, logits.values[at : at + count])
+            at += count
+            if part.samples:
+                rows.append(at - 1)
+                states.append(request.sampling)
+        values = logits.values if len(rows) == len(logits.values) else logits.values[rows]
+        tokens = iter(self._sampler.sample(values, states) if states else [])
+        return [next(tokens) if part.samples else None for part in batch.scheduled]
+
+    def _add_prompt_logprobs(self, part: ScheduledTokens, logits: torch.Tensor) -> None:
+        """Row i of the logits tells of the token after position start + i."""
+        group = part.request.group
+        following = group.prompt_token_ids[part.start + 1 : part.stop + 1]
+        top = group.params.prompt_logprobs or 0
+        entries = token_logprobs(logits[: len(following)], following, top)
+        group.add_prompt_logprobs(part.start + 1, entries)
+
+    def _deliver(self, batch: Batch, sampled: list[SampledToken | None]) -> list[StepResult]:
+        now = time.perf_counter()
+        moved: dict[str, RequestGroup] = {}
+        for part, token in zip(batch.scheduled, sampled, strict=True):
+            if token is None:
+                continue
+            request = part.request
+            request.append(token, now)
+            if request.finish_reason is not None:
+                self._scheduler.remove(request)
+            moved[request.group.request_id] = request.group
+        for name, group in moved.items():
+            if group.finished:
+                del self._groups[name]
+        return [StepResult(group.output()) for group in moved.values()]
+
+    def _fail(self, batch: Batch, error: Exception) -> list[StepResult]:
+        """End the requests of a failed step, siblings of the same group included."""
+        self.manager.fail_step()
+        failed = [part.request for part in batch.scheduled]
+        self._scheduler.drop_failed(failed)
+        reason = EngineError(f"the step failed: {type(error).__name__}: {error}")
+        reason.__cause__ = error
+        results = []
+        for group in {request.group.request_id: request.group for request in failed}.values():
+            for request in group.requests:
+                if request.finish_reason is None and request not in failed:
+                    self._scheduler.remove(request)
+                request.finish_reason = request.finish_reason or "error"
+            self._groups.pop(group.request_id, None)
+            results.append(StepResult(group.output(), reason))
+        return results
+
+    def close(self) -> None:
+        """Let go of the model's attention function and, with it, of the K/V memory."""
+        self.model.detach()
+
+
+def _make_config(options: dict[str, Any]) -> EngineConfig:
+    known = {field.name for field in fields(EngineConfig)}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ConfigError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    return EngineConfig(**options)

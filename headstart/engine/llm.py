@@ -1,0 +1,204 @@
+"""`LLM`: a model with automatic prefix caching, to be called from ordinary Python."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from headstart.engine.conversation import ConversationMemory, Message
+from headstart.engine.engine import Engine, StepResult
+from headstart.engine.inputs import Prompt
+from headstart.engine.outputs import RequestOutput
+from headstart.engine.params import SamplingParams
+from headstart.engine.request import RequestGroup
+from headstart.errors import RequestError
+
+Conversation = Sequence[Message]
+
+
+class LLM:
+    """A model that answers prompts and keeps what it computed for the next one.
+
+    >>> from headstart.models.demo import demo_model_path
+    >>> llm = LLM(demo_model_path(), num_blocks=64)
+    >>> [output] = llm.generate("A gentle breeze stirred", SamplingParams(max_tokens=4))
+    >>> len(output.outputs[0].token_ids), output.num_cached_tokens
+    (4, 0)
+    >>> llm.close()
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        """Load a model by path or hub name; `options` are the fields of `EngineConfig`.
+
+        Raises ConfigError, ModelError or OutOfMemoryError.
+        """
+        self.engine = Engine.load(model, **options)
+        self._conversations = ConversationMemory(self.engine.tokenizer)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts, texts or token ids, one or many; outputs in the order of the prompts.
+
+        cache_salt: prompts of different salts share no K/V. Raises RequestError before any
+        work, for all prompts if one is bad; EngineError when a step failed.
+        """
+        prompts = _as_list(prompts)
+        groups = [
+            self.engine.prepare(prompt, params, salt=cache_salt)
+            for prompt, params in zip(prompts, _spread(sampling_params, prompts), strict=True)
+        ]
+        return self._run(groups, show_progress=use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several; the next turn hits every token of this one.
+
+        messages: dicts with "role" and "content", by the model's chat template. A reply that
+        comes back in a later turn is recognised by its text and keeps its token ids, even where
+        tokenising it anew would give others.
+        """
+        conversations = _as_conversations(messages)
+        groups = [
+            self._prepare_chat(conversation, params, cache_salt)
+            for conversation, params in zip(
+                conversations, _spread(sampling_params, conversations), strict=True
+            )
+        ]
+        outputs = self._run(groups, show_progress=use_tqdm)
+        for output in outputs:
+            self._remember(output, cache_salt)
+        return outputs
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Outputs of one prompt token by token, each with all of the text so far.
+
+        Closing the iterator aborts the request.
+        """
+        params = sampling_params or SamplingParams()
+        return self._stream(self.engine.prepare(prompt, params, salt=cache_salt))
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> Iterator[RequestOutput]:
+        """As `stream`, for a conversation."""
+        group = self._prepare_chat(messages, sampling_params or SamplingParams(), cache_salt)
+        for output in self._stream(group):
+            if output.finished:
+                self._remember(output, cache_salt)
+            yield output
+
+    def close(self) -> None:
+        """Free the K/V memory; the object is of no use afterwards."""
+        self.engine.close()
+
+    def _prepare_chat(
+        self, messages: Conversation, params: SamplingParams, salt: str | None
+    ) -> RequestGroup:
+        text = self._conversations.render(messages)
+        token_ids = self._conversations.encode(text, salt=salt)
+        group = self.engine.prepare(token_ids, params, salt=salt)
+        group.prompt = text
+        return group
+
+    def _remember(self, output: RequestOutput, salt: str | None) -> None:
+        for completion in output.outputs:
+            self._conversations.remember(
+                (output.prompt or "") + completion.text,
+                [*output.prompt_token_ids, *completion.token_ids],
+                salt=salt,
+            )
+
+    def _run(self, groups: list[RequestGroup], *, show_progress: bool) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        for group in groups:
+            self.engine.submit(group)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+        )
+        try:
+            with Progress(*columns, disable=not show_progress or len(groups) < 2) as progress:
+                task = progress.add_task("prompts", total=len(groups), rate="")
+                while len(outputs) < len(groups):
+                    for result in self.engine.step():
+                        output = _unless_failed(result)
+                        if output.finished:
+                            outputs[output.request_id] = output
+                            progress.update(task, advance=1)
+        finally:
+            for group in groups:
+                self.engine.abort(group.request_id)
+        return [outputs[group.request_id] for group in groups]
+
+    def _stream(self, group: RequestGroup) -> Iterator[RequestOutput]:
+        self.engine.submit(group)
+        finished = False
+        try:
+            while not finished:
+                for result in self.engine.step():
+                    if result.output.request_id == group.request_id:
+                        output = _unless_failed(result)
+                        finished = output.finished
+                        yield output
+        finally:
+            self.engine.abort(group.request_id)
+
+
+def _unless_failed(result: StepResult) -> RequestOutput:
+    if result.error is not None:
+        raise result.error
+    return result.output
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a list of integers is one."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if prompts and all(isinstance(entry, int) for entry in prompts):
+        return [cast(Prompt, prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    if messages and isinstance(messages[0], Mapping):
+        return [cast(Conversation, messages)]
+    return list(cast("Sequence[Conversation]", messages))
+
+
+def _spread(
+    params: SamplingParams | Sequence[SamplingParams] | None, prompts: Sequence[Any]
+) -> list[SamplingParams]:
+    """One for each prompt."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * len(prompts)
+    if len(params) != len(prompts):
+        raise RequestError(f"{len(params)} sampling parameters for {len(prompts)} prompts")
+    return list(params)

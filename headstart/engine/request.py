@@ -1,0 +1,134 @@
+"""One request's progress, from arrival to its last token."""
+
+from dataclasses import dataclass, field
+
+from headstart.cache import MissExplanation, TokenSequence
+from headstart.engine.logprobs import TokenLogprob
+from headstart.engine.outputs import (
+    CompletionOutput,
+    Logprobs,
+    RequestMetrics,
+    RequestOutput,
+)
+from headstart.engine.params import SamplingParams
+from headstart.engine.sampler import SampledToken, SamplingState
+from headstart.engine.text import OutputText
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One answer in the making: what the scheduler schedules.
+
+    `group` is what the user asked for; with `n` answers it has as many requests, which share
+    their prompt by ordinary prefix caching.
+    """
+
+    group: "RequestGroup"
+    index: int
+    sequence: TokenSequence
+    sampling: SamplingState
+    text: OutputText
+    logprobs: list[Logprobs] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    num_cached_tokens: int = 0
+    missed: MissExplanation | None = None
+    num_preemptions: int = 0
+    times_overtaken: int = 0
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether logits of the prompt's tokens are still to be delivered."""
+        group = self.group
+        if self.index or group.prompt_logprobs is None:
+            return False
+        return len(group.prompt_logprobs) < len(group.prompt_token_ids)
+
+    def admitted(self, num_cached_tokens: int, missed: MissExplanation) -> None:
+        """The scheduler let it run; what counts is its first admission."""
+        if self.missed is None:
+            self.num_cached_tokens = num_cached_tokens
+            self.missed = missed
+
+    def append(self, token: SampledToken, now: float) -> None:
+        """Take its next token; `finish_reason` is set if that was the last. `now` in seconds."""
+        self.sequence.append(token.token_id)
+        self.sampling.output_token_ids.append(token.token_id)
+        if self.first_token_time is None:
+            self.first_token_time = now
+        self.last_token_time = now
+        if self.logprobs is not None and token.logprob is not None:
+            self.logprobs.append({entry.token_id: entry for entry in token.top})
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + token.logprob
+        self.finish_reason = self.text.push(token.token_id, len(self.sequence.token_ids))
+
+    def completion(self) -> CompletionOutput:
+        """The answer so far."""
+        return CompletionOutput(
+            index=self.index,
+            text=self.text.text,
+            token_ids=list(self.sampling.output_token_ids),
+            finish_reason=self.finish_reason,
+            stop_reason=self.text.stop_reason,
+            logprobs=list(self.logprobs) if self.logprobs is not None else None,
+            cumulative_logprob=self.cumulative_logprob,
+        )
+
+    def metrics(self) -> RequestMetrics:
+        """Times since arrival, in seconds."""
+        arrival = self.group.arrival_time
+        first, last = self.first_token_time, self.last_token_time
+        started = self.group.start_time
+        tokens = len(self.sampling.output_token_ids)
+        return RequestMetrics(
+            queue=None if started is None else started - arrival,
+            time_to_first_token=None if first is None else first - arrival,
+            time_per_token=(
+                None
+                if first is None or last is None or tokens < 2
+                else (last - first) / (tokens - 1)
+            ),
+            total=None if last is None else last - arrival,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class RequestGroup:
+    """What a user asked for: a prompt and how to answer it, `n` times."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_time: float
+    requests: list[Request] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs | None] | None = None
+    start_time: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(request.finish_reason is not None for request in self.requests)
+
+    def add_prompt_logprobs(self, start: int, rows: list[tuple[TokenLogprob, ...]]) -> None:
+        """Log-probabilities of the prompt tokens from position `start` on; known ones stay."""
+        assert self.prompt_logprobs is not None
+        for position, entries in enumerate(rows, start):
+            if position == len(self.prompt_logprobs):
+                self.prompt_logprobs.append({entry.token_id: entry for entry in entries})
+
+    def output(self) -> RequestOutput:
+        """Everything so far."""
+        first = self.requests[0]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[request.completion() for request in self.requests],
+            prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=first.num_cached_tokens,
+            why_missed=first.missed,
+            metrics=first.metrics(),
+            finished=self.finished,
+        )

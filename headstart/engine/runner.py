@@ -1,0 +1,146 @@
+"""Runs a batch: from requests and block tables to tensors, through the model, to logits.
+
+By default a step is one forward pass over all its tokens. With `deterministic` a pass is always
+one whole block of one sequence, at its absolute place, filled up behind the known tokens: every
+matrix product then has the same shape whoever else is there, whatever was cached, and whether a
+token came from a prompt or was generated, so its result is the same bit for bit. A block that
+decoding fills is thereby last computed exactly as a prefill computes it.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.attention import AttentionBackend, PagedKVMemory, Span, StepPlan
+from headstart.cache import TokenSequence
+from headstart.engine.batch import Batch, ScheduledTokens
+
+PADDING_TOKEN = 0
+
+
+class ForwardModel(Protocol):
+    """A model whose attention goes through the backend."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        """Logits float32 `[logit_rows, vocab]` of a flat batch of tokens `[tokens]`."""
+        ...
+
+
+class Rows(NamedTuple):
+    """Rows of the flat batch that belong to one sequence.
+
+    Positions `start` to `stop - 1`, of which those from `known` on are padding; logits are
+    wanted from position `logits_from` on.
+    """
+
+    sequence: TokenSequence
+    start: int
+    stop: int
+    known: int
+    logits_from: int
+
+
+class StepLogits(NamedTuple):
+    """Logits float32 `[rows, vocab]` of a step, and how many of the rows each part has."""
+
+    values: Tensor
+    counts: list[int]
+
+
+class Runner:
+    """Executes batches against one model and its paged memory."""
+
+    def __init__(
+        self,
+        model: ForwardModel,
+        backend: AttentionBackend,
+        memory: PagedKVMemory,
+        *,
+        deterministic: bool,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._memory = memory
+        self._deterministic = deterministic
+
+    def run(self, batch: Batch) -> StepLogits:
+        """Compute the batch.
+
+        A part's logits are those of all its rows when its prompt's log-probabilities are asked
+        for, otherwise of its last row if it samples, else none.
+        """
+        self._memory.copy_rows(batch.copies)
+        parts = [self._plain(part) for part in batch.scheduled]
+        if self._deterministic:
+            blocks = (block for rows in parts for block in self._blocks(rows))
+            values = torch.cat([self._forward([block]) for block in blocks])
+        else:
+            values = self._forward(parts)
+        return StepLogits(values, [rows.stop - rows.logits_from for rows in parts])
+
+    @staticmethod
+    def _plain(part: ScheduledTokens) -> Rows:
+        if part.request.needs_prompt_logits:
+            logits_from = part.start
+        else:
+            logits_from = part.stop - 1 if part.samples else part.stop
+        return Rows(part.request.sequence, part.start, part.stop, part.stop, logits_from)
+
+    def _blocks(self, rows: Rows) -> Iterator[Rows]:
+        """The same rows as whole blocks, recomputed from their first token."""
+        size = self._memory.block_size
+        for start in range(rows.start // size * size, rows.stop, size):
+            known = min(start + size, rows.stop)
+            yield Rows(rows.sequence, start, start + size, known, max(start, rows.logits_from))
+
+    def _forward(self, parts: list[Rows]) -> Tensor:
+        """One pass of the model."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        logit_rows: list[int] = []
+        slots: list[int] = []
+        spans = []
+        for rows in parts:
+            first = len(tokens)
+            spans.append(Span(first, rows.stop - rows.start, rows.stop, rows.sequence.block_ids))
+            tokens += rows.sequence.token_ids[rows.start : rows.known]
+            tokens += [PADDING_TOKEN] * (rows.stop - rows.known)
+            positions += range(rows.start, rows.stop)
+            logit_rows += range(
+                first + rows.logits_from - rows.start, first + rows.known - rows.start
+            )
+            self._add_slots(slots, rows)
+        plan = StepPlan(self._tensor(slots), tuple(spans), contiguous_gather=self._deterministic)
+        self._backend.begin_step(plan)
+        try:
+            return self._model.forward(
+                self._tensor(tokens), self._tensor(positions), self._tensor(logit_rows)
+            )
+        finally:
+            self._backend.end_step()
+
+    def _add_slots(self, slots: list[int], rows: Rows) -> None:
+        """Where each row's K/V go: a block's rows are written by its writer alone.
+
+        Rows in a block that is shared are computed for their logits, and their K/V thrown away.
+        """
+        size = self._memory.block_size
+        at = rows.start
+        while at < rows.stop:
+            block = rows.sequence.blocks[at // size]
+            end = min(rows.stop, (at // size + 1) * size)
+            if block.writer is rows.sequence:
+                first = block.block_id * size + at % size
+                slots += range(first, first + end - at)
+            else:
+                slots += [self._memory.scratch_slot] * (end - at)
+            at = end
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.from_numpy(np.array(values, dtype=np.int64)).to(self._model.device)

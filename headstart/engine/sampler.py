@@ -1,0 +1,139 @@
+"""From logits to the next token of each request.
+
+The steps are vLLM's: log-probabilities of the raw logits if asked for, then `min_tokens`,
+penalties, temperature, min-p, top-k, top-p, and a draw. transformers' own processors do what
+they can; a row's result depends on its own request alone, never on the others in the batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from headstart.engine.logprobs import TokenLogprob, token_logprobs
+from headstart.engine.params import SamplingParams
+
+
+class SampledToken(NamedTuple):
+    """A token, and its log-probabilities if asked for: its own entry first in `top`."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(slots=True, eq=False)
+class SamplingState:
+    """What one request's sampling depends on; `output_token_ids` grows as the answer does."""
+
+    params: SamplingParams
+    prompt_token_ids: Sequence[int]
+    output_token_ids: list[int]
+    generator: torch.Generator | None
+    eos_token_ids: frozenset[int]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the likeliest token is all that is wanted."""
+        params = self.params
+        return (
+            params.is_greedy
+            and params.logprobs is None
+            and not params.has_penalties
+            and not self.banned_token_ids
+        )
+
+    @property
+    def banned_token_ids(self) -> frozenset[int]:
+        """Tokens that would end the answer before it has `min_tokens`."""
+        if len(self.output_token_ids) >= self.params.min_tokens:
+            return frozenset()
+        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        return eos | frozenset(self.params.stop_token_ids or ())
+
+
+class Sampler:
+    """Chooses tokens. `vocab_size` is the width of the logits."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
+        """The next token of each row of `logits` float32 `[rows, vocab]`.
+
+        Requests that only want the likeliest token cost one argmax together.
+        """
+        likeliest = logits.argmax(-1).tolist()
+        return [
+            SampledToken(token_id, None, ())
+            if state.is_plain
+            else self._choose(row.unsqueeze(0), state)
+            for token_id, row, state in zip(likeliest, logits, states, strict=True)
+        ]
+
+    def _choose(self, logits: Tensor, state: SamplingState) -> SampledToken:
+        """One row `[1, vocab]` that wants more than its largest logit."""
+        params = state.params
+        scores = self.process(logits, state)
+        if params.is_greedy:
+            token_id = int(scores.argmax(-1))
+        else:
+            weights = scores.softmax(-1).cpu()
+            token_id = int(torch.multinomial(weights, 1, generator=state.generator))
+        if params.logprobs is None:
+            return SampledToken(token_id, None, ())
+        [entries] = token_logprobs(logits, [token_id], params.logprobs)
+        return SampledToken(token_id, entries[0].logprob, entries)
+
+    def process(self, logits: Tensor, state: SamplingState) -> Tensor:
+        """The scores `[1, vocab]` whose softmax is drawn from, or whose largest is taken."""
+        params = state.params
+        scores = logits
+        if state.banned_token_ids:
+            scores = scores.clone()
+            scores[:, sorted(state.banned_token_ids)] = float("-inf")
+        if params.has_penalties:
+            scores = self._penalise(scores, state)
+        if params.is_greedy:
+            return scores
+        ids = torch.empty((1, 0), dtype=torch.int64)
+        for warper in self._warpers(params):
+            scores = warper(ids, scores)
+        return scores
+
+    def _penalise(self, scores: Tensor, state: SamplingState) -> Tensor:
+        """Repetition over prompt and answer (CTRL), presence and frequency over the answer."""
+        params = state.params
+        if params.repetition_penalty != 1:
+            seen = torch.tensor([[*state.prompt_token_ids, *state.output_token_ids]])
+            penalty = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+            scores = penalty(seen.to(scores.device), scores)
+        if state.output_token_ids and (params.presence_penalty or params.frequency_penalty):
+            answer = torch.tensor(state.output_token_ids, device=scores.device)
+            counts = torch.bincount(answer, minlength=self._vocab_size).to(scores.dtype)
+            scores = scores - params.frequency_penalty * counts
+            scores = scores - params.presence_penalty * (counts > 0)
+        return scores
+
+    @staticmethod
+    def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
+        warpers: list[LogitsProcessor] = []
+        if params.temperature != 1:
+            warpers.append(TemperatureLogitsWarper(float(params.temperature)))
+        if params.min_p > 0:
+            warpers.append(MinPLogitsWarper(float(params.min_p)))
+        if params.top_k > 0:
+            warpers.append(TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            warpers.append(TopPLogitsWarper(float(params.top_p)))
+        return warpers

@@ -1,0 +1,155 @@
+"""Who runs in the next step, and with how many tokens.
+
+    waiting ──admit──▶ running ──finish / abort──▶ gone
+       ▲                  │
+       └────preempt───────┘   its blocks are freed; it resumes by hitting them
+
+Running requests come first, in the order of their admission, each with all tokens it knows and
+has not computed, under the step's token budget: a decoding request has one, a long prompt is
+cut into chunks. When blocks run out, the request admitted last gives up its own.
+
+Waiting requests are admitted first come first served, but among the first 16 one that hits more
+of the cache goes first. A request that was overtaken `max_overtaken` times is not overtaken any
+more. One whose next block another request is computing is left waiting, so that no block is
+computed twice; it is let in as soon as that is done, or the other is gone.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+
+from headstart.cache import Allocation, ComputedBlocks, KVCacheManager, RowCopy
+from headstart.engine.batch import Batch, ScheduledTokens
+from headstart.engine.request import Request
+
+LOOKAHEAD = 16  # waiting requests that are looked up to find the best hit
+
+
+class Scheduler:
+    """Keeps the waiting and the running requests; every step's batch comes from `schedule`."""
+
+    def __init__(
+        self, manager: KVCacheManager, *, max_tokens: int, max_running: int, max_overtaken: int
+    ) -> None:
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self._manager = manager
+        self._max_tokens = max_tokens
+        self._max_running = max_running
+        self._max_overtaken = max_overtaken
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """The request is finished or aborted: its blocks are free. Not during a step."""
+        if request in self.running:
+            self.running.remove(request)
+            self._manager.free(request.sequence)
+        else:
+            self.waiting.remove(request)
+
+    def drop_failed(self, requests: Iterable[Request]) -> None:
+        """These requests' step failed; the manager has taken their blocks already."""
+        gone = set(requests)
+        self.running = [request for request in self.running if request not in gone]
+
+    def schedule(self) -> Batch:
+        """The next step, with slots for each of its tokens; empty when nothing can run."""
+        preempted = self.num_preemptions
+        scheduled = self._schedule_running()
+        copies: list[RowCopy] = []
+        if self.num_preemptions == preempted:
+            budget = self._max_tokens - sum(part.stop - part.start for part in scheduled)
+            self._admit(scheduled, copies, budget)
+        return Batch(tuple(scheduled), tuple(copies))
+
+    def _schedule_running(self) -> list[ScheduledTokens]:
+        budget = self._max_tokens
+        scheduled: list[ScheduledTokens] = []
+        at = 0
+        while at < len(self.running) and budget:
+            request = self.running[at]
+            sequence = request.sequence
+            start = sequence.num_computed_tokens
+            count = min(len(sequence.token_ids) - start, budget)
+            if self._manager.append_slots(sequence, count):
+                scheduled.append(ScheduledTokens(request, start, start + count))
+                budget -= count
+                at += 1
+            else:
+                self._preempt(self.running.pop())
+        return scheduled
+
+    def _preempt(self, request: Request) -> None:
+        """Take a running request's blocks; it goes to the head of the waiting ones."""
+        self._manager.free(request.sequence)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _admit(self, scheduled: list[ScheduledTokens], copies: list[RowCopy], budget: int) -> None:
+        waiting = 0
+        while budget and len(self.waiting) != waiting:  # until a round admits nobody
+            waiting = len(self.waiting)
+            for request in self._admission_order():
+                if not budget or len(self.running) == self._max_running:
+                    return
+                computed = self._look_up(request)
+                if computed.writer is not None:
+                    continue
+                start = computed.num_tokens
+                count = min(len(request.sequence.token_ids) - start, budget)
+                allocation = self._allocate(request, computed, count)
+                if allocation is None:
+                    return
+                self._leave_queue(request)
+                request.admitted(start, allocation.missed)
+                scheduled.append(ScheduledTokens(request, start, start + count))
+                copies += allocation.copies
+                budget -= count
+
+    def _admission_order(self) -> list[Request]:
+        """The first waiting requests, best hit first, nobody before one that is due."""
+        ranked = []
+        era = 0
+        for at, request in enumerate(islice(self.waiting, LOOKAHEAD)):
+            due = request.times_overtaken >= self._max_overtaken
+            era += due
+            hit = 0 if due else self._look_up(request).num_tokens
+            ranked.append((era, not due, -hit, at, request))
+        return [entry[-1] for entry in sorted(ranked, key=lambda entry: entry[:-1])]
+
+    def _look_up(self, request: Request) -> ComputedBlocks:
+        """What the request hits; nothing, if it needs the logits of its whole prompt."""
+        found = self._manager.get_computed_blocks(request.sequence)
+        if request.needs_prompt_logits:
+            return found._replace(blocks=[], num_tokens=0, partial=None, writer=None, node=None)
+        return found
+
+    def _allocate(
+        self, request: Request, computed: ComputedBlocks, count: int
+    ) -> Allocation | None:
+        """Slots for the first tokens, if the free blocks would do for all that is known.
+
+        Otherwise two long prompts could be let in of which only one can be computed.
+        """
+        sequence = request.sequence
+        blocks = -(-len(sequence.token_ids) // self._manager.block_size)
+        unheld = sum(block.ref_cnt == 0 for block in computed.blocks)
+        needed = blocks - len(computed.blocks) + unheld
+        if needed > self._manager.num_free_blocks:
+            return None
+        read = None if request.needs_prompt_logits else computed
+        return self._manager.allocate_slots(sequence, count, read)
+
+    def _leave_queue(self, request: Request) -> None:
+        """From waiting to running; everybody it went past is counted as overtaken."""
+        for other in self.waiting:
+            if other is request:
+                break
+            other.times_overtaken += 1
+        self.waiting.remove(request)
+        self.running.append(request)

@@ -1,0 +1,72 @@
+"""How many KV blocks there are, and how long a sequence may be."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from headstart.attention import LayerLayout, PagedKVMemory
+from headstart.engine.config import EngineConfig
+from headstart.errors import OutOfMemoryError
+
+# Unless told otherwise: a million tokens in blocks of 16. More blocks than that cost seconds to
+# make, for models so small that nobody needs them.
+DEFAULT_MAX_BLOCKS = 65_536
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def count_blocks(
+    config: EngineConfig,
+    layouts: Sequence[LayerLayout],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Blocks for the pool: as given, or what the K/V budget holds.
+
+    Raises OutOfMemoryError when that is not even one, or more than is free.
+    """
+    size = PagedKVMemory.bytes_per_block(layouts, config.block_size, dtype)
+    free = free_memory(device)
+    if config.num_blocks is not None:
+        blocks = config.num_blocks
+    elif config.kv_cache_memory is not None:
+        blocks = config.kv_cache_memory // size
+    else:
+        blocks = min(int(free * config.kv_cache_fraction) // size, DEFAULT_MAX_BLOCKS)
+    if blocks < 1:
+        budget = config.kv_cache_memory or int(free * config.kv_cache_fraction)
+        raise OutOfMemoryError(f"K/V may take {budget:,} bytes, and one block takes {size:,}")
+    if blocks * size > free:
+        raise OutOfMemoryError(
+            f"{blocks:,} KV blocks take {blocks * size:,} bytes, and {free:,} are free"
+        )
+    return blocks
+
+
+def longest_sequence(config: EngineConfig, model_limit: int, num_blocks: int) -> int:
+    """Tokens of the longest sequence: what the model, the pool and the options allow.
+
+    Raises OutOfMemoryError when `max_model_len` was asked for and does not fit the pool.
+    """
+    capacity = num_blocks * config.block_size
+    if config.max_model_len is None:
+        return min(model_limit, capacity)
+    if config.max_model_len > capacity:
+        raise OutOfMemoryError(
+            f"max_model_len is {config.max_model_len}; the {num_blocks:,} KV blocks of "
+            f"{config.block_size} hold {capacity} tokens"
+        )
+    return min(model_limit, config.max_model_len)

@@ -1,0 +1,1 @@
+"""Models of transformers, loaded and checked for paged K/V."""

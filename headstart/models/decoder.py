@@ -1,0 +1,194 @@
+"""A loaded decoder: token ids and positions in, logits of chosen rows out."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from headstart.attention.backend import AttentionBackend
+from headstart.attention.layout import LayerLayout
+from headstart.attention.register import BackendFunction, register, unregister
+from headstart.models.files import fingerprint_files
+
+__all__ = ["DecoderModel", "forward_rows"]
+
+# What models call the number of positions that they were made for, most telling name first.
+_LENGTH_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+    "n_ctx",
+)
+_UNKNOWN_LENGTH = 2048
+
+
+class DecoderModel:
+    """A transformers causal language model that runs over paged K/V.
+
+    One step's rows go through as one flat batch, whatever sequences they belong to; attention
+    finds out from the attached backend's plan whose they are. A model has one backend at a time.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, layouts: tuple[LayerLayout, ...], folder: Path | None = None
+    ) -> None:
+        self._model = model
+        self._folder = folder
+        self._attention: str | None = None
+        self._fingerprint: str | None = None
+        self.layouts = layouts
+        """K and V of one token, per layer."""
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """transformers' configuration of the model."""
+        return self._model.config
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """What the model's authors advise for sampling."""
+        found = self._model.generation_config
+        return found if isinstance(found, GenerationConfig) else GenerationConfig()
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits; token ids lie in `0 .. vocab_size - 1`."""
+        weight = self._model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        return int(weight.shape[0])
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence that the model is made for."""
+        return context_length(self.config)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a text; may be empty."""
+        found = self.generation_config.eos_token_id
+        if found is None:
+            found = getattr(self.config.get_text_config(), "eos_token_id", None)
+        if found is None:
+            return frozenset()
+        return frozenset([found] if isinstance(found, int) else found)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and so of K and V."""
+        return self._model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._model.device
+
+    def fingerprint(self) -> str:
+        """SHA-256 in hex of configuration and weights; reads them all on the first call."""
+        if self._fingerprint is None:
+            if self._folder is not None:
+                self._fingerprint = fingerprint_files(self._folder)
+            else:
+                self._fingerprint = _fingerprint_memory(self._model)
+        return self._fingerprint
+
+    def attach(self, backend: AttentionBackend) -> None:
+        """Send all attention to `backend` from now on; an earlier one is let go."""
+        self.detach()
+        self._attention = register(BackendFunction(backend))
+        self._model.set_attn_implementation(self._attention)
+
+    def detach(self) -> None:
+        """Let go of the backend and its memory; safe to call twice."""
+        if self._attention is not None:
+            self._model.set_attn_implementation("eager")
+            unregister(self._attention)
+            self._attention = None
+
+    def make_rows_independent(self) -> None:
+        """Have experts compute a row's result in a way that no other row of the batch changes.
+
+        By default transformers sorts rows by expert, so the shape of an expert's product, and
+        with it the rounding, depends on who else chose it. Slower; no effect without experts.
+        """
+        if self._model._can_set_experts_implementation():
+            self._model.set_experts_implementation("batched_mm")
+
+    def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        """Logits float32 `[rows, vocab]` of the rows in `logit_rows` int64 `[rows]`.
+
+        `token_ids` and `positions` are int64 `[tokens]`. The attached backend's step must have
+        begun, with slots for exactly these tokens.
+        """
+        return forward_rows(self._model, token_ids, positions, logit_rows)
+
+
+def forward_rows(
+    model: PreTrainedModel, token_ids: Tensor, positions: Tensor, logit_rows: Tensor
+) -> Tensor:
+    """One flat batch through `model`: float32 `[rows, vocab]`.
+
+    The rows are chosen between decoder and LM head, inside transformers, so that what a model
+    does to its logits (capping, scaling) is done to ours.
+    """
+    with torch.inference_mode():
+        output: Any = model(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=logit_rows,
+        )
+        logits: Tensor = output.logits[0].float()
+    return logits
+
+
+def context_length(config: PreTrainedConfig) -> int:
+    """Tokens that a model can tell apart by position.
+
+    Where the rotary frequencies depend on the length of the longest sequence in the batch
+    (`longrope`, `dynamic`), K of one prefix would depend on what runs beside it and what comes
+    after it; such a model is used up to the length for which they are constant.
+    """
+    text = config.get_text_config()
+    length = _UNKNOWN_LENGTH
+    for name in _LENGTH_NAMES:
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            length = value
+            break
+    for rope in _rope_parameters(text):
+        original = rope.get("original_max_position_embeddings")
+        kind = rope.get("rope_type")
+        if kind in ("longrope", "dynamic") and original:
+            length = min(length, int(original))
+        elif kind == "yarn" and original:
+            length = max(length, int(original * rope.get("factor", 1.0)))
+    return length
+
+
+def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """One dict per kind of layer, or the one for all of them."""
+    found = getattr(config, "rope_parameters", None)
+    if not isinstance(found, dict):
+        return []
+    nested = [value for value in found.values() if isinstance(value, dict)]
+    return nested or [found]
+
+
+def _fingerprint_memory(model: PreTrainedModel) -> str:
+    """For models that were built in memory: SHA-256 over configuration, names and weights."""
+    digest = hashlib.sha256()
+
+    def frame(part: bytes) -> None:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+
+    frame(model.config.to_json_string(use_diff=False).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        frame(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        frame(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

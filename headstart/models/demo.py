@@ -1,0 +1,170 @@
+"""The demo model: a small Llama made on the spot, so that the first command needs no download.
+
+Its weights are random (from a fixed seed), so it costs what a real model of its size costs and
+its answers are noise. Its tokens are bytes, plus three for chats and padding. It is
+written once to the user's cache folder in the layout of any Hugging Face model and is loaded
+from there by the ordinary loader.
+"""
+
+import hashlib
+import os
+import shutil
+import string
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from headstart.errors import ModelError
+from headstart.version import __version__
+
+__all__ = ["demo_model_path"]
+
+_SEED = 20
+_SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+_PAD, _, _END_OF_TURN = range(256, 256 + len(_SPECIAL_TOKENS))
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def demo_model_path() -> Path:
+    """The folder of the demo model, which is made first where it is not there yet.
+
+    The folder is below `$HEADSTART_CACHE_DIR`, or the platform's cache folder for users. It
+    appears whole or not at all, also where two processes make it at once.
+
+    Raises:
+        ModelError: the cache folder cannot be written to.
+    """
+    dtype = _faster_dtype()
+    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+    name = f"demo-{__version__}-{recipe}-{str(dtype).removeprefix('torch.')}"
+    folder = _cache_folder() / name
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
+    except OSError as error:
+        raise ModelError(
+            f"cannot write the demo model to {folder.parent}: {error.strerror}; "
+            "set HEADSTART_CACHE_DIR to a folder that can be written to"
+        ) from error
+    try:
+        _write_model(unfinished, dtype)
+        _write_tokenizer(unfinished)
+        _rename_unless_there(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _rename_unless_there(source: Path, target: Path) -> None:
+    try:
+        source.rename(target)
+    except OSError:
+        if not target.is_dir():  # otherwise another process was first with the same files
+            raise
+
+
+def _cache_folder() -> Path:
+    if chosen := os.environ.get("HEADSTART_CACHE_DIR"):
+        return Path(chosen).expanduser()
+    if sys.platform == "darwin":
+        base = Path("~/Library/Caches")
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA", "~/AppData/Local"))
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
+    return base.expanduser() / "headstart"
+
+
+def _faster_dtype() -> torch.dtype:
+    """The dtype in which this CPU multiplies matrices sooner.
+
+    Where a CPU has instructions for bfloat16 it is twice as fast or more, where it has none
+    several times slower; no public query answers for every platform, a few milliseconds do.
+    """
+    best = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        left, right = torch.ones(128, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+        seconds = []
+        for _ in range(5):
+            start = time.perf_counter()
+            left @ right
+            seconds.append(time.perf_counter() - start)
+        best[dtype] = min(seconds)
+    return min(best, key=lambda dtype: best[dtype])
+
+
+def _write_model(folder: Path, dtype: torch.dtype) -> None:
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        dtype=dtype,
+        vocab_size=256 + len(_SPECIAL_TOKENS),
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        initializer_range=0.04,
+        pad_token_id=_PAD,
+        bos_token_id=None,
+        eos_token_id=_END_OF_TURN,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        shapes = {
+            name: weight.shape for name, weight in LlamaForCausalLM(config).named_parameters()
+        }
+    generator = torch.Generator().manual_seed(_SEED)
+    weights = {}
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            weights[name] = torch.ones(shape, dtype=dtype)
+        else:
+            values = torch.randn(shape, generator=generator) * config.initializer_range
+            weights[name] = values.to(dtype)
+    # Only bytes that a terminal can show are ever likely: the noise stays readable.
+    shown = torch.zeros(config.vocab_size, 1, dtype=dtype)
+    shown[[ord(character) for character in string.ascii_letters + string.digits + " .,"]] = 8
+    weights["lm_head.weight"] *= shown
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)
+    GenerationConfig(eos_token_id=_END_OF_TURN, pad_token_id=_PAD).save_pretrained(folder)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in _SPECIAL_TOKENS])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=_SPECIAL_TOKENS[0],
+        eos_token="<|im_end|>",
+        chat_template=_CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=32768,
+    ).save_pretrained(folder)
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte in byte-level vocabularies, as GPT-2 chose them.
+
+    A byte that prints in Latin-1 stands for itself, the others for characters from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

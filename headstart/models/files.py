@@ -1,0 +1,142 @@
+"""Where a model's files are, and whether they are whole, before anything is loaded.
+
+A checkpoint is judged by its own words: the index lists its shards, a safetensors header says
+how long its file must be. So a download that broke off is found in milliseconds, and named.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from safetensors import SafetensorError, safe_open
+
+from headstart.errors import DamagedModelError, ModelError, ModelNotFoundError
+
+__all__ = ["check_files", "find_folder", "fingerprint_files", "read_json", "weight_files"]
+
+# Everything that a model or its tokenizer may need, and no second copy of the weights in the
+# formats of other frameworks.
+_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+# Seconds that the hub may take to answer at all, before we say that it does not.
+_HUB_TIMEOUT = 5.0
+
+
+def find_folder(model: str | Path) -> Path:
+    """The folder of a model given by local path or hub name (`owner/name`).
+
+    A hub name is looked up among the models downloaded before, and only then on the network.
+    Raises `ModelNotFoundError`.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelNotFoundError(f"{model} is a file; a model is a folder with a config.json")
+    name = str(model)
+    if isinstance(model, Path) or name.startswith((".", "/", "~", "\\")) or name.count("/") > 1:
+        raise ModelNotFoundError(f"there is no folder {model}")
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=_WANTED))
+        check_files(folder)
+    except (HFValidationError, ModelError, OSError):
+        return _download(name)
+    return folder
+
+
+def _download(name: str) -> Path:
+    try:
+        return Path(snapshot_download(name, etag_timeout=_HUB_TIMEOUT, allow_patterns=_WANTED))
+    except HFValidationError as error:
+        raise ModelNotFoundError(
+            f"there is no folder {name!r}, and it is no hub name (owner/name) either"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ModelNotFoundError(
+            f"there is no folder {name!r}, and the hub does not give out a model of this name: "
+            f"{_first_line(error)}"
+        ) from error
+    # Without a network this is an OSError or an error of the HTTP library's own, which changes
+    # from one version of huggingface_hub to the next.
+    except Exception as error:
+        raise ModelNotFoundError(
+            f"there is no folder {name!r}, no model of this name was downloaded before, and the "
+            f"hub cannot be reached: {_first_line(error)}"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; raises `DamagedModelError` with the place where it breaks."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DamagedModelError(f"{path} is not readable JSON: {_first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise DamagedModelError(f"{path} holds a {type(content).__name__}, not a JSON object")
+    return content
+
+
+def check_files(folder: Path) -> None:
+    """Look at every file that loading needs; raises `ModelNotFoundError`, `DamagedModelError`."""
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ModelNotFoundError(f"{folder} is not a model: it has no config.json")
+    read_json(config)
+    for file in weight_files(folder):
+        if file.suffix == ".safetensors":
+            _check_safetensors(file)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights, by name; raises `DamagedModelError` if one is missing."""
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / stem).is_file():
+            return [folder / stem]
+        index = folder / f"{stem}.index.json"
+        if index.is_file():
+            return _shards(index)
+    raise DamagedModelError(
+        f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json"
+    )
+
+
+def _shards(index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DamagedModelError(f"{index} has no weight_map")
+    files = [index.parent / str(name) for name in sorted(set(weight_map.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise DamagedModelError(
+            f"{index.parent}: {len(missing)} of {len(files)} weight files are missing: "
+            f"{', '.join(missing)}"
+        )
+    return files
+
+
+def _check_safetensors(file: Path) -> None:
+    try:
+        with safe_open(file, framework="pt") as opened:  # checks the header against the length
+            opened.keys()
+    except (SafetensorError, OSError) as error:
+        raise DamagedModelError(
+            f"{file} is truncated or not a safetensors file: {_first_line(error)}"
+        ) from error
+
+
+def fingerprint_files(folder: Path) -> str:
+    """SHA-256 over the configuration and all weights, in hex; every part framed by its length."""
+    digest = hashlib.sha256()
+    for file in (folder / "config.json", *weight_files(folder)):
+        digest.update(file.stat().st_size.to_bytes(8, "little"))
+        with file.open("rb") as opened:
+            while chunk := opened.read(1 << 22):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

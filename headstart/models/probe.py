@@ -1,0 +1,366 @@
+"""Can this model run over paged K/V? Asked of the model itself, before it serves anyone.
+
+1. Its configuration: some kinds of layer keep a state that is no K and V of single tokens.
+2. One recorded pass, attention replaced by zeros: how wide each layer's K and V are, and which
+   mask each layer wants, which must be exactly the one that we work out from positions.
+3. A prompt through transformers' own attention, and through ours cut in pieces, beside copies
+   of its head cut otherwise. Whatever a model keeps between tokens outside of K and V
+   (convolutions, recurrences, relative biases, shared layers) makes the two differ.
+
+How far two right answers may lie apart depends on depth, width and dtype, so it is measured: the
+same step again, each layer's attention changed by two units in the last place.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from inspect import signature
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+
+from headstart.attention.layout import LayerLayout, Span, StepPlan
+from headstart.attention.memory import PagedKVMemory
+from headstart.attention.register import (
+    AttentionFunction,
+    AttentionLayer,
+    BackendFunction,
+    read_options,
+    register,
+    unregister,
+)
+from headstart.attention.torch_ops import TorchAttention
+from headstart.errors import UnsupportedModelError
+from headstart.models.decoder import context_length, forward_rows
+
+__all__ = ["check_config", "probe_model"]
+
+_GOOD_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_WHY_NOT = {
+    "linear_attention": "its state is one running sum, which cannot be cut at a block's border",
+    "conv": "it keeps a window of hidden states beside K and V",
+    "chunked_attention": "what it sees starts anew at every chunk",
+    "hybrid": "it keeps a recurrent state beside K and V",
+    "hybrid_sliding": "it keeps a recurrent state beside K and V",
+}
+
+# Where the self-check's prompt and the copies of its head are cut: whole heads first, then one row
+# each (all of which must find what came before in memory, or not at all), then the rest.
+_CUTS = ((0, 7, 8, 24), (0, 5, 6, 13), (0, 2, 3, 9), (0, 9, 10, 12), (0, 12, 13, 17))
+_BLOCK = 4
+# Rounding may be this many times what two units in the last place of attention do ...
+_NOISE_FACTOR = 4.0
+# ... in all but this part of a step's rows: a near tie of two experts may fall either way.
+_LENIENT_ROWS = 0.25
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Refuse what the configuration alone rules out; raises `UnsupportedModelError`."""
+    name = type(config).__name__.removesuffix("Config")
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder; only decoders, where all tokens share one causal "
+            "sequence, have a prefix to cache"
+        )
+    text = config.get_text_config()
+    for kind in getattr(text, "layer_types", None) or ():
+        if kind not in _GOOD_LAYERS:
+            reason = _WHY_NOT.get(kind, "it is neither full nor sliding-window attention")
+            raise UnsupportedModelError(f"{name} has layers of type {kind!r}: {reason}")
+
+
+def probe_model(model: PreTrainedModel) -> tuple[LayerLayout, ...]:
+    """The K/V layout of every layer, of a model that has passed all checks.
+
+    Leaves the model with transformers' eager attention. Raises `UnsupportedModelError`.
+    """
+    _check_forward(model)
+    calls = _record(model)
+    layouts = tuple(call.layout for call in calls)
+    for call in calls:
+        _check_mask(model, call)
+    _check_pieces(model, layouts)
+    return layouts
+
+
+def _check_forward(model: PreTrainedModel) -> None:
+    accepted = signature(model.forward).parameters
+    for name, why in (
+        ("position_ids", "its positions (ALiBi, or a recurrence) are not given from outside"),
+        ("logits_to_keep", "it cannot compute the logits of chosen rows only"),
+    ):
+        if name not in accepted:
+            raise UnsupportedModelError(f"{type(model).__name__} takes no {name}: {why}")
+
+
+class _Attending:
+    """For a while, `function` is the model's attention, and counts its calls per layer."""
+
+    def __init__(self, model: PreTrainedModel, function: AttentionFunction) -> None:
+        self._model = model
+        self._function = function
+        self.calls: Counter[int] = Counter()
+
+    def __enter__(self) -> "_Attending":
+        self.name = register(self._count)
+        self._model.set_attn_implementation(self.name)
+        if self._model.config._attn_implementation != self.name:
+            self.__exit__()
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} does not take its attention from transformers' "
+                "AttentionInterface"
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._model.set_attn_implementation("eager")
+        unregister(self.name)
+
+    def _count(
+        self,
+        module: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} does not say which layer it is (layer_idx is {layer})"
+            )
+        self.calls[layer] += 1
+        return self._function(module, query, key, value, attention_mask, **kwargs)
+
+
+@dataclass
+class _Call:
+    """What one layer asked of attention in the recorded pass."""
+
+    layer_idx: int
+    layout: LayerLayout
+    sliding_window: int | None
+    is_causal: bool
+    mask: Tensor | None
+
+
+@dataclass
+class _Recorder:
+    """An attention function that answers zeros and keeps what it was asked."""
+
+    calls: list[_Call] = field(default_factory=list)
+
+    def __call__(
+        self,
+        module: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        layout = LayerLayout(key.shape[1], key.shape[3], value.shape[3])
+        window = read_options(query, kwargs).sliding_window
+        causal = getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False
+        call = _Call(module.layer_idx, layout, window, causal, attention_mask)
+        self.calls.append(call)
+        return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3])), None
+
+
+def _record(model: PreTrainedModel) -> list[_Call]:
+    """The layers' calls of one pass over three tokens, in layer order."""
+    recorder = _Recorder()
+    tokens = torch.arange(3, device=model.device) % _vocabulary(model)
+    with _Attending(model, recorder) as attending:
+        AttentionMaskInterface.register(attending.name, _mask_marker)
+        try:
+            _run(model, tokens, torch.arange(3, device=model.device))
+        finally:
+            AttentionMaskInterface._global_mapping.pop(attending.name)
+    calls = sorted(recorder.calls, key=lambda call: call.layer_idx)
+    if [call.layer_idx for call in calls] != list(range(_layers(model))):
+        _refuse_calls(model, attending.calls)
+    return calls
+
+
+def _refuse_calls(model: PreTrainedModel, calls: Counter[int]) -> None:
+    layers = _layers(model)
+    raise UnsupportedModelError(
+        f"{type(model).__name__} has {layers} layers, of which {len(calls)} asked for attention "
+        f"({sum(calls.values())} calls in one pass): every layer must keep what it knows of "
+        "earlier tokens as K and V of its own"
+    )
+
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _mask_marker(*, mask_function: MaskFunction, q_length: int, kv_length: int, **_: Any) -> Tensor:
+    """In place of a mask: an empty one that carries the rule it would be made by."""
+    marker = torch.zeros((1, 1, q_length, kv_length))
+    marker.headstart_rule = mask_function  # type: ignore[attr-defined]
+    return marker
+
+
+def _check_mask(model: PreTrainedModel, call: _Call) -> None:
+    """Compare the layer's own mask with causality and its sliding window, at far positions too."""
+    where = f"layer {call.layer_idx} of {type(model).__name__}"
+    if not call.is_causal:
+        raise UnsupportedModelError(f"{where} is not causal: it sees tokens after its own")
+    if call.mask is None:
+        return
+    rule = getattr(call.mask, "headstart_rule", None)
+    if rule is None:
+        raise UnsupportedModelError(f"{where} brings a mask or a bias that it made itself")
+    window = call.sliding_window
+    near = {1, 2, 3, 17, 1000} | ({window - 1, window, window + 1} if window else set())
+    far = context_length(model.config) - 1
+    own = sorted({0, *near, far, *(max(0, far - step) for step in near)})
+    other = sorted({max(0, place - step) for place in own for step in (0, *near)})
+    row, column = torch.tensor(own).unsqueeze(1), torch.tensor(other).unsqueeze(0)
+    expected = column <= row
+    if window is not None:
+        expected &= column > row - window
+    zero = torch.tensor(0)
+    try:
+        wanted = rule(zero, zero, row, column).expand_as(expected)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"the mask of {where} is made from more than positions: {error}"
+        ) from error
+    if not torch.equal(wanted.cpu(), expected):
+        differs = (wanted.cpu() != expected).nonzero()[0].tolist()
+        raise UnsupportedModelError(
+            f"the mask of {where} is not the one it asks attention for (window: {window}): "
+            f"position {own[differs[0]]} and position {other[differs[1]]} differ"
+        )
+
+
+class _Step(NamedTuple):
+    """One step of the self-check: its plan, and the place in the prompt of each row."""
+
+    plan: StepPlan
+    places: Tensor
+
+
+def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    length = max(cuts[-1] for cuts in _CUTS)
+    prompt = torch.randint(0, _vocabulary(model), (length,), generator=generator)
+    prompt = prompt.to(model.device)
+    expected = _run(model, prompt, torch.arange(length, device=model.device))
+    if not torch.isfinite(expected).all():
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gives logits that are not finite in {model.dtype}, with "
+            "transformers' own attention; another dtype may help"
+        )
+    steps, num_blocks = _steps(model.device)
+    backend = TorchAttention(PagedKVMemory(layouts, num_blocks, _BLOCK, model.dtype, model.device))
+    logits = [_through(model, backend, step, prompt) for step in steps]
+    shaken = _Shaken(BackendFunction(backend), model.dtype)
+    noise = _rows_apart(_through(model, backend, steps[0], prompt, shaken), logits[0])
+    floor = max(2 * torch.finfo(model.dtype).eps, 1e-5)
+    limit = _NOISE_FACTOR * float(noise.median()) + floor
+    for step, found in zip(steps, logits, strict=True):
+        apart = _rows_apart(found, expected[step.places])
+        wrong = ~(apart <= limit)  # so that NaN is wrong
+        if float(wrong.float().mean()) > _LENIENT_ROWS:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not give the same over paged K/V, cut in pieces, "
+                f"as with transformers' own attention: {int(wrong.sum())} of {len(wrong)} rows "
+                f"of logits differ by up to {float(apart.max()):.1e} of their size, where "
+                f"rounding explains {limit:.1e}; its layers use more than their K and V"
+            )
+
+
+def _steps(device: torch.device) -> tuple[list[_Step], int]:
+    """The steps, every sequence over blocks of its own, out of order; and how many blocks."""
+    needed = [-(-cuts[-1] // _BLOCK) for cuts in _CUTS]
+    blocks = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(0)).tolist()
+    ends = list(accumulate(needed))
+    tables = [blocks[end - count : end] for count, end in zip(needed, ends, strict=True)]
+    steps = []
+    for pieces in zip(*(pairwise(cuts) for cuts in _CUTS), strict=True):
+        spans: list[Span] = []
+        slots: list[int] = []
+        places: list[int] = []
+        for (start, end), table in zip(pieces, tables, strict=True):
+            spans.append(Span(len(slots), end - start, end, table))
+            places += range(start, end)
+            slots += [table[p // _BLOCK] * _BLOCK + p % _BLOCK for p in range(start, end)]
+        plan = StepPlan(torch.tensor(slots, device=device), tuple(spans))
+        steps.append(_Step(plan, torch.tensor(places, device=device)))
+    return steps, len(blocks)
+
+
+def _through(
+    model: PreTrainedModel,
+    backend: TorchAttention,
+    step: _Step,
+    prompt: Tensor,
+    function: AttentionFunction | None = None,
+) -> Tensor:
+    """Logits of one step over paged K/V."""
+    with _Attending(model, function or BackendFunction(backend)) as attending:
+        backend.begin_step(step.plan)
+        try:
+            logits = _run(model, prompt[step.places], step.places)
+        finally:
+            backend.end_step()
+    if attending.calls != Counter(range(_layers(model))):
+        _refuse_calls(model, attending.calls)
+    return logits
+
+
+class _Shaken:
+    """An attention function whose results are off by two units in the last place."""
+
+    def __init__(self, function: AttentionFunction, dtype: torch.dtype) -> None:
+        self._function = function
+        self._step = 2 * torch.finfo(dtype).eps
+        self._generator = torch.Generator().manual_seed(1)
+
+    def __call__(
+        self,
+        module: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        out, _ = self._function(module, query, key, value, attention_mask, **kwargs)
+        signs = torch.randint(0, 2, out.shape, generator=self._generator) * 2 - 1
+        return out * (1 + self._step * signs.to(out)), None
+
+
+def _run(model: PreTrainedModel, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Logits of all rows; what a model raises over such a batch is a reason to refuse it."""
+    try:
+        rows = torch.arange(len(tokens), device=tokens.device)
+        return forward_rows(model, tokens, positions, rows)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} fails over one row of tokens with explicit positions: {error}"
+        ) from error
+
+
+def _rows_apart(logits: Tensor, expected: Tensor) -> Tensor:
+    """Per row, the size of the difference over the size of what is expected."""
+    size = expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    apart: Tensor = (logits - expected).norm(dim=-1) / size
+    return apart
+
+
+def _layers(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config().num_hidden_layers)
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config().vocab_size)

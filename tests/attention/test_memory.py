@@ -1,0 +1,78 @@
+"""The paged memory: its size, and copies of block heads."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headstart.attention import LayerLayout, PagedKVMemory
+
+LAYOUTS = (LayerLayout(kv_heads=2, key_dim=3, value_dim=5), LayerLayout(1, 4, 4))
+BLOCKS, SIZE = 5, 4
+
+
+@dataclass(frozen=True)
+class RowCopy:
+    source_block: int
+    target_block: int
+    num_rows: int
+
+
+def make_memory(dtype: torch.dtype = torch.float32) -> PagedKVMemory:
+    return PagedKVMemory(LAYOUTS, BLOCKS, SIZE, dtype, "cpu")
+
+
+def numbered() -> PagedKVMemory:
+    memory = make_memory()
+    for tensor in (*memory.keys, *memory.values):
+        tensor.copy_(torch.arange(tensor.numel(), dtype=torch.float32).view_as(tensor))
+    return memory
+
+
+def test_shapes_and_zeros() -> None:
+    memory = make_memory()
+    assert [tuple(k.shape) for k in memory.keys] == [(21, 2, 3), (21, 1, 4)]
+    assert [tuple(v.shape) for v in memory.values] == [(21, 2, 5), (21, 1, 4)]
+    assert memory.scratch_slot == 20
+    assert all(not tensor.any() for tensor in (*memory.keys, *memory.values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_are_what_torch_counts(dtype: torch.dtype) -> None:
+    memory = make_memory(dtype)
+    tensors = (*memory.keys, *memory.values)
+    assert memory.nbytes == sum(t.numel() * t.element_size() for t in tensors)
+    per_block = PagedKVMemory.bytes_per_block(LAYOUTS, SIZE, dtype)
+    assert memory.nbytes == per_block * BLOCKS + per_block // SIZE  # and the scratch rows
+
+
+def test_write_goes_to_slots() -> None:
+    memory = make_memory()
+    key, value = torch.randn(2, 2, 3), torch.randn(2, 2, 5)
+    memory.write(0, torch.tensor([7, memory.scratch_slot]), key, value)
+    assert torch.equal(memory.keys[0][7], key[0])
+    assert torch.equal(memory.values[0][20], value[1])
+    assert int((memory.keys[0] != 0).any(-1).any(-1).sum()) == 2
+    assert not memory.keys[1].any()
+
+
+copies = st.lists(
+    st.tuples(st.integers(0, BLOCKS - 1), st.integers(0, BLOCKS - 1), st.integers(0, SIZE)),
+    max_size=BLOCKS,
+    unique_by=lambda copy: copy[1],  # two copies into one block have no meaning
+)
+
+
+@given(copies)
+def test_copies_read_everything_before_they_write(orders: list[tuple[int, int, int]]) -> None:
+    memory = numbered()
+    before = [tensor.clone() for tensor in (*memory.keys, *memory.values)]
+    memory.copy_rows([RowCopy(*order) for order in orders])
+    for old, new in zip(before, (*memory.keys, *memory.values), strict=True):
+        expected = old.clone()
+        for source, target, rows in orders:
+            start = source * SIZE
+            expected[target * SIZE : target * SIZE + rows] = old[start : start + rows]
+        assert torch.equal(new, expected)

@@ -1,0 +1,121 @@
+"""AsyncLLM: the same answers as LLM, streamed to many at once, and nothing held after a cancel."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import torch
+
+from headstart import LLM, AsyncLLM, SamplingParams
+from headstart.engine.outputs import RequestOutput
+from headstart.errors import EngineError, RequestError
+from tests.tiny_models import save_tiny
+
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[5, 9, 14, 20 + at, *range(30, 60)] for at in range(6)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_tiny("llama", path)
+    return path
+
+
+@pytest.fixture
+def llm(folder: Path) -> Iterator[AsyncLLM]:
+    made = AsyncLLM(folder, num_blocks=64, debug=True)
+    yield made
+    made.close()
+
+
+async def collect(llm: AsyncLLM, prompt: list[int]) -> list[RequestOutput]:
+    return [output async for output in llm.generate(prompt, PARAMS)]
+
+
+def test_many_at_once_get_what_llm_gives(llm: AsyncLLM, folder: Path) -> None:
+    async def all_at_once() -> list[list[RequestOutput]]:
+        return await asyncio.gather(*(collect(llm, prompt) for prompt in PROMPTS))
+
+    streams = asyncio.run(all_at_once())
+    plain = LLM(folder, num_blocks=64)
+    expected = plain.generate(PROMPTS, PARAMS, use_tqdm=False)
+    plain.close()
+    for stream, output in zip(streams, expected, strict=True):
+        tokens = output.outputs[0].token_ids
+        assert [s.outputs[0].token_ids for s in stream] == [
+            tokens[: end + 1] for end in range(len(tokens))
+        ]
+        assert [s.finished for s in stream] == [False] * 11 + [True]
+
+
+def test_leaving_the_stream_aborts_the_request(llm: AsyncLLM) -> None:
+    async def leave_early() -> RequestOutput:
+        async with aclosing(llm.generate(PROMPTS[0], PARAMS)) as stream:
+            async for _ in stream:
+                break
+        return (await collect(llm, PROMPTS[1]))[-1]
+
+    assert asyncio.run(leave_early()).finished
+    assert not llm.engine.has_unfinished
+    assert llm.engine.manager.num_free_blocks == 64
+
+
+def test_cancelling_the_task_aborts_the_request(llm: AsyncLLM) -> None:
+    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+    async def cancel() -> None:
+        started = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in llm.generate(PROMPTS[0], long):
+                started.set()
+
+        task = asyncio.create_task(read())
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await collect(llm, PROMPTS[1])
+
+    asyncio.run(cancel())
+    assert not llm.engine.has_unfinished
+    assert llm.engine.manager.num_free_blocks == 64
+
+
+def test_abort_by_id_ends_the_stream(llm: AsyncLLM) -> None:
+    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+    async def abort() -> RequestOutput:
+        async for output in llm.generate(PROMPTS[0], long, request_id="mine"):
+            if not output.finished:
+                await llm.abort("mine")
+        return output
+
+    assert asyncio.run(abort()).outputs[0].finish_reason == "abort"
+
+
+def test_a_bad_request_is_refused_and_a_failed_step_is_told(llm: AsyncLLM) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        asyncio.run(collect(llm, []))
+    model = llm.engine.model
+    forward = model.forward
+
+    def failing(*tensors: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("a kernel broke")
+
+    model.forward = failing  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="a kernel broke"):
+        asyncio.run(collect(llm, PROMPTS[0]))
+    model.forward = forward  # type: ignore[method-assign]
+    assert asyncio.run(collect(llm, PROMPTS[0]))[-1].finished
+
+
+def test_a_closed_engine_says_so(folder: Path) -> None:
+    llm = AsyncLLM(folder, num_blocks=64)
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineError, match="closed"):
+        asyncio.run(collect(llm, PROMPTS[0]))

@@ -1,0 +1,104 @@
+"""`deterministic=True`: logits are the same bit for bit, whatever is cached, whoever is there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart import LLM, SamplingParams
+from headstart.engine.batch import Batch
+from headstart.engine.runner import StepLogits
+from tests.tiny_models import save_tiny
+
+ARCHITECTURES = ("llama", "qwen3_moe", "gemma2", "gpt_oss")
+DTYPES = ("float32", "bfloat16")
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    save_tiny(request.param, path)
+    return path
+
+
+@pytest.fixture
+def engines(folder: Path) -> Iterator[Any]:
+    made: list[LLM] = []
+
+    def make(**options: Any) -> LLM:
+        options = {"num_blocks": 64, "block_size": 8, "deterministic": True} | options
+        made.append(LLM(folder, debug=True, **options))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()
+
+
+def record(llm: LLM) -> dict[tuple[int, ...], Tensor]:
+    """From now on, the logits behind every sampled token, by the tokens before it."""
+    seen: dict[tuple[int, ...], Tensor] = {}
+    runner = llm.engine._runner
+    run = runner.run
+
+    def recording(batch: Batch) -> StepLogits:
+        logits = run(batch)
+        rows = iter(logits.values.split(logits.counts))
+        for part, values in zip(batch.scheduled, rows, strict=True):
+            if part.samples:
+                seen[tuple(part.request.sequence.token_ids)] = values[-1].clone()
+        return logits
+
+    runner.run = recording  # type: ignore[method-assign]
+    return seen
+
+
+def same_bits(left: dict[tuple[int, ...], Tensor], right: dict[tuple[int, ...], Tensor]) -> bool:
+    """Whether two recordings have the same prefixes and the very same logits for each."""
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def turns(tokens: list[int], answer: list[int]) -> list[int]:
+    """The next turn of a chat: it hits blocks that decoding has written."""
+    return [*tokens, *answer, 7, 9, 11]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_are_bitwise_equal_with_the_cache_on_and_off(engines: Any, dtype: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    generator = torch.Generator().manual_seed(1)
+    first = torch.randint(3, 131, (37,), generator=generator).tolist()
+    twin = first[:21] + torch.randint(3, 131, (9,), generator=generator).tolist()
+    on, off = engines(dtype=dtype), engines(dtype=dtype, enable_prefix_caching=False)
+    batched, small = engines(dtype=dtype), engines(dtype=dtype, num_blocks=12)
+    recordings = [record(llm) for llm in (on, off, batched, small)]
+    cached = []
+    for llm in (on, off):
+        [answer] = llm.generate(first, params)
+        llm.generate(twin, params)
+        [later] = llm.generate(turns(first, answer.outputs[0].token_ids), params)
+        cached.append(later.num_cached_tokens)
+    later_prompt = turns(first, answer.outputs[0].token_ids)
+    for llm in (batched, small):  # all together; and with so little memory that some must wait
+        llm.generate([first, twin, later_prompt], params, use_tqdm=False)
+    assert cached[0] >= 48 and cached[1] == 0  # decoded blocks were hit
+    assert all(same_bits(recordings[0], other) for other in recordings[1:])
+
+
+def test_the_plain_mode_is_near_but_not_bitwise(engines: Any, folder: Path) -> None:
+    """What the mode is for: without it a hit changes the rounding, within the dtype's tolerance."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompt = torch.randint(3, 131, (61,), generator=torch.Generator().manual_seed(2)).tolist()
+    llm = engines(deterministic=False, dtype="float32")
+    cold = record(llm)
+    llm.generate(prompt, params)
+    cold = dict(cold)
+    warm = record(llm)
+    llm.generate(prompt, params)
+    largest = max(float((cold[key] - warm[key]).abs().max()) for key in cold)
+    scale = max(float(value.abs().max()) for value in cold.values())
+    print(f"largest difference of a logit, cold against warm: {largest:.2e} of {scale:.1f}")
+    assert largest <= 1e-4 * scale

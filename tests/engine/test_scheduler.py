@@ -1,0 +1,171 @@
+"""Who runs when: order of admission, its bound on overtaking, budgets, preemption, abort.
+
+No model: a step is scheduled and committed, and sampling appends a fixed token.
+"""
+
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
+from headstart.engine.batch import Batch
+from headstart.engine.detokenizer import Detokenizer
+from headstart.engine.params import SamplingParams
+from headstart.engine.request import Request, RequestGroup
+from headstart.engine.sampler import SampledToken, SamplingState
+from headstart.engine.scheduler import LOOKAHEAD, Scheduler
+from headstart.engine.text import OutputText
+
+BLOCK = 4
+
+
+class Bench:
+    """A scheduler, its manager, and steps without a model."""
+
+    def __init__(
+        self, *, blocks: int = 100, tokens: int = 64, running: int = 8, overtaken: int = 2
+    ) -> None:
+        self.manager = KVCacheManager(CacheConfig(num_blocks=blocks, block_size=BLOCK))
+        self.scheduler = Scheduler(
+            self.manager, max_tokens=tokens, max_running=running, max_overtaken=overtaken
+        )
+        self._names = count()
+
+    def add(self, tokens: list[int], max_tokens: int = 4) -> Request:
+        name = f"r{next(self._names)}"
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        group = RequestGroup(name, None, tokens, params, 0.0)
+        request = Request(
+            group,
+            0,
+            TokenSequence(name, tokens),
+            SamplingState(params, tokens, [], None, frozenset()),
+            OutputText(Detokenizer(None), params, frozenset(), 10_000),
+        )
+        group.requests.append(request)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> Batch:
+        batch = self.scheduler.schedule()
+        self.manager.commit_step()
+        for part in batch.scheduled:
+            if part.samples:
+                part.request.append(SampledToken(7, None, ()), 0.0)
+                if part.request.finish_reason is not None:
+                    self.scheduler.remove(part.request)
+        self.manager.check()
+        return batch
+
+    def run(self) -> list[Batch]:
+        batches = []
+        while self.scheduler.waiting or self.scheduler.running:
+            batches.append(self.step())
+            assert batches[-1].scheduled, "requests wait, and none can run"
+        return batches
+
+
+def prompt(first: int, length: int = 8) -> list[int]:
+    return [first * 1000 + at for at in range(length)]
+
+
+def test_first_come_first_served() -> None:
+    bench = Bench(running=1)
+    requests = [bench.add(prompt(at)) for at in range(4)]
+    order = [batch.scheduled[0].request for batch in bench.run()]
+    assert list(dict.fromkeys(order)) == requests
+
+
+def test_a_better_hit_goes_first() -> None:
+    bench = Bench(running=1)
+    bench.add(prompt(1, 16))
+    bench.run()
+    cold, warm = bench.add(prompt(2, 16)), bench.add(prompt(1, 16))
+    first = bench.step().scheduled[0].request
+    assert (first, cold.times_overtaken) == (warm, 1)
+
+
+def test_nobody_is_overtaken_more_often_than_the_bound() -> None:
+    bench = Bench(running=1, overtaken=2)
+    bench.add(prompt(1, 16))
+    bench.run()
+    cold = bench.add(prompt(2, 16))
+    warm = [bench.add([*prompt(1, 16), at]) for at in range(10, 16)]
+    order = list(dict.fromkeys(batch.scheduled[0].request for batch in bench.run()))
+    assert order == [*warm[:2], cold, *warm[2:]]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(0, 3))
+def test_the_bound_holds_for_any_arrivals(heads: list[int], overtaken: int) -> None:
+    bench = Bench(running=1, overtaken=overtaken)
+    requests = [bench.add([*prompt(head, 12), at], max_tokens=1) for at, head in enumerate(heads)]
+    started = list(dict.fromkeys(b.scheduled[0].request for b in bench.run()))
+    assert sorted(map(id, started)) == sorted(map(id, requests))
+    for place, request in enumerate(started):
+        later = [r for r in started[:place] if requests.index(r) > requests.index(request)]
+        assert len(later) <= overtaken
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 30))
+def test_the_token_budget_is_kept_and_used(lengths: list[int], tokens: int) -> None:
+    bench = Bench(tokens=tokens, running=100, blocks=300)
+    for at, length in enumerate(lengths):
+        bench.add(prompt(at, length), max_tokens=1)
+    batches = bench.run()
+    assert all(batch.num_tokens <= tokens for batch in batches)
+    assert all(batch.num_tokens == tokens for batch in batches[:-1])
+    assert sum(batch.num_tokens for batch in batches) == sum(lengths)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30)), min_size=1, max_size=10),
+    st.integers(9, 20),
+)
+def test_everyone_ends_however_small_the_pool(asks: list[tuple[int, int]], blocks: int) -> None:
+    bench = Bench(blocks=blocks, tokens=16)
+    requests = [bench.add(prompt(head, length), max_tokens=6) for head, length in asks]
+    bench.run()
+    assert [r.finish_reason for r in requests] == ["length"] * len(requests)
+    assert bench.manager.num_free_blocks == blocks
+
+
+def test_the_request_admitted_last_gives_way_and_comes_back_first() -> None:
+    bench = Bench(blocks=8, tokens=64, running=2)
+    first = bench.add(prompt(1, 14), max_tokens=8)
+    second = bench.add(prompt(2, 14), max_tokens=8)
+    third = bench.add(prompt(3, 4), max_tokens=1)
+    bench.run()
+    assert (first.num_preemptions, second.num_preemptions) == (0, 1)
+    assert third.num_preemptions == 0
+    assert bench.manager.stats.resumed_hit_tokens > 0
+
+
+def test_a_twin_waits_for_the_first_and_then_hits_it() -> None:
+    bench = Bench(tokens=8, running=8)
+    first, twin = bench.add(prompt(1, 24)), bench.add(prompt(1, 24))
+    for _ in range(2):  # the first computes 8 tokens a step
+        assert [part.request for part in bench.step().scheduled] == [first]
+    bench.run()
+    assert twin.num_cached_tokens == 23
+
+
+def test_only_so_many_run() -> None:
+    bench = Bench(running=3, tokens=1000)
+    for at in range(2 * LOOKAHEAD):
+        bench.add(prompt(at))
+    assert all(len({p.request for p in batch.scheduled}) <= 3 for batch in bench.run())
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_abort_gives_everything_back(steps: int) -> None:
+    bench = Bench(tokens=8)
+    request, other = bench.add(prompt(1, 30)), bench.add(prompt(2, 30))
+    for _ in range(steps):
+        bench.step()
+    bench.scheduler.remove(request)
+    bench.manager.check()
+    bench.run()
+    assert other.finish_reason == "length"
+    assert bench.manager.num_free_blocks == 100

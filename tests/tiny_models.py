@@ -1,0 +1,162 @@
+"""Tiny models of every architecture that headstart says it serves, with random weights.
+
+Made in milliseconds, on the spot, the same ones each time. Their weights are drawn much wider
+than a fresh model's: else attention adds so little to the residual stream that a wrong mask
+would hide in the rounding.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    Cohere2Config,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+    Starcoder2Config,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+__all__ = ["TINY", "VOCABULARY", "save_tiny", "tiny_config"]
+
+VOCABULARY = 131
+_WINDOW = 6
+
+# Widths that differ from one another wherever they can, so that a mixed-up axis cannot fit.
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_HEAD = {"head_dim": 16}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+
+_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_BASE),
+    "mistral": lambda: MistralConfig(**_BASE, sliding_window=_WINDOW),
+    "qwen2": lambda: Qwen2Config(**_BASE),
+    "qwen3": lambda: Qwen3Config(**_BASE, **_HEAD),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_BASE, **_HEAD, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2
+    ),
+    "gemma2": lambda: Gemma2Config(
+        **_BASE,
+        **_HEAD,
+        **_MIXED,
+        sliding_window=_WINDOW,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_BASE, **_HEAD, **_MIXED, sliding_window=_WINDOW, query_pre_attn_scalar=20
+    ),
+    "phi3": lambda: Phi3Config(**_BASE, sliding_window=_WINDOW),
+    "mixtral": lambda: MixtralConfig(**_BASE, **_EXPERTS),
+    "gpt_oss": lambda: GptOssConfig(
+        **_BASE,
+        **_HEAD,
+        **_MIXED,
+        **_EXPERTS,
+        sliding_window=_WINDOW,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    ),
+    "olmo2": lambda: Olmo2Config(**_BASE),
+    "granite": lambda: GraniteConfig(
+        **_BASE,
+        attention_multiplier=1.1,
+        logits_scaling=2.0,
+        residual_multiplier=0.5,
+        embedding_multiplier=3.0,
+    ),
+    "cohere2": lambda: Cohere2Config(**_BASE, **_MIXED, sliding_window=_WINDOW, logit_scale=0.5),
+    "starcoder2": lambda: Starcoder2Config(**_BASE, sliding_window=_WINDOW),
+    "gpt_neox": lambda: GPTNeoXConfig(**{**_BASE, "num_key_value_heads": 6}),
+    "opt": lambda: OPTConfig(
+        **{**_BASE, "num_key_value_heads": 6, "ffn_dim": 80, "word_embed_proj_dim": 32}
+    ),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=48,
+        n_layer=3,
+        n_head=6,
+        n_positions=256,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "smollm3": lambda: SmolLM3Config(**_BASE, no_rope_layers=[1, 0, 1]),
+    "glm4": lambda: Glm4Config(**_BASE, **_HEAD),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **{**_BASE, "num_key_value_heads": 6},
+        q_lora_rank=20,
+        kv_lora_rank=12,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=8,
+        v_head_dim=14,
+        moe_intermediate_size=24,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+}
+
+
+def tiny_config(name: str) -> PreTrainedConfig:
+    """The configuration of a tiny model."""
+    return _CONFIGS[name]()
+
+
+def _build(name: str) -> PreTrainedModel:
+    config = tiny_config(name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+                elif parameter_name.endswith(("bias", "sinks")):
+                    parameter.normal_(0.0, 0.3)
+    return model.eval()
+
+
+def _builder(name: str) -> Callable[[], PreTrainedModel]:
+    return lambda: _build(name)
+
+
+TINY: dict[str, Callable[[], PreTrainedModel]] = {name: _builder(name) for name in _CONFIGS}
+
+
+def save_tiny(name: str, folder: str | Path) -> Path:
+    """Write a tiny model (no tokenizer) into `folder`, as a checkpoint to load."""
+    TINY[name]().save_pretrained(folder)
+    return Path(folder)

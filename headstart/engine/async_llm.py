@@ -8,6 +8,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,9 @@ class AsyncLLM:
                 finished = output.finished
                 yield output
         finally:
-            if not finished and not self._closed:
-                self._post(lambda: self._abort(request.request_id))
+            if not finished:
+                with suppress(EngineError):  # closed meanwhile: it is gone already
+                    self._post(lambda: self._abort(request.request_id))
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; its stream ends with finish reason "abort"."""

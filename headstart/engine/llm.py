@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from headstart.engine.conversation import ConversationMemory, Message
+from headstart.engine.conversation import ConversationMemory, Message, Turn
 from headstart.engine.engine import Engine, StepResult
 from headstart.engine.inputs import Prompt
 from headstart.engine.outputs import RequestOutput
@@ -125,11 +125,13 @@ class LLM:
 
     def _remember(self, output: RequestOutput, salt: str | None) -> None:
         for completion in output.outputs:
-            self._conversations.remember(
-                (output.prompt or "") + completion.text,
-                [*output.prompt_token_ids, *completion.token_ids],
-                salt=salt,
+            turn = Turn(
+                output.prompt or "",
+                output.prompt_token_ids,
+                completion.text,
+                completion.token_ids,
             )
+            self._conversations.remember(turn, salt=salt)
 
     def _run(self, groups: list[RequestGroup], *, show_progress: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}

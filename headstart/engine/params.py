@@ -1,8 +1,9 @@
 """How a request wants its answer chosen, in vLLM's names and defaults."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from headstart.errors import RequestError
 
@@ -44,23 +45,18 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        _check_range("n", self.n, 1, MAX_ANSWERS)
-        _check_range("max_tokens", self.max_tokens, 1, None)
-        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_range("temperature", self.temperature, 0, None)
-        _check_range("top_k", self.top_k, -1, None)
-        _check_range("min_p", self.min_p, 0, 1)
-        _check_range("presence_penalty", self.presence_penalty, -2, 2)
-        _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        _check_range("seed", self.seed, -(2**63), 2**63 - 1)
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p is {self.top_p}; allowed: above 0, up to 1")
-        if not self.repetition_penalty > 0:
-            raise RequestError(f"repetition_penalty is {self.repetition_penalty}; it is above 0")
-        if "" in self.stop_strings:
-            raise RequestError("a stop string is empty; it must have a character")
+        for name, allowed in _NUMBERS.items():
+            _check_number(name, getattr(self, name), allowed)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}; allowed: from 0 to max_tokens, "
+                f"which is {self.max_tokens}"
+            )
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {getattr(self, name)!r}; allowed: True or False")
+        _check_stops(self.stop)
+        _check_stop_ids(self.stop_token_ids)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -84,11 +80,67 @@ class SamplingParams:
         )
 
 
-def _check_range(name: str, value: float | None, low: float, high: float | None) -> None:
-    if value is None:
+class _Number(NamedTuple):
+    """What a number may be: one of a kind, finite, from `low` (or just above it) to `high`."""
+
+    kind: type[int] | type[float]
+    low: float
+    high: float = math.inf
+    above_low: bool = False
+    or_none: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        if value is None:
+            return self.or_none
+        kinds = (int,) if self.kind is int else (int, float)
+        if not isinstance(value, kinds) or isinstance(value, bool) or value == math.inf:
+            return False
+        return self.low <= value <= self.high and not (self.above_low and value == self.low)
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.kind is int else "a number"
+        if self.above_low:
+            limits = f"above {self.low}"
+            return f"{kind} {limits}" + ("" if self.high == math.inf else f", up to {self.high}")
+        if self.high == math.inf:
+            return f"{kind} of at least {self.low}"
+        return f"{kind} from {self.low} to {self.high}"
+
+
+_NUMBERS = {
+    "n": _Number(int, 1, MAX_ANSWERS),
+    "max_tokens": _Number(int, 1, or_none=True),
+    "min_tokens": _Number(int, 0),
+    "temperature": _Number(float, 0),
+    "top_p": _Number(float, 0, 1, above_low=True),
+    "top_k": _Number(int, -1),
+    "min_p": _Number(float, 0, 1),
+    "seed": _Number(int, -(2**63), 2**63 - 1, or_none=True),
+    "repetition_penalty": _Number(float, 0, above_low=True),
+    "presence_penalty": _Number(float, -2, 2),
+    "frequency_penalty": _Number(float, -2, 2),
+    "logprobs": _Number(int, 0, MAX_LOGPROBS, or_none=True),
+    "prompt_logprobs": _Number(int, 0, MAX_LOGPROBS, or_none=True),
+}
+_SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+
+
+def _check_number(name: str, value: object, allowed: _Number) -> None:
+    if value not in allowed:
+        raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def _check_stops(stop: object) -> None:
+    stops = (stop,) if isinstance(stop, str) or not isinstance(stop, Sequence) else stop
+    if stop is not None and not all(isinstance(text, str) and text for text in stops):
+        raise RequestError(f"stop is {stop!r}; allowed: texts of at least one character")
+
+
+def _check_stop_ids(token_ids: object) -> None:
+    if token_ids is None:
         return
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise RequestError(f"{name} is {value!r}; it must be a number")
-    if not value >= low or (high is not None and value > high):
-        limits = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name} is {value}; allowed: {limits}")
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
+        raise RequestError(f"stop_token_ids is {token_ids!r}; allowed: a list of token ids")
+    wrong = [entry for entry in token_ids if entry not in _Number(int, 0)]
+    if wrong:
+        raise RequestError(f"stop_token_ids has {wrong[0]!r}; allowed: {_Number(int, 0)}")

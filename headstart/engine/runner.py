@@ -35,15 +35,15 @@ class ForwardModel(Protocol):
 class Rows(NamedTuple):
     """Rows of the flat batch that belong to one sequence.
 
-    Positions `start` to `stop - 1`, of which those from `known` on are padding; logits are
-    wanted from position `logits_from` on.
+    Positions `start` to `stop - 1`, of which those from `known` on are padding; `logits` are the
+    positions whose logits are wanted.
     """
 
     sequence: TokenSequence
     start: int
     stop: int
     known: int
-    logits_from: int
+    logits: range
 
 
 class StepLogits(NamedTuple):
@@ -79,25 +79,34 @@ class Runner:
         parts = [self._plain(part) for part in batch.scheduled]
         if self._deterministic:
             blocks = (block for rows in parts for block in self._blocks(rows))
-            values = torch.cat([self._forward([block]) for block in blocks])
+            values = torch.cat([self._forward_block(block) for block in blocks])
         else:
             values = self._forward(parts)
-        return StepLogits(values, [rows.stop - rows.logits_from for rows in parts])
+        return StepLogits(values, [len(rows.logits) for rows in parts])
 
     @staticmethod
     def _plain(part: ScheduledTokens) -> Rows:
         if part.request.needs_prompt_logits:
-            logits_from = part.start
+            first = part.start
         else:
-            logits_from = part.stop - 1 if part.samples else part.stop
-        return Rows(part.request.sequence, part.start, part.stop, part.stop, logits_from)
+            first = part.stop - 1 if part.samples else part.stop
+        logits = range(first, part.stop)
+        return Rows(part.request.sequence, part.start, part.stop, part.stop, logits)
 
     def _blocks(self, rows: Rows) -> Iterator[Rows]:
         """The same rows as whole blocks, recomputed from their first token."""
         size = self._memory.block_size
         for start in range(rows.start // size * size, rows.stop, size):
             known = min(start + size, rows.stop)
-            yield Rows(rows.sequence, start, start + size, known, max(start, rows.logits_from))
+            logits = range(max(start, rows.logits.start), known)
+            yield Rows(rows.sequence, start, start + size, known, logits)
+
+    def _forward_block(self, rows: Rows) -> Tensor:
+        """One whole block; the LM head, too, always gets all of its rows or none."""
+        if not rows.logits:
+            return self._forward([rows])
+        logits = self._forward([rows._replace(logits=range(rows.start, rows.stop))])
+        return logits[rows.logits.start - rows.start : rows.logits.stop - rows.start]
 
     def _forward(self, parts: list[Rows]) -> Tensor:
         """One pass of the model."""
@@ -112,9 +121,8 @@ class Runner:
             tokens += rows.sequence.token_ids[rows.start : rows.known]
             tokens += [PADDING_TOKEN] * (rows.stop - rows.known)
             positions += range(rows.start, rows.stop)
-            logit_rows += range(
-                first + rows.logits_from - rows.start, first + rows.known - rows.start
-            )
+            shift = first - rows.start
+            logit_rows += range(rows.logits.start + shift, rows.logits.stop + shift)
             self._add_slots(slots, rows)
         plan = StepPlan(self._tensor(slots), tuple(spans), contiguous_gather=self._deterministic)
         self._backend.begin_step(plan)

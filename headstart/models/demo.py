@@ -135,6 +135,9 @@ def _write_model(folder: Path, dtype: torch.dtype) -> None:
         else:
             values = torch.randn(shape, generator=generator) * config.initializer_range
             weights[name] = values.to(dtype)
+    # Strong embeddings let a token depend on the last one most, so the noise is varied, and no
+    # choice between two tokens so close that rounding decides it.
+    weights["model.embed_tokens.weight"] *= 25
     # Only bytes that a terminal can show are ever likely: the noise stays readable.
     shown = torch.zeros(config.vocab_size, 1, dtype=dtype)
     shown[[ord(character) for character in string.ascii_letters + string.digits + " .,"]] = 8

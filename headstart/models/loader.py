@@ -45,6 +45,11 @@ def load_model(model: str | Path, dtype: str = "auto", device: str = "cpu") -> D
     with quiet():
         config = _load_config(folder)
         check_config(config)
+        if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            raise UnsupportedModelError(
+                f"model_type {config.model_type!r} is not a causal language model: transformers "
+                "has no decoder for it that gives the next token's logits"
+            )
         loaded = _load_weights(folder, config, "auto" if dtype == "auto" else _DTYPES[dtype])
         loaded = loaded.to(wanted).eval()  # type: ignore[arg-type]
         layouts = probe_model(loaded)
@@ -78,11 +83,6 @@ def _load_config(folder: Path) -> PreTrainedConfig:
             f"{folder / 'config.json'} does not describe a {kind} model: {error}"
         ) from error
     assert isinstance(config, PreTrainedConfig)
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UnsupportedModelError(
-            f"model_type {kind!r} is not a causal language model: transformers has no decoder "
-            "for it that gives the next token's logits"
-        )
     return config
 
 
@@ -96,13 +96,16 @@ def _load_weights(
             dtype=dtype,
             attn_implementation="eager",
             local_files_only=True,
+            ignore_mismatched_sizes=True,  # told by name and shape below
             output_loading_info=True,
         )
     except ImportError as error:
         raise UnsupportedModelError(f"{folder} needs a package that is missing: {error}") from error
     # transformers raises OSError, RuntimeError, ValueError, KeyError, and safetensors its own.
     except Exception as error:
-        raise DamagedModelError(f"the weights in {folder} cannot be loaded: {error}") from error
+        raise DamagedModelError(
+            f"the model in {folder} cannot be built: {type(error).__name__}: {error}"
+        ) from error
     model, report = loaded
     assert isinstance(model, PreTrainedModel)
     _check_fit(folder, model, report)
@@ -117,7 +120,10 @@ def _check_fit(folder: Path, model: PreTrainedModel, report: dict[str, Any]) -> 
             f"the weights in {folder} do not fit its config.json: {len(missing)} parameters are "
             f"missing, {_some(missing)}"
         )
-    mismatched = sorted(str(entry[0]) for entry in report["mismatched_keys"])
+    mismatched = [
+        f"{name} is {list(found)} and not {list(wanted)}"
+        for name, found, wanted in sorted(report["mismatched_keys"])
+    ]
     if mismatched:
         raise DamagedModelError(
             f"the weights in {folder} do not fit its config.json: {len(mismatched)} parameters "

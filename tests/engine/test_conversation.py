@@ -1,0 +1,372 @@
+"""Chats to token ids: a reply keeps those it was sampled with, and ids always spell the text."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from headstart.engine.conversation import ConversationMemory, Turn
+from headstart.errors import ConfigError, RequestError
+from tests.tiny_tokenizers import CHATML, END_OF_TURN, TINY_TOKENIZERS
+
+TOKENIZERS = {name: make() for name, make in TINY_TOKENIZERS.items()}
+BYTES = TOKENIZERS["byte_level"]
+TEXTS = st.text(
+    st.sampled_from("theo wr, \n日本👍é🏽\u200d👩") | st.characters(exclude_categories=["C"])
+)
+MESSAGES = [{"role": "user", "content": "hello there"}]
+
+
+def tokens(text: str, tokenizer: PreTrainedTokenizerBase = BYTES) -> list[int]:
+    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return token_ids
+
+
+def letters(text: str) -> list[int]:
+    """The ids of a text spelled letter by letter, as no tokenizer would but a model may."""
+    return [token_id for letter in text for token_id in tokens(letter)]
+
+
+def spell(token_ids: list[int], tokenizer: PreTrainedTokenizerBase = BYTES) -> str:
+    text = tokenizer.decode(token_ids, skip_special_tokens=False)
+    assert isinstance(text, str)
+    return text
+
+
+def turn(memory: ConversationMemory, messages: list[dict[str, Any]], *reply: Any) -> Turn:
+    """A turn as the engine finishes it: the prompt encoded, then (reply text, reply ids)."""
+    prompt = memory.render(messages)
+    return Turn(prompt, memory.encode(prompt), *reply)
+
+
+def next_prompt(memory: ConversationMemory, messages: list[dict[str, Any]], reply: str) -> str:
+    said = {"role": "assistant", "content": reply}
+    return memory.render([*messages, said, {"role": "user", "content": "and then?"}])
+
+
+# Rendering
+
+
+def test_a_conversation_is_rendered_by_the_model_s_template() -> None:
+    memory = ConversationMemory(BYTES)
+    system = {"role": "system", "content": "be kind"}
+    assert memory.render([system, *MESSAGES]) == (
+        "<|im_start|>system\nbe kind<|im_end|>\n"
+        "<|im_start|>user\nhello there<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_text_parts_are_put_together_on_lines() -> None:
+    memory = ConversationMemory(BYTES)
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert memory.render([{"role": "user", "content": parts}]) == memory.render(
+        [{"role": "user", "content": "one\ntwo"}]
+    )
+
+
+def test_what_else_a_message_holds_reaches_the_template() -> None:
+    memory = ConversationMemory(
+        TINY_TOKENIZERS["byte_level"](chat_template="{{ messages[0]['name'] }}")
+    )
+    assert memory.render([{"role": "user", "content": "", "name": "Ada"}]) == "Ada"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "empty"),
+        ("hello", "str"),
+        ({"role": "user", "content": "hello"}, "dict"),
+        (["hello"], "message 0 is a str"),
+        ([*MESSAGES, {"content": "hello"}], "message 1 has the role None"),
+        ([{"role": "", "content": "hello"}], "role ''"),
+        ([{"role": 3, "content": "hello"}], "role 3"),
+        ([{"role": "user"}], "content None"),
+        ([{"role": "user", "content": 7}], "content 7"),
+        ([{"role": "user", "content": []}], r"content \[\]"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "'text'"),
+        ([{"role": "user", "content": ["hello"]}], "'str'"),
+    ],
+)
+def test_a_bad_conversation_is_refused(messages: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        ConversationMemory(BYTES).render(messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses this: roles must alternate"),
+        ("{{ messages[0]['a']['b'] }}", "refuses this: .*no attribute"),
+        ("{{ 1 // 0 }}", "failed: ZeroDivisionError"),
+        ("{% for %}", "refuses this: "),
+        (None, "no chat template"),
+    ],
+)
+def test_what_a_template_refuses_is_a_request_s_fault(template: str | None, message: str) -> None:
+    memory = ConversationMemory(TINY_TOKENIZERS["byte_level"](chat_template=template))
+    with pytest.raises(RequestError, match=message):
+        memory.render(MESSAGES)
+
+
+def test_a_model_without_a_tokenizer_cannot_chat() -> None:
+    memory = ConversationMemory(None)
+    with pytest.raises(RequestError, match="without a tokenizer"):
+        memory.render(MESSAGES)
+    with pytest.raises(RequestError, match="without a tokenizer"):
+        memory.encode("hello")
+
+
+# Remembering
+
+
+def test_nothing_remembered_is_the_tokenizer_s_own_ids() -> None:
+    memory = ConversationMemory(BYTES)
+    prompt = memory.render(MESSAGES)
+    assert memory.encode(prompt) == tokens(prompt)
+    assert memory.encode("") == []
+
+
+def test_a_reply_keeps_the_ids_it_was_sampled_with() -> None:
+    memory = ConversationMemory(BYTES)
+    sampled = letters("the other weather")
+    assert sampled != tokens("the other weather")
+    first = turn(memory, MESSAGES, "the other weather", sampled)
+    memory.remember(first)
+    prompt = next_prompt(memory, MESSAGES, "the other weather")
+    token_ids = memory.encode(prompt)
+    seen = [*first.prompt_token_ids, *sampled]
+    assert token_ids[: len(seen)] == seen
+    assert spell(token_ids) == prompt
+
+
+def test_later_turns_keep_the_ids_of_all_replies() -> None:
+    memory = ConversationMemory(BYTES)
+    messages = list(MESSAGES)
+    for reply in ("the weather", "then the other", "hello"):
+        said = turn(memory, messages, reply, [*letters(reply), *tokens(END_OF_TURN)])
+        memory.remember(said)
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "so"}]
+        prompt = memory.render(messages)
+        token_ids = memory.encode(prompt)
+        seen = [*said.prompt_token_ids, *said.reply_token_ids]
+        assert token_ids[: len(seen)] == seen
+        assert spell(token_ids) == prompt
+
+
+def test_the_end_of_turn_that_the_template_spells_is_not_there_twice() -> None:
+    """A reply ends in the end-of-turn token, which its text does not show."""
+    memory = ConversationMemory(BYTES)
+    end = tokens(END_OF_TURN)
+    memory.remember(turn(memory, MESSAGES, "hello", [*letters("hello"), *end]))
+    prompt = next_prompt(memory, MESSAGES, "hello")
+    token_ids = memory.encode(prompt)
+    assert spell(token_ids) == prompt
+    assert token_ids.count(end[0]) == prompt.count(END_OF_TURN) == 3
+
+
+def test_special_tokens_that_the_reply_shows_are_kept() -> None:
+    """`skip_special_tokens=False`: what was shown comes back, before the template's own."""
+    memory = ConversationMemory(BYTES)
+    sampled = [*letters("hello"), *tokens(END_OF_TURN)]
+    said = turn(memory, MESSAGES, "hello" + END_OF_TURN, sampled)
+    memory.remember(said)
+    prompt = next_prompt(memory, MESSAGES, "hello" + END_OF_TURN)
+    token_ids = memory.encode(prompt)
+    assert token_ids[: len(said.prompt_token_ids) + 6] == [*said.prompt_token_ids, *sampled]
+    assert spell(token_ids) == prompt
+
+
+@pytest.mark.parametrize(
+    ("shown", "sampled", "kept"),
+    [
+        ("the end", "the end of", 7),
+        ("hello", "hello\nuser: ", 5),
+        ("", "the end", 0),
+        ("the 日", "the 日本", 7),
+    ],
+)
+def test_what_a_stop_string_cut_off_is_forgotten(shown: str, sampled: str, kept: int) -> None:
+    memory = ConversationMemory(BYTES)
+    said = turn(memory, MESSAGES, shown, byte_tokens(sampled))
+    memory.remember(said)
+    prompt = next_prompt(memory, MESSAGES, shown)
+    token_ids = memory.encode(prompt)
+    seen = [*said.prompt_token_ids, *said.reply_token_ids[:kept]]
+    assert token_ids[: len(seen)] == seen
+    assert spell(token_ids) == prompt
+
+
+def byte_tokens(text: str) -> list[int]:
+    """One token for each byte of the text, in the byte-level vocabulary."""
+    symbols = bytes_to_unicode()
+    token_ids = BYTES.convert_tokens_to_ids([symbols[byte] for byte in text.encode()])
+    assert isinstance(token_ids, list)
+    return token_ids
+
+
+def test_an_unfinished_character_is_forgotten() -> None:
+    """A reply that ends at its length in the midst of a character: its text says U+FFFD."""
+    memory = ConversationMemory(BYTES)
+    sampled = byte_tokens("the 日")[:-1]
+    shown = spell(sampled)
+    assert shown == "the \ufffd"
+    said = turn(memory, MESSAGES, shown, sampled)
+    memory.remember(said)
+    prompt = next_prompt(memory, MESSAGES, shown)
+    token_ids = memory.encode(prompt)
+    seen = [*said.prompt_token_ids, *sampled[:4]]
+    assert token_ids[: len(seen)] == seen
+    assert token_ids[len(seen)] != sampled[4]
+    assert spell(token_ids) == prompt
+
+
+@pytest.mark.parametrize("reply", ["the other \n\n", "other\t", " ", "the  "])
+def test_a_template_that_trims_replies_finds_all_but_the_space(reply: str) -> None:
+    template = CHATML.replace("message['content']", "message['content'] | trim")
+    memory = ConversationMemory(TINY_TOKENIZERS["byte_level"](chat_template=template))
+    said = turn(memory, MESSAGES, reply, letters(reply))
+    memory.remember(said)
+    prompt = next_prompt(memory, MESSAGES, reply)
+    token_ids = memory.encode(prompt)
+    seen = [*said.prompt_token_ids, *letters(reply.rstrip())]
+    assert token_ids[: len(seen)] == seen
+    assert spell(token_ids) == prompt
+
+
+def test_a_reply_that_comes_back_changed_keeps_the_prompt() -> None:
+    """Rewritten by the template or edited by the user: the prompt's ids stand, as they were.
+
+    The prompt's own last token would merge with the reply's first if all were tokenised anew:
+    two line ends are one token.
+    """
+    memory = ConversationMemory(BYTES)
+    said = turn(memory, MESSAGES, "hello", letters("hello"))
+    assert said.prompt.endswith("assistant\n")
+    assert len(tokens("\n\n")) == 1
+    memory.remember(said)
+    prompt = next_prompt(memory, MESSAGES, "\n\nthe other")
+    token_ids = memory.encode(prompt)
+    assert token_ids[: len(said.prompt_token_ids)] == said.prompt_token_ids
+    assert tokens(prompt)[: len(said.prompt_token_ids)] != said.prompt_token_ids
+    assert spell(token_ids) == prompt
+
+
+def test_the_later_of_two_spellings_of_a_reply_is_kept() -> None:
+    memory = ConversationMemory(BYTES)
+    memory.remember(turn(memory, MESSAGES, "the other", letters("the other")))
+    said = turn(memory, MESSAGES, "the other", tokens("the other"))
+    memory.remember(said)
+    prompt = next_prompt(memory, MESSAGES, "the other")
+    assert memory.encode(prompt) == tokens(prompt)
+
+
+def test_salts_share_nothing() -> None:
+    memory = ConversationMemory(BYTES)
+    said = turn(memory, MESSAGES, "the other", letters("the other"))
+    memory.remember(said, salt="a")
+    prompt = next_prompt(memory, MESSAGES, "the other")
+    for stranger in (None, "", "b", "a" + said.prompt[:1]):
+        assert memory.encode(prompt, salt=stranger) == tokens(prompt)
+    assert memory.encode(prompt, salt="a") != tokens(prompt)
+
+
+def test_a_salt_and_a_text_do_not_run_together() -> None:
+    """Salt "ab" with text "c" is not salt "a" with text "bc", nor no salt with "abc"."""
+    memory = ConversationMemory(BYTES)
+    spelled = letters("c the other")
+    memory.remember(Turn("c the other", spelled, "", []), salt="ab")
+    for salt, text in (("a", "bc the other"), (None, "abc the other"), ("", "abc the other")):
+        assert memory.encode(text, salt=salt) == tokens(text)
+    assert memory.encode("c the other", salt="ab") == spelled
+
+
+def test_the_text_used_least_recently_is_forgotten() -> None:
+    memory = ConversationMemory(BYTES, capacity=2)
+    for text in ("the", "other"):
+        memory.remember(Turn(text, letters(text), "", []))
+    assert memory.encode("the") == letters("the")  # used: now "other" is the oldest
+    memory.remember(Turn("weather", letters("weather"), "", []))
+    assert len(memory) == 2
+    assert memory.encode("the") == letters("the")
+    assert memory.encode("other") == tokens("other") != letters("other")
+    assert memory.encode("weather") == letters("weather")
+
+
+def test_a_capacity_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="capacity is 0"):
+        ConversationMemory(BYTES, capacity=0)
+
+
+# Invariants
+
+
+@given(st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=6), TEXTS, st.integers(1, 8))
+def test_the_longest_known_beginning_is_found(
+    known: list[tuple[str, str]], rest: str, capacity: int
+) -> None:
+    """Against a search through all texts that a memory of this size may still hold."""
+    memory = ConversationMemory(BYTES, capacity)
+    expected: dict[str, list[int]] = {}
+    for prompt, reply in known:
+        text = prompt + reply
+        memory.remember(Turn(text, byte_tokens(text), "", []))
+        expected.pop(text, None)
+        expected[text] = byte_tokens(text)
+    kept = list(expected)[-capacity:]
+    assert len(memory) == len(kept)
+    wanted = known[-1][0] + known[-1][1] + rest
+    longest = max((text for text in kept if wanted.startswith(text)), key=len)
+    found = memory.encode(wanted)
+    assert found[: len(expected[longest])] == expected[longest]
+    assert found[len(expected[longest]) :] == tokens(wanted[len(longest) :])
+
+
+@pytest.mark.parametrize("name", TINY_TOKENIZERS)
+@given(data=st.data())
+def test_ids_spell_the_text_whatever_is_remembered(name: str, data: st.DataObject) -> None:
+    """Replies of any ids at all, cut anywhere, shown with or without special tokens.
+
+    The tokenizer of Llama 2 spells more spaces than there were; then they are the same ones.
+    """
+    tokenizer = TOKENIZERS[name]
+    memory = ConversationMemory(tokenizer)
+    messages = [{"role": "user", "content": data.draw(TEXTS)}]
+    for _ in range(3):
+        prompt = memory.render(messages)
+        token_ids = memory.encode(prompt)
+        anew = spell(tokens(prompt, tokenizer), tokenizer)
+        assert spell(token_ids, tokenizer) == anew
+        assert name == "prepended" or anew == prompt
+        sampled = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=12))
+        shown = tokenizer.decode(sampled, skip_special_tokens=data.draw(st.booleans()))
+        assert isinstance(shown, str)
+        shown = shown[: data.draw(st.integers(0, len(shown)))]
+        memory.remember(Turn(prompt, token_ids, shown, sampled))
+        messages += [
+            {"role": "assistant", "content": shown},
+            {"role": "user", "content": data.draw(TEXTS)},
+        ]
+
+
+@pytest.mark.parametrize("name", TINY_TOKENIZERS)
+@given(data=st.data())
+def test_a_reply_in_whole_characters_is_kept_whole(name: str, data: st.DataObject) -> None:
+    """Replies that are texts, tokenised another way than the tokenizer does it, come back whole."""
+    tokenizer = TOKENIZERS[name]
+    memory = ConversationMemory(tokenizer)
+    prompt = memory.render(MESSAGES)
+    pieces = data.draw(st.lists(TEXTS, max_size=6))
+    sampled = [token_id for piece in pieces for token_id in tokens(piece, tokenizer)]
+    shown = tokenizer.decode(sampled, skip_special_tokens=True)
+    assert isinstance(shown, str)
+    prompt_ids = memory.encode(prompt)
+    memory.remember(Turn(prompt, prompt_ids, shown, [*sampled, *tokens(END_OF_TURN, tokenizer)]))
+    in_context = spell([*prompt_ids, *sampled], tokenizer)[len(spell(prompt_ids, tokenizer)) :]
+    following = memory.encode(prompt + in_context + END_OF_TURN)
+    assert following[: len(prompt_ids) + len(sampled)] == [*prompt_ids, *sampled]

@@ -1,0 +1,172 @@
+"""Sampling parameters: vLLM's names and defaults, and every wrong value named with its range."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headstart import SamplingParams
+from headstart.errors import RequestError
+
+VLLM_DEFAULTS = {
+    "n": 1,
+    "max_tokens": 16,
+    "min_tokens": 0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "seed": None,
+    "stop": None,
+    "stop_token_ids": None,
+    "ignore_eos": False,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "skip_special_tokens": True,
+    "include_stop_str_in_output": False,
+}
+WHOLE = ["n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"]
+REAL = [
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+]
+OPTIONAL = ["max_tokens", "seed", "stop", "stop_token_ids", "logprobs", "prompt_logprobs"]
+
+
+def test_names_and_defaults_are_vllm_s() -> None:
+    assert dataclasses.asdict(SamplingParams()) == VLLM_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("option", "low", "high"),
+    [
+        ("n", 1, 64),
+        ("max_tokens", 1, 10**9),
+        ("min_tokens", 0, 16),
+        ("temperature", 0, 1e6),
+        ("top_p", 1e-9, 1),
+        ("top_k", -1, 10**9),
+        ("min_p", 0, 1),
+        ("seed", -(2**63), 2**63 - 1),
+        ("repetition_penalty", 1e-9, 1e6),
+        ("presence_penalty", -2, 2),
+        ("frequency_penalty", -2, 2),
+        ("logprobs", 0, 1000),
+        ("prompt_logprobs", 0, 1000),
+    ],
+)
+def test_both_ends_of_a_range_are_allowed(option: str, low: float, high: float) -> None:
+    for value in (low, high):
+        assert getattr(SamplingParams(**{option: value}), option) == value
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("n", 0, "from 1 to 64"),
+        ("n", 65, "from 1 to 64"),
+        ("max_tokens", 0, "at least 1"),
+        ("min_tokens", -1, "at least 0"),
+        ("min_tokens", 17, "which is 16"),
+        ("temperature", -0.1, "at least 0"),
+        ("temperature", math.nan, "at least 0"),
+        ("temperature", math.inf, "at least 0"),
+        ("top_p", 0, "above 0, up to 1"),
+        ("top_p", 1.01, "above 0, up to 1"),
+        ("top_p", math.nan, "above 0, up to 1"),
+        ("top_k", -2, "at least -1"),
+        ("min_p", -0.1, "from 0 to 1"),
+        ("min_p", 1.1, "from 0 to 1"),
+        ("seed", 2**63, "from "),
+        ("seed", 10**400, "from "),
+        ("repetition_penalty", 0, "above 0"),
+        ("repetition_penalty", -1, "above 0"),
+        ("repetition_penalty", math.inf, "above 0"),
+        ("presence_penalty", 2.1, "from -2 to 2"),
+        ("frequency_penalty", -2.1, "from -2 to 2"),
+        ("logprobs", -1, "from 0 to 1000"),
+        ("logprobs", 1001, "from 0 to 1000"),
+        ("prompt_logprobs", -1, "from 0 to 1000"),
+        ("stop", "", "stop"),
+        ("stop", ["a", ""], "stop"),
+        ("stop", [3], "stop"),
+        ("stop", 3, "stop"),
+        ("stop_token_ids", 3, "stop_token_ids"),
+        ("stop_token_ids", ["a"], "stop_token_ids"),
+        ("stop_token_ids", [1.0], "stop_token_ids"),
+        ("stop_token_ids", [-1], "stop_token_ids"),
+        ("stop_token_ids", [True], "stop_token_ids"),
+    ],
+)
+def test_a_value_outside_its_range_is_named_with_it(option: str, value: Any, allowed: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{option: value})
+    text = str(caught.value)
+    assert option in text and allowed in text
+    assert isinstance(value, (str, list)) or str(value) in text
+
+
+@pytest.mark.parametrize("option", WHOLE + REAL)
+@pytest.mark.parametrize("value", ["1", True, [1]])
+def test_a_number_is_a_number(option: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=option):
+        SamplingParams(**{option: value})
+
+
+@pytest.mark.parametrize("option", WHOLE)
+def test_a_whole_number_has_no_fraction(option: str) -> None:
+    """max_tokens=3.5 would never be reached."""
+    with pytest.raises(RequestError, match=option):
+        SamplingParams(**{option: 3.5})
+
+
+@pytest.mark.parametrize("option", [name for name in VLLM_DEFAULTS if name not in OPTIONAL])
+def test_none_is_no_value_where_there_is_a_default(option: str) -> None:
+    with pytest.raises(RequestError, match=option):
+        SamplingParams(**{option: None})
+
+
+def test_none_is_allowed_where_it_means_something() -> None:
+    assert SamplingParams(**dict.fromkeys(OPTIONAL)).max_tokens is None  # type: ignore[arg-type]
+
+
+def test_min_tokens_needs_no_max_tokens() -> None:
+    assert SamplingParams(min_tokens=100, max_tokens=None).min_tokens == 100
+
+
+def test_an_unknown_option_is_an_error() -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
+
+
+def test_parameters_do_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().temperature = 0.5  # type: ignore[misc]
+
+
+def test_stop_strings_come_one_or_many() -> None:
+    assert SamplingParams().stop_strings == ()
+    assert SamplingParams(stop="ab").stop_strings == ("ab",)
+    assert SamplingParams(stop=["ab", "c"]).stop_strings == ("ab", "c")
+
+
+@given(st.floats(0, 10, exclude_min=True))
+def test_only_temperature_0_is_greedy(temperature: float) -> None:
+    assert SamplingParams(temperature=0).is_greedy
+    assert not SamplingParams(temperature=temperature).is_greedy
+
+
+@pytest.mark.parametrize("option", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_any_penalty_counts(option: str) -> None:
+    assert not SamplingParams().has_penalties
+    assert SamplingParams(**{option: 1.5}).has_penalties

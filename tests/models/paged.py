@@ -1,0 +1,68 @@
+"""The smallest engine there is: several sequences in one flat batch over scattered blocks."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headstart.attention import PagedKVMemory, Span, StepPlan, TorchAttention
+from headstart.models.decoder import DecoderModel
+from headstart.models.probe import probe_model
+
+BLOCK = 4
+
+
+@dataclass
+class Sequence:
+    """Token ids so far, how many of them are in memory, and where."""
+
+    token_ids: list[int]
+    blocks: list[int]
+    done: int = 0
+    logits: list[Tensor] = field(default_factory=list)
+
+    def slots(self, start: int, end: int) -> list[int]:
+        return [self.blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(start, end)]
+
+
+class Paged:
+    """A model with a backend and a pool of blocks handed out in a random order."""
+
+    def __init__(self, model: PreTrainedModel, num_blocks: int = 64, seed: int = 0) -> None:
+        self.decoder = DecoderModel(model, probe_model(model))
+        self.memory = PagedKVMemory(
+            self.decoder.layouts, num_blocks, BLOCK, self.decoder.dtype, self.decoder.device
+        )
+        self.backend = TorchAttention(self.memory)
+        self.decoder.attach(self.backend)
+        generator = torch.Generator().manual_seed(seed)
+        self.free: list[int] = torch.randperm(num_blocks, generator=generator).tolist()
+
+    def add(self, token_ids: list[int], room: int = 0) -> Sequence:
+        count = -(-(len(token_ids) + room) // BLOCK)
+        return Sequence(list(token_ids), [self.free.pop() for _ in range(count)])
+
+    def step(self, work: list[tuple[Sequence, int]], contiguous_gather: bool = False) -> None:
+        """Compute the next rows of each sequence; their logits are appended to it."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        spans: list[Span] = []
+        for sequence, count in work:
+            start, end = sequence.done, sequence.done + count
+            spans.append(Span(len(tokens), count, end, sequence.blocks))
+            tokens += sequence.token_ids[start:end]
+            positions += range(start, end)
+            slots += sequence.slots(start, end)
+            sequence.done = end
+        self.backend.begin_step(StepPlan(torch.tensor(slots), tuple(spans), contiguous_gather))
+        logits = self.decoder.forward(
+            torch.tensor(tokens), torch.tensor(positions), torch.arange(len(tokens))
+        )
+        self.backend.end_step()
+        for (sequence, count), part in zip(
+            work, logits.split([count for _, count in work]), strict=True
+        ):
+            assert part.shape == (count, self.decoder.vocab_size)
+            sequence.logits.extend(part)

@@ -1,0 +1,83 @@
+"""The demo model: made whole, made once, loadable, and honest about its bytes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from headstart.errors import ModelError
+from headstart.models.demo import demo_model_path
+
+
+def test_it_is_the_same_model_every_time(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE_DIR", str(tmp_path))
+    again = demo_model_path()
+    assert again.parent == tmp_path
+    if again.name == demo_model.name:  # the same dtype was the faster one
+        first, second = (load_file(p / "model.safetensors") for p in (demo_model, again))
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_it_is_made_once_and_leaves_nothing_beside(demo_model: Path) -> None:
+    written = (demo_model / "model.safetensors").stat().st_mtime_ns
+    assert demo_model_path().parent == demo_model.parent
+    assert (demo_model / "model.safetensors").stat().st_mtime_ns == written
+    assert not [path for path in demo_model.parent.iterdir() if path.name.startswith(".")]
+
+
+def test_it_has_room_for_the_long_prompt(demo_model: Path) -> None:
+    config = json.loads((demo_model / "config.json").read_text())
+    assert config["max_position_embeddings"] >= 16384
+    weights = load_file(demo_model / "model.safetensors").values()
+    assert 20e6 < sum(weight.numel() for weight in weights) < 30e6
+
+
+def test_a_token_is_a_byte(demo_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    text = "naïve 你好 😀\n\n | 1  | John's\t\x00\x7f"
+    assert tokenizer(text).input_ids == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+
+
+def test_a_chat_is_spelt_with_special_tokens(demo_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    messages = [{"role": "user", "content": "hi"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer(text).input_ids == [
+        257, *b"user\nhi", 258, *b"\n", 257, *b"assistant\n"
+    ]  # fmt: skip
+    assert tokenizer.eos_token_id == 258
+
+
+def test_two_processes_at_once_make_one_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE_DIR", str(tmp_path))
+    program = "from headstart.models.demo import demo_model_path; print(demo_model_path())"
+    racers = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    paths = {racer.communicate()[0].strip() for racer in racers}
+    assert [racer.returncode for racer in racers] == [0, 0]
+    assert {str(path) for path in tmp_path.iterdir()} == paths
+    for path in paths:
+        assert load_file(Path(path) / "model.safetensors")
+
+
+def test_a_cache_folder_that_cannot_be_written_is_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HEADSTART_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"cannot write .*file: .*HEADSTART_CACHE_DIR"):
+        demo_model_path()

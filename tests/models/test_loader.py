@@ -1,0 +1,325 @@
+"""Loading: what comes back, and a clear error of our own for everything that can be wrong."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, Phi3Config
+from transformers.utils import logging as transformers_logging
+
+from headstart.attention import LayerLayout
+from headstart.errors import (
+    ConfigError,
+    DamagedModelError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
+from headstart.models import files
+from headstart.models.decoder import DecoderModel, context_length
+from headstart.models.loader import load_model
+from tests.tiny_models import TINY, VOCABULARY, save_tiny
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def saved_in_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    TINY["llama"]().save_pretrained(folder, max_shard_size="40KB")
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def test_what_comes_back(saved: Path) -> None:
+    model = load_model(saved)
+    assert isinstance(model, DecoderModel)
+    assert model.layouts == (LayerLayout(2, 8, 8),) * 3
+    assert (model.vocab_size, model.max_model_len) == (VOCABULARY, 256)
+    assert model.eos_token_ids == {2}
+    assert model.dtype == torch.float32
+    assert model.device == torch.device("cpu")
+    assert isinstance(model.config, LlamaConfig)
+
+
+def test_shards_hold_the_same_model(saved: Path, saved_in_shards: Path) -> None:
+    assert len(list(saved_in_shards.glob("*.safetensors"))) > 1
+    one, many = load_model(saved)._model.state_dict(), load_model(saved_in_shards)._model
+    for name, tensor in many.state_dict().items():
+        assert torch.equal(tensor, one[name])
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bfloat16", torch.bfloat16), ("half", torch.float16)])
+def test_dtype_is_as_asked(saved: Path, name: str, dtype: torch.dtype) -> None:
+    assert load_model(saved, dtype=name).dtype == dtype
+
+
+def test_dtype_auto_is_the_checkpoints(tmp_path: Path) -> None:
+    TINY["llama"]().to(torch.bfloat16).save_pretrained(tmp_path)
+    assert load_model(tmp_path).dtype == torch.bfloat16
+
+
+def test_several_eos_tokens(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    assert load_model(folder).eos_token_ids == {2, 7}
+
+
+def test_loading_prints_nothing_and_leaves_the_settings(
+    folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "generation_config.json").unlink()
+    edit_weights(folder, lambda w: w.update({"model.rotary_inv_freq": torch.zeros(2)}))
+    before = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+    )
+    with caplog.at_level(logging.WARNING):
+        load_model(folder)
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records
+    after = (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled())
+    assert after == before
+
+
+# Fingerprints.
+
+
+def test_fingerprint_is_by_content(saved: Path, folder: Path) -> None:
+    original = load_model(saved).fingerprint()
+    assert original == load_model(folder).fingerprint()
+    assert len(original) == 64
+    edit_weights(folder, lambda w: w["lm_head.weight"][3, 3].add_(1.0))
+    assert load_model(folder).fingerprint() != original
+
+
+def test_fingerprint_of_a_model_in_memory() -> None:
+    one, same, other = (TINY[name]() for name in ("llama", "llama", "qwen2"))
+    prints = [DecoderModel(model, ()).fingerprint() for model in (one, same, other)]
+    assert prints[0] == prints[1] != prints[2]
+    with torch.no_grad():
+        same.lm_head.weight[3, 3] += 1
+    assert DecoderModel(same, ()).fingerprint() != prints[0]
+
+
+# Context lengths.
+
+
+def test_context_length_stays_where_rotary_frequencies_are_constant() -> None:
+    base: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4}
+    plain = LlamaConfig(**base, max_position_embeddings=100)
+    assert context_length(plain) == 100
+    factors = [1.0] * 4
+    longrope = Phi3Config(
+        **base,
+        pad_token_id=0,
+        max_position_embeddings=400,
+        original_max_position_embeddings=100,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": factors,
+            "long_factor": [2.0] * 4,
+        },
+    )
+    assert context_length(longrope) == 100
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 100,
+    }
+    stretched = LlamaConfig(**base, max_position_embeddings=100, rope_parameters=yarn)
+    assert context_length(stretched) == 400
+
+
+# What can be wrong with the place.
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    for wrong in (tmp_path / "nothing", f"{tmp_path}/nothing", "./nothing", "~/no such model"):
+        with pytest.raises(ModelNotFoundError, match=r"there is no folder .*(nothing|no such)"):
+            load_model(wrong)
+
+
+def test_a_file_is_no_model(folder: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="is a file"):
+        load_model(folder / "config.json")
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):
+        load_model(tmp_path)
+
+
+def test_hub_name_without_network() -> None:
+    with pytest.raises(ModelNotFoundError, match="the hub cannot be reached"):
+        load_model("nobody/no-such-model")
+
+
+def test_hub_name_asks_the_network_last(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
+    calls = []
+
+    def download(name: str, **options: Any) -> str:
+        calls.append((name, options.get("local_files_only", False)))
+        if options.get("local_files_only"):
+            raise FileNotFoundError(name)
+        return str(saved)
+
+    monkeypatch.setattr(files, "snapshot_download", download)
+    load_model("owner/name")
+    assert calls == [("owner/name", True), ("owner/name", False)]
+
+
+def test_hub_name_downloaded_before_needs_no_network(
+    monkeypatch: pytest.MonkeyPatch, saved: Path
+) -> None:
+    def download(name: str, **options: Any) -> str:
+        assert options["local_files_only"]
+        return str(saved)
+
+    monkeypatch.setattr(files, "snapshot_download", download)
+    assert load_model("owner/name").vocab_size == VOCABULARY
+
+
+def test_not_even_a_hub_name() -> None:
+    with pytest.raises(ModelNotFoundError, match="no hub name"):
+        load_model("what is this?")
+
+
+# What can be wrong with the files.
+
+
+def test_broken_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama", ')
+    with pytest.raises(DamagedModelError, match=r"config\.json is not readable JSON.*line 1"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '"llama"'])
+def test_config_that_is_no_object(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(DamagedModelError, match="not a JSON object"):
+        load_model(folder)
+
+
+def test_config_without_model_type(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(DamagedModelError, match="names no model_type"):
+        load_model(folder)
+
+
+def test_config_with_a_wrong_value(folder: Path) -> None:
+    edit_config(folder, num_hidden_layers="many")
+    with pytest.raises(DamagedModelError, match=r"config\.json does not describe a llama"):
+        load_model(folder)
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(DamagedModelError, match="has no weights"):
+        load_model(folder)
+
+
+def test_missing_shard(saved_in_shards: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved_in_shards, tmp_path / "model"))
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(DamagedModelError, match=f"1 of .* are missing: {shard.name}"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": {}}'])
+def test_broken_index(saved_in_shards: Path, tmp_path: Path, index: str) -> None:
+    folder = Path(shutil.copytree(saved_in_shards, tmp_path / "model"))
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(DamagedModelError, match=r"model\.safetensors\.index\.json"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_truncated_weights(folder: Path, keep: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(DamagedModelError, match=r"model\.safetensors is truncated or not"):
+        load_model(folder)
+
+
+def test_missing_parameters_are_not_made_up(folder: Path) -> None:
+    edit_weights(folder, lambda w: w.__delitem__("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(DamagedModelError, match=r"1 parameters are missing, model\.layers\.1\.mlp"):
+        load_model(folder)
+
+
+def test_more_layers_than_weights(folder: Path) -> None:
+    edit_config(folder, num_hidden_layers=4)
+    with pytest.raises(DamagedModelError, match=r"are missing, model\.layers\.3\."):
+        load_model(folder)
+
+
+def test_fewer_layers_than_weights(folder: Path) -> None:
+    edit_config(folder, num_hidden_layers=2)
+    with pytest.raises(DamagedModelError, match=r"more layers than it names, model\.layers\.2\."):
+        load_model(folder)
+
+
+def test_a_setting_that_only_building_the_model_finds(folder: Path) -> None:
+    edit_config(folder, rope_parameters={"rope_type": "nonesuch", "rope_theta": 1e4})
+    with pytest.raises(DamagedModelError, match="cannot be built: KeyError: 'nonesuch'"):
+        load_model(folder)
+
+
+def test_weights_of_another_width(folder: Path) -> None:
+    edit_config(folder, intermediate_size=96)
+    with pytest.raises(DamagedModelError, match=r"have another shape, .* is \[80, 48\] and not"):
+        load_model(folder)
+
+
+# What can be wrong with the architecture, or with the call.
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "nonesuch"}, r"'nonesuch' is not one of transformers' .*unknown"),
+        ({"model_type": "nonesuch", "auto_map": {}}, "code of its own, which is not run"),
+        ({"model_type": "vit"}, "'vit' is not a causal language model"),
+        ({"model_type": "t5", "d_kv": 8}, "is an encoder-decoder"),
+        ({"model_type": "mamba"}, "linear_attention"),
+    ],
+)
+def test_unknown_and_unsupported(folder: Path, changes: dict[str, Any], reason: str) -> None:
+    edit_config(folder, **changes)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_model(folder)
+
+
+def test_wrong_options(saved: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype is 'int8'; it may be auto, float32"):
+        load_model(saved, dtype="int8")
+    with pytest.raises(ConfigError, match="device is 'toaster'"):
+        load_model(saved, device="toaster")

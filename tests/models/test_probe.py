@@ -1,0 +1,239 @@
+"""The probe lets every model through that works, and none that does not."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    BloomConfig,
+    BloomForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    DogeConfig,
+    DogeForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    T5Config,
+)
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama import modeling_llama
+
+from headstart.attention import AttentionOptions, LayerLayout, register
+from headstart.errors import UnsupportedModelError
+from headstart.models import probe
+from headstart.models.probe import check_config, probe_model
+from tests.tiny_models import TINY, VOCABULARY, tiny_config
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", TINY)
+def test_good_models_pass_in_every_dtype(name: str, dtype: torch.dtype) -> None:
+    check_config(tiny_config(name))
+    layouts = probe_model(TINY[name]().to(dtype))
+    config = tiny_config(name)
+    assert len(layouts) == config.num_hidden_layers
+    if name == "deepseek_v3":
+        assert set(layouts) == {LayerLayout(kv_heads=6, key_dim=18, value_dim=14)}
+    else:
+        heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+        dim = getattr(config, "head_dim", None) or 48 // 6
+        assert set(layouts) == {LayerLayout(heads, dim, dim)}
+
+
+def test_the_model_is_left_with_transformers_own_attention() -> None:
+    model = TINY["llama"]()
+    before = set(register.AttentionInterface._global_mapping)
+    probe_model(model)
+    assert model.config._attn_implementation == "eager"
+    assert set(register.AttentionInterface._global_mapping) == before
+
+
+# What goes wrong if attention ignores one of the things that a layer asks for.
+
+
+def without(option: str) -> Callable[[Tensor, dict[str, Any]], AttentionOptions]:
+    read = register.read_options
+
+    def forgetful(query: Tensor, kwargs: dict[str, Any]) -> AttentionOptions:
+        return read(query, {key: value for key, value in kwargs.items() if key != option})
+
+    return forgetful
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "dtype"),
+    [
+        ("granite", "scaling", torch.float32),
+        ("granite", "scaling", torch.bfloat16),
+        ("gemma2", "softcap", torch.float32),
+        ("gpt_oss", "s_aux", torch.float32),
+        ("gpt_oss", "s_aux", torch.bfloat16),
+        ("mistral", "sliding_window", torch.float32),
+        ("mistral", "sliding_window", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_attention_that_ignores_an_option_is_found(
+    name: str, option: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = TINY[name]().to(dtype)
+    monkeypatch.setattr(register, "read_options", without(option))
+    with pytest.raises(UnsupportedModelError, match="does not give the same over paged K/V"):
+        probe_model(model)
+
+
+def test_a_window_that_the_layer_does_not_pass_on_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also one far wider than the prompt of the check: it is read off the mask's own rule."""
+    config = tiny_config("mistral")
+    config.sliding_window = 100
+    model = type(TINY["mistral"]())(config).eval()
+    probe_model(model)
+    monkeypatch.setattr(probe, "read_options", without("sliding_window"))
+    monkeypatch.setattr(register, "read_options", without("sliding_window"))
+    with pytest.raises(UnsupportedModelError, match=r"mask of layer 0 .*window: None"):
+        probe_model(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_state_beside_keys_and_values_is_found(dtype: torch.dtype) -> None:
+    """A token shift, as RWKV has it: a row takes half of the row before it in the batch."""
+
+    class Shift(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return torch.cat([hidden[:, :1], (hidden[:, 1:] + hidden[:, :-1]) / 2], dim=1)
+
+    model = TINY["llama"]()
+    model.model.layers[1].mlp = Shift()
+    with pytest.raises(UnsupportedModelError, match="more than their K and V"):
+        probe_model(model.to(dtype))
+
+
+def test_a_mask_with_a_rule_of_its_own_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def every_other(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return (row - column) % 64 != 63  # beyond the prompt of the check
+
+    def odd_mask(**kwargs: Any) -> Any:
+        return create_causal_mask(**kwargs, and_mask_function=every_other)
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", odd_mask)
+    with pytest.raises(UnsupportedModelError, match="is not the one it asks attention for"):
+        probe_model(TINY["llama"]())
+
+
+def test_logits_that_are_not_finite_are_found() -> None:
+    model = TINY["llama"]()
+    with torch.no_grad():
+        model.lm_head.weight[3, 3] = math.inf
+    with pytest.raises(UnsupportedModelError, match=r"not finite in torch\.float32"):
+        probe_model(model)
+
+
+def test_a_near_tie_of_experts_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows may differ as much as they like, many may not."""
+    apart = probe._rows_apart
+
+    def few(logits: Tensor, expected: Tensor) -> Tensor:
+        return apart(logits, expected) + (torch.arange(len(logits)) % 6 == 0).float()
+
+    def many(logits: Tensor, expected: Tensor) -> Tensor:
+        return apart(logits, expected) + (torch.arange(len(logits)) % 3 == 0).float()
+
+    monkeypatch.setattr(probe, "_rows_apart", few)
+    probe_model(TINY["mixtral"]())
+    monkeypatch.setattr(probe, "_rows_apart", many)
+    with pytest.raises(UnsupportedModelError):
+        probe_model(TINY["mixtral"]())
+
+
+# Architectures of transformers that cannot work.
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (T5Config(), "T5 is an encoder-decoder"),
+        (MambaConfig(**SMALL), "Mamba has layers of type 'linear_attention'"),
+        (Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), "Lfm2 has .* 'conv'"),
+        (Llama4TextConfig(**SMALL), "chunk"),
+        (Qwen3NextConfig(**{**SMALL, "num_hidden_layers": 4}), "'linear_attention'"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_refused_by_configuration(config: PreTrainedConfig, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        check_config(config)
+
+
+UNSUPPORTED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
+    "bloom": (lambda: BloomForCausalLM(BloomConfig(**SMALL)), "takes no position_ids.*ALiBi"),
+    "mpt": (
+        lambda: MptForCausalLM(MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=99)),
+        "takes no position_ids.*ALiBi",
+    ),
+    "falcon": (
+        lambda: FalconForCausalLM(FalconConfig(**SMALL, alibi=True)),
+        "does not take its attention from transformers' AttentionInterface",
+    ),
+    "mamba": (lambda: MambaForCausalLM(MambaConfig(**SMALL)), "takes no position_ids"),
+    "lfm2": (
+        lambda: Lfm2ForCausalLM(Lfm2Config(**SMALL, layer_types=["conv", "full_attention"])),
+        "2 layers, of which 1 asked for attention",
+    ),
+    "diffllama": (
+        lambda: DiffLlamaForCausalLM(DiffLlamaConfig(**SMALL)),
+        r"2 asked for attention \(4 calls in one pass\)",
+    ),
+    "doge": (lambda: DogeForCausalLM(DogeConfig(**SMALL)), "mask or a bias that it made itself"),
+    "bert": (lambda: BertLMHeadModel(BertConfig(**SMALL)), "is not causal"),
+    "llama4": (
+        lambda: Llama4ForCausalLM(
+            Llama4TextConfig(
+                **SMALL,
+                attention_chunk_size=32,
+                num_local_experts=2,
+                intermediate_size_mlp=48,
+                layer_types=["chunked_attention", "chunked_attention"],
+            )
+        ),
+        "mask of layer 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_refused_by_the_model_itself(name: str) -> None:
+    """None of these needs its configuration read to be found out."""
+    build, reason = UNSUPPORTED[name]
+    with pytest.raises(UnsupportedModelError, match=reason):
+        probe_model(build().eval())

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from headstart.engine.conversation import ConversationMemory, Message, Turn
+from headstart.engine.conversation import ConversationMemory, Message, Turn, Turn
 from headstart.engine.engine import Engine, StepResult
 from headstart.engine.inputs import Prompt
 from headstart.engine.outputs import RequestOutput
@@ -124,13 +124,9 @@ class LLM:
         return group
 
     def _remember(self, output: RequestOutput, salt: str | None) -> None:
-        for completion in output.outputs:
-            turn = Turn(
-                output.prompt or "",
-                output.prompt_token_ids,
-                completion.text,
-                completion.token_ids,
-            )
+        assert output.prompt is not None
+        for answer in output.outputs:
+            turn = Turn(output.prompt, output.prompt_token_ids, answer.text, answer.token_ids)
             self._conversations.remember(turn, salt=salt)
 
     def _run(self, groups: list[RequestGroup], *, show_progress: bool) -> list[RequestOutput]:

@@ -9,6 +9,7 @@ from headstart.errors import RequestError
 
 MAX_LOGPROBS = 1000
 MAX_ANSWERS = 64
+_LEAST_TEMPERATURE = 1e-5
 
 
 def _option(default: Any, help_text: str) -> Any:
@@ -67,8 +68,11 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken, with nothing drawn."""
-        return self.temperature == 0
+        """Whether the likeliest token is taken, with nothing drawn.
+
+        As in vLLM that begins a little above 0: logits divided by less are infinite.
+        """
+        return self.temperature < _LEAST_TEMPERATURE
 
     @property
     def has_penalties(self) -> bool:

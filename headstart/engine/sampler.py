@@ -99,9 +99,10 @@ class Sampler:
         """The scores `[1, vocab]` whose softmax is drawn from, or whose largest is taken."""
         params = state.params
         scores = logits
-        if state.banned_token_ids:
+        banned = [token_id for token_id in state.banned_token_ids if token_id < self._vocab_size]
+        if banned:
             scores = scores.clone()
-            scores[:, sorted(state.banned_token_ids)] = float("-inf")
+            scores[:, banned] = float("-inf")
         if params.has_penalties:
             scores = self._penalise(scores, state)
         if params.is_greedy:
@@ -116,7 +117,7 @@ class Sampler:
         params = state.params
         if params.repetition_penalty != 1:
             seen = torch.tensor([[*state.prompt_token_ids, *state.output_token_ids]])
-            penalty = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+            penalty = RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty))
             scores = penalty(seen.to(scores.device), scores)
         if state.output_token_ids and (params.presence_penalty or params.frequency_penalty):
             answer = torch.tensor(state.output_token_ids, device=scores.device)

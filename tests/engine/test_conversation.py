@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from headstart.engine.conversation import ConversationMemory, Turn
 from headstart.errors import ConfigError, RequestError
-from tests.tiny_tokenizers import CHATML, END_OF_TURN, TINY_TOKENIZERS
+from tests.tiny_tokenizers import CHATML, END_OF_TURN, TINY_TOKENIZERS, byte_tokens
 
 TOKENIZERS = {name: make() for name, make in TINY_TOKENIZERS.items()}
 BYTES = TOKENIZERS["byte_level"]
@@ -193,7 +192,7 @@ def test_special_tokens_that_the_reply_shows_are_kept() -> None:
 )
 def test_what_a_stop_string_cut_off_is_forgotten(shown: str, sampled: str, kept: int) -> None:
     memory = ConversationMemory(BYTES)
-    said = turn(memory, MESSAGES, shown, byte_tokens(sampled))
+    said = turn(memory, MESSAGES, shown, byte_tokens(BYTES, sampled))
     memory.remember(said)
     prompt = next_prompt(memory, MESSAGES, shown)
     token_ids = memory.encode(prompt)
@@ -202,18 +201,10 @@ def test_what_a_stop_string_cut_off_is_forgotten(shown: str, sampled: str, kept:
     assert spell(token_ids) == prompt
 
 
-def byte_tokens(text: str) -> list[int]:
-    """One token for each byte of the text, in the byte-level vocabulary."""
-    symbols = bytes_to_unicode()
-    token_ids = BYTES.convert_tokens_to_ids([symbols[byte] for byte in text.encode()])
-    assert isinstance(token_ids, list)
-    return token_ids
-
-
 def test_an_unfinished_character_is_forgotten() -> None:
     """A reply that ends at its length in the midst of a character: its text says U+FFFD."""
     memory = ConversationMemory(BYTES)
-    sampled = byte_tokens("the 日")[:-1]
+    sampled = byte_tokens(BYTES, "the 日")[:-1]
     shown = spell(sampled)
     assert shown == "the \ufffd"
     said = turn(memory, MESSAGES, shown, sampled)
@@ -315,9 +306,9 @@ def test_the_longest_known_beginning_is_found(
     expected: dict[str, list[int]] = {}
     for prompt, reply in known:
         text = prompt + reply
-        memory.remember(Turn(text, byte_tokens(text), "", []))
+        memory.remember(Turn(text, byte_tokens(BYTES, text), "", []))
         expected.pop(text, None)
-        expected[text] = byte_tokens(text)
+        expected[text] = byte_tokens(BYTES, text)
     kept = list(expected)[-capacity:]
     assert len(memory) == len(kept)
     wanted = known[-1][0] + known[-1][1] + rest

@@ -1,0 +1,306 @@
+"""Chats: from messages to the token ids of a prompt that begins with what the model already saw.
+
+A reply comes back in the next turn as text. Tokenised anew it often gives other ids than the
+model sampled (it may spell "the" as "t" + "he"), and from there on nothing hits. So the ids are
+kept under the text that they spell, and a prompt that begins with such a text begins with its
+ids. Only what follows is tokenised.
+"""
+
+import hashlib
+from array import array
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from headstart.errors import ConfigError, RequestError
+
+Message = Mapping[str, Any]
+"""`{"role": ..., "content": ...}`; content is a text or a list of OpenAI's text parts."""
+
+CAPACITY = 4096
+"""Texts remembered unless said otherwise."""
+
+# Tokens of context in which a piece of text is spelled out: enough for any decoder, which
+# looks back one token (a space before a word) or three (the bytes of a character).
+_CONTEXT = 8
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+class _Known(NamedTuple):
+    """The first `num_tokens` of `token_ids`; several texts of one turn share the same array."""
+
+    num_bytes: int
+    token_ids: "array[int]"
+    num_tokens: int
+
+
+class _TextIndex:
+    """Token ids by text, found by prefix; bounded, the text that was used least recently goes.
+
+    A text is known by its length in UTF-8 and a hash over salt and text. So the longest known
+    text that begins another costs one pass of BLAKE2 over it and a digest at each distinct
+    known length: a few microseconds for each, whatever the number of texts of one length.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._counts: Counter[int] = Counter()
+        self._lengths: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, text: str, token_ids: "array[int]", count: int, salt: str | None) -> None:
+        """Keep the first `count` ids as those of `text`, in place of any earlier ones."""
+        data = _encode(text)
+        hasher = _hasher(salt)
+        hasher.update(data)
+        key = hasher.digest()
+        if key not in self._known:
+            self._counts[len(data)] += 1
+            if self._counts[len(data)] == 1:
+                insort(self._lengths, len(data))
+        self._known[key] = _Known(len(data), token_ids, count)
+        self._known.move_to_end(key)
+        if len(self._known) > self._capacity:
+            self._forget()
+
+    def _forget(self) -> None:
+        _, oldest = self._known.popitem(last=False)
+        self._counts[oldest.num_bytes] -= 1
+        if not self._counts[oldest.num_bytes]:
+            del self._counts[oldest.num_bytes]
+            del self._lengths[bisect_left(self._lengths, oldest.num_bytes)]
+
+    def longest(self, text: str, salt: str | None) -> tuple[list[int], str]:
+        """The ids of the longest known beginning of `text`, and the text after it."""
+        data = _encode(text)
+        hasher = _hasher(salt)
+        done = 0
+        found: bytes | None = None
+        for length in self._lengths[: bisect_right(self._lengths, len(data))]:
+            hasher.update(data[done:length])
+            done = length
+            key = hasher.digest()
+            if key in self._known:
+                found = key
+        if found is None:
+            return [], text
+        self._known.move_to_end(found)
+        known = self._known[found]
+        return known.token_ids[: known.num_tokens].tolist(), _decode(data[known.num_bytes :])
+
+
+def _encode(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _decode(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def _hasher(salt: str | None) -> "hashlib.blake2b":
+    """Salts stand in a field of their own length, so that no salt and text run together."""
+    name = b"" if salt is None else _encode(salt)
+    person = b"none" if salt is None else b"salt"
+    return hashlib.blake2b(len(name).to_bytes(8) + name, digest_size=16, person=person)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A finished turn: what was asked, and one answer. The prompt's ids spell the prompt."""
+
+    prompt: str
+    prompt_token_ids: Sequence[int]
+    reply: str
+    reply_token_ids: Sequence[int]
+
+
+class ConversationMemory:
+    """Renders chats and recognises what was said before.
+
+    tokenizer: None for a model without one, which cannot chat. capacity: texts remembered, up
+    to three for a turn, which share 4 bytes for each token of its prompt and reply.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, capacity: int = CAPACITY) -> None:
+        if capacity < 1:
+            raise ConfigError(f"capacity is {capacity}; allowed: at least 1")
+        self._tokenizer = tokenizer
+        self._texts = _TextIndex(capacity)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt's text by the model's chat template, up to where the reply begins.
+
+        Raises RequestError: no tokenizer or no template, no message, a role or content that is
+        not one, or what the template itself refuses.
+        """
+        tokenizer = self._require_tokenizer()
+        if not tokenizer.chat_template:
+            raise RequestError("the model's tokenizer has no chat template: give a prompt instead")
+        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+            raise RequestError(f"messages are a list of dicts, not {type(messages).__name__}")
+        if not messages:
+            raise RequestError("the conversation is empty: it must have at least one message")
+        checked = [_check_message(place, message) for place, message in enumerate(messages)]
+        try:
+            text = tokenizer.apply_chat_template(
+                checked, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise RequestError(f"the model's chat template refuses this: {error}") from error
+        # A template is a program over the messages: what it raises depends on what it does.
+        except Exception as error:
+            raise RequestError(
+                f"the model's chat template failed: {type(error).__name__}: {error}"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+    def encode(self, text: str, *, salt: str | None = None) -> list[int]:
+        """The ids of a rendered text: those remembered for its longest known beginning first.
+
+        Decoding them gives the text back, or what tokenising all of it anew would decode to
+        where the tokenizer loses something (a normaliser, a dummy space). Costs a hash over the
+        text, a digest for each distinct length remembered, and tokenising the rest.
+        """
+        self._require_tokenizer()
+        known, rest = self._texts.longest(text, salt)
+        if not known:
+            return self._tokenize(text)
+        if not rest:
+            return known
+        context = known[-_CONTEXT:]
+        before = self._spell(context)
+        candidates = [self._tokenize(rest), *self._tokenize_anchored(rest)]
+        for following in candidates:
+            if self._spell([*context, *following]) == before + rest:
+                return known + following
+        anew = self._tokenize(text)
+        spelled = self._spell(anew)
+        for following in candidates:
+            if self._spell(known + following) == spelled:
+                return known + following
+        return anew
+
+    def remember(self, turn: Turn, *, salt: str | None = None) -> None:
+        """Keep a turn's ids for the next one, as far as its texts spell them.
+
+        Left out at the end are tokens that the reply does not show (an end-of-turn token, which
+        the template will spell again; what a stop string cut off) and a character that was
+        never finished. Templates may drop white space at the end of a reply, or rewrite it: so
+        the reply without that space is kept too, and the prompt alone.
+        """
+        token_ids = array("I", [*turn.prompt_token_ids, *turn.reply_token_ids])
+        start = len(turn.prompt_token_ids)
+        texts = {start: turn.prompt}
+        for reply in {turn.reply.rstrip(), turn.reply}:
+            count = self._count_shown(turn.reply_token_ids, reply)
+            spelled = self._spell_after(turn.prompt_token_ids, turn.reply_token_ids[:count])
+            if spelled is not None:
+                texts[start + count] = turn.prompt + spelled
+        for count, text in texts.items():
+            self._texts.add(text, token_ids, count, salt)
+
+    def _count_shown(self, token_ids: Sequence[int], text: str) -> int:
+        """How many of a reply's first ids spell the beginning of `text`, whole characters only.
+
+        Longer beginnings of the ids spell longer texts, so a binary search finds the place, but
+        for the tokens of an unfinished character before it.
+        """
+        places = range(len(token_ids) + 1)
+        shown = bisect_left(places, True, key=lambda n: not self._is_shown(token_ids[:n], text)) - 1
+        for count in range(shown, max(shown - _CONTEXT, 0), -1):
+            spelled = self._spell(token_ids[:count])
+            if text.startswith(spelled) and not spelled.endswith(_UNFINISHED):
+                return count
+        return 0
+
+    def _is_shown(self, token_ids: Sequence[int], text: str) -> bool:
+        return text.startswith(self._spell(token_ids).rstrip(_UNFINISHED))
+
+    def _spell_after(self, before: Sequence[int], token_ids: Sequence[int]) -> str | None:
+        """What ids spell after others, None if they do not stand apart.
+
+        At the beginning of a text some decoders drop a space that they show elsewhere.
+        """
+        context = before[-_CONTEXT:]
+        start = self._spell(context)
+        spelled = self._spell([*context, *token_ids])
+        if not spelled.startswith(start) or not spelled.endswith(self._spell(token_ids)):
+            return None
+        return spelled[len(start) :]
+
+    def _require_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self._tokenizer is None:
+            raise RequestError("the model came without a tokenizer, so it cannot chat")
+        return self._tokenizer
+
+    def _tokenize(self, text: str) -> list[int]:
+        """The ids of a text whose special tokens the template has spelled."""
+        tokenizer = self._require_tokenizer()
+        token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return token_ids
+
+    def _tokenize_anchored(self, text: str) -> list[list[int]]:
+        """The ids of a text that does not stand at the beginning; empty if there is no telling.
+
+        At the beginning some tokenizers put a space that they put nowhere else. After a special
+        token, with which nothing can merge, they do not.
+        """
+        for token_id in self._require_tokenizer().all_special_ids[:1]:
+            anchored = self._tokenize(self._spell([token_id]) + text)
+            if anchored[:1] == [token_id]:
+                return [anchored[1:]]
+        return []
+
+    def _spell(self, token_ids: Sequence[int]) -> str:
+        tokenizer = self._require_tokenizer()
+        text = tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+
+def _check_message(place: int, message: Message) -> dict[str, Any]:
+    """The message as templates want it, its content one text."""
+    if not isinstance(message, Mapping):
+        raise RequestError(f"message {place} is a {type(message).__name__}, not a dict")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"message {place} has the role {role!r}; it must be a name")
+    return {**message, "content": _check_content(place, message.get("content"))}
+
+
+def _check_content(place: int, content: Any) -> str:
+    """Several text parts stand on lines of their own, as in vLLM."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)) or not content:
+        raise RequestError(
+            f"message {place} has the content {content!r}; it must be a text "
+            "or a list of text parts"
+        )
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(text, str):
+            raise RequestError(
+                f"message {place} has a part of type {kind!r}; allowed: "
+                '{"type": "text", "text": "..."}'
+            )
+        texts.append(text)
+    return "\n".join(texts)

@@ -1,0 +1,61 @@
+"""Loading a model's tokenizer: find its files, read them, and say which one is broken."""
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from headstart.errors import DamagedModelError, UnsupportedModelError
+from headstart.models.files import find_folder, read_json
+from headstart.models.quiet import quiet
+
+__all__ = ["load_tokenizer"]
+
+# Any one of these holds a vocabulary. transformers must not be asked without one: for some
+# architectures it makes up a tokenizer of a single token instead of an error.
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model")
+_SETTINGS = "tokenizer_config.json"
+
+
+def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model by local path or hub name, None if the model came without one.
+
+    Raises `ModelNotFoundError` (no such folder, no such name, no network), `DamagedModelError`
+    (a file is broken, or settings are there and the vocabulary is not) or
+    `UnsupportedModelError` (it needs code of its own, or a package that is missing).
+    """
+    folder = find_folder(model)
+    has_settings = (folder / _SETTINGS).is_file()
+    settings = read_json(folder / _SETTINGS) if has_settings else {}
+    if not any(found for pattern in _VOCABULARIES for found in folder.glob(pattern)):
+        if has_settings:
+            raise DamagedModelError(
+                f"{folder} has a {_SETTINGS} but no vocabulary: none of {', '.join(_VOCABULARIES)}"
+            )
+        return None
+    return _load(folder, needs_own_code="AutoTokenizer" in settings.get("auto_map", {}))
+
+
+def _load(folder: Path, *, needs_own_code: bool) -> PreTrainedTokenizerBase:
+    try:
+        with quiet():
+            loaded = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+    # transformers raises KeyError, TypeError, ValueError, OSError; tokenizers a bare Exception.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        if needs_own_code:
+            raise UnsupportedModelError(
+                f"the tokenizer in {folder} brings code of its own, which is not run"
+            ) from error
+        if (folder / "tokenizer.json").is_file():
+            read_json(folder / "tokenizer.json")  # raises if this is the reason
+        elif isinstance(error, ImportError) or "sentencepiece" in reason:
+            raise UnsupportedModelError(
+                f"the tokenizer in {folder} has no tokenizer.json and cannot be converted: {reason}"
+            ) from error
+        raise DamagedModelError(
+            f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {reason}"
+        ) from error
+    assert isinstance(loaded, PreTrainedTokenizerBase)
+    return loaded

@@ -117,7 +117,9 @@ class Sampler:
         params = state.params
         if params.repetition_penalty != 1:
             seen = torch.tensor([[*state.prompt_token_ids, *state.output_token_ids]])
-            penalty = RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty))
+            # Beyond this range float32 logits overflow, and the draw would fail the whole step.
+            factor = min(max(float(params.repetition_penalty), 1e-9), 1e9)
+            penalty = RepetitionPenaltyLogitsProcessor(factor)
             scores = penalty(seen.to(scores.device), scores)
         if state.output_token_ids and (params.presence_penalty or params.frequency_penalty):
             answer = torch.tensor(state.output_token_ids, device=scores.device)

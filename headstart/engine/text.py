@@ -64,8 +64,7 @@ class OutputText:
 
     def _find_stop(self, seen: int) -> bool:
         """Whether a stop string ends in the text after `seen`; the first to begin counts."""
-        start = max(0, seen - self._longest_stop + 1)
-        found = [(self._all.find(stop, start), stop) for stop in self._stops]
+        found = [(self._all.find(stop, max(0, seen - len(stop) + 1)), stop) for stop in self._stops]
         hits = [(at, stop) for at, stop in found if at >= 0]
         if not hits:
             return False

@@ -109,15 +109,6 @@ class DecoderModel:
             unregister(self._attention)
             self._attention = None
 
-    def make_rows_independent(self) -> None:
-        """Have experts compute a row's result in a way that no other row of the batch changes.
-
-        By default transformers sorts rows by expert, so the shape of an expert's product, and
-        with it the rounding, depends on who else chose it. Slower; no effect without experts.
-        """
-        if self._model._can_set_experts_implementation():
-            self._model.set_experts_implementation("batched_mm")
-
     def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
         """Logits float32 `[rows, vocab]` of the rows in `logit_rows` int64 `[rows]`.
 

@@ -1,0 +1,114 @@
+"""Tokenizers by folder: read as they were written, or refused with the file that is at fault."""
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.errors import DamagedModelError, ModelNotFoundError, UnsupportedModelError
+from headstart.models.tokenizer import load_tokenizer
+from tests.tiny_models import tiny_config
+from tests.tiny_tokenizers import TINY_TOKENIZERS
+
+TEXT = "the other 日本語 👍🏽 day"
+
+
+def save(folder: Path, name: str = "byte_level") -> Path:
+    """A model's folder as far as its tokenizer is concerned."""
+    tiny_config("llama").save_pretrained(folder)
+    TINY_TOKENIZERS[name]().save_pretrained(folder)
+    return folder
+
+
+def rewrite(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a JSON file in place; `change` returns what is written, None for what it was given."""
+    content = json.loads(file.read_text())
+    changed = change(content)
+    file.write_text(json.dumps(content if changed is None else changed))
+
+
+@pytest.mark.parametrize("name", TINY_TOKENIZERS)
+@pytest.mark.parametrize("as_path", [True, False])
+def test_a_tokenizer_comes_back_as_it_was_saved(tmp_path: Path, name: str, as_path: bool) -> None:
+    saved = TINY_TOKENIZERS[name]()
+    save(tmp_path, name)
+    tokenizer = load_tokenizer(tmp_path if as_path else str(tmp_path))
+    assert tokenizer is not None
+    assert tokenizer.encode(TEXT) == saved.encode(TEXT)
+    assert tokenizer.chat_template == saved.chat_template
+    assert tokenizer.all_special_ids == saved.all_special_ids
+
+
+def test_settings_are_optional(tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
+def test_a_model_may_come_without_a_tokenizer(tmp_path: Path, kind: str) -> None:
+    """Of some architectures transformers would make up a tokenizer of one token."""
+    tiny_config(kind).save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path) is None
+
+
+def test_loading_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path)
+    rewrite(tmp_path / "tokenizer_config.json", lambda c: c.update(tokenizer_class="NoSuchOne"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_tokenizer(tmp_path)
+    assert capfd.readouterr() == ("", "")
+    assert caught == []
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", '{"version": "1.0",', "[]", "\x00"])
+def test_a_broken_file_is_named(tmp_path: Path, file: str, content: str) -> None:
+    save(tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(DamagedModelError, match=file.replace(".", r"\.")):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_json_that_holds_something_else_is_damaged(tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DamagedModelError, match="cannot be loaded: KeyError"):
+        load_tokenizer(tmp_path)
+
+
+def test_settings_without_a_vocabulary_are_damage(tmp_path: Path) -> None:
+    """A download that broke off; without the settings it would be a model without a tokenizer."""
+    save(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(DamagedModelError, match="no vocabulary"):
+        load_tokenizer(tmp_path)
+
+
+def test_code_from_a_folder_is_not_run(tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.txt").write_text("a\n")
+    (tmp_path / "mine.py").write_text("raise SystemExit('ran')\n")
+    settings = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UnsupportedModelError, match="code of its own"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "no-such-owner/no-such-model"])
+def test_a_model_that_is_not_there(model: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=model):
+        load_tokenizer(model)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    save(tmp_path)
+    with pytest.raises(ModelNotFoundError, match="is a file"):
+        load_tokenizer(tmp_path / "tokenizer.json")

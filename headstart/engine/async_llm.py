@@ -115,9 +115,9 @@ class AsyncLLM:
             while self._take_orders():
                 for result in self.engine.step():
                     if result.error is None:
-                        self._send(result.output)
+                        self._send(result.group.output())
                     else:
-                        self._fail(result.output.request_id, result.error)
+                        self._fail(result.group.request_id, result.error)
         except Exception as error:  # a fault of the engine itself: nobody may wait for ever
             reason = EngineError(f"the engine broke: {type(error).__name__}: {error}")
             reason.__cause__ = error

@@ -36,9 +36,12 @@ from headstart.models.tokenizer import load_tokenizer
 
 
 class StepResult(NamedTuple):
-    """A request that a step moved: its output so far, and the error that ended it, if one did."""
+    """A request that a step moved, and the error that ended it, if one did.
 
-    output: RequestOutput
+    Its `group.output()` is what it has so far; read it before the next step.
+    """
+
+    group: RequestGroup
     error: EngineError | None = None
 
 
@@ -195,16 +198,15 @@ class Engine:
                 part.request.group.start_time = now
         try:
             logits = self._runner.run(batch)
-            sampled = self._sample(batch, logits)
         except Exception as error:  # whatever a model, a kernel or the memory raises
             return self._fail(batch, error)
         self.manager.commit_step()
-        results = self._deliver(batch, sampled)
+        results = self._deliver(batch, self._sample(batch, logits))
         if self.config.debug:
             self.manager.check()
         return results
 
-    def _sample(self, batch: Batch, logits: StepLogits) -> list[SampledToken | None]:
+    def _sample(self, batch: Batch, logits: StepLogits) -> list[SampledToken | EngineError | None]:
         """The next token of each part, None for one that ends before its last token."""
         at = 0
         rows: list[int] = []
@@ -218,8 +220,25 @@ class Engine:
                 rows.append(at - 1)
                 states.append(request.sampling)
         values = logits.values if len(rows) == len(logits.values) else logits.values[rows]
-        tokens = iter(self._sampler.sample(values, states) if states else [])
+        tokens = iter(self._sample_rows(values, states))
         return [next(tokens) if part.samples else None for part in batch.scheduled]
+
+    def _sample_rows(
+        self, values: torch.Tensor, states: list[SamplingState]
+    ) -> list[SampledToken | EngineError]:
+        """A token a row; a row that cannot be sampled (logits that are no numbers) ends alone."""
+        if not states:
+            return []
+        try:
+            return list(self._sampler.sample(values, states))
+        except Exception as error:
+            if len(states) == 1:
+                return [_engine_error("sampling failed", error)]
+        return [
+            token
+            for at, state in enumerate(states)
+            for token in self._sample_rows(values[at : at + 1], [state])
+        ]
 
     def _add_prompt_logprobs(self, part: ScheduledTokens, logits: torch.Tensor) -> None:
         """Row i of the logits tells of the token after position start + i."""
@@ -229,42 +248,56 @@ class Engine:
         entries = token_logprobs(logits[: len(following)], following, top)
         group.add_prompt_logprobs(part.start + 1, entries)
 
-    def _deliver(self, batch: Batch, sampled: list[SampledToken | None]) -> list[StepResult]:
+    def _deliver(
+        self, batch: Batch, sampled: list[SampledToken | EngineError | None]
+    ) -> list[StepResult]:
         now = time.perf_counter()
-        moved: dict[str, RequestGroup] = {}
+        moved: dict[str, StepResult] = {}
         for part, token in zip(batch.scheduled, sampled, strict=True):
-            if token is None:
+            request, group = part.request, part.request.group
+            if token is None or request.finish_reason is not None:
                 continue
-            request = part.request
+            if isinstance(token, EngineError):
+                moved[group.request_id] = self._end(group, token)
+                continue
             request.append(token, now)
             if request.finish_reason is not None:
                 self._scheduler.remove(request)
-            moved[request.group.request_id] = request.group
-        for name, group in moved.items():
-            if group.finished:
-                del self._groups[name]
-        return [StepResult(group.output()) for group in moved.values()]
+            moved.setdefault(group.request_id, StepResult(group))
+        for name, result in moved.items():
+            if result.group.finished:
+                self._groups.pop(name, None)
+        return list(moved.values())
 
     def _fail(self, batch: Batch, error: Exception) -> list[StepResult]:
         """End the requests of a failed step, siblings of the same group included."""
         self.manager.fail_step()
         failed = [part.request for part in batch.scheduled]
         self._scheduler.drop_failed(failed)
-        reason = EngineError(f"the step failed: {type(error).__name__}: {error}")
-        reason.__cause__ = error
-        results = []
-        for group in {request.group.request_id: request.group for request in failed}.values():
-            for request in group.requests:
-                if request.finish_reason is None and request not in failed:
-                    self._scheduler.remove(request)
-                request.finish_reason = request.finish_reason or "error"
-            self._groups.pop(group.request_id, None)
-            results.append(StepResult(group.output(), reason))
-        return results
+        for request in failed:
+            request.finish_reason = "error"
+        groups = {request.group.request_id: request.group for request in failed}
+        reason = _engine_error("the step failed", error)
+        return [self._end(group, reason) for group in groups.values()]
+
+    def _end(self, group: RequestGroup, error: EngineError) -> StepResult:
+        """End what is left of a request with an error."""
+        for request in group.requests:
+            if request.finish_reason is None:
+                self._scheduler.remove(request)
+                request.finish_reason = "error"
+        self._groups.pop(group.request_id, None)
+        return StepResult(group, error)
 
     def close(self) -> None:
         """Let go of the model's attention function and, with it, of the K/V memory."""
         self.model.detach()
+
+
+def _engine_error(what: str, cause: Exception) -> EngineError:
+    error = EngineError(f"{what}: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
 
 
 def _make_config(options: dict[str, Any]) -> EngineConfig:

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from headstart.engine.conversation import ConversationMemory, Message, Turn, Turn
+from headstart.engine.conversation import ConversationMemory, Message, Turn
 from headstart.engine.engine import Engine, StepResult
 from headstart.engine.inputs import Prompt
 from headstart.engine.outputs import RequestOutput
@@ -144,10 +144,9 @@ class LLM:
             with Progress(*columns, disable=not show_progress or len(groups) < 2) as progress:
                 task = progress.add_task("prompts", total=len(groups), rate="")
                 while len(outputs) < len(groups):
-                    for result in self.engine.step():
-                        output = _unless_failed(result)
-                        if output.finished:
-                            outputs[output.request_id] = output
+                    for group in map(_unless_failed, self.engine.step()):
+                        if group.finished:
+                            outputs[group.request_id] = group.output()
                             progress.update(task, advance=1)
         finally:
             for group in groups:
@@ -160,18 +159,17 @@ class LLM:
         try:
             while not finished:
                 for result in self.engine.step():
-                    if result.output.request_id == group.request_id:
-                        output = _unless_failed(result)
-                        finished = output.finished
-                        yield output
+                    if result.group is group:
+                        finished = _unless_failed(result).finished
+                        yield group.output()
         finally:
             self.engine.abort(group.request_id)
 
 
-def _unless_failed(result: StepResult) -> RequestOutput:
+def _unless_failed(result: StepResult) -> RequestGroup:
     if result.error is not None:
         raise result.error
-    return result.output
+    return result.group
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

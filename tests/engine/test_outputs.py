@@ -158,3 +158,26 @@ def test_one_set_of_parameters_for_each_prompt(llm: LLM) -> None:
     assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 5]
     with pytest.raises(RequestError, match="2 sampling parameters for 1"):
         llm.generate([PROMPT], params)
+
+
+def test_a_row_that_cannot_be_sampled_ends_alone(llm: LLM) -> None:
+    """Logits that are no numbers cannot be drawn from; the other requests never notice."""
+    engine = llm.engine
+    sample = engine._sampler.sample
+
+    def failing(logits: Tensor, states: list[Any]) -> Any:
+        if any(state.params.seed == 13 for state in states):
+            raise RuntimeError("probability tensor contains nan")
+        return sample(logits, states)
+
+    engine._sampler.sample = failing  # type: ignore[method-assign,assignment]
+    bad = engine.prepare(PROMPT, SamplingParams(n=2, seed=13), request_id="bad")
+    good = engine.prepare(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True))
+    engine.submit(bad)
+    engine.submit(good)
+    errors = {}
+    while engine.has_unfinished:
+        errors |= {r.group.request_id: r.error for r in engine.step() if r.error is not None}
+    assert list(errors) == ["bad"] and "contains nan" in str(errors["bad"])
+    assert len(good.output().outputs[0].token_ids) == 5
+    assert engine.manager.num_free_blocks == 100

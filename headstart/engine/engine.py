@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from headstart.attention import PagedKVMemory, TorchAttention
 from headstart.cache import BlockNames, CacheConfig, KVCacheManager, TokenSequence
@@ -50,7 +51,7 @@ class Parts:
     """What an engine is put together from."""
 
     model: DecoderModel
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase | None
     memory: PagedKVMemory
     manager: KVCacheManager
     max_model_len: int

@@ -4,7 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from transformers import PreTrainedTokenizerBase
 
 from headstart.engine.conversation import ConversationMemory, Message, Turn
 from headstart.engine.engine import Engine, StepResult
@@ -110,6 +119,14 @@ class LLM:
                 self._remember(output, cache_salt)
             yield output
 
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's tokenizer, None if it came without one."""
+        return self.engine.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget everything cached; False, and nothing done, while a request runs."""
+        return self.engine.manager.reset_prefix_cache()
+
     def close(self) -> None:
         """Free the K/V memory; the object is of no use afterwards."""
         self.engine.close()
@@ -133,21 +150,16 @@ class LLM:
         outputs: dict[str, RequestOutput] = {}
         for group in groups:
             self.engine.submit(group)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-        )
         try:
-            with Progress(*columns, disable=not show_progress or len(groups) < 2) as progress:
-                task = progress.add_task("prompts", total=len(groups), rate="")
+            with _progress(hidden=not show_progress or len(groups) < 2) as progress:
+                task = progress.add_task("prompts", total=len(groups), tokens=0)
                 while len(outputs) < len(groups):
                     for group in map(_unless_failed, self.engine.step()):
                         if group.finished:
-                            outputs[group.request_id] = group.output()
-                            progress.update(task, advance=1)
+                            output = outputs[group.request_id] = group.output()
+                            tokens = sum(len(answer.token_ids) for answer in output.outputs)
+                            tokens += progress.tasks[task].fields["tokens"]
+                            progress.update(task, advance=1, tokens=tokens)
         finally:
             for group in groups:
                 self.engine.abort(group.request_id)
@@ -164,6 +176,20 @@ class LLM:
                         yield group.output()
         finally:
             self.engine.abort(group.request_id)
+
+
+def _progress(*, hidden: bool) -> Progress:
+    """A bar on stderr: prompts answered, tokens generated for them, time left."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens generated"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=hidden,
+    )
 
 
 def _unless_failed(result: StepResult) -> RequestGroup:

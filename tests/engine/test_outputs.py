@@ -181,3 +181,29 @@ def test_a_row_that_cannot_be_sampled_ends_alone(llm: LLM) -> None:
     assert list(errors) == ["bad"] and "contains nan" in str(errors["bad"])
     assert len(good.output().outputs[0].token_ids) == 5
     assert engine.manager.num_free_blocks == 100
+
+
+def test_a_bar_shows_the_progress_of_many_prompts(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    llm.generate([PROMPT] * 4, params)
+    captured = capsys.readouterr()
+    assert "4/4" in captured.err and "12 tokens generated" in captured.err
+    assert captured.out == ""
+    llm.generate(PROMPT, params)
+    llm.generate([PROMPT] * 2, params, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_cache_can_be_reset_between_requests(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    llm.generate(PROMPT, params)
+    stream = llm.stream(PROMPT, params)
+    next(stream)
+    assert not llm.reset_prefix_cache()
+    stream.close()  # type: ignore[attr-defined]
+    assert llm.reset_prefix_cache()
+    [output] = llm.generate(PROMPT, params)
+    assert output.num_cached_tokens == 0
+    assert llm.get_tokenizer() is None

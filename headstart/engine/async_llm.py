@@ -16,7 +16,7 @@ from headstart.engine.engine import Engine
 from headstart.engine.inputs import Prompt
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
-from headstart.errors import EngineError, HeadstartError
+from headstart.errors import EngineError, HeadstartError, RequestError
 
 Deliver = Callable[[RequestOutput | HeadstartError], None]
 
@@ -57,8 +57,12 @@ class AsyncLLM:
             loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         def add() -> None:
-            self._deliver[request.request_id] = deliver
-            self.engine.submit(request)
+            try:
+                self.engine.submit(request)
+            except RequestError as error:
+                deliver(error)
+            else:
+                self._deliver[request.request_id] = deliver
 
         self._post(add)
         finished = False
@@ -106,7 +110,10 @@ class AsyncLLM:
         if output.finished:
             self._deliver.pop(output.request_id, None)
         if deliver is not None:
-            deliver(output)
+            try:
+                deliver(output)
+            except RuntimeError:  # the loop that asked was closed without a word
+                self._abort(output.request_id)
 
     def _run(self) -> None:
         """The thread: orders, a step, its outputs, until closed or the engine breaks."""
@@ -143,4 +150,5 @@ class AsyncLLM:
     def _fail(self, request_id: str, error: HeadstartError) -> None:
         deliver = self._deliver.pop(request_id, None)
         if deliver is not None:
-            deliver(error)
+            with suppress(RuntimeError):  # as in _send
+                deliver(error)

@@ -154,7 +154,9 @@ class Engine:
         return request
 
     def submit(self, group: RequestGroup) -> None:
-        """Queue a prepared request."""
+        """Queue a prepared request. Raises RequestError when its id came into use meanwhile."""
+        if group.request_id in self._groups:
+            raise RequestError(f"request id {group.request_id!r} is in use")
         self._groups[group.request_id] = group
         for request in group.requests:
             self._scheduler.add(request)

@@ -92,10 +92,10 @@ class Scheduler:
 
     def _admit(self, scheduled: list[ScheduledTokens], copies: list[RowCopy], budget: int) -> None:
         waiting = 0
-        while budget and len(self.waiting) != waiting:  # until a round admits nobody
+        while self._has_room(budget) and len(self.waiting) != waiting:  # a round let nobody in
             waiting = len(self.waiting)
             for request in self._admission_order():
-                if not budget or len(self.running) == self._max_running:
+                if not self._has_room(budget):
                     return
                 computed = self._look_up(request)
                 if computed.writer is not None:
@@ -110,6 +110,9 @@ class Scheduler:
                 scheduled.append(ScheduledTokens(request, start, start + count))
                 copies += allocation.copies
                 budget -= count
+
+    def _has_room(self, budget: int) -> bool:
+        return budget > 0 and len(self.running) < self._max_running
 
     def _admission_order(self) -> list[Request]:
         """The first waiting requests, best hit first, nobody before one that is due."""

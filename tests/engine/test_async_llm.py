@@ -119,3 +119,29 @@ def test_a_closed_engine_says_so(folder: Path) -> None:
     llm.close()
     with pytest.raises(EngineError, match="closed"):
         asyncio.run(collect(llm, PROMPTS[0]))
+
+
+def test_an_id_in_use_is_refused_and_the_first_goes_on(llm: AsyncLLM) -> None:
+    async def twice() -> list[RequestOutput | BaseException]:
+        async def read() -> RequestOutput:
+            stream = llm.generate(PROMPTS[0], PARAMS, request_id="mine")
+            return [output async for output in stream][-1]
+
+        return await asyncio.gather(read(), read(), return_exceptions=True)
+
+    first, second = asyncio.run(twice())
+    assert isinstance(first, RequestOutput) and first.finished
+    assert isinstance(second, RequestError) and "mine" in str(second)
+
+
+def test_a_loop_that_is_closed_leaves_nothing_behind(llm: AsyncLLM) -> None:
+    """The event loop goes away with a stream open; the engine notices and serves the next."""
+    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    loop = asyncio.new_event_loop()
+    stream = llm.generate(PROMPTS[0], long)
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    assert asyncio.run(collect(llm, PROMPTS[1]))[-1].finished
+    while llm.engine.has_unfinished:
+        assert asyncio.run(collect(llm, PROMPTS[2]))[-1].finished
+    assert llm.engine.manager.num_free_blocks == 64

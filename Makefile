@@ -10,12 +10,14 @@ CODE := headstart tests $(wildcard bench tools)
 TYPED := headstart $(wildcard bench tools)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: help demo test lint types unit clean
+.PHONY: help demo test lint types unit figures bench clean
 
 help:
 	@echo "make demo    two questions about one long document, the second from the cache"
 	@echo "make test    style, types, then all tests"
 	@echo "make lint | types | unit    one part of make test"
+	@echo "make figures draw the figures of docs/prefix-caching.md anew"
+	@echo "make bench   what the manager costs, and what a cached prefix saves"
 	@echo "make clean   remove .venv and every cache that the tools left"
 
 demo: $(READY)
@@ -32,6 +34,13 @@ types: $(READY)
 
 unit: $(READY)
 	$(BIN)/python -m pytest
+
+figures: $(READY)
+	$(BIN)/python tools/figures.py
+
+bench: $(READY)
+	$(BIN)/python bench/manager.py
+	$(BIN)/python bench/prefix.py
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -24,6 +24,7 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import NamedTuple, NewType, cast
 
 from headstart.errors import CacheError
@@ -33,7 +34,7 @@ BlockHash = NewType("BlockHash", bytes)
 Digest = Callable[[bytes], bytes]
 
 MAX_TOKEN_ID = 2**31 - 1
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4
 _FRAME_MARK = b"\xff\xff\xff\xff"
 _FRAME_HEAD = struct.Struct("<4sIII")
 
@@ -79,40 +80,56 @@ def sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
+def encode_tokens(token_ids: Sequence[int]) -> bytes:
+    """Four bytes a token, least significant first. Raises CacheError for what is no token.
+
+    Costs one pass over the tokens, in C: about 7 ns a token.
+    """
+    try:
+        words = array("I", token_ids)
+    except (TypeError, OverflowError):
+        words = array("I", [check_token(token_id) for token_id in token_ids])
+    if sys.byteorder == "big":
+        words.byteswap()
+    data = words.tobytes()
+    if not data[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii():  # a top bit is set
+        for token_id in token_ids:
+            check_token(token_id)
+    return data
+
+
+def check_token(token_id: int) -> int:
+    """The token id as an int of Python's own. Raises CacheError when it is no token."""
+    try:
+        value = index(token_id)
+    except TypeError:
+        value = -1
+    if not 0 <= value <= MAX_TOKEN_ID:
+        raise CacheError(f"token id {token_id!r} is not an integer from 0 to {MAX_TOKEN_ID}")
+    return value
+
+
 def cut_keys(
-    token_ids: Sequence[int], span: range, block_size: int, items: Sequence[MultiModalItem]
+    data: bytes, span: range, block_size: int, items: Sequence[MultiModalItem]
 ) -> list[BlockKey]:
     """Keys of the blocks that `span` (token positions, from a block border) is cut into.
 
-    The last key may stand for less than a block. `items` are in order and do not overlap.
-    Costs one pass over the tokens, in C: about 7 ns a token.
+    `data` is the span's tokens, encoded. The last key may stand for less than a block. `items`
+    are in order and do not overlap.
     """
-    wanted = token_ids if span.start == 0 else token_ids[span.start : span.stop]
-    data = _to_bytes(wanted)[: len(span) * _TOKEN_BYTES]
-    step = block_size * _TOKEN_BYTES
-    keys = cast("list[BlockKey]", [data[at : at + step] for at in range(0, len(data), step)])
+    keys = cast("list[BlockKey]", _slices(data, block_size * TOKEN_BYTES))
     for item in items:
         _frame_item(keys, item, span, block_size)
     return keys
 
 
-def _to_bytes(token_ids: Sequence[int]) -> bytes:
-    """Four bytes a token, least significant first. Raises CacheError for what is no token."""
-    try:
-        words = array("I", token_ids)
-    except (TypeError, OverflowError):
-        raise _bad_token(token_ids) from None
-    if sys.byteorder == "big":
-        words.byteswap()
-    data = words.tobytes()
-    if not data[_TOKEN_BYTES - 1 :: _TOKEN_BYTES].isascii():  # a top bit is set
-        raise _bad_token(token_ids)
-    return data
-
-
-def _bad_token(token_ids: Sequence[int]) -> CacheError:
-    bad = next(t for t in token_ids if not (isinstance(t, int) and 0 <= t <= MAX_TOKEN_ID))
-    return CacheError(f"token id {bad!r} is not an integer from 0 to {MAX_TOKEN_ID}")
+def _slices(data: bytes, step: int) -> list[bytes]:
+    """The data in pieces of `step` bytes; `struct` cuts them four times as fast as slicing."""
+    if len(data) <= step:
+        return [data]
+    count, rest = divmod(len(data), step)
+    widths = f"{step}s" * count + f"{rest}s" * (rest > 0)
+    return list(struct.Struct(widths).unpack(data))
 
 
 def _frame_item(keys: list[BlockKey], item: MultiModalItem, span: range, block_size: int) -> None:
@@ -129,7 +146,7 @@ def _frame_item(keys: list[BlockKey], item: MultiModalItem, span: range, block_s
         block = (position - span.start) // block_size
         block_end = min(span.start + (block + 1) * block_size, span.stop)
         key = keys[block]
-        cut = len(key) - (block_end - position) * _TOKEN_BYTES
+        cut = len(key) - (block_end - position) * TOKEN_BYTES
         head = _FRAME_HEAD.pack(_FRAME_MARK, position - item.offset, item.length, len(item.digest))
         keys[block] = BlockKey(key[:cut] + head + item.digest + key[cut:])
 
@@ -139,11 +156,11 @@ def count_tokens(key: bytes) -> int:
     tokens = at = 0
     while True:
         mark = key.find(_FRAME_MARK, at)
-        while mark >= 0 and (mark - at) % _TOKEN_BYTES:
+        while mark >= 0 and (mark - at) % TOKEN_BYTES:
             mark = key.find(_FRAME_MARK, mark + 1)
         if mark < 0:
-            return tokens + (len(key) - at) // _TOKEN_BYTES
-        tokens += (mark - at) // _TOKEN_BYTES
+            return tokens + (len(key) - at) // TOKEN_BYTES
+        tokens += (mark - at) // TOKEN_BYTES
         if len(key) < mark + _FRAME_HEAD.size:
             return tokens
         at = mark + _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key, mark)[3]
@@ -179,7 +196,7 @@ def _frame_at(key: BlockKey, token: int) -> bytes:
             at = end
         else:
             index += 1
-            at += _TOKEN_BYTES
+            at += TOKEN_BYTES
     return b""
 
 

@@ -5,9 +5,9 @@ Two prompts that begin alike walk the same nodes, and a step of the walk compare
 hit is exact by construction; no digest is trusted, and none is computed. Most nodes have one
 child, which hangs directly on the node: no dictionary, no hash, one `memcmp` a block.
 
-A node whose block was evicted stays while a descendant is cached, since that descendant's
-identity includes it, and for a while after that, so that a miss can be told from an eviction
-(`remember` nodes at the most). Then it is cut off, with ancestors that are of no more use.
+A node whose block was evicted is remembered for a while, so that a miss can be told from an
+eviction (the last `remember` of them). Then it is cut off, unless a descendant is cached or
+remembered, whose identity includes it: it outlives its time, and goes with that descendant.
 
 A node may also stand for less than a block: a tail, the rows that a finished request left in
 its last block. A tail has no children and no name; its rows can only be copied.
@@ -81,29 +81,50 @@ class PrefixIndex:
     """All prefix identities that are cached, or were until lately."""
 
     def __init__(self, remember: int) -> None:
-        self._roots: dict[Namespace, RootNode] = {}
+        self._roots: dict[str | None, dict[str | None, RootNode]] = {}  # by salt, by adapter
         self._evicted: deque[PrefixNode] = deque()
+        self._outlived: set[PrefixNode] = set()  # forgotten, but for a descendant
         self._remember = remember
 
     def root(self, namespace: Namespace) -> RootNode | None:
         """The namespace's root, if anything of it is known."""
-        return self._roots.get(namespace)
+        roots = self._roots.get(namespace.salt)
+        return roots.get(namespace.adapter) if roots is not None else None
 
     def make_root(self, namespace: Namespace) -> RootNode:
         """The namespace's root, made when there is none."""
-        root = self._roots.get(namespace)
+        roots = self._roots.setdefault(namespace.salt, {})
+        root = roots.get(namespace.adapter)
         if root is None:
-            root = self._roots[namespace] = RootNode(namespace)
+            root = roots[namespace.adapter] = RootNode(namespace)
         return root
 
     def clear(self) -> None:
         """Know nothing any more."""
         self._roots.clear()
         self._evicted.clear()
+        self._outlived.clear()
 
     def roots(self) -> list[RootNode]:
         """All namespaces' roots."""
-        return list(self._roots.values())
+        return [root for roots in self._roots.values() for root in roots.values()]
+
+    def roots_of_salt(self, salt: str | None) -> list[RootNode]:
+        """The roots of all adapters under one salt."""
+        return list(self._roots.get(salt, {}).values())
+
+    def check(self, nodes: set[PrefixNode]) -> None:
+        """Raise AssertionError if one of these, all nodes there are, is kept for nothing."""
+        remembered = {node for node in self._evicted if node.block is None}
+        assert len(self._evicted) <= self._remember, "more is remembered than should be"
+        assert TailNode not in map(type, self._evicted), "a tail is remembered"
+        for node in nodes - remembered:
+            leaf = node.child is None and node.branches is None
+            assert node.block is not None or not leaf, "a node is kept for nothing"
+            if node.parent is not None:
+                known = (node.block is None) == (node in self._outlived)
+                assert known, "an evicted node is neither remembered nor outlived"
+        assert self._outlived <= nodes, "a node that was cut off is kept"
 
     def walk(
         self, root: PrefixNode, keys: list[BlockKey]
@@ -187,13 +208,14 @@ class PrefixIndex:
         """The block holds the node's content from now on."""
         node.block = block
         block.node = node
+        self._outlived.discard(node)
         parent = node.parent
         if parent is not None and parent.branches is not None:
             insort(parent.branches.order, node.key)
 
     def detach(self, blocks: Iterable["KVCacheBlock"]) -> None:
         """The blocks hold their identity no longer; full blocks' are remembered for a while."""
-        evicted, remember = self._evicted, self._remember
+        evicted = self._evicted
         for block in blocks:
             node = block.node
             assert node is not None
@@ -206,18 +228,22 @@ class PrefixIndex:
                 self._prune(node)
                 continue
             evicted.append(node)
-            if len(evicted) > remember:
-                oldest = evicted.popleft()
-                if oldest.block is None and oldest.child is None:
-                    self._prune(oldest)
+        for _ in range(len(evicted) - self._remember):
+            node = evicted.popleft()
+            if node.block is not None:
+                continue
+            if node.child is None and node.branches is None:
+                self._prune(node)
+            else:
+                self._outlived.add(node)
 
     def _prune(self, node: PrefixNode) -> None:
-        """Cut off the node and its ancestors as far as they are of no use to anyone."""
-        while node.block is None and node.child is None and node.branches is None:
+        """Cut off a node without block or child, and the ancestors that were kept for it."""
+        while True:
             parent = node.parent
             if parent is None:
                 assert isinstance(node, RootNode)
-                self._roots.pop(node.namespace, None)
+                self._drop_root(node.namespace)
                 return
             if parent.child is node:
                 parent.child = None
@@ -227,4 +253,16 @@ class PrefixIndex:
                     parent.branches = None
             else:  # cut off before, and remembered twice
                 return
+            if parent.child is not None or parent.branches is not None:
+                return
+            if parent.parent is not None:
+                if not self._outlived or parent not in self._outlived:
+                    return
+                self._outlived.remove(parent)
             node = parent
+
+    def _drop_root(self, namespace: Namespace) -> None:
+        roots = self._roots[namespace.salt]
+        del roots[namespace.adapter]
+        if not roots:
+            del self._roots[namespace.salt]

@@ -55,6 +55,7 @@ def _check_index(manager: "KVCacheManager", nodes: set[PrefixNode]) -> None:
             same: list[KVCacheBlock | None] = [block.node.block, *pool.copies.get(block.node, [])]
             assert same.count(block) == 1, f"{block} is not what its identity holds"
     assert not (pool.copies and manager.config.deduplicate), "a block was cached twice"
+    pool.index.check(nodes)
     for node in nodes:
         if node.block is not None:
             assert node.block.node is node, f"an identity holds {node.block}, which is not its"

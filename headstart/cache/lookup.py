@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from headstart.cache.block import KVCacheBlock
-from headstart.cache.identity import BlockKey, common_tokens, differs_in_item
+from headstart.cache.identity import BlockKey, common_tokens, count_tokens, differs_in_item
 from headstart.cache.index import PrefixIndex, PrefixNode
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason
@@ -69,6 +69,24 @@ def longest_head(parent: PrefixNode, key: BlockKey) -> PartialHit | None:
     return best
 
 
+def find_partial(
+    sequence: TokenSequence, node: PrefixNode, depth: int, block_size: int
+) -> PartialHit | None:
+    """What a written child of the last hit has of the sequence's next block, but its last token."""
+    start = depth * block_size
+    limit = len(sequence.token_ids) - 1 - start
+    if limit <= 0 or (node.child is None and node.branches is None):
+        return None
+    if depth < len(sequence.keys):
+        key = sequence.keys[depth]
+    else:
+        key = sequence.cut_tail(len(sequence.token_ids), block_size)
+    hit = longest_head(node, key)
+    if hit is None:
+        return None
+    return PartialHit(hit.block, min(hit.num_rows, limit))
+
+
 def explain_end(index: PrefixIndex, found: ComputedBlocks, block_size: int) -> MissExplanation:
     """Why a lookup ended where it did, as far as the sequence's own salt may see."""
     sequence, depth, position = found.sequence, len(found.blocks), found.num_tokens
@@ -80,7 +98,7 @@ def explain_end(index: PrefixIndex, found: ComputedBlocks, block_size: int) -> M
         return MissExplanation(MissReason.IN_PROGRESS, position)
     if _is_cached_elsewhere(index, found, same_salt=True):
         return MissExplanation(MissReason.ADAPTER, position)
-    return _explain_child(index, found.node, sequence.keys[depth], depth * block_size)
+    return _explain_child(index, found, block_size)
 
 
 def is_in_other_salt(index: PrefixIndex, found: ComputedBlocks) -> bool:
@@ -89,38 +107,38 @@ def is_in_other_salt(index: PrefixIndex, found: ComputedBlocks) -> bool:
 
 
 def _is_cached_elsewhere(index: PrefixIndex, found: ComputedBlocks, *, same_salt: bool) -> bool:
-    """Whether another namespace has more of the sequence; costs one step a namespace."""
+    """Whether another namespace has more of the sequence; one step for each that might."""
     adapter, salt = found.sequence.namespace
     keys, depth = found.sequence.keys, len(found.blocks)
-    for root in index.roots():
-        other = root.namespace
-        differs = other.adapter != adapter if same_salt else other.adapter == adapter
-        if not differs or (other.salt == salt) is not same_salt:
-            continue
-        if len(index.walk(root, keys[: depth + 1])[1]) > depth:
-            return True
-    return False
+    if same_salt:
+        others = [r for r in index.roots_of_salt(salt) if r.namespace.adapter != adapter]
+    else:
+        others = [
+            r for r in index.roots() if r.namespace.adapter == adapter and r.namespace.salt != salt
+        ]
+    return any(len(index.walk(root, keys[: depth + 1])[1]) > depth for root in others)
 
 
-def _explain_child(
-    index: PrefixIndex, parent: PrefixNode | None, key: BlockKey, start: int
-) -> MissExplanation:
-    """Why no child of the parent is the key's block; `start` is its first position."""
+def _explain_child(index: PrefixIndex, found: ComputedBlocks, block_size: int) -> MissExplanation:
+    """Why no cached child of the last hit is the sequence's next block."""
+    parent, depth, position = found.node, len(found.blocks), found.num_tokens
     if parent is None:
-        return MissExplanation(MissReason.UNSEEN, start)
+        return MissExplanation(MissReason.UNSEEN, position)
+    key = found.sequence.keys[depth]
     if index.find(parent, key) is not None:
-        return MissExplanation(MissReason.EVICTED, start)
+        return MissExplanation(MissReason.EVICTED, position)
     nearest = [next(iter(side), None) for side in _cached_children(parent, key)]
     closest = max(
-        (node for node in nearest if node is not None),
-        key=lambda node: common_tokens(key, node.key),
+        (node.key for node in nearest if node is not None),
+        key=lambda other: common_tokens(key, other),
         default=None,
     )
     if closest is None:
-        return MissExplanation(MissReason.UNSEEN, start)
-    position = start + common_tokens(key, closest.key)
-    if differs_in_item(key, closest.key):
+        return MissExplanation(MissReason.UNSEEN, position)
+    common = common_tokens(key, closest)
+    position = depth * block_size + common
+    if common == count_tokens(closest):  # a tail that the sequence goes on from
+        return MissExplanation(MissReason.UNSEEN, position)
+    if differs_in_item(key, closest):
         return MissExplanation(MissReason.ITEM, position)
-    if position:
-        return MissExplanation(MissReason.TOKEN, position)
-    return MissExplanation(MissReason.UNSEEN, position)
+    return MissExplanation(MissReason.TOKEN if position else MissReason.UNSEEN, position)

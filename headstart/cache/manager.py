@@ -23,6 +23,7 @@ from headstart.cache.lookup import (
     ComputedBlocks,
     PartialHit,
     explain_end,
+    find_partial,
     is_in_other_salt,
     longest_head,
 )
@@ -109,25 +110,9 @@ class KVCacheManager:
             writer = writing.request_id if writing is not None else None
         partial = None
         if node is not None and self.config.partial_hits:
-            partial = self._partial_hit(sequence, node, depth)
+            partial = find_partial(sequence, node, depth, self.block_size)
             num_tokens += partial.num_rows if partial is not None else 0
         return ComputedBlocks(sequence, blocks, num_tokens, partial, writer, node, version)
-
-    def _partial_hit(
-        self, sequence: TokenSequence, node: PrefixNode, depth: int
-    ) -> PartialHit | None:
-        start = depth * self.block_size
-        limit = len(sequence.token_ids) - 1 - start
-        if limit <= 0 or (node.child is None and node.branches is None):
-            return None
-        if depth < len(sequence.keys):
-            key = sequence.keys[depth]
-        else:
-            key = sequence.cut_tail(len(sequence.token_ids), self.block_size)
-        hit = longest_head(node, key)
-        if hit is None:
-            return None
-        return PartialHit(hit.block, min(hit.num_rows, limit))
 
     def explain(self, sequence: TokenSequence, *, across_salts: bool = False) -> MissExplanation:
         """Why the sequence would not hit more if it were looked up now.
@@ -186,6 +171,8 @@ class KVCacheManager:
         self._sequences[sequence.request_id] = sequence
         self._extend_to(sequence, end)
         self._in_progress.announce(sequence)
+        if copies and sequence.blocks[len(hits)] is not new[0]:  # cached since the lookup
+            copies = ()
         return Allocation(copies, missed)
 
     def _check_admission(
@@ -194,6 +181,8 @@ class KVCacheManager:
         name = sequence.request_id
         if name in self._sequences:
             raise CacheError(f"sequence {name!r} holds blocks already")
+        if sequence.blocks:
+            raise CacheError(f"sequence {name!r} holds blocks of another manager")
         start = 0
         if computed is not None:
             if computed.sequence is not sequence:
@@ -201,11 +190,14 @@ class KVCacheManager:
             if computed.version != self.pool.version:
                 raise CacheError(f"the lookup of {name!r} is older than an eviction: look again")
             start = computed.num_tokens
-        left = len(sequence.token_ids) - start
-        if not 1 <= num_new_tokens <= left:
-            raise CacheError(
-                f"{num_new_tokens} slots asked for {name!r}; from 1 to {left} tokens are left"
-            )
+        if not 1 <= num_new_tokens <= len(sequence.token_ids) - start:
+            raise _bad_count(sequence, num_new_tokens, start)
+        self._cut(sequence)
+
+    def _cut(self, sequence: TokenSequence) -> None:
+        """Have the keys that naming needs; here, before anything moves, since it may raise."""
+        if self.config.enable_prefix_caching:
+            sequence.cut(self.block_size)
 
     def _explain_admission(self, computed: ComputedBlocks | None) -> MissExplanation:
         if not self.config.enable_prefix_caching:
@@ -241,11 +233,16 @@ class KVCacheManager:
         sequence holds no blocks or has not so many tokens.
         """
         end = sequence.num_computed_tokens + num_new_tokens
+        if num_new_tokens < 1 or end > len(sequence.token_ids):
+            raise _bad_count(sequence, num_new_tokens, sequence.num_computed_tokens)
         if end < sequence.capacity:
             sequence.num_computed_tokens = end
             sequence.step = self._step
             return True
-        self._check_growth(sequence, num_new_tokens)
+        name = sequence.request_id
+        if self._sequences.get(name) is not sequence:
+            raise CacheError(f"sequence {name!r} holds no blocks: allocate_slots comes first")
+        self._cut(sequence)
         num_new = -(-end // self.block_size) - len(sequence.blocks)
         if num_new > 0:
             if num_new > len(self.pool.free):
@@ -256,18 +253,9 @@ class KVCacheManager:
             sequence.blocks += new
             sequence.capacity += num_new * self.block_size
         self._extend_to(sequence, end)
-        self._in_progress.announce(sequence)
+        if sequence.in_progress is not None or sequence.num_named < len(sequence.keys):
+            self._in_progress.announce(sequence)
         return True
-
-    def _check_growth(self, sequence: TokenSequence, num_new_tokens: int) -> None:
-        name = sequence.request_id
-        if not self.is_known(sequence):
-            raise CacheError(f"sequence {name!r} holds no blocks: allocate_slots comes first")
-        left = len(sequence.token_ids) - sequence.num_computed_tokens
-        if not 1 <= num_new_tokens <= left:
-            raise CacheError(
-                f"{num_new_tokens} slots asked for {name!r}; from 1 to {left} tokens are left"
-            )
 
     def _extend_to(self, sequence: TokenSequence, end: int) -> None:
         """The sequence's tokens up to `end` are computed in this step: name what that fills."""
@@ -275,10 +263,9 @@ class KVCacheManager:
         sequence.step = self._step
         if not self.config.enable_prefix_caching:
             return
-        full = end // self.block_size
+        full, keys = end // self.block_size, sequence.keys
         if full == sequence.num_named:
             return
-        keys = sequence.cut(self.block_size)
         node = sequence.node or self._index.make_root(sequence.namespace)
         for at in range(sequence.num_named, full):
             if node.child is None and node.branches is None:
@@ -390,3 +377,11 @@ class KVCacheManager:
         """What happened to cached blocks since the last call, oldest first."""
         events, self.pool.events = self.pool.events, []
         return events
+
+
+def _bad_count(sequence: TokenSequence, num_new_tokens: int, start: int) -> CacheError:
+    left = len(sequence.token_ids) - start
+    return CacheError(
+        f"{num_new_tokens} slots asked for {sequence.request_id!r}; "
+        f"from 1 to {left} tokens are left"
+    )

@@ -120,13 +120,9 @@ class BlockPool:
         cached = [block for block in self.free if block.node is not None]
         self.free.claim(cached)
         for block in cached:
-            node = block.node
             block.node = None
-            if node is not None:
-                node.block = None
         self.free.release(cached[::-1])
         self.index.clear()
-        self.copies.clear()
         self.version += 1
         if self.names is not None:
             self.events.append(AllBlocksCleared())

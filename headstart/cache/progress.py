@@ -39,5 +39,6 @@ class BlocksInProgress:
         """Raise AssertionError if an entry is not a running sequence's own."""
         for block, sequence in self._by_block.items():
             name = sequence.request_id
-            assert sequence.in_progress == block, f"{name} announces another block"
+            following = (sequence.node or sequence.namespace, sequence.keys[sequence.num_named])
+            assert sequence.in_progress == block == following, f"{name} announces another block"
             assert any(sequence is other for other in running), f"{name} announces, and is gone"

@@ -4,7 +4,16 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from headstart.cache.identity import BlockKey, MultiModalItem, Namespace, cut_keys
+from headstart.cache.identity import (
+    MAX_TOKEN_ID,
+    TOKEN_BYTES,
+    BlockKey,
+    MultiModalItem,
+    Namespace,
+    check_token,
+    cut_keys,
+    encode_tokens,
+)
 from headstart.errors import CacheError
 
 if TYPE_CHECKING:
@@ -24,6 +33,7 @@ class TokenSequence:
     """
 
     __slots__ = (
+        "_prompt",
         "blocks",
         "capacity",
         "in_progress",
@@ -53,6 +63,7 @@ class TokenSequence:
         self.items = _checked(items, len(self.token_ids))
         if not self.token_ids:
             raise CacheError(f"sequence {request_id!r} has no tokens")
+        self._prompt = encode_tokens(self.token_ids)
         self.num_computed_tokens = 0
         self.blocks: list[KVCacheBlock] = []
         self.capacity = 0  # slots in `blocks`, in tokens
@@ -68,7 +79,9 @@ class TokenSequence:
         return [block.block_id for block in self.blocks]
 
     def append(self, token_id: int) -> None:
-        """Add a generated token."""
+        """Add a generated token. Raises CacheError when it is no token id."""
+        if token_id.__class__ is not int or not 0 <= token_id <= MAX_TOKEN_ID:
+            token_id = check_token(token_id)
         self.token_ids.append(token_id)
 
     def cut(self, block_size: int) -> list[BlockKey]:
@@ -76,14 +89,19 @@ class TokenSequence:
         keys = self.keys
         full = len(self.token_ids) // block_size
         if len(keys) < full:
-            span = range(len(keys) * block_size, full * block_size)
-            keys += cut_keys(self.token_ids, span, block_size, self.items)
+            keys += self._cut(len(keys) * block_size, full * block_size, block_size)
         return keys
 
     def cut_tail(self, stop: int, block_size: int) -> BlockKey:
         """Key of the tokens from the last block border before `stop` up to it."""
         start = (stop - 1) // block_size * block_size
-        return cut_keys(self.token_ids, range(start, stop), block_size, self.items)[0]
+        return self._cut(start, stop, block_size)[0]
+
+    def _cut(self, start: int, stop: int, block_size: int) -> list[BlockKey]:
+        data = self._prompt[start * TOKEN_BYTES : stop * TOKEN_BYTES]
+        if len(data) < (stop - start) * TOKEN_BYTES:  # generated tokens are among them
+            data = encode_tokens(self.token_ids[start:stop])
+        return cut_keys(data, range(start, stop), block_size, self.items)
 
 
 def _checked(items: Sequence[MultiModalItem], num_tokens: int) -> tuple[MultiModalItem, ...]:

@@ -23,7 +23,7 @@ class MissReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MissExplanation:
-    """Why a request did not hit more: the reason, and the first token that did not hit."""
+    """Why a request did not hit more: the reason, and the first token that it holds for."""
 
     reason: MissReason
     position: int

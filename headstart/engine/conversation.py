@@ -179,8 +179,6 @@ class ConversationMemory:
         known, rest = self._texts.longest(text, salt)
         if not known:
             return self._tokenize(text)
-        if not rest:
-            return known
         context = known[-_CONTEXT:]
         before = self._spell(context)
         candidates = [self._tokenize(rest), *self._tokenize_anchored(rest)]
@@ -231,16 +229,15 @@ class ConversationMemory:
         return text.startswith(self._spell(token_ids).rstrip(_UNFINISHED))
 
     def _spell_after(self, before: Sequence[int], token_ids: Sequence[int]) -> str | None:
-        """What ids spell after others, None if they do not stand apart.
+        """What ids spell after others, None if the two do not stand apart.
 
-        At the beginning of a text some decoders drop a space that they show elsewhere.
+        At the beginning of a text some decoders drop a space that they show elsewhere. Bytes
+        that make no character may change what the bytes before them spell.
         """
         context = before[-_CONTEXT:]
         start = self._spell(context)
         spelled = self._spell([*context, *token_ids])
-        if not spelled.startswith(start) or not spelled.endswith(self._spell(token_ids)):
-            return None
-        return spelled[len(start) :]
+        return spelled[len(start) :] if spelled.startswith(start) else None
 
     def _require_tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:

@@ -49,7 +49,7 @@ class InputProcessor:
     def _tokenize(self, text: str) -> list[int]:
         if self._tokenizer is None:
             raise RequestError("the model came without a tokenizer: give token ids, not a text")
-        token_ids: list[int] = self._tokenizer.encode(text)
+        token_ids: list[int] = self._tokenizer.encode(text, verbose=False)
         return token_ids
 
     def _check(self, token_ids: list[int]) -> None:

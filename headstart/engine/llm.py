@@ -1,6 +1,6 @@
 """`LLM`: a model with automatic prefix caching, to be called from ordinary Python."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -97,7 +97,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput]:
         """Outputs of one prompt token by token, each with all of the text so far.
 
         Closing the iterator aborts the request.
@@ -111,7 +111,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput]:
         """As `stream`, for a conversation."""
         group = self._prepare_chat(messages, sampling_params or SamplingParams(), cache_salt)
         for output in self._stream(group):
@@ -165,7 +165,7 @@ class LLM:
                 self.engine.abort(group.request_id)
         return [outputs[group.request_id] for group in groups]
 
-    def _stream(self, group: RequestGroup) -> Iterator[RequestOutput]:
+    def _stream(self, group: RequestGroup) -> Generator[RequestOutput]:
         self.engine.submit(group)
         finished = False
         try:

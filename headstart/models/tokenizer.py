@@ -32,10 +32,11 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase | None:
                 f"{folder} has a {_SETTINGS} but no vocabulary: none of {', '.join(_VOCABULARIES)}"
             )
         return None
-    return _load(folder, needs_own_code="AutoTokenizer" in settings.get("auto_map", {}))
+    own_code = settings.get("auto_map") or {}  # older ones hold the tokenizer's names alone
+    return _load(folder, isinstance(own_code, list) or "AutoTokenizer" in own_code)
 
 
-def _load(folder: Path, *, needs_own_code: bool) -> PreTrainedTokenizerBase:
+def _load(folder: Path, needs_own_code: bool) -> PreTrainedTokenizerBase:
     try:
         with quiet():
             loaded = AutoTokenizer.from_pretrained(

@@ -154,10 +154,12 @@ def test_a_stream_that_is_left_remembers_nothing_wrong(
     assert later.num_cached_tokens >= len(output.prompt_token_ids)
 
 
-def test_an_answer_that_ends_by_itself_is_hit_whole(make_llm: MakeLLM) -> None:
+def test_an_answer_that_ends_by_itself_is_hit_whole(
+    make_llm: MakeLLM, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Its last token ends the turn; the template spells that token again, once."""
     llm = make_llm()
-    [end] = llm.engine.tokenizer.encode(END_OF_TURN)
+    [end] = tokenizer.encode(END_OF_TURN)
     messages = ask("hello there")
     let_end(llm, end, after=11)
     [output] = llm.chat(messages, PARAMS)

@@ -218,16 +218,46 @@ def test_an_unfinished_character_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("reply", ["the other \n\n", "other\t", " ", "the  "])
-def test_a_template_that_trims_replies_finds_all_but_the_space(reply: str) -> None:
-    template = CHATML.replace("message['content']", "message['content'] | trim")
+@pytest.mark.parametrize("trims", [True, False])
+def test_white_space_at_the_end_of_a_reply(reply: str, trims: bool) -> None:
+    """A template that trims replies finds all but the space, another one all."""
+    template = CHATML.replace("['content']", "['content'] | trim") if trims else CHATML
     memory = ConversationMemory(TINY_TOKENIZERS["byte_level"](chat_template=template))
     said = turn(memory, MESSAGES, reply, letters(reply))
     memory.remember(said)
     prompt = next_prompt(memory, MESSAGES, reply)
     token_ids = memory.encode(prompt)
-    seen = [*said.prompt_token_ids, *letters(reply.rstrip())]
+    seen = [*said.prompt_token_ids, *letters(reply.rstrip() if trims else reply)]
     assert token_ids[: len(seen)] == seen
     assert spell(token_ids) == prompt
+
+
+@pytest.mark.parametrize("name", ["byte_level", "metaspace"])
+@pytest.mark.parametrize("rest", [" and then", "and then", "\nuser: and", "日本", " "])
+def test_a_reply_may_be_followed_by_plain_text(name: str, rest: str) -> None:
+    """Where a template has no special tokens: nothing is put between reply and rest."""
+    tokenizer = TOKENIZERS[name]
+    memory = ConversationMemory(tokenizer)
+    prompt, reply = tokens("user: hello\nyou:", tokenizer), byte_tokens(tokenizer, "other")
+    shown = spell([*prompt, *reply], tokenizer)[len("user: hello\nyou:") :]
+    memory.remember(Turn("user: hello\nyou:", prompt, shown, reply))
+    text = "user: hello\nyou:" + shown + rest
+    token_ids = memory.encode(text)
+    assert token_ids[: len(prompt) + len(reply)] == [*prompt, *reply]
+    assert spell(token_ids, tokenizer) == text
+
+
+def test_bytes_that_spoil_the_prompt_s_last_character_are_forgotten() -> None:
+    """SentencePiece spells a run of bytes as characters or, if one is wrong, as none at all."""
+    tokenizer = TOKENIZERS["metaspace"]
+    memory = ConversationMemory(tokenizer)
+    prompt = tokens("日", tokenizer)
+    [stray, *_] = tokens("日", tokenizer)[1:]
+    reply = [stray, *tokens("the", tokenizer)]
+    memory.remember(Turn("日", prompt, spell(reply, tokenizer), reply))
+    for text in ("日\ufffd the", "日\ufffd\ufffd\ufffd the", "日 the"):
+        assert memory.encode(text)[: len(prompt) + 1] != [*prompt, stray]
+        assert spell(memory.encode(text), tokenizer) == text
 
 
 def test_a_reply_that_comes_back_changed_keeps_the_prompt() -> None:
@@ -270,23 +300,30 @@ def test_salts_share_nothing() -> None:
 def test_a_salt_and_a_text_do_not_run_together() -> None:
     """Salt "ab" with text "c" is not salt "a" with text "bc", nor no salt with "abc"."""
     memory = ConversationMemory(BYTES)
-    spelled = letters("c the other")
-    memory.remember(Turn("c the other", spelled, "", []), salt="ab")
-    for salt, text in (("a", "bc the other"), (None, "abc the other"), ("", "abc the other")):
-        assert memory.encode(text, salt=salt) == tokens(text)
-    assert memory.encode("c the other", salt="ab") == spelled
+    texts = {"ab": "c the other", "a": "bc the other", None: "abc the other", "": "other"}
+    for salt, text in texts.items():
+        memory.remember(Turn(text, letters(text), "", []), salt=salt)
+    for salt in texts:
+        for text in texts.values():
+            expected = letters(text) if text == texts[salt] else tokens(text)
+            assert memory.encode(text, salt=salt) == expected
 
 
 def test_the_text_used_least_recently_is_forgotten() -> None:
     memory = ConversationMemory(BYTES, capacity=2)
-    for text in ("the", "other"):
+
+    def remember(text: str) -> None:
         memory.remember(Turn(text, letters(text), "", []))
-    assert memory.encode("the") == letters("the")  # used: now "other" is the oldest
-    memory.remember(Turn("weather", letters("weather"), "", []))
+
+    for text in ("the", "other", "the", "weather"):
+        remember(text)
     assert len(memory) == 2
-    assert memory.encode("the") == letters("the")
     assert memory.encode("other") == tokens("other") != letters("other")
-    assert memory.encode("weather") == letters("weather")
+    assert memory.encode("the") == letters("the")  # used: now "weather" is the oldest
+    remember("other")
+    assert memory.encode("weather") == tokens("weather") != letters("weather")
+    assert memory.encode("the") == letters("the")
+    assert memory.encode("other") == letters("other")
 
 
 def test_a_capacity_of_nothing_is_refused() -> None:
@@ -297,9 +334,9 @@ def test_a_capacity_of_nothing_is_refused() -> None:
 # Invariants
 
 
-@given(st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=6), TEXTS, st.integers(1, 8))
+@given(st.data(), st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=6), st.integers(1, 8))
 def test_the_longest_known_beginning_is_found(
-    known: list[tuple[str, str]], rest: str, capacity: int
+    data: st.DataObject, known: list[tuple[str, str]], capacity: int
 ) -> None:
     """Against a search through all texts that a memory of this size may still hold."""
     memory = ConversationMemory(BYTES, capacity)
@@ -311,11 +348,10 @@ def test_the_longest_known_beginning_is_found(
         expected[text] = byte_tokens(BYTES, text)
     kept = list(expected)[-capacity:]
     assert len(memory) == len(kept)
-    wanted = known[-1][0] + known[-1][1] + rest
+    assert memory._texts._lengths == sorted({len(text.encode()) for text in kept})
+    wanted = data.draw(st.sampled_from(kept)) + data.draw(TEXTS)
     longest = max((text for text in kept if wanted.startswith(text)), key=len)
-    found = memory.encode(wanted)
-    assert found[: len(expected[longest])] == expected[longest]
-    assert found[len(expected[longest]) :] == tokens(wanted[len(longest) :])
+    assert memory.encode(wanted) == expected[longest] + tokens(wanted[len(longest) :])
 
 
 @pytest.mark.parametrize("name", TINY_TOKENIZERS)
@@ -354,10 +390,11 @@ def test_a_reply_in_whole_characters_is_kept_whole(name: str, data: st.DataObjec
     prompt = memory.render(MESSAGES)
     pieces = data.draw(st.lists(TEXTS, max_size=6))
     sampled = [token_id for piece in pieces for token_id in tokens(piece, tokenizer)]
+    sampled = byte_tokens(tokenizer, "other") + sampled
     shown = tokenizer.decode(sampled, skip_special_tokens=True)
     assert isinstance(shown, str)
     prompt_ids = memory.encode(prompt)
     memory.remember(Turn(prompt, prompt_ids, shown, [*sampled, *tokens(END_OF_TURN, tokenizer)]))
     in_context = spell([*prompt_ids, *sampled], tokenizer)[len(spell(prompt_ids, tokenizer)) :]
-    following = memory.encode(prompt + in_context + END_OF_TURN)
+    following = memory.encode(prompt + in_context + END_OF_TURN + "\n<|im_start|>user\nso")
     assert following[: len(prompt_ids) + len(sampled)] == [*prompt_ids, *sampled]

@@ -202,7 +202,7 @@ def test_the_cache_can_be_reset_between_requests(llm: LLM) -> None:
     stream = llm.stream(PROMPT, params)
     next(stream)
     assert not llm.reset_prefix_cache()
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert llm.reset_prefix_cache()
     [output] = llm.generate(PROMPT, params)
     assert output.num_cached_tokens == 0

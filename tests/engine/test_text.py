@@ -291,6 +291,10 @@ def test_an_unfinished_character_is_shown_when_the_answer_ends() -> None:
     found, reason, shown = answer(byte_tokens(BYTES, "a日"), max_tokens=3)
     assert (found.text, reason) == ("a\ufffd", "length")
     assert shown == ["a", "a", "a\ufffd"]
+    [end] = tokens(END_OF_TURN)
+    token_ids = [*byte_tokens(BYTES, "a日")[:-1], end]
+    found, reason, shown = answer(token_ids, eos=frozenset([end]))
+    assert (found.text, reason) == ("a\ufffd", "stop")
 
 
 def test_nothing_ends_an_answer_before_min_tokens() -> None:

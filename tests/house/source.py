@@ -26,8 +26,12 @@ class Module:
 
     def __init__(self, name: str, text: str) -> None:
         self.name = name
-        self.num_lines = len(text.splitlines())
+        self.text = text
         self.tree = ast.parse(text)
+
+    @property
+    def num_lines(self) -> int:
+        return len(self.text.splitlines())
 
     @cached_property
     def functions(self) -> list[FunctionNode]:

@@ -1,12 +1,12 @@
 """Tokenizers by folder: read as they were written, or refused with the file that is at fault."""
 
 import json
+import logging
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from transformers.utils import logging as transformers_logging
 
 from headstart.errors import DamagedModelError, ModelNotFoundError, UnsupportedModelError
 from headstart.models.tokenizer import load_tokenizer
@@ -21,13 +21,6 @@ def save(folder: Path, name: str = "byte_level") -> Path:
     tiny_config("llama").save_pretrained(folder)
     TINY_TOKENIZERS[name]().save_pretrained(folder)
     return folder
-
-
-def rewrite(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change a JSON file in place; `change` returns what is written, None for what it was given."""
-    content = json.loads(file.read_text())
-    changed = change(content)
-    file.write_text(json.dumps(content if changed is None else changed))
 
 
 @pytest.mark.parametrize("name", TINY_TOKENIZERS)
@@ -57,14 +50,33 @@ def test_a_model_may_come_without_a_tokenizer(tmp_path: Path, kind: str) -> None
     assert load_tokenizer(tmp_path) is None
 
 
+class Records(logging.Handler):
+    """What is logged, in words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
 def test_loading_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """transformers would, of settings that name another kind of tokenizer."""
     save(tmp_path)
-    rewrite(tmp_path / "tokenizer_config.json", lambda c: c.update(tokenizer_class="NoSuchOne"))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        load_tokenizer(tmp_path)
+    settings = {"tokenizer_class": "LlamaTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    logged = Records()
+    logger = transformers_logging.get_logger("transformers")
+    logger.addHandler(logged)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            load_tokenizer(tmp_path)
+    finally:
+        logger.removeHandler(logged)
+    assert (caught, logged.texts) == ([], [])
     assert capfd.readouterr() == ("", "")
-    assert caught == []
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
@@ -91,12 +103,15 @@ def test_settings_without_a_vocabulary_are_damage(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_code_from_a_folder_is_not_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "auto_map", [{"AutoTokenizer": ["mine.Mine", None]}, ["mine.Mine", "mine.Mine"]]
+)
+def test_code_from_a_folder_is_not_run(tmp_path: Path, auto_map: object) -> None:
     save(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "vocab.txt").write_text("a\n")
     (tmp_path / "mine.py").write_text("raise SystemExit('ran')\n")
-    settings = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    settings = {"tokenizer_class": "Mine", "auto_map": auto_map}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(UnsupportedModelError, match="code of its own"):
         load_tokenizer(tmp_path)

@@ -1,0 +1,193 @@
+"""`headstart demo`: what prefix caching saves, shown on a real run.
+
+The prompt and its two questions are the usage example of vLLM's "Automatic Prefix Caching"
+page, asked as chats; a further question in the second chat then hits what its first reply
+generated, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.resources import files
+from io import StringIO
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from headstart.cli_figures import cached_share, duration
+from headstart.cli_options import note_on, open_model
+from headstart.cli_pool import PoolPicture, colour_of
+from headstart.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    from headstart.engine.llm import LLM
+    from headstart.engine.outputs import RequestOutput
+
+INSTRUCTION = (
+    "You are a helpful assistant in recognizes the content of tables in markdown format. "
+    "Here is a table as follows.\n# Table\n\n"
+)
+QUESTION = "Question: what is the age of {0}? Your answer: The age of {0} is "
+NEXT_QUESTION = "Question: and what is the occupation of {0}? Your answer: "
+ANSWER_TOKENS = 64
+WARM_UP_TOKENS = 512
+# Blocks of 16 fill five rows of the picture.
+POOL_TOKENS = 5120
+MAX_MODEL_LEN = 4800
+MAX_WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of the demo: what its card says, and what is asked after which messages."""
+
+    title: str
+    question: str
+    continues: bool = False
+
+
+def show_demo(model: str, options: Mapping[str, Any], svg: Path | None) -> None:
+    """Run the demo on a model and print it, into an SVG file as well if one is named.
+
+    Raises what loading and running raise.
+    """
+    console = Console(highlight=False)
+    console.width = min(console.width, MAX_WIDTH)
+    parts: list[RenderableType] = []
+    with console.status("loading the model"):
+        llm = open_model(model, {**_defaults(options), **options})
+    with closing(llm):
+        heading = Text(note_on(model) or f"model {model}", style="dim")
+        for part in chain([heading], _run(llm, console)):
+            console.print(part)
+            parts.append(part)
+    if svg is not None:
+        save_svg(parts, svg)
+
+
+def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:
+    """A card for each request as soon as it is answered, then what it comes to."""
+    with console.status("warming up, so that the first request is not slow for other reasons"):
+        _warm_up(llm)
+    picture = PoolPicture(llm.engine.manager.pool.blocks)
+    outputs: list[RequestOutput] = []
+    messages: list[dict[str, str]] = []
+    for number, ask in enumerate(_asks(), start=1):
+        asked = {"role": "user", "content": ask.question}
+        messages = [*messages, asked] if ask.continues else [asked]
+        with console.status(f"request {number}: {ask.title}"):
+            output = _answer(llm, messages, picture, number)
+        outputs.append(output)
+        messages.append({"role": "assistant", "content": output.outputs[0].text})
+        yield _card(number, ask, outputs, picture)
+    yield _verdict(outputs)
+
+
+def save_svg(parts: Sequence[RenderableType], path: Path) -> None:
+    """Write what the terminal showed as an SVG that needs no font from elsewhere."""
+    recorder = Console(record=True, width=MAX_WIDTH, file=StringIO(), highlight=False)
+    for part in parts:
+        recorder.print(part)
+    svg = recorder.export_svg(title="headstart demo")
+    svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
+    path.write_text(svg.replace("Fira Code", "ui-monospace, Menlo, DejaVu Sans Mono"), "utf-8")
+
+
+def _defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A pool that the picture can show, whatever the size of its blocks."""
+    block_size = max(1, options.get("block_size", 16))
+    return {"num_blocks": POOL_TOKENS // block_size, "max_model_len": MAX_MODEL_LEN}
+
+
+def _asks() -> list[Ask]:
+    table = INSTRUCTION + people_table()
+    return [
+        Ask("a table of 30 people: how old is John Doe?", table + QUESTION.format("John Doe")),
+        Ask("the same table: how old is Zack Blue?", table + QUESTION.format("Zack Blue")),
+        Ask(
+            "the same chat, next turn: what does he do?",
+            NEXT_QUESTION.format("Zack Blue"),
+            continues=True,
+        ),
+    ]
+
+
+def people_table() -> str:
+    """The 30 rows of the usage example, in Markdown."""
+    return files("headstart").joinpath("assets/people.md").read_text(encoding="utf-8")
+
+
+def _warm_up(llm: LLM) -> None:
+    """Have the libraries allocate and plan what they do once, on a prompt of no use later."""
+    prompt = [index % 200 for index in range(WARM_UP_TOKENS)]
+    for _ in llm.stream(prompt, SamplingParams(temperature=0, max_tokens=4)):
+        pass
+    llm.engine.manager.reset_prefix_cache()
+
+
+def _answer(
+    llm: LLM, messages: list[dict[str, str]], picture: PoolPicture, number: int
+) -> RequestOutput:
+    params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
+    *_, output = picture.watch(llm.stream_chat(messages, params), number)
+    return output
+
+
+def _card(number: int, ask: Ask, outputs: list[RequestOutput], picture: PoolPicture) -> Panel:
+    output, colour = outputs[-1], colour_of(number)
+    figures = Table.grid(padding=(0, 4))
+    for width in (13, 13, 22, 14):
+        figures.add_column(min_width=width)
+    figures.add_row(
+        "prompt tokens", "cached tokens", "time to first token", "time per token", style="dim"
+    )
+    figures.add_row(
+        f"{len(output.prompt_token_ids):,}",
+        cached_share(output),
+        duration(output.metrics.time_to_first_token) + _sooner(outputs),
+        duration(output.metrics.time_per_token),
+        style="bold",
+    )
+    answer = Text("answer  ", style="dim").append(output.outputs[0].text, style="italic not dim")
+    return Panel(
+        Group(figures, Padding(answer, (1, 0)), picture.draw()),
+        title=f"[bold]{number}[/] {ask.title}",
+        title_align="left",
+        border_style=colour,
+    )
+
+
+def _sooner(outputs: list[RequestOutput]) -> str:
+    return ", cold" if len(outputs) == 1 else f", {_ratio(outputs):.0f}× sooner"
+
+
+def _ratio(outputs: list[RequestOutput]) -> float:
+    cold, warm = (output.metrics.time_to_first_token for output in (outputs[0], outputs[-1]))
+    assert cold is not None and warm is not None
+    return cold / warm
+
+
+def _verdict(outputs: list[RequestOutput]) -> Text:
+    cold, warm = (duration(output.metrics.time_to_first_token) for output in outputs[:2])
+    verdict = Text("cold / warm  ", style="bold")
+    verdict.append(f"{cold} / {warm} = {_ratio(outputs[:2]):.1f}", style="green")
+    verdict.append(
+        f"\nThe second question computed {_computed(outputs[1]):,} of its "
+        f"{len(outputs[1].prompt_token_ids):,} prompt tokens, the next turn "
+        f"{_computed(outputs[2]):,} of its {len(outputs[2].prompt_token_ids):,}.",
+        style="not bold",
+    )
+    return verdict
+
+
+def _computed(output: RequestOutput) -> int:
+    return len(output.prompt_token_ids) - output.num_cached_tokens

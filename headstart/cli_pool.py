@@ -1,0 +1,123 @@
+"""The block pool as a small picture in the terminal: held, cached, empty, and whose.
+
+    ■ held: some request has it in its block table     □ cached: free, but would be hit
+    · empty                                            the colour: who computed it
+
+A pool of more blocks than cells is drawn with several blocks to a cell.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from headstart.cache.block import KVCacheBlock
+
+if TYPE_CHECKING:
+    from headstart.engine.outputs import RequestOutput
+
+HELD, CACHED, EMPTY = "■", "□", "·"
+COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+CELLS_PER_ROW = 64
+MAX_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One or more neighbouring blocks: the state that matters most, and who computed them."""
+
+    state: str
+    owner: int | None
+
+
+class PoolPicture:
+    """Watches requests and remembers who computed what each block of a pool holds.
+
+    A block's content is known by the identity that the pool gave it, so a block that was
+    evicted and filled anew changes hands, and one that was hit does not.
+    """
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._blocks = blocks
+        self._nodes: list[object] = [None] * len(blocks)
+        self._owners: list[int | None] = [None] * len(blocks)
+        self._states = [EMPTY] * len(blocks)
+
+    def watch(self, replies: Iterator[RequestOutput], owner: int) -> Iterator[RequestOutput]:
+        """Hand a request's outputs on; new content that appears meanwhile is this owner's.
+
+        The picture keeps the last moment at which the request held its blocks.
+        """
+        for count, output in enumerate(replies):
+            states = self._scan(owner)
+            if HELD in states or count == 0:
+                self._states = states
+            yield output
+
+    def look(self, owner: int) -> None:
+        """See the pool as it is; content that is new since the last look is this owner's."""
+        self._states = self._scan(owner)
+
+    def _scan(self, owner: int) -> list[str]:
+        states = []
+        for index, block in enumerate(self._blocks):
+            node, held = block.node, block.ref_cnt > 0
+            known = self._nodes[index]
+            if not held and node is None:
+                self._owners[index] = None
+            elif self._owners[index] is None or (known is not None and known is not node):
+                self._owners[index] = owner
+            self._nodes[index] = node
+            states.append(HELD if held else EMPTY if node is None else CACHED)
+        return states
+
+    def draw(self) -> Text:
+        """The picture: rows of cells with the first block's id, then what the signs mean."""
+        cells = self._cells()
+        per_cell = -(-len(self._blocks) // len(cells))
+        picture = Text()
+        width = max(5, len(f"{len(self._blocks):,}"))
+        for start in range(0, len(cells), CELLS_PER_ROW):
+            picture.append(f"{start * per_cell:>{width},}  ", style="dim")
+            for cell, run in groupby(cells[start : start + CELLS_PER_ROW]):
+                picture.append(cell.state * len(list(run)), style=_style(cell))
+            picture.append("\n")
+        picture.append(self._legend(per_cell, " " * (width + 2)))
+        return picture
+
+    def _cells(self) -> list[Cell]:
+        per_cell = max(1, -(-len(self._blocks) // (CELLS_PER_ROW * MAX_ROWS)))
+        cells = []
+        for start in range(0, len(self._blocks), per_cell):
+            states = self._states[start : start + per_cell]
+            state = min(states, key=(HELD, CACHED, EMPTY).index)
+            cells.append(Cell(state, self._owners[start + states.index(state)]))
+        return cells
+
+    def _legend(self, per_cell: int, indent: str) -> Text:
+        counts = Counter(self._states)
+        legend = Text(indent)
+        for state, name in ((HELD, "held"), (CACHED, "cached"), (EMPTY, "empty")):
+            legend.append(f"{state} {name} {counts[state]:,}   ")
+        if per_cell > 1:
+            legend.append(f"({per_cell:,} blocks to a sign)", style="dim")
+        legend.append(f"\n{indent}computed by request")
+        for owner, number in sorted(Counter(filter(None, self._owners)).items()):
+            legend.append(f"  {owner}", style=f"bold {colour_of(owner)}").append(f": {number:,}")
+        return legend
+
+
+def colour_of(owner: int) -> str:
+    """The colour of one owner's blocks."""
+    return COLOURS[(owner - 1) % len(COLOURS)]
+
+
+def _style(cell: Cell) -> str:
+    if cell.owner is None:
+        return "dim"
+    return colour_of(cell.owner) if cell.state == CACHED else f"bold {colour_of(cell.owner)}"

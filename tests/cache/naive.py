@@ -1,0 +1,311 @@
+"""A naive model of prefix caching: no tree, no digest, just what is written in every slot.
+
+Content is numbered: a number stands for everything that a row of K/V depends on, that is the
+namespace and every token and item from position 0 up to the row's own. Two rows with one number
+are interchangeable, two with different numbers never are.
+
+The model keeps for every block what its rows will hold once the step is over (`promised`), how
+many of them others may use (`valid`), and what they really hold (`memory`), by running each step
+as an engine does: all reads of all copies, then all writes, then each computed row into its slot
+if the sequence is its block's writer, else nowhere.
+"""
+
+from headstart.cache import (
+    Allocation,
+    ComputedBlocks,
+    KVCacheManager,
+    RowCopy,
+    TokenSequence,
+)
+
+GARBAGE = -1
+Row = int | None
+
+
+class Contents:
+    """Numbers for prefixes."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[object, int] = {}
+        self._known: dict[int, tuple[TokenSequence, list[int]]] = {}  # by id, kept alive
+
+    def _number(self, what: object) -> int:
+        return self._numbers.setdefault(what, len(self._numbers))
+
+    def rows(self, sequence: TokenSequence) -> list[int]:
+        """The number of each of the sequence's rows."""
+        _, known = self._known.get(id(sequence), (None, []))
+        if len(known) == len(sequence.token_ids):
+            return known
+        items = {
+            position: (item.digest, position - item.offset, item.length)
+            for item in sequence.items
+            for position in range(item.offset, item.offset + item.length)
+        }
+        number = self._number(tuple(sequence.namespace))
+        rows = []
+        for position, token in enumerate(sequence.token_ids):
+            number = self._number((number, token, items.get(position)))
+            rows.append(number)
+        self._known[id(sequence)] = (sequence, rows)
+        return rows
+
+
+class NaiveEngine:
+    """Drives a manager, and knows the content of every slot without asking it."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self.manager = manager
+        self.config = manager.config
+        self.size = manager.block_size
+        self.contents = Contents()
+        blocks = manager.pool.blocks
+        self.memory: list[list[Row]] = [[GARBAGE] * self.size for _ in blocks]
+        self.promised: list[list[Row]] = [[None] * self.size for _ in blocks]
+        self.valid = [0] * len(blocks)
+        self.filled: set[int] = set()  # blocks that the step under way fills
+        self.copies: list[RowCopy] = []
+        self.chunks: list[tuple[TokenSequence, int, int]] = []
+        self.announced: dict[int, TokenSequence] = {}
+
+    # What a lookup should find
+
+    def full_blocks(self) -> dict[int, int]:
+        """The number of each full prefix that is cached, and a block that holds it."""
+        return {
+            self.promised[at][-1]: at for at, rows in enumerate(self.valid) if rows == self.size
+        }  # type: ignore[misc]
+
+    def expect_run(self, rows: list[int]) -> int:
+        """How many full blocks from the first on are cached."""
+        cached = self.full_blocks()
+        depth = 0
+        while (depth + 1) * self.size <= len(rows) and rows[(depth + 1) * self.size - 1] in cached:
+            depth += 1
+        return depth
+
+    def expect_head(self, rows: list[int], depth: int) -> int:
+        """How many rows after the run some written block has."""
+        wanted = rows[depth * self.size :][: self.size]
+        best = 0
+        for at, valid in enumerate(self.valid):
+            if at not in self.filled:
+                head = 0
+                while head < min(valid, len(wanted)) and self.promised[at][head] == wanted[head]:
+                    head += 1
+                best = max(best, head)
+        return max(0, min(best, len(rows) - 1 - depth * self.size))
+
+    def check_lookup(self, sequence: TokenSequence, found: ComputedBlocks) -> None:
+        """The lookup found all there is, and nothing else."""
+        if not self.config.enable_prefix_caching:
+            assert (found.blocks, found.num_tokens, found.partial) == ([], 0, None)
+            return
+        rows = self.contents.rows(sequence)
+        depth = self.expect_run(rows)
+        assert len(found.blocks) == depth
+        for at, block in enumerate(found.blocks):
+            want = rows[at * self.size : (at + 1) * self.size]
+            assert self.promised[block.block_id] == want, "a false hit"
+        head = self.expect_head(rows, depth) if self.config.partial_hits else 0
+        assert found.num_tokens == min(depth * self.size, len(rows) - 1) + head
+        assert (found.partial is not None) == (head > 0)
+        if found.partial is not None:
+            assert found.partial.num_rows == head
+            copied = self.promised[found.partial.block.block_id][:head]
+            assert copied == rows[depth * self.size :][:head], "a false partial hit"
+        end = (depth + 1) * self.size
+        writer = self.announced.get(rows[end - 1]) if end <= len(rows) else None
+        assert found.writer == (writer.request_id if writer is not None else None)
+
+    # Operations, each with what it should do
+
+    def free_ids(self) -> list[int]:
+        return [block.block_id for block in self.manager.pool.free]
+
+    def admit(
+        self, sequence: TokenSequence, num_new: int, found: ComputedBlocks | None
+    ) -> Allocation | None:
+        """Allocate, and check that it is all or nothing, from the head of the free queue."""
+        hits = [block.block_id for block in found.blocks] if found is not None else []
+        partial = found.partial if found is not None else None
+        start = found.num_tokens if found is not None else 0
+        count = -(-(start + num_new) // self.size) - len(hits)
+        free = [at for at in self.free_ids() if at not in hits]
+        source: list[Row] = []
+        if partial is not None:
+            source_id = partial.block.block_id
+            source = self.promised[source_id][: partial.num_rows]
+            if source_id in free and len(free) > count:  # it is used, so it is taken last
+                free = [at for at in free if at != source_id] + [source_id]
+        allocation = self.manager.allocate_slots(sequence, num_new, found)
+        assert (allocation is None) == (count > len(free)), "short of blocks, or not"
+        if allocation is None:
+            return None
+        taken = free[:count]
+        self._take(taken)
+        own = hits + taken
+        if allocation.copies:
+            (copy,) = allocation.copies
+            assert partial is not None
+            assert copy == (partial.block.block_id, taken[0], partial.num_rows)
+            self.copies.append(copy)
+        if partial is not None:
+            self.promised[taken[0]][: partial.num_rows] = source
+        self._compute(sequence, own, len(hits) * self.size, start, start + num_new)
+        if partial is not None and not allocation.copies:
+            assert sequence.blocks[len(hits)].block_id != taken[0], "rows were not copied"
+        return allocation
+
+    def grow(self, sequence: TokenSequence, num_new: int) -> bool:
+        """Append slots, and check that it is all or nothing."""
+        start = sequence.num_computed_tokens
+        own = sequence.block_ids
+        count = -(-(start + num_new) // self.size) - len(own)
+        free = self.free_ids()
+        silent = start + num_new < len(own) * self.size
+        grown = self.manager.append_slots(sequence, num_new)
+        assert grown == (count <= len(free))
+        if grown:
+            self._take(free[: max(count, 0)])
+            own += free[: max(count, 0)]
+            self._compute(sequence, own, 0, start, start + num_new, announces=not silent)
+        return grown
+
+    def _take(self, taken: list[int]) -> None:
+        for at in taken:
+            self.promised[at] = [None] * self.size
+            self.valid[at] = 0
+
+    def _compute(
+        self,
+        sequence: TokenSequence,
+        own: list[int],
+        first_own: int,
+        start: int,
+        end: int,
+        *,
+        announces: bool = True,
+    ) -> None:
+        """The step computes positions `start` to `end`; `own` is the table before any switch."""
+        assert sequence.num_computed_tokens == end
+        rows = self.contents.rows(sequence)
+        caching = self.config.enable_prefix_caching
+        table = sequence.block_ids
+        assert len(table) == len(own)
+        for position in range(max(start, first_own), end):
+            self.promised[own[position // self.size]][position % self.size] = rows[position]
+        for at in range(start // self.size, len(own)):
+            want = rows[at * self.size : min(end, (at + 1) * self.size)]
+            block = table[at]
+            assert self.promised[block][: len(want)] == want, "a switch to other content"
+            if block != own[at]:
+                assert self.config.deduplicate
+                self.promised[own[at]] = [None] * self.size
+            elif caching and (at + 1) * self.size <= end and at * self.size >= first_own:
+                self.valid[block] = self.size
+                self.filled.add(block)
+        self.chunks.append((sequence, start, end))
+        if announces and caching:
+            self._withdraw(sequence)
+            next_end = (end // self.size + 1) * self.size
+            if next_end <= len(rows):
+                self.announced.setdefault(rows[next_end - 1], sequence)
+
+    def _withdraw(self, sequence: TokenSequence) -> None:
+        self.announced = {n: s for n, s in self.announced.items() if s is not sequence}
+
+    def commit(self) -> None:
+        """Run the step as an engine does, then say that it is written."""
+        read = [(c, self.memory[c.source_block][: c.num_rows]) for c in self.copies]
+        targets = [c.target_block for c in self.copies]
+        assert len(targets) == len(set(targets)), "two copies to one block"
+        for copy, content in read:
+            self.memory[copy.target_block][: copy.num_rows] = content
+        for sequence, start, end in self.chunks:
+            rows = self.contents.rows(sequence)
+            for position in range(start, end):
+                block = sequence.blocks[position // self.size]
+                if block.writer is sequence:
+                    self.memory[block.block_id][position % self.size] = rows[position]
+        self.check_memory()
+        self.manager.commit_step()
+        self._end_step()
+
+    def check_memory(self) -> None:
+        """Every running sequence finds its own rows, and every reusable row is what it says."""
+        for sequence in self.manager.sequences:
+            rows = self.contents.rows(sequence)
+            for position in range(sequence.num_computed_tokens):
+                block = sequence.blocks[position // self.size].block_id
+                held = self.memory[block][position % self.size]
+                assert held == rows[position], f"{sequence.request_id} reads another's row"
+        for at, valid in enumerate(self.valid):
+            assert self.memory[at][:valid] == self.promised[at][:valid], f"block {at}"
+
+    def fail(self) -> list[TokenSequence]:
+        """The step fails after it has written rubbish to everything that it may write."""
+        for copy in self.copies:
+            self.memory[copy.target_block] = [GARBAGE] * self.size
+        for sequence, start, end in self.chunks:
+            for position in range(start, end):
+                block = sequence.blocks[position // self.size]
+                if block.writer is sequence:
+                    self.memory[block.block_id][position % self.size] = GARBAGE
+        for at in self.filled:
+            self.valid[at] = 0
+        failed = self.manager.fail_step()
+        assert {s.request_id for s in failed} == {s.request_id for s, _, _ in self.chunks}
+        for sequence in failed:
+            assert sequence.blocks == []
+            self._withdraw(sequence)
+        self._end_step()
+        self.observe()
+        self.check_memory()
+        return failed
+
+    def _end_step(self) -> None:
+        self.chunks.clear()
+        self.copies.clear()
+        self.filled.clear()
+
+    def is_in_step(self, sequence: TokenSequence) -> bool:
+        return any(sequence is other for other, _, _ in self.chunks)
+
+    def free(self, sequence: TokenSequence) -> None:
+        """Free a sequence; the rows in its last block become usable."""
+        rest = sequence.num_computed_tokens % self.size
+        last = sequence.block_ids[-1]
+        before, table = self.free_ids(), sequence.block_ids
+        version = self.manager.pool.version
+        self.manager.free(sequence)
+        if rest and self.config.partial_hits and self.config.enable_prefix_caching:
+            self.valid[last] = rest
+        self._withdraw(sequence)
+        if self.config.eviction == "lru" and self.manager.pool.version == version:
+            unheld = [at for at in table[::-1] if not self.manager.pool.blocks[at].ref_cnt]
+            assert self.free_ids() == before + unheld
+        self.observe()
+
+    def reset(self) -> bool:
+        done = self.manager.reset_prefix_cache()
+        if done:
+            self.valid = [0] * len(self.valid)
+        return done
+
+    def observe(self) -> None:
+        """What the manager dropped is cached elsewhere; what it keeps is really there."""
+        for block in self.manager.pool.blocks:
+            at, valid = block.block_id, self.valid[block.block_id]
+            if block.node is not None:
+                assert valid > 0, f"{block} is cached, and its rows are not there"
+            elif valid:
+                assert self._has_twin(at, valid), f"{block} was dropped for nothing"
+                self.valid[at] = 0
+
+    def _has_twin(self, at: int, valid: int) -> bool:
+        rows = self.promised[at][:valid]
+        return any(
+            other != at and block.node is not None and self.promised[other][:valid] == rows
+            for other, block in enumerate(self.manager.pool.blocks)
+        )

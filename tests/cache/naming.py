@@ -1,0 +1,52 @@
+"""Portable block names, written a second time from the documented layout, plainly."""
+
+import hashlib
+import struct
+from collections.abc import Callable
+
+from headstart.cache import TokenSequence
+
+
+def digest_of_one_bit(data: bytes) -> bytes:
+    """A digest under which half of all prefixes have the name of the other half."""
+    return bytes([hashlib.sha256(data).digest()[0] & 1])
+
+
+def sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def frame(text: str | None) -> bytes:
+    """Whether there is a text (one byte), its length (four), the text."""
+    data = (text or "").encode()
+    return struct.pack("<?I", text is not None, len(data)) + data
+
+
+def block_key(sequence: TokenSequence, start: int, stop: int) -> bytes:
+    """Tokens of four bytes; before the first placeholder of an item in the block, its frame."""
+    parts = []
+    for position in range(start, stop):
+        for item in sequence.items:
+            inside = item.offset <= position < item.offset + item.length
+            if inside and position == max(start, item.offset):
+                head = struct.pack("<III", position - item.offset, item.length, len(item.digest))
+                parts.append(b"\xff\xff\xff\xff" + head + item.digest)
+        parts.append(struct.pack("<I", sequence.token_ids[position]))
+    return b"".join(parts)
+
+
+def block_names(
+    sequence: TokenSequence,
+    block_size: int,
+    model: str = "",
+    digest: Callable[[bytes], bytes] = sha256,
+) -> list[bytes]:
+    """The names of all full blocks of the sequence, first to last."""
+    head = b"headstart/1" + struct.pack("<I", block_size)
+    name = digest(head + frame(model) + frame(sequence.namespace[0]) + frame(sequence.namespace[1]))
+    names = []
+    for end in range(block_size, len(sequence.token_ids) + 1, block_size):
+        key = block_key(sequence, end - block_size, end)
+        name = digest(struct.pack("<I", len(name)) + name + key)
+        names.append(name)
+    return names

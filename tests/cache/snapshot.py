@@ -1,0 +1,42 @@
+"""All that a manager knows, as one value, to see that a call has changed nothing."""
+
+from headstart.cache import KVCacheManager, TokenSequence
+from headstart.cache.index import PrefixNode
+
+
+def _of_node(node: PrefixNode) -> tuple[object, ...]:
+    order = None if node.branches is None else tuple(node.branches.order)
+    block = None if node.block is None else node.block.block_id
+    return (node, node.key, block, order, tuple(_of_node(child) for child in node.children()))
+
+
+def _of_sequence(sequence: TokenSequence) -> tuple[object, ...]:
+    return (
+        sequence,
+        tuple(sequence.token_ids),
+        tuple(sequence.block_ids),
+        sequence.num_computed_tokens,
+        sequence.capacity,
+        sequence.num_named,
+        sequence.node,
+        sequence.in_progress,
+        sequence.step,
+    )
+
+
+def snapshot(manager: KVCacheManager, *others: TokenSequence) -> tuple[object, ...]:
+    """Everything but the keys that sequences cut ahead of need; `others` hold no blocks."""
+    pool, stats = manager.pool, manager.stats
+    return (
+        tuple((b.block_id, b.ref_cnt, b.node, b.writer) for b in pool.blocks),
+        tuple(b.block_id for b in pool.free),
+        (pool.version, pool.num_evicted, len(pool.events), manager._step),
+        {node: tuple(blocks) for node, blocks in pool.copies.items()},
+        tuple(_of_node(root) for root in pool.index.roots()),
+        tuple(pool.index._evicted),
+        tuple(_of_sequence(sequence) for sequence in (*manager.sequences, *others)),
+        dict(manager._in_progress._by_block),
+        tuple(manager._filled),
+        (stats.requests, stats.queried_tokens, stats.hit_tokens, dict(stats.missed)),
+        (stats.resumed_requests, stats.resumed_queried_tokens, stats.resumed_hit_tokens),
+    )

@@ -1,0 +1,75 @@
+"""Short ways to say what an engine does with a manager, one step at a time."""
+
+from headstart.cache import CacheConfig, KVCacheManager, MultiModalItem, TokenSequence
+
+
+def make_manager(**options: object) -> KVCacheManager:
+    """Ten blocks of four tokens unless told otherwise."""
+    options = {"num_blocks": 10, "block_size": 4} | options
+    return KVCacheManager(CacheConfig(**options))  # type: ignore[arg-type]
+
+
+def admit(manager: KVCacheManager, sequence: TokenSequence, count: int | None = None) -> int:
+    """Give the sequence slots for `count` tokens, or all; the tokens that hit. No commit."""
+    found = manager.get_computed_blocks(sequence)
+    left = len(sequence.token_ids) - found.num_tokens
+    assert manager.allocate_slots(sequence, left if count is None else count, found) is not None
+    manager.check()
+    return found.num_tokens
+
+
+def start(
+    manager: KVCacheManager,
+    name: str,
+    tokens: list[int],
+    *,
+    adapter: str | None = None,
+    salt: str | None = None,
+    items: tuple[MultiModalItem, ...] = (),
+) -> TokenSequence:
+    """A request whose whole prompt is computed in a step of its own."""
+    sequence = TokenSequence(name, tokens, adapter=adapter, salt=salt, items=items)
+    admit(manager, sequence)
+    manager.commit_step()
+    return sequence
+
+
+def decode(manager: KVCacheManager, sequence: TokenSequence, *tokens: int) -> None:
+    """One step a token."""
+    for token in tokens:
+        sequence.append(token)
+        assert manager.append_slots(sequence)
+        manager.check()
+        manager.commit_step()
+
+
+def finish(
+    manager: KVCacheManager,
+    name: str,
+    tokens: list[int],
+    *,
+    adapter: str | None = None,
+    salt: str | None = None,
+    items: tuple[MultiModalItem, ...] = (),
+) -> list[int]:
+    """A request from its arrival to its end; its block table."""
+    sequence = start(manager, name, tokens, adapter=adapter, salt=salt, items=items)
+    table = sequence.block_ids
+    manager.free(sequence)
+    manager.check()
+    return table
+
+
+def hits(manager: KVCacheManager, tokens: list[int]) -> int:
+    """Tokens that a request with this prompt would not have to compute."""
+    return manager.get_computed_blocks(TokenSequence("probe", tokens)).num_tokens
+
+
+def free_ids(manager: KVCacheManager) -> list[int]:
+    """Ids on the free queue, next to be reused first."""
+    return [block.block_id for block in manager.pool.free]
+
+
+def cached_ids(manager: KVCacheManager) -> list[int]:
+    """Ids of the blocks with content that can be found."""
+    return [block.block_id for block in manager.pool.blocks if block.node is not None]

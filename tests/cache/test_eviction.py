@@ -1,0 +1,107 @@
+"""Which free block is reused next, under each policy."""
+
+import pytest
+
+from headstart.cache import CacheConfig, KVCacheBlock, TokenSequence
+from headstart.cache.eviction import POLICIES, make_policy
+from headstart.cache.identity import BlockKey
+from headstart.cache.index import PrefixNode
+from headstart.errors import CacheError, ConfigError
+from tests.cache.steps import cached_ids, decode, finish, free_ids, hits, make_manager, start
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_starts_with_all_blocks_in_order_and_takes_the_first(name: str) -> None:
+    blocks = [KVCacheBlock(at) for at in range(4)]
+    policy = make_policy(name, blocks)
+    assert len(policy) == 4
+    assert list(policy) == blocks
+    policy.claim([blocks[1]])
+    assert policy.take(2) == [blocks[0], blocks[2]]
+    with pytest.raises(CacheError):
+        policy.take(2)
+    assert list(policy) == [blocks[3]]
+
+
+@pytest.mark.parametrize(
+    ("name", "order"), [("lru", [0, 4, 3, 2, 1]), ("empty-first-lru", [1, 3, 0, 4, 2])]
+)
+def test_where_released_blocks_go(name: str, order: list[int]) -> None:
+    """Blocks 1 and 3 are empty; block 0 was released before, and holds something."""
+    blocks = [KVCacheBlock(at) for at in range(5)]
+    policy = make_policy(name, blocks)
+    policy.take(5)
+    for at in (0, 2, 4):
+        blocks[at].node = PrefixNode(None, BlockKey(b""))
+    policy.release([blocks[0]])
+    policy.release([blocks[4], blocks[3], blocks[2], blocks[1]])
+    assert [block.block_id for block in policy] == order
+
+
+def test_an_unknown_policy_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="'fifo' is not one of lru, empty-first-lru"):
+        make_policy("fifo", [])
+    with pytest.raises(ConfigError, match="'fifo' is not one of"):
+        CacheConfig(num_blocks=1, eviction="fifo")
+
+
+def test_least_recently_used_first_and_last_block_first() -> None:
+    manager = make_manager(num_blocks=6, partial_hits=False, eviction="lru")
+    finish(manager, "old", [1] * 8)
+    finish(manager, "new", [2] * 8)
+    finish(manager, "old again", [1] * 8)
+    assert free_ids(manager) == [4, 5, 3, 2, 1, 0]
+    finish(manager, "other", [3] * 12)  # the empty ones, then the new one's last
+    assert (hits(manager, [1] * 9), hits(manager, [2] * 9)) == (8, 4)
+
+
+def test_an_empty_block_is_taken_before_a_cached_one_is_evicted() -> None:
+    manager = make_manager(num_blocks=6, partial_hits=False)
+    assert manager.config.eviction == "empty-first-lru"
+    finish(manager, "first", [1] * 8)  # blocks 0 and 1 stay cached
+    finish(manager, "short", [2] * 3)  # block 2 is empty again
+    assert free_ids(manager) == [2, 3, 4, 5, 1, 0]
+    start(manager, "second", [3] * 16)
+    assert cached_ids(manager) == [0, 1, 2, 3, 4, 5]
+    assert manager.pool.num_evicted == 0
+    start(manager, "third", [4] * 4)
+    assert manager.pool.num_evicted == 1
+    assert hits(manager, [1] * 9) == 4
+
+
+def test_the_reference_order_evicts_a_cached_block_that_is_older_than_an_empty_one() -> None:
+    manager = make_manager(num_blocks=3, partial_hits=False, eviction="lru")
+    finish(manager, "first", [1] * 8)
+    finish(manager, "short", [2] * 3)
+    assert free_ids(manager) == [1, 0, 2]
+
+
+def test_what_a_copy_read_counts_as_used() -> None:
+    """Both requests' blocks are free; the older one's last is copied from, so it stays."""
+    manager = make_manager(num_blocks=5)
+    finish(manager, "old", [1, 1, 1, 1, 2, 2, 2, 2])
+    finish(manager, "new", [3] * 8)
+    assert free_ids(manager) == [4, 1, 0, 3, 2]
+    sequence = start(manager, "branch", [1, 1, 1, 1, 2, 2, 5])
+    assert sequence.block_ids == [0, 4]
+    assert free_ids(manager) == [3, 2, 1]
+
+
+def test_blocks_of_a_new_pool_are_handed_out_side_by_side_again() -> None:
+    manager = make_manager(partial_hits=False, enable_prefix_caching=False)
+    sequence = start(manager, "first", list(range(20)))
+    assert sequence.block_ids == [0, 1, 2, 3, 4]
+    decode(manager, sequence, 20)
+    manager.free(sequence)
+    assert start(manager, "second", list(range(12))).block_ids == [0, 1, 2]
+
+
+def test_a_request_never_evicts_its_own_prefix() -> None:
+    manager = make_manager(num_blocks=4, partial_hits=False, eviction="lru")
+    finish(manager, "first", [1] * 16)
+    assert free_ids(manager) == [3, 2, 1, 0]
+    sequence = TokenSequence("second", [1] * 12 + [2] * 4)
+    found = manager.get_computed_blocks(sequence)
+    assert manager.allocate_slots(sequence, 4, found) is not None
+    assert sequence.block_ids == [0, 1, 2, 3]
+    manager.check()

@@ -1,0 +1,239 @@
+"""Why a request did not hit more: each reason, and the token it holds from."""
+
+import pytest
+
+from headstart.cache import (
+    KVCacheManager,
+    MissExplanation,
+    MissReason,
+    MultiModalItem,
+    TokenSequence,
+)
+from tests.cache.snapshot import snapshot
+from tests.cache.steps import admit, decode, finish, make_manager, start
+
+LONG = list(range(100, 112))  # three blocks of four
+
+
+def explain(
+    manager: KVCacheManager, tokens: list[int], *, across_salts: bool = False, **options: object
+) -> tuple[MissReason, int]:
+    """What a new request is told; the same is what its admission counts."""
+    sequence = TokenSequence("probe", tokens, **options)  # type: ignore[arg-type]
+    before = snapshot(manager)
+    explanation = manager.explain(sequence, across_salts=across_salts)
+    assert snapshot(manager) == before
+    if not across_salts and manager.num_free_blocks >= 4:
+        found = manager.get_computed_blocks(sequence)
+        allocation = manager.allocate_slots(sequence, 1, found)
+        assert allocation is not None
+        assert allocation.missed == explanation
+        manager.fail_step()
+    return explanation.reason, explanation.position
+
+
+def test_none_when_all_but_the_last_token_hits() -> None:
+    manager = make_manager()
+    finish(manager, "first", LONG)
+    assert explain(manager, LONG) == (MissReason.NONE, 11)
+    assert explain(manager, [*LONG, 0]) == (MissReason.NONE, 12)
+    assert explain(manager, LONG[:6]) == (MissReason.NONE, 5)
+    assert explain(manager, [7]) == (MissReason.NONE, 0)
+
+
+def test_disabled() -> None:
+    manager = make_manager(enable_prefix_caching=False)
+    finish(manager, "first", LONG)
+    assert explain(manager, LONG) == (MissReason.DISABLED, 0)
+
+
+def test_not_read() -> None:
+    manager = make_manager()
+    finish(manager, "first", LONG)
+    sequence = TokenSequence("second", LONG)
+    allocation = manager.allocate_slots(sequence, 12)
+    assert allocation is not None
+    assert allocation.missed == MissExplanation(MissReason.NOT_READ, 0)
+    assert manager.stats.missed[MissReason.NOT_READ] == 1
+
+
+def test_unseen_in_an_empty_cache_and_in_a_full_one() -> None:
+    manager = make_manager()
+    assert explain(manager, LONG) == (MissReason.UNSEEN, 0)
+    finish(manager, "first", LONG)
+    assert explain(manager, [1, 2, 3, 4, 5]) == (MissReason.UNSEEN, 0)
+
+
+def test_unseen_beyond_all_that_is_cached() -> None:
+    manager = make_manager()
+    finish(manager, "first", LONG)
+    assert explain(manager, [*LONG, 1, 2, 3, 4, 5]) == (MissReason.UNSEEN, 12)
+
+
+def test_unseen_beyond_a_tail() -> None:
+    """The next turn of a chat agrees with all that was there; nothing differs anywhere."""
+    manager = make_manager()
+    finish(manager, "turn 1", [*LONG, 1, 2])
+    assert explain(manager, [*LONG, 1, 2, 3, 4, 5]) == (MissReason.UNSEEN, 14)
+    item = MultiModalItem(b"cat", 14, 2)
+    assert explain(manager, [*LONG, 1, 2, 9, 9, 5], items=[item]) == (MissReason.UNSEEN, 14)
+
+
+@pytest.mark.parametrize("partial_hits", [False, True])
+@pytest.mark.parametrize("at", [1, 3, 4, 7, 11])
+def test_token_and_its_position(partial_hits: bool, at: int) -> None:
+    manager = make_manager(partial_hits=partial_hits)
+    finish(manager, "first", LONG)
+    finish(manager, "other", [1, 2, 3, 4])
+    prompt = [*LONG[:at], 0, *LONG[at + 1 :], 5]
+    assert explain(manager, prompt) == (MissReason.TOKEN, at)
+
+
+def test_token_where_the_closest_of_several_differs() -> None:
+    manager = make_manager()
+    for at, third in enumerate([10, 20, 30]):
+        finish(manager, f"request {at}", [1, 2, third, 4])
+        finish(manager, f"late {at}", [1, 2, third, 9])
+    assert explain(manager, [1, 2, 20, 5, 0]) == (MissReason.TOKEN, 3)
+    assert explain(manager, [1, 2, 25, 5, 0]) == (MissReason.TOKEN, 2)
+    assert explain(manager, [1, 7, 25, 5, 0]) == (MissReason.TOKEN, 1)
+
+
+def test_evicted() -> None:
+    manager = make_manager(num_blocks=5, partial_hits=False)
+    finish(manager, "first", LONG)
+    finish(manager, "other", list(range(16)))  # takes the two empty blocks, then 2 and 1
+    assert explain(manager, [*LONG, 0]) == (MissReason.EVICTED, 4)
+
+
+def test_evicted_where_the_head_is_still_in_another_block() -> None:
+    manager = make_manager(num_blocks=8, remember=8)
+    finish(manager, "first", LONG[:8])
+    finish(manager, "sister", [*LONG[:6], 1, 2])
+    assert manager.get_computed_blocks(TokenSequence("probe", [*LONG[:8], 0])).num_tokens == 8
+    finish(manager, "other", list(range(24)))  # leaves the oldest to be evicted, and one more
+    assert explain(manager, [*LONG[:8], 0]) == (MissReason.EVICTED, 6)
+
+
+def test_evicted_is_remembered_for_as_many_blocks_as_was_said() -> None:
+    """A prompt is evicted last block first; what goes last is remembered longest."""
+    manager = make_manager(num_blocks=6, partial_hits=False, remember=2)
+    finish(manager, "first", list(range(100, 124)))
+    finish(manager, "other", list(range(24)))
+    sequence = TokenSequence("probe", list(range(100, 125)))
+    assert manager.explain(sequence) == MissExplanation(MissReason.EVICTED, 0)
+    root = manager._index.root(sequence.namespace)
+    assert root is not None
+    known, keys = [], sequence.cut(4)
+    node = manager._index.find(root, keys[0])
+    while node is not None:
+        known.append(node)
+        node = manager._index.find(node, keys[len(known)])
+    assert len(known) == 2
+    manager.check()
+
+
+def test_nothing_is_remembered_when_so_told() -> None:
+    manager = make_manager(num_blocks=3, partial_hits=False, remember=0)
+    finish(manager, "first", LONG)
+    finish(manager, "other", list(range(12)))
+    assert explain(manager, LONG) == (MissReason.UNSEEN, 0)
+    assert manager._index.root(TokenSequence("x", [1]).namespace) is not None
+    finish(manager, "salted", list(range(12)), salt="s")
+    assert [root.namespace.salt for root in manager._index.roots()] == ["s"]
+    manager.check()
+
+
+def test_adapter() -> None:
+    manager = make_manager()
+    finish(manager, "first", LONG, adapter="lora")
+    assert explain(manager, LONG) == (MissReason.ADAPTER, 0)
+    assert explain(manager, LONG, adapter="other") == (MissReason.ADAPTER, 0)
+    assert explain(manager, [1, *LONG], adapter="other") == (MissReason.UNSEEN, 0)
+
+
+def test_adapter_counts_where_it_has_more_than_this_one() -> None:
+    manager = make_manager()
+    finish(manager, "base", LONG[:8])
+    finish(manager, "first", LONG, adapter="lora")
+    assert explain(manager, [*LONG, 0]) == (MissReason.ADAPTER, 8)
+    manager.reset_prefix_cache()
+    finish(manager, "base", LONG[:8])
+    finish(manager, "first", LONG[:8], adapter="lora")
+    assert explain(manager, [*LONG, 0]) == (MissReason.UNSEEN, 8)
+
+
+def test_salt_is_told_only_across_salts() -> None:
+    manager = make_manager()
+    finish(manager, "first", LONG, salt="tenant a")
+    assert explain(manager, LONG, salt="tenant b") == (MissReason.UNSEEN, 0)
+    assert explain(manager, LONG) == (MissReason.UNSEEN, 0)
+    wide = {"across_salts": True}
+    assert explain(manager, LONG, salt="tenant b", **wide) == (MissReason.SALT, 0)
+    assert explain(manager, LONG, **wide) == (MissReason.SALT, 0)
+    assert explain(manager, LONG, salt="tenant a", **wide) == (MissReason.NONE, 11)
+    assert explain(manager, [1, *LONG], salt="tenant b", **wide) == (MissReason.UNSEEN, 0)
+
+
+def test_another_tenants_adapter_is_nobodys_business() -> None:
+    manager = make_manager()
+    finish(manager, "first", LONG, salt="tenant a", adapter="lora")
+    assert explain(manager, LONG, salt="tenant b") == (MissReason.UNSEEN, 0)
+    assert explain(manager, LONG, salt="tenant b", across_salts=True) == (MissReason.UNSEEN, 0)
+
+
+def test_item() -> None:
+    manager = make_manager()
+    cat, dog = MultiModalItem(b"cat", 5, 4), MultiModalItem(b"dog", 5, 4)
+    prompt = [1, 2, 3, 4, 5, 9, 9, 9, 9, 6, 7, 8]
+    finish(manager, "cat", prompt, items=(cat,))
+    assert explain(manager, prompt, items=(dog,)) == (MissReason.ITEM, 5)
+    assert explain(manager, prompt) == (MissReason.ITEM, 5)
+    assert explain(manager, [*prompt[:9], 0, 0, 0], items=(cat,)) == (MissReason.TOKEN, 9)
+
+
+def test_item_at_the_very_first_token() -> None:
+    manager = make_manager()
+    finish(manager, "cat", [9, 9, 9, 9], items=(MultiModalItem(b"cat", 0, 4),))
+    dog = MultiModalItem(b"dog", 0, 4)
+    assert explain(manager, [9, 9, 9, 9, 1], items=(dog,)) == (MissReason.ITEM, 0)
+
+
+def test_shorter_than_a_block() -> None:
+    manager = make_manager()
+    assert explain(manager, [1, 2, 3]) == (MissReason.SHORT, 0)
+    finish(manager, "first", LONG)
+    assert explain(manager, [*LONG, 1, 2, 3]) == (MissReason.SHORT, 12)
+    assert explain(manager, [100, 1, 2]) == (MissReason.SHORT, 1)
+
+
+def test_in_progress() -> None:
+    manager = make_manager()
+    first = TokenSequence("first", LONG)
+    admit(manager, first, 6)
+    assert explain_running(manager, LONG) == (MissReason.IN_PROGRESS, 4)
+    manager.commit_step()
+    assert manager.append_slots(first, 6)
+    manager.commit_step()
+    assert explain_running(manager, LONG) == (MissReason.NONE, 11)
+
+
+def explain_running(manager: KVCacheManager, tokens: list[int]) -> tuple[MissReason, int]:
+    explanation = manager.explain(TokenSequence("probe", tokens))
+    return explanation.reason, explanation.position
+
+
+def test_an_explanation_reads_as_a_sentence() -> None:
+    assert str(MissExplanation(MissReason.TOKEN, 17)) == (
+        "from token 17 on: differs from what is cached at a token"
+    )
+    assert str(MissExplanation(MissReason.NONE, 3)) == "every token that could be reused was"
+
+
+def test_a_decoded_token_is_as_good_as_a_prompts() -> None:
+    manager = make_manager()
+    sequence = start(manager, "first", LONG[:3])
+    decode(manager, sequence, *LONG[3:6])
+    assert explain_running(manager, [*LONG[:5], 0]) == (MissReason.SHORT, 4)
+    manager.free(sequence)
+    assert explain_running(manager, [*LONG[:6], 0]) == (MissReason.NONE, 6)

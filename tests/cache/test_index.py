@@ -1,0 +1,144 @@
+"""What the index remembers of evicted prefixes, and when it lets go."""
+
+import pytest
+
+from headstart.cache import KVCacheManager, MissReason, Namespace, TokenSequence
+from headstart.cache.index import PrefixNode
+from tests.cache.steps import admit, finish, hits, make_manager, start
+
+
+def all_nodes(manager: KVCacheManager) -> list[PrefixNode]:
+    """Every node but the roots."""
+    found: list[PrefixNode] = []
+    todo = [child for root in manager._index.roots() for child in root.children()]
+    while todo:
+        found.append(todo.pop())
+        todo += found[-1].children()
+    return found
+
+
+def evicted_nodes(manager: KVCacheManager) -> int:
+    return sum(node.block is None for node in all_nodes(manager))
+
+
+def numbered(at: int, blocks: int = 4) -> list[int]:
+    """A prompt that shares nothing with one of another number."""
+    return [1000 * at + token for token in range(4 * blocks)]
+
+
+@pytest.mark.parametrize("remember", [0, 1, 3, 7])
+@pytest.mark.parametrize("eviction", ["lru", "empty-first-lru"])
+def test_no_more_than_was_said_is_remembered(remember: int, eviction: str) -> None:
+    manager = make_manager(num_blocks=4, partial_hits=False, remember=remember, eviction=eviction)
+    for at in range(6):
+        finish(manager, f"request {at}", numbered(at))
+        manager.check()
+        assert evicted_nodes(manager) == min(remember, 4 * at)
+
+
+def test_a_quarter_of_the_blocks_are_remembered_by_default() -> None:
+    manager = make_manager(num_blocks=8, partial_hits=False)
+    for at in range(6):
+        finish(manager, f"request {at}", numbered(at))
+    assert evicted_nodes(manager) == 2
+
+
+def test_what_is_cached_again_is_not_forgotten_with_its_old_time() -> None:
+    manager = make_manager(num_blocks=4, partial_hits=False, remember=4)
+    for at in (0, 1, 0):  # the first is evicted, remembered, and then cached again
+        finish(manager, f"request {at}", numbered(at))
+    assert hits(manager, [*numbered(0), 1]) == 16
+    finish(manager, "request 2", numbered(2))
+    manager.check()
+    assert hits(manager, [*numbered(0), 1]) == 0
+    assert manager.explain(TokenSequence("probe", numbered(0))).reason is MissReason.EVICTED
+
+
+def test_siblings_are_cut_off_one_by_one() -> None:
+    manager = make_manager(num_blocks=6, partial_hits=False, remember=1)
+    head = [7] * 4
+    for at in range(5):
+        finish(manager, f"request {at}", [*head, at, at, at, at])
+    assert len(all_nodes(manager)) == 6
+    for at in range(3):
+        finish(manager, f"other {at}", numbered(at + 1))
+        manager.check()
+    assert len(all_nodes(manager)) <= 6 + 1
+    assert manager.explain(TokenSequence("probe", [*head, 9])).reason is MissReason.UNSEEN
+
+
+def test_a_branch_grows_again_after_it_was_cut_off() -> None:
+    manager = make_manager(num_blocks=4, partial_hits=False, remember=0)
+    for _ in range(2):
+        for at in range(3):
+            finish(manager, f"request {at}", [*[7] * 4, at, at, at, at])
+        finish(manager, "other", numbered(1))
+        manager.check()
+        assert len(all_nodes(manager)) == 4
+
+
+def test_a_node_outlives_its_time_for_a_descendant_and_goes_with_it() -> None:
+    """A failed step forgets its blocks first to last, so a parent's time is over first."""
+    manager = make_manager(num_blocks=4, remember=1)
+    admit(manager, TokenSequence("fails", numbered(1, blocks=3)))
+    manager.fail_step()
+    manager.check()
+    assert evicted_nodes(manager) == 3  # one remembered, and what it stands on
+    admit(manager, TokenSequence("fails, too", [5, 5, 5, 5]))
+    manager.fail_step()
+    manager.check()
+    assert evicted_nodes(manager) == 1
+
+
+def test_an_outlived_node_may_be_cached_again() -> None:
+    manager = make_manager(num_blocks=4, remember=1)
+    prompt = numbered(1, blocks=3)
+    admit(manager, TokenSequence("fails", prompt))
+    manager.fail_step()
+    sequence = start(manager, "again", prompt[:8])
+    manager.check()
+    assert evicted_nodes(manager) == 1
+    manager.free(sequence)
+    assert hits(manager, [*prompt[:8], 0]) == 8
+
+
+def test_tails_are_not_remembered() -> None:
+    manager = make_manager(num_blocks=1, remember=1)
+    finish(manager, "whole", [1, 2, 3, 4])
+    for at in range(3):
+        finish(manager, f"tail {at}", [at + 5] * 2)
+        manager.check()
+    assert manager.explain(TokenSequence("probe", [1, 2, 3, 4])).reason is MissReason.EVICTED
+
+
+def test_a_namespace_is_forgotten_with_its_last_prefix() -> None:
+    manager = make_manager(num_blocks=2, remember=0)
+    for adapter, salt in [("a", "s"), ("b", "s"), ("a", None), (None, None)]:
+        finish(manager, f"{adapter} {salt}", numbered(1, blocks=2), adapter=adapter, salt=salt)
+        assert [root.namespace for root in manager._index.roots()] == [Namespace(adapter, salt)]
+        manager.check()
+
+
+def test_a_tail_goes_with_its_namespace() -> None:
+    manager = make_manager(num_blocks=1, remember=3)
+    finish(manager, "tail", [1, 2], salt="s")
+    assert len(manager._index.roots()) == 1
+    finish(manager, "other", [3, 4])
+    assert [root.namespace.salt for root in manager._index.roots()] == [None]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_reset_forgets_what_was_remembered(fails: bool) -> None:
+    manager = make_manager(num_blocks=4, partial_hits=False, remember=2)
+    finish(manager, "evicted", numbered(1))
+    finish(manager, "other", numbered(2))
+    if fails:
+        admit(manager, TokenSequence("fails", numbered(3)))
+        manager.fail_step()
+    assert manager.reset_prefix_cache()
+    manager.check()
+    assert all_nodes(manager) == []
+    for at in (4, 5, 6):
+        finish(manager, f"request {at}", numbered(at))
+        manager.check()
+        assert hits(manager, [*numbered(at), 0]) == 16

@@ -1,0 +1,128 @@
+"""Portable names: the same in every process, on every machine, for as long as we keep them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headstart.cache import BlockNames, KVCacheManager, MultiModalItem, TokenSequence
+from headstart.cache.identity import Namespace, root_hash, sha256
+from tests.cache.naming import block_names, digest_of_one_bit
+from tests.cache.steps import finish, make_manager, start
+from tests.house.source import ROOT
+
+TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+IMAGE = MultiModalItem(b"\x01\x02", offset=3, length=2)
+
+# Golden values, of both full blocks of four: when one changes, no stored block is found again.
+PLAIN = [
+    "bda2b652ba96a25a8866e7cc4a8248045bb2706d43650e5a85a3298bd69dcaff",
+    "0031bd094f600d1e72818d96608b8d36411ed02ecae733ea92004c38e04b38a5",
+]
+EVERYTHING = [  # of model "model", adapter "a", salt "s", and with the image
+    "3e06e80a304e41f9648bf4c4a2dbfee7525b8f8e70888e8bcb93905fbfade769",
+    "aa2249b2ec5ff4955e509b9b00033e896c3483f8bf417c1825c9042f2cd1b050",
+]
+
+
+def names_of(sequence: TokenSequence, model: str = "") -> list[str]:
+    names = BlockNames(4, model).of_keys(sequence.namespace, sequence.cut(4))
+    return [name.hex() for name in names]
+
+
+def test_golden_values() -> None:
+    plain = TokenSequence("plain", TOKENS)
+    everything = TokenSequence("everything", TOKENS, adapter="a", salt="s", items=[IMAGE])
+    assert names_of(plain) == PLAIN
+    assert names_of(everything, "model") == EVERYTHING
+    assert [name.hex() for name in block_names(plain, 4)] == PLAIN
+    assert [name.hex() for name in block_names(everything, 4, "model")] == EVERYTHING
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "random"])
+def test_another_process_gives_the_same_names(seed: str) -> None:
+    program = (
+        "from headstart.cache import BlockNames, TokenSequence\n"
+        f"sequence = TokenSequence('other', {TOKENS})\n"
+        "for name in BlockNames(4).of_keys(sequence.namespace, sequence.cut(4)):\n"
+        "    print(name.hex())\n"
+    )
+    environment = os.environ | {"PYTHONHASHSEED": seed}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        check=True,
+    )
+    assert done.stdout.split() == PLAIN
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20), st.integers(1, 6))
+def test_names_follow_the_documented_layout(tokens: list[int], size: int) -> None:
+    sequence = TokenSequence("one", tokens, adapter="a")
+    manager = make_manager(num_blocks=20, block_size=size)
+    assert manager.block_hashes(sequence) == block_names(sequence, size)
+
+
+FIELD = st.none() | st.sampled_from(["", "a", "ab", "b", "\0", "é"])
+
+
+@given(*[st.tuples(FIELD, FIELD, st.sampled_from(["", "m", "ma"]), st.integers(1, 2))] * 2)
+def test_roots_differ_when_anything_differs(
+    left: tuple[str | None, str | None, str, int], right: tuple[str | None, str | None, str, int]
+) -> None:
+    """Also where one field's end would run into the next one's beginning."""
+    names = [root_hash(Namespace(a, s), size, model) for a, s, model, size in (left, right)]
+    assert (names[0] == names[1]) == (left == right)
+
+
+def name_of_last(manager: KVCacheManager, sequence: TokenSequence) -> bytes:
+    assert sequence.node is not None
+    return manager.names.of_node(sequence.node)
+
+
+def test_a_cached_block_has_the_name_of_its_keys() -> None:
+    manager = make_manager()
+    sequence = start(manager, "one", TOKENS, salt="s")
+    names = manager.block_hashes(sequence)
+    assert len(names) == 2
+    assert name_of_last(manager, sequence) == names[1]
+    assert manager.names.of_node(sequence.blocks[0].node) == names[0]  # type: ignore[arg-type]
+
+
+def test_each_node_is_named_once() -> None:
+    named: list[bytes] = []
+
+    def digest(data: bytes) -> bytes:
+        named.append(data)
+        return sha256(data)
+
+    manager = KVCacheManager(make_manager().config, BlockNames(4, digest=digest))
+    sequence = start(manager, "one", TOKENS)
+    assert named == []  # nobody asked
+    name_of_last(manager, sequence)
+    name_of_last(manager, sequence)
+    assert len(named) == len(set(named)) == 3  # the root and two blocks
+
+
+def test_hits_do_not_depend_on_names() -> None:
+    """Two prefixes of one name stay two prefixes."""
+    manager = KVCacheManager(
+        make_manager(num_blocks=40, events=True).config, BlockNames(4, digest=digest_of_one_bit)
+    )
+    prompts = [[at, at, at, at, 0, 0, 0, 0, 0] for at in range(6)]
+    for at, prompt in enumerate(prompts):
+        finish(manager, f"request {at}", prompt)
+    tables = set()
+    for prompt in prompts:
+        found = manager.get_computed_blocks(TokenSequence("probe", prompt))
+        assert found.num_tokens == 8
+        tables.add(tuple(block.block_id for block in found.blocks))
+    assert len(tables) == 6
+    names = {event.block_hash for event in manager.take_events()}  # type: ignore[union-attr]
+    assert names <= {b"\0", b"\1"}

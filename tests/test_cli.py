@@ -1,0 +1,240 @@
+"""The command line: the demo, runs and chats on the demo model, and how errors end."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+
+from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
+from headstart.cli import main
+from headstart.cli_options import SAMPLING_FLAGS, sort_options
+from headstart.cli_pool import CACHED, EMPTY, HELD, PoolPicture
+from headstart.engine.config import EngineConfig
+
+SMALL = ["--num-blocks", "64", "--max-tokens", "8"]
+
+
+def call(*arguments: str, stdin: str = "") -> Result:
+    """Run a command in this process; what it raised beyond its own errors fails the test."""
+    result = CliRunner().invoke(main, arguments, input=stdin)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def cached_tokens(text: str) -> list[int]:
+    return [int(number.replace(",", "")) for number in re.findall(r"cached ([\d,]+) \(", text)]
+
+
+@pytest.fixture(scope="module")
+def demo(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """What `headstart demo` prints, and the picture it saves."""
+    svg = tmp_path_factory.mktemp("demo") / "demo.svg"
+    result = call("demo", "--svg", str(svg))
+    assert result.exit_code == 0, result.output
+    yield result.stdout, svg
+
+
+def test_demo_says_that_its_answers_are_noise(demo: tuple[str, Path]) -> None:
+    assert "answers are noise" in " ".join(demo[0].split())
+
+
+def test_demo_shows_the_figures_of_three_requests(demo: tuple[str, Path]) -> None:
+    shown = re.findall(
+        r"│ ([\d,]+) +([\d,]+) \((\d+)%\) +([\d.]+ m?s), (.*?)  +[\d.]+ m?s", demo[0]
+    )
+    prompts, cached, shares, _, notes = zip(*shown, strict=True)
+    assert len(shown) == 3
+    assert int(prompts[0].replace(",", "")) > 3000
+    assert cached[0] == "0"
+    assert all(int(share) > 95 for share in shares[1:])
+    assert notes[0] == "cold" and all("× sooner" in note for note in notes[1:])
+    assert re.search(r"cold / warm +[\d.]+ m?s / [\d.]+ m?s = [\d.]+", demo[0])
+
+
+def test_demo_draws_the_pool_after_each_request(demo: tuple[str, Path]) -> None:
+    pools = re.findall(r"■ held (\d+) +□ cached (\d+) +· empty (\d+)", demo[0])
+    assert [sum(map(int, pool)) for pool in pools] == [320, 320, 320]
+    assert demo[0].count("■") - len(pools) == sum(int(held) for held, _, _ in pools)
+    owners = [[int(n) for n in re.findall(r" \d: (\d+)", line)] for line in demo[0].splitlines()]
+    first, second, third = [counts for counts in owners if counts]
+    assert len(third) == 3 and first[0] > 200
+    assert second[1] < 20 and third[2] < 20
+
+
+def test_demo_saves_its_picture(demo: tuple[str, Path]) -> None:
+    picture = demo[1].read_text(encoding="utf-8")
+    words = " ".join(ElementTree.fromstring(picture).itertext()).replace("\xa0", " ")
+    assert "time to first token" in words and "■" in words
+    assert "font-face" not in picture
+
+
+def test_run_asks_several_questions_about_one_file(demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "document.txt").write_text("Turn the valve to the left. " * 10)
+    document = str(tmp_path / "document.txt")
+    result = call("run", *SMALL, "--file", document, "How?", "Why?")
+    assert result.exit_code == 0
+    first, second = cached_tokens(result.stderr)
+    assert (first, second) == (0, len("Turn the valve to the left. " * 10))
+    assert len(result.stdout.splitlines()) == 2
+
+
+def test_run_reads_its_prompt_from_stdin(demo_model: Path) -> None:
+    result = call("run", *SMALL, "--as-chat", stdin="Hello")
+    assert result.exit_code == 0
+    turn = 1 + len("user\nHello") + 1 + len("\n") + 1 + len("assistant\n")
+    assert f"prompt {turn} tokens" in result.stderr
+    assert "each · length]" in result.stderr
+
+
+def test_chat_hits_its_earlier_turns(demo_model: Path) -> None:
+    result = call("chat", *SMALL, stdin="Hello there\n\n/pool\nAnd again\n/nonsense\n/quit\nlate\n")
+    assert result.exit_code == 0
+    prompts = [int(n) for n in re.findall(r"prompt (\d+) tokens", result.stderr)]
+    cached = cached_tokens(result.stderr)
+    assert len(prompts) == 2
+    assert cached[0] == 0
+    assert prompts[0] + 8 - 1 <= cached[1] < prompts[1]
+    assert "■ held 0" in result.stderr
+    assert "> Hello there" in result.stdout
+    assert "late" not in result.stdout
+
+
+def test_chat_begins_anew_after_reset(demo_model: Path) -> None:
+    result = call("chat", *SMALL, "--system", "Be brief.", stdin="Hello\n/reset\nHello\n")
+    prompts = re.findall(r"prompt (\d+) tokens", result.stderr)
+    assert prompts[0] == prompts[1]
+
+
+def test_chat_survives_a_turn_that_is_too_long(demo_model: Path) -> None:
+    result = call("chat", *SMALL, "--max-model-len", "100", stdin="x" * 200 + "\nHello\n")
+    assert result.exit_code == 0
+    assert "headstart: the prompt has" in result.stderr
+    assert result.stderr.count("first token") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "--model", "/no/such/model", "x"], "/no/such/model"),
+        (["run", "--block-size", "3", "x"], "block_size is 3"),
+        (["run", "--temperature", "-1", "x"], "temperature"),
+        (["run", "--num-blocks", "2", "x" * 100], "the prompt has"),
+        (["run", ""], "empty"),
+        (["run"], "no prompt"),
+        (["run", "--file", "nowhere.txt"], "nowhere.txt"),
+        (["demo", "--num-blocks", "10"], "max_model_len is 4800"),
+        (["demo", "--warp", "9"], "--warp"),
+        (["chat", "--dtype", "int4"], "int4"),
+    ],
+)
+def test_an_error_is_one_clear_line_and_status_2(
+    demo_model: Path, arguments: list[str], says: str
+) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    last = result.stderr.splitlines()[-1]
+    assert says in last
+    assert last.startswith(("headstart: ", "Error: "))
+    assert "Traceback" not in result.output
+
+
+def test_a_file_that_is_no_text_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "image").write_bytes(b"\xff\xfe\x00")
+    result = call("run", "--file", str(tmp_path / "image"), "x")
+    assert (result.exit_code, result.stderr.split(":")[0]) == (2, "headstart")
+    assert "not UTF-8" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["demo", "run", "chat"])
+def test_every_engine_option_is_a_flag(command: str) -> None:
+    declared = {name for option in main.commands[command].params for name in option.opts}
+    for field in fields(EngineConfig):
+        assert f"--{field.name.replace('_', '-')}" in declared or field.name in SAMPLING_FLAGS
+
+
+def test_flags_keep_the_types_of_their_fields() -> None:
+    arguments = [
+        "--no-deduplicate",
+        "--kv-cache-fraction",
+        "0.5",
+        "--num-blocks",
+        "7",
+        "--stop",
+        "x",
+    ]
+    with main.commands["chat"].make_context("chat", arguments) as context:
+        options = sort_options({k: v for k, v in context.params.items() if k != "model"})
+    assert options.engine == {"deduplicate": False, "kv_cache_fraction": 0.5, "num_blocks": 7}
+    assert options.sampling.stop == ["x"]
+    assert (options.sampling.max_tokens, options.sampling.temperature) == (256, 0.0)
+
+
+def test_help_and_version_load_no_torch() -> None:
+    program = (
+        "import sys; from headstart.cli import main; main(['--help'], standalone_mode=False);"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "demo" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-m", "headstart", "--version"], capture_output=True, text=True
+    )
+    assert done.stdout.startswith("headstart, version ")
+
+
+class TestPoolPicture:
+    """The picture follows a real manager with blocks of 4 tokens."""
+
+    def make(self, num_blocks: int) -> tuple[KVCacheManager, PoolPicture]:
+        manager = KVCacheManager(CacheConfig(num_blocks=num_blocks, block_size=4))
+        return manager, PoolPicture(manager.pool.blocks)
+
+    def admit(self, manager: KVCacheManager, name: str, token_ids: list[int]) -> TokenSequence:
+        sequence = TokenSequence(name, token_ids)
+        computed = manager.get_computed_blocks(sequence)
+        left = len(token_ids) - computed.num_tokens
+        assert manager.allocate_slots(sequence, left, computed) is not None
+        manager.commit_step()
+        return sequence
+
+    def rows(self, picture: PoolPicture) -> list[str]:
+        return [line.split()[-1] for line in picture.draw().plain.splitlines()[:-2]]
+
+    def test_held_cached_and_empty(self) -> None:
+        manager, picture = self.make(8)
+        first = self.admit(manager, "a", list(range(10)))
+        picture.look(1)
+        assert self.rows(picture) == [HELD * 3 + EMPTY * 5]
+        manager.free(first)
+        self.admit(manager, "b", [*range(8), 99])
+        picture.look(2)
+        assert self.rows(picture) == [HELD * 2 + CACHED + HELD + EMPTY * 4]
+        legend = picture.draw().plain.splitlines()[-2:]
+        assert legend[0].split() == ["■", "held", "3", "□", "cached", "1", "·", "empty", "4"]
+        assert legend[1].split() == ["computed", "by", "request", "1:", "3", "2:", "1"]
+
+    def test_a_block_filled_anew_changes_hands(self) -> None:
+        manager, picture = self.make(2)
+        first = self.admit(manager, "a", list(range(8)))
+        picture.look(1)
+        manager.free(first)
+        self.admit(manager, "b", list(range(50, 58)))
+        picture.look(2)
+        assert picture.draw().plain.splitlines()[-1].split()[-2:] == ["2:", "2"]
+
+    def test_a_large_pool_has_several_blocks_to_a_sign(self) -> None:
+        manager, picture = self.make(10_000)
+        self.admit(manager, "a", list(range(4)))
+        picture.look(1)
+        rows = self.rows(picture)
+        assert len(rows) <= 8
+        assert "".join(rows).count(HELD) == 1
+        assert "(20 blocks to a sign)" in picture.draw().plain

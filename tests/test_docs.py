@@ -1,0 +1,173 @@
+"""Docs are tests: what README, docs and docstrings show, runs.
+
+Python blocks of a page run from top to bottom in one namespace, as a reader would type them.
+An HTML comment on the line above a block says what it needs:
+
+    <!-- demo model: Qwen/Qwen2.5-0.5B-Instruct -->    the demo model stands in for this name
+    <!-- output -->                                    (above a text block) what the Python block
+                                                       before it prints; `...` matches anything
+
+Shell blocks are read, not run: `headstart` commands by the real parser, `make` targets in the
+Makefile, scripts by whether they are there.
+"""
+
+import doctest
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import click
+import pytest
+
+from headstart.cli import main
+from tests.house.source import ROOT, read_modules
+
+BLOCK = re.compile(
+    r"^(?:<!-- (?P<note>.*?) -->\n)?```(?P<language>\w*)\n(?P<body>.*?)^```$", re.M | re.S
+)
+LANGUAGES = {"python", "sh", "text", "json"}
+STAND_IN = "demo model: "
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page; `line` is where its first line stands."""
+
+    language: str
+    note: str
+    body: str
+    line: int
+
+
+def read_blocks(text: str) -> list[Block]:
+    return [
+        Block(
+            found["language"],
+            found["note"] or "",
+            found["body"],
+            text.count("\n", 0, found.start("body")) + 1,
+        )
+        for found in BLOCK.finditer(text)
+    ]
+
+
+PAGES = {
+    str(path.relative_to(ROOT)): read_blocks(path.read_text(encoding="utf-8"))
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+}
+
+
+def pages_with(language: str) -> list[str]:
+    return [name for name, blocks in PAGES.items() if any(b.language == language for b in blocks)]
+
+
+def run_python(blocks: list[Block], page: str, model: Path, read: Callable[[], str]) -> list[str]:
+    """Run a page's blocks; returns where what was printed is not what the page says."""
+    namespace: dict[str, object] = {"__name__": "__page__"}
+    wrong, printed = [], ""
+    checker, options = doctest.OutputChecker(), doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    for block in blocks:
+        if block.language == "python":
+            code = block.body
+            if block.note.startswith(STAND_IN):
+                name = block.note.removeprefix(STAND_IN)
+                assert name in code, f"{page}:{block.line}: {name} is not in the block"
+                code = code.replace(name, model.as_posix())
+            lines = "\n" * (block.line - 1)  # so that a traceback names the page's own line
+            exec(compile(lines + code, page, "exec"), namespace)
+            printed = read()
+        elif block.note == "output" and not checker.check_output(block.body, printed, options):
+            wrong.append(f"{page}:{block.line} says\n{block.body}but it printed\n{printed}")
+    return wrong
+
+
+def parse_command(line: str) -> None:
+    """Raises click.UsageError or AssertionError where a command of ours cannot be right."""
+    words = [word for word in shlex.split(line, comments=True) if not re.match(r"[A-Z_]+=", word)]
+    program, arguments = words[0], words[1:]
+    if program == "headstart":
+        parse_arguments(main, arguments)
+    elif program == "make":
+        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        for target in arguments:
+            assert re.search(rf"^{re.escape(target)}:", makefile, re.M), f"no target {target}"
+    elif program in ("python", ".venv/bin/python"):
+        assert arguments[0] == "-m" or (ROOT / arguments[0]).is_file(), f"no {arguments[0]}"
+    else:
+        assert program in ("git", "cd", "pip", "echo", "cat"), f"what is {program}?"
+
+
+def parse_arguments(command: click.Command, arguments: list[str]) -> None:
+    with command.make_context(command.name, list(arguments)) as context:
+        if isinstance(command, click.Group):
+            rest = [*context._protected_args, *context.args]
+            _, chosen, rest = command.resolve_command(context, rest)
+            assert chosen is not None
+            parse_arguments(chosen, rest)
+
+
+def shell_lines(block: Block) -> list[str]:
+    joined = block.body.replace("\\\n", " ")
+    lines = [line.strip().removeprefix("$ ") for line in joined.splitlines()]
+    parts = [part for line in lines for part in re.split(r"\s(?:\||&&)\s", line)]
+    return [part for part in parts if part and not part.startswith("#")]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_has_a_language_we_check(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert text.count("```") == 2 * len(PAGES[page]), "a fence was not understood"
+    assert {block.language for block in PAGES[page]} <= LANGUAGES
+
+
+@pytest.mark.parametrize("page", pages_with("python"))
+def test_python_blocks_run(page: str, demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_python(PAGES[page], page, demo_model, lambda: capsys.readouterr().out) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "line"),
+    [
+        (page, line)
+        for page in pages_with("sh")
+        for block in PAGES[page]
+        if block.language == "sh"
+        for line in shell_lines(block)
+    ],
+)
+def test_shell_commands_are_understood(
+    page: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    parse_command(line)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text) + re.findall(
+        r'src="([^":]+)"', text
+    )
+    assert [t for t in targets if not (ROOT / page).parent.joinpath(t).exists()] == []
+
+
+@pytest.mark.parametrize("name", [n for n, m in read_modules().items() if ">>> " in m.text])
+def test_examples_in_docstrings_run(name: str, demo_model: Path) -> None:
+    result = doctest.testmod(import_module(name), optionflags=doctest.ELLIPSIS)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("line", ["headstart demo --warp 9", "headstart fly", "make love", "rm -r"])
+def test_a_command_that_is_not_ours_is_found(line: str) -> None:
+    with pytest.raises((click.UsageError, AssertionError)):
+        parse_command(line)
+
+
+def test_output_that_differs_from_the_page_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    page = "```python\nprint(41)\n```\n\n<!-- output -->\n```text\n42\n```\n"
+    wrong = run_python(read_blocks(page), "p", Path(), lambda: capsys.readouterr().out)
+    assert wrong == ["p:7 says\n42\nbut it printed\n41\n"]

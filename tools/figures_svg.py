@@ -1,0 +1,127 @@
+"""Just enough SVG to draw with: boxes, text, lines and arrows on a card of its own colour.
+
+The card is opaque, so that a figure reads the same on a light page and on a dark one. Numbers
+are written one way only, so that the same drawing is the same file.
+"""
+
+from dataclasses import dataclass, field
+from html import escape
+
+SANS = "Inter, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
+MONO = "'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+
+PAPER, INK, MUTED, LINE = "#fcfbf8", "#20242b", "#6b7280", "#c9ccd3"
+
+
+@dataclass(frozen=True)
+class Colour:
+    """A hue in two strengths: `fill` under text, `line` for borders and arrows."""
+
+    fill: str
+    line: str
+
+
+EMPTY = Colour("#ffffff", "#b4b8c0")
+CACHED = Colour("#e9e4f7", "#7558b5")
+HOLDERS = (
+    Colour("#d7e7fb", "#2f6db5"),
+    Colour("#fde3c8", "#c26a15"),
+    Colour("#d5efdc", "#2c8651"),
+)
+
+
+def number(value: float) -> str:
+    """At most one decimal, and none where it is zero."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+@dataclass
+class Canvas:
+    """A card of `width` by `height` pixels, drawn on from back to front."""
+
+    width: int
+    height: int
+    title: str
+    parts: list[str] = field(default_factory=list)
+
+    def box(
+        self, place: tuple[float, float, float, float], colour: Colour, *, style: str = ""
+    ) -> None:
+        """A rounded box at (x, y, width, height). `style`: dashed, thick, square."""
+        x, y, width, height = place
+        stroke = 2.2 if "thick" in style else 1.3
+        corner = 2 if "square" in style else 6
+        dashed = ' stroke-dasharray="4 3"' if "dashed" in style else ""
+        self.parts.append(
+            f'<rect x="{number(x)}" y="{number(y)}" width="{number(width)}" '
+            f'height="{number(height)}" rx="{corner}" fill="{colour.fill}" stroke="{colour.line}" '
+            f'stroke-width="{number(stroke)}"{dashed}/>'
+        )
+
+    def halves(self, place: tuple[float, float, float, float], left: Colour, right: Colour) -> None:
+        """A box whose halves have two colours, the border too."""
+        x, y, width, height = place
+        middle, bottom, corner = x + width / 2, y + height, 6
+        for edge, turn, colour in ((x, corner, left), (x + width, -corner, right)):
+            outline = (
+                f"M {number(middle)} {number(y)} H {number(edge + turn)} "
+                f"Q {number(edge)} {number(y)} {number(edge)} {number(y + corner)} "
+                f"V {number(bottom - corner)} "
+                f"Q {number(edge)} {number(bottom)} {number(edge + turn)} {number(bottom)} "
+                f"H {number(middle)}"
+            )
+            self.parts.append(
+                f'<path d="{outline}" fill="{colour.fill}" stroke="{colour.line}" '
+                f'stroke-width="2.2"/>'
+            )
+
+    def text(self, x: float, y: float, words: str, *, size: float = 13, style: str = "") -> None:
+        """Words whose baseline is at y. `style`: mono, bold, muted, middle, end, or #colour."""
+        look = style.split()
+        colours = [word for word in look if word.startswith("#")]
+        fill = colours[0] if colours else MUTED if "muted" in look else INK
+        anchor = "middle" if "middle" in look else "end" if "end" in look else "start"
+        weight = ' font-weight="600"' if "bold" in look else ""
+        family = MONO if "mono" in look else SANS
+        self.parts.append(
+            f'<text x="{number(x)}" y="{number(y)}" font-size="{number(size)}" '
+            f'font-family="{family}" fill="{fill}" text-anchor="{anchor}"{weight} '
+            f'xml:space="preserve">{escape(words)}</text>'
+        )
+
+    def path(self, outline: str, colour: str, *, style: str = "") -> None:
+        """A line along an SVG path. `style`: arrow, dashed, faint, thick."""
+        marker = f' marker-end="url(#tip-{colour[1:]})"' if "arrow" in style else ""
+        dashed = ' stroke-dasharray="4 3"' if "dashed" in style else ""
+        faint = ' opacity="0.55"' if "faint" in style else ""
+        width = "2" if "thick" in style else "1.4"
+        self.parts.append(
+            f'<path d="{outline}" fill="none" stroke="{colour}" stroke-width="{width}"'
+            f"{dashed}{faint}{marker}/>"
+        )
+
+    def line(
+        self, start: tuple[float, float], end: tuple[float, float], colour: str, *, style: str = ""
+    ) -> None:
+        """A straight line."""
+        (x, y), (to_x, to_y) = start, end
+        outline = f"M {number(x)} {number(y)} L {number(to_x)} {number(to_y)}"
+        self.path(outline, colour, style=style)
+
+    def render(self) -> str:
+        """The whole file."""
+        tips = "".join(
+            f'<marker id="tip-{colour[1:]}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6.5" '
+            f'markerHeight="6.5" orient="auto-start-reverse">'
+            f'<path d="M 0 0.6 L 7.4 4 L 0 7.4 z" fill="{colour}"/></marker>'
+            for colour in (INK, MUTED, CACHED.line, EMPTY.line, *(c.line for c in HOLDERS))
+        )
+        size = f'width="{self.width}" height="{self.height}"'
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
+            f'viewBox="0 0 {self.width} {self.height}" role="img">\n'
+            f"<title>{escape(self.title)}</title>\n<defs>{tips}</defs>\n"
+            f'<rect x="0.5" y="0.5" width="{self.width - 1}" height="{self.height - 1}" rx="12" '
+            f'fill="{PAPER}" stroke="{LINE}"/>\n'
+        )
+        return head + "\n".join(self.parts) + "\n</svg>\n"

@@ -7,15 +7,17 @@ aborted meanwhile. Outputs cross back to the event loop that asked for them.
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
+from headstart.engine.chat import ChatRequests, Conversation
 from headstart.engine.engine import Engine
 from headstart.engine.inputs import Prompt
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
+from headstart.engine.request import RequestGroup
 from headstart.errors import EngineError, HeadstartError, RequestError
 
 Deliver = Callable[[RequestOutput | HeadstartError], None]
@@ -31,6 +33,7 @@ class AsyncLLM:
     def __init__(self, model: str | Path, **options: Any) -> None:
         """Load a model; `options` are the fields of `EngineConfig`."""
         self.engine = Engine.load(model, **options)
+        self._chats = ChatRequests(self.engine)
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._deliver: dict[str, Deliver] = {}
         self._closed = False
@@ -45,11 +48,32 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Stream the outputs of one request. Raises RequestError before any work."""
-        request = self.engine.prepare(
-            prompt, sampling_params or SamplingParams(), request_id=request_id, salt=cache_salt
-        )
+        params = sampling_params or SamplingParams()
+        request = self.engine.prepare(prompt, params, request_id=request_id, salt=cache_salt)
+        async with aclosing(self._stream(request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Stream the answer to a conversation; the next turn hits every token of this one."""
+        params = sampling_params or SamplingParams()
+        request = self._chats.prepare(messages, params, request_id=request_id, salt=cache_salt)
+        async with aclosing(self._stream(request)) as outputs:
+            async for output in outputs:
+                if output.finished:
+                    self._chats.remember(output, salt=cache_salt)
+                yield output
+
+    async def _stream(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[RequestOutput | HeadstartError] = asyncio.Queue()
 

@@ -15,15 +15,13 @@ from rich.progress import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from headstart.engine.conversation import ConversationMemory, Message, Turn
+from headstart.engine.chat import ChatRequests, Conversation
 from headstart.engine.engine import Engine, StepResult
 from headstart.engine.inputs import Prompt
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import RequestGroup
 from headstart.errors import RequestError
-
-Conversation = Sequence[Message]
 
 
 class LLM:
@@ -43,7 +41,7 @@ class LLM:
         Raises ConfigError, ModelError or OutOfMemoryError.
         """
         self.engine = Engine.load(model, **options)
-        self._conversations = ConversationMemory(self.engine.tokenizer)
+        self._chats = ChatRequests(self.engine)
 
     def generate(
         self,
@@ -81,14 +79,14 @@ class LLM:
         """
         conversations = _as_conversations(messages)
         groups = [
-            self._prepare_chat(conversation, params, cache_salt)
+            self._chats.prepare(conversation, params, salt=cache_salt)
             for conversation, params in zip(
                 conversations, _spread(sampling_params, conversations), strict=True
             )
         ]
         outputs = self._run(groups, show_progress=use_tqdm)
         for output in outputs:
-            self._remember(output, cache_salt)
+            self._chats.remember(output, salt=cache_salt)
         return outputs
 
     def stream(
@@ -113,10 +111,11 @@ class LLM:
         cache_salt: str | None = None,
     ) -> Generator[RequestOutput]:
         """As `stream`, for a conversation."""
-        group = self._prepare_chat(messages, sampling_params or SamplingParams(), cache_salt)
+        params = sampling_params or SamplingParams()
+        group = self._chats.prepare(messages, params, salt=cache_salt)
         for output in self._stream(group):
             if output.finished:
-                self._remember(output, cache_salt)
+                self._chats.remember(output, salt=cache_salt)
             yield output
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -130,21 +129,6 @@ class LLM:
     def close(self) -> None:
         """Free the K/V memory; the object is of no use afterwards."""
         self.engine.close()
-
-    def _prepare_chat(
-        self, messages: Conversation, params: SamplingParams, salt: str | None
-    ) -> RequestGroup:
-        text = self._conversations.render(messages)
-        token_ids = self._conversations.encode(text, salt=salt)
-        group = self.engine.prepare(token_ids, params, salt=salt)
-        group.prompt = text
-        return group
-
-    def _remember(self, output: RequestOutput, salt: str | None) -> None:
-        assert output.prompt is not None
-        for answer in output.outputs:
-            turn = Turn(output.prompt, output.prompt_token_ids, answer.text, answer.token_ids)
-            self._conversations.remember(turn, salt=salt)
 
     def _run(self, groups: list[RequestGroup], *, show_progress: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}

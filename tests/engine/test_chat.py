@@ -4,6 +4,7 @@ The model is random but for its taste: it says ASCII pieces only, and they are s
 the tokenizer would cut its words into.
 """
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from headstart import LLM, RequestOutput, SamplingParams
+from headstart import LLM, AsyncLLM, RequestOutput, SamplingParams
 from headstart.errors import RequestError
 from tests.tiny_models import tiny_config
 from tests.tiny_tokenizers import END_OF_TURN, TINY_TOKENIZERS
@@ -282,3 +283,23 @@ def test_one_bad_conversation_is_refused_before_any_work(
 def test_a_conversation_streamed_must_have_a_message(make_llm: MakeLLM) -> None:
     with pytest.raises(RequestError, match="empty"):
         next(make_llm().stream_chat([], PARAMS))
+
+
+def test_async_chat_hits_the_last_turn_too(folder: Path) -> None:
+    """Two conversations stream at once; each next turn finds all that was generated in its own."""
+
+    async def last(llm: AsyncLLM, messages: Messages) -> RequestOutput:
+        return [output async for output in llm.chat(messages, PARAMS)][-1]
+
+    async def two_turns(llm: AsyncLLM, text: str) -> tuple[RequestOutput, RequestOutput]:
+        first = await last(llm, ask(text))
+        return first, await last(llm, go_on(ask(text), first, "and then?"))
+
+    async def converse(llm: AsyncLLM) -> list[tuple[RequestOutput, RequestOutput]]:
+        return await asyncio.gather(two_turns(llm, "hello"), two_turns(llm, "good day"))
+
+    llm = AsyncLLM(folder, num_blocks=200, debug=True)
+    conversations = asyncio.run(converse(llm))
+    llm.close()
+    for first, second in conversations:
+        assert second.num_cached_tokens == len(all_ids(first)) - 1

@@ -1,8 +1,10 @@
 """The paged K/V memory: for every layer, one row of K and one of V per slot."""
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,7 +52,7 @@ class PagedKVMemory:
         for layout in self.layouts:
             for tensors, width in ((self.keys, layout.key_dim), (self.values, layout.value_dim)):
                 shape = (rows, layout.kv_heads, width)
-                tensors.append(torch.zeros(shape, dtype=dtype, device=self.device))
+                tensors.append(_zeros(shape, dtype, self.device))
 
     @staticmethod
     def bytes_per_block(layouts: Sequence[LayerLayout], block_size: int, dtype: torch.dtype) -> int:
@@ -88,3 +90,14 @@ class PagedKVMemory:
         source, target = slots.unbind(1)
         for tensor in (*self.keys, *self.values):
             tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU their pages are taken from the system when first used.
+
+    torch writes every zero, which for a pool of some gigabytes takes seconds.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    data = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(data).view(dtype).view(shape)

@@ -193,11 +193,11 @@ class StepTables:
 def group_spans(spans: Sequence[Span], window: int | None) -> list[list[Span]]:
     """Decoding spans in groups of similar visible length, longest first.
 
-    >>> spans = [Span(row, 1, context, ()) for row, context in enumerate((10, 1000, 900, 100))]
+    >>> spans = [Span(row, 1, context, ()) for row, context in enumerate((10, 1000, 900, 60))]
     >>> [[span.context for span in group] for group in group_spans(spans, None)]
-    [[1000, 900], [100, 10]]
+    [[1000, 900], [60, 10]]
     >>> [[span.context for span in group] for group in group_spans(spans, 64)]
-    [[1000, 900, 100, 10]]
+    [[1000, 900, 60, 10]]
     """
     groups: list[list[Span]] = []
     longest = 0

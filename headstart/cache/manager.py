@@ -332,7 +332,7 @@ class KVCacheManager:
     def _keep_tail(self, sequence: TokenSequence) -> None:
         """Let the rows of the last block be found, unless a cached block has them already."""
         rows = sequence.num_computed_tokens % self.block_size
-        if rows == 0 or sequence.num_computed_tokens < sequence.num_named * self.block_size:
+        if rows == 0:
             return
         key = sequence.cut_tail(sequence.num_computed_tokens, self.block_size)
         node = sequence.node or self._index.make_root(sequence.namespace)

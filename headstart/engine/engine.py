@@ -201,8 +201,11 @@ class Engine:
                 part.request.group.start_time = now
         try:
             logits = self._runner.run(batch)
-        except Exception as error:  # whatever a model, a kernel or the memory raises
-            return self._fail(batch, error)
+        except BaseException as error:  # whatever a model, a kernel or Ctrl-C raises
+            failed = self._fail(batch, error)
+            if isinstance(error, Exception):
+                return failed
+            raise
         self.manager.commit_step()
         results = self._deliver(batch, self._sample(batch, logits))
         if self.config.debug:
@@ -272,7 +275,7 @@ class Engine:
                 self._groups.pop(name, None)
         return list(moved.values())
 
-    def _fail(self, batch: Batch, error: Exception) -> list[StepResult]:
+    def _fail(self, batch: Batch, error: BaseException) -> list[StepResult]:
         """End the requests of a failed step, siblings of the same group included."""
         self.manager.fail_step()
         failed = [part.request for part in batch.scheduled]
@@ -297,7 +300,7 @@ class Engine:
         self.model.detach()
 
 
-def _engine_error(what: str, cause: Exception) -> EngineError:
+def _engine_error(what: str, cause: BaseException) -> EngineError:
     error = EngineError(f"{what}: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error

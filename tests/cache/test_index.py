@@ -102,6 +102,47 @@ def test_an_outlived_node_may_be_cached_again() -> None:
     assert hits(manager, [*prompt[:8], 0]) == 8
 
 
+def test_a_node_remembered_twice_is_cut_off_once() -> None:
+    """Its second time is over when its namespace's root is another, which must stay."""
+    manager = make_manager(num_blocks=1, remember=2)
+    twice, salted = [1] * 4, {"salt": "s"}
+    finish(manager, "first time", twice, **salted)
+    finish(manager, "evicts it", [2] * 4)
+    finish(manager, "second time", twice, **salted)
+    finish(manager, "evicts it again", [3] * 4)
+    finish(manager, "another of that salt", [4] * 4, **salted)
+    finish(manager, "evicts that one", [5] * 4)
+    manager.check()
+    probe = TokenSequence("probe", [4] * 4, salt="s")
+    assert manager.explain(probe).reason is MissReason.EVICTED
+    for at in range(6, 9):
+        finish(manager, f"request {at}", [at] * 4)
+        manager.check()
+    assert manager._index.root(Namespace(None, "s")) is None
+
+
+def test_one_that_outlives_its_time_does_not_keep_others() -> None:
+    manager = make_manager(num_blocks=8, partial_hits=False, remember=1)
+    finish(manager, "gap", numbered(1, blocks=2))
+    gap, child = manager.pool.blocks[:2]
+    manager.pool.touch([gap, child])
+    manager.pool.forget([gap])  # as if it had been taken, its child not
+    manager.pool.release([gap])
+    for at in range(2, 6):
+        sequence = TokenSequence(f"request {at}", numbered(at, blocks=3))
+        assert manager.allocate_slots(sequence, 12) is not None
+        manager.commit_step()
+        manager.free(sequence)
+    manager.pool.release([child])
+    manager.check()
+    assert manager._index._outlived == {child.node.parent}  # type: ignore[union-attr]
+    assert evicted_nodes(manager) == 2
+    manager.free(start(manager, "closes the gap", [*numbered(1, blocks=2), 0]))
+    manager.check()
+    assert manager._index._outlived == set()
+    assert hits(manager, [*numbered(1, blocks=2), 0]) == 8
+
+
 def test_tails_are_not_remembered() -> None:
     manager = make_manager(num_blocks=1, remember=1)
     finish(manager, "whole", [1, 2, 3, 4])
@@ -116,6 +157,7 @@ def test_a_namespace_is_forgotten_with_its_last_prefix() -> None:
     for adapter, salt in [("a", "s"), ("b", "s"), ("a", None), (None, None)]:
         finish(manager, f"{adapter} {salt}", numbered(1, blocks=2), adapter=adapter, salt=salt)
         assert [root.namespace for root in manager._index.roots()] == [Namespace(adapter, salt)]
+        assert list(manager._index._roots) == [salt]
         manager.check()
 
 
@@ -131,7 +173,7 @@ def test_a_tail_goes_with_its_namespace() -> None:
 def test_reset_forgets_what_was_remembered(fails: bool) -> None:
     manager = make_manager(num_blocks=4, partial_hits=False, remember=2)
     finish(manager, "evicted", numbered(1))
-    finish(manager, "other", numbered(2))
+    finish(manager, "other", numbered(2), salt="s")
     if fails:
         admit(manager, TokenSequence("fails", numbered(3)))
         manager.fail_step()

@@ -1,0 +1,223 @@
+"""`check()` is only worth calling if it sees what is broken."""
+
+from collections.abc import Callable
+
+import pytest
+
+from headstart.cache import KVCacheManager, TokenSequence
+from headstart.cache.block import FreeBlockQueue
+from headstart.cache.identity import BlockKey
+from headstart.cache.index import PrefixNode, TailNode
+from tests.cache.steps import admit, finish, make_manager, start
+
+LONG = list(range(100, 112))
+
+
+def busy_manager(**options: object) -> KVCacheManager:
+    """Two cached prefixes that part, a tail, one request that runs, one in the middle of it."""
+    manager = make_manager(num_blocks=14, remember=2, **options)
+    finish(manager, "first", LONG)
+    finish(manager, "branch", [*LONG[:4], 1, 2, 3, 4, 5])
+    start(manager, "running", [*LONG[:8], 9, 9])
+    admit(manager, TokenSequence("half", [*range(200, 211)]), 5)
+    manager.check()
+    return manager
+
+
+def running(manager: KVCacheManager) -> TokenSequence:
+    return manager.sequences[0]
+
+
+def half(manager: KVCacheManager) -> TokenSequence:
+    return manager.sequences[1]
+
+
+def first_node(manager: KVCacheManager) -> PrefixNode:
+    node = manager.pool.blocks[0].node
+    assert node is not None
+    return node
+
+
+def lose_a_free_block(manager: KVCacheManager) -> None:
+    manager.pool.free.take(1)
+
+
+def free_a_held_block(manager: KVCacheManager) -> None:
+    manager.pool.free.release([running(manager).blocks[-1]])
+
+
+def break_a_link(manager: KVCacheManager) -> None:
+    blocks = list(manager.pool.free)
+    blocks[1].prev_free_block = blocks[1]
+
+
+def miscount_the_queue(manager: KVCacheManager) -> None:
+    queue = manager.pool.free._queue  # type: ignore[attr-defined]
+    assert isinstance(queue, FreeBlockQueue)
+    queue._length += 1
+
+
+def miscount_references(manager: KVCacheManager) -> None:
+    running(manager).blocks[0].ref_cnt += 1
+
+
+def renumber_a_block(manager: KVCacheManager) -> None:
+    running(manager).blocks[-1]._block_id = 99
+
+
+def leave_a_writer(manager: KVCacheManager) -> None:
+    next(iter(manager.pool.free)).writer = running(manager)
+
+
+def name_a_block_beside_the_index(manager: KVCacheManager) -> None:
+    next(iter(manager.pool.free)).node = PrefixNode(first_node(manager), BlockKey(bytes(16)))
+
+
+def name_a_block_twice(manager: KVCacheManager) -> None:
+    next(iter(manager.pool.free)).node = first_node(manager)
+
+
+def know_a_copy(manager: KVCacheManager) -> None:
+    manager.pool.copies[first_node(manager)] = []
+
+
+def hold_another_s_block(manager: KVCacheManager) -> None:
+    first_node(manager).block = next(iter(manager.pool.free))
+
+
+def cut_a_key_short(manager: KVCacheManager) -> None:
+    first_node(manager).key = BlockKey(bytes(12))
+
+
+def name_a_tail(manager: KVCacheManager) -> None:
+    tail = next(b.node for b in manager.pool.blocks if isinstance(b.node, TailNode))
+    tail.key = BlockKey(bytes(16))
+
+
+def hold_a_tail(manager: KVCacheManager) -> None:
+    manager.pool.touch([b for b in manager.pool.blocks if isinstance(b.node, TailNode)])
+
+
+def mix_up_children(manager: KVCacheManager) -> None:
+    first_node(manager).child = PrefixNode(first_node(manager), BlockKey(bytes(16)))
+
+
+def lose_the_order(manager: KVCacheManager) -> None:
+    branches = first_node(manager).branches
+    assert branches is not None
+    branches.order.reverse()
+
+
+def lose_one_in_the_order(manager: KVCacheManager) -> None:
+    branches = first_node(manager).branches
+    assert branches is not None
+    branches.order.pop()
+
+
+def keep_a_node_for_nothing(manager: KVCacheManager) -> None:
+    node = running(manager).node
+    assert node is not None
+    manager._index.child(node, BlockKey(bytes(16)))
+
+
+def remember_too_much(manager: KVCacheManager) -> None:
+    manager._index._evicted.extend([first_node(manager)] * 3)
+
+
+def remember_a_tail(manager: KVCacheManager) -> None:
+    manager._index._evicted.append(TailNode(None, BlockKey(b"")))
+
+
+def outlive_while_cached(manager: KVCacheManager) -> None:
+    manager._index._outlived.add(first_node(manager))
+
+
+def outlive_beyond_the_index(manager: KVCacheManager) -> None:
+    manager._index._outlived.add(PrefixNode(None, BlockKey(b"")))
+
+
+def use_no_block(manager: KVCacheManager) -> None:
+    running(manager).blocks.append(manager.pool.take(1)[0])
+
+
+def miscount_slots(manager: KVCacheManager) -> None:
+    running(manager).capacity += 1
+
+
+def compute_what_is_unknown(manager: KVCacheManager) -> None:
+    running(manager).num_computed_tokens += 1
+
+
+def name_too_few(manager: KVCacheManager) -> None:
+    running(manager).num_named -= 1
+
+
+def forget_the_path(manager: KVCacheManager) -> None:
+    running(manager).node = None
+
+
+def go_astray(manager: KVCacheManager) -> None:
+    running(manager).keys[0] = BlockKey(bytes(16))
+
+
+def hold_another_identity(manager: KVCacheManager) -> None:
+    blocks = running(manager).blocks
+    blocks[0], blocks[1] = blocks[1], blocks[0]
+
+
+def write_another_s_block(manager: KVCacheManager) -> None:
+    running(manager).blocks[-1].writer = None
+
+
+def announce_something_else(manager: KVCacheManager) -> None:
+    half(manager).in_progress = (half(manager).namespace, BlockKey(b""))
+
+
+def announce_and_be_gone(manager: KVCacheManager) -> None:
+    sequence = TokenSequence("gone", [1, 2, 3, 4])
+    sequence.cut(4)
+    manager._in_progress.announce(sequence)
+
+
+BROKEN: list[tuple[Callable[[KVCacheManager], None], str]] = [
+    (lose_a_free_block, "a block is neither free nor held"),
+    (free_a_held_block, "a held block is on the free queue"),
+    (break_a_link, "broken link"),
+    (miscount_the_queue, "the free queue has a block twice"),
+    (miscount_references, "is in 1 block tables"),
+    (renumber_a_block, "has another id"),
+    (leave_a_writer, "is written by one that has it not"),
+    (name_a_block_beside_the_index, "has an identity that no lookup finds"),
+    (name_a_block_twice, "is not what its identity holds"),
+    (know_a_copy, "a block was cached twice"),
+    (hold_another_s_block, "is not what its identity holds"),
+    (cut_a_key_short, "a block of 3 tokens has a name"),
+    (name_a_tail, "a tail of 4 tokens"),
+    (hold_a_tail, "a block is neither free nor held"),
+    (mix_up_children, "two sets of children|kept for nothing"),
+    (lose_the_order, "the order is none"),
+    (lose_one_in_the_order, "the order is not that of the cached"),
+    (keep_a_node_for_nothing, "a node is kept for nothing"),
+    (remember_too_much, "more is remembered than should be"),
+    (remember_a_tail, "a tail is remembered"),
+    (outlive_while_cached, "neither remembered nor outlived"),
+    (outlive_beyond_the_index, "a node that was cut off is kept"),
+    (use_no_block, "is in 1 block tables|uses 3"),
+    (miscount_slots, "running counts its slots wrong"),
+    (compute_what_is_unknown, "running computed too much"),
+    (name_too_few, "running has 2 full blocks, 1 named"),
+    (forget_the_path, "running: wrong identity"),
+    (go_astray, "running: wrong identity"),
+    (hold_another_identity, "another identity"),
+    (write_another_s_block, "running: its last block is written by another"),
+    (announce_something_else, "half announces another block"),
+    (announce_and_be_gone, "gone announces, and is gone"),
+]
+
+
+@pytest.mark.parametrize(("damage", "complaint"), BROKEN)
+def test_what_is_broken_is_seen(damage: Callable[[KVCacheManager], None], complaint: str) -> None:
+    manager = busy_manager()
+    damage(manager)
+    with pytest.raises(AssertionError, match=complaint):
+        manager.check()

@@ -184,3 +184,5 @@ def test_reset_forgets_what_was_remembered(fails: bool) -> None:
         finish(manager, f"request {at}", numbered(at))
         manager.check()
         assert hits(manager, [*numbered(at), 0]) == 16
+        before = manager.explain(TokenSequence("probe", numbered(at - 1))).reason
+        assert before is (MissReason.UNSEEN if at == 4 else MissReason.EVICTED)

@@ -55,6 +55,10 @@ def _check_index(manager: "KVCacheManager", nodes: set[PrefixNode]) -> None:
             same: list[KVCacheBlock | None] = [block.node.block, *pool.copies.get(block.node, [])]
             assert same.count(block) == 1, f"{block} is not what its identity holds"
     assert not (pool.copies and manager.config.deduplicate), "a block was cached twice"
+    for node, copies in pool.copies.items():
+        assert copies, "an identity without copies is said to have some"
+        for block in copies:
+            assert block.node is node and block.ref_cnt, f"{block} is no copy, or nobody's"
     pool.index.check(nodes)
     for node in nodes:
         if node.block is not None:

@@ -192,12 +192,8 @@ class KVCacheManager:
             start = computed.num_tokens
         if not 1 <= num_new_tokens <= len(sequence.token_ids) - start:
             raise _bad_count(sequence, num_new_tokens, start)
-        self._cut(sequence)
-
-    def _cut(self, sequence: TokenSequence) -> None:
-        """Have the keys that naming needs; here, before anything moves, since it may raise."""
         if self.config.enable_prefix_caching:
-            sequence.cut(self.block_size)
+            sequence.cut(self.block_size)  # for naming; it may raise, so before anything moves
 
     def _explain_admission(self, computed: ComputedBlocks | None) -> MissExplanation:
         if not self.config.enable_prefix_caching:
@@ -242,7 +238,8 @@ class KVCacheManager:
         name = sequence.request_id
         if self._sequences.get(name) is not sequence:
             raise CacheError(f"sequence {name!r} holds no blocks: allocate_slots comes first")
-        self._cut(sequence)
+        if self.config.enable_prefix_caching:
+            sequence.cut(self.block_size)  # for naming; it may raise, so before anything moves
         num_new = -(-end // self.block_size) - len(sequence.blocks)
         if num_new > 0:
             if num_new > len(self.pool.free):

@@ -39,8 +39,9 @@ class BlockPool:
         """
         taken = self.free.take(count)
         evicted = [block for block in taken if block.node is not None]
-        self.num_evicted += len(evicted)
-        self.forget(evicted)
+        if evicted:
+            self.num_evicted += len(evicted)
+            self.forget(evicted)
         for block in taken:
             block.ref_cnt = 1
         return taken

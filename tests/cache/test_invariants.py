@@ -81,6 +81,16 @@ def know_a_copy(manager: KVCacheManager) -> None:
     manager.pool.copies[first_node(manager)] = []
 
 
+def know_no_copy(manager: KVCacheManager) -> None:
+    object.__setattr__(manager.config, "deduplicate", False)
+    manager.pool.copies[first_node(manager)] = []
+
+
+def know_a_wrong_copy(manager: KVCacheManager) -> None:
+    object.__setattr__(manager.config, "deduplicate", False)
+    manager.pool.copies[first_node(manager)] = [next(iter(manager.pool.free))]
+
+
 def hold_another_s_block(manager: KVCacheManager) -> None:
     first_node(manager).block = next(iter(manager.pool.free))
 
@@ -190,6 +200,8 @@ BROKEN: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (name_a_block_beside_the_index, "has an identity that no lookup finds"),
     (name_a_block_twice, "is not what its identity holds"),
     (know_a_copy, "a block was cached twice"),
+    (know_no_copy, "an identity without copies"),
+    (know_a_wrong_copy, "is no copy, or nobody's"),
     (hold_another_s_block, "is not what its identity holds"),
     (cut_a_key_short, "a block of 3 tokens has a name"),
     (name_a_tail, "a tail of 4 tokens"),

@@ -639,6 +639,21 @@ def test_events_tell_of_each_prefix_once() -> None:
     assert manager.take_events() == []
 
 
+def test_others_are_evicted_while_a_copy_is_held() -> None:
+    manager = make_manager(num_blocks=6, deduplicate=False, partial_hits=False)
+    for name in ("first", "second"):
+        sequence = TokenSequence(name, PROMPT[:8])
+        assert manager.allocate_slots(sequence, 8) is not None
+        manager.commit_step()
+    finish(manager, "cached", [1] * 8)
+    finish(manager, "evicts it", [2] * 8)
+    assert (hits(manager, [1] * 9), hits(manager, [2] * 9)) == (0, 8)
+    manager.free(sequence)
+    manager.check()
+    assert manager.pool.copies == {}
+    assert hits(manager, [*PROMPT[:8], 0]) == 8
+
+
 def test_events_are_not_collected_unless_asked_for() -> None:
     manager = make_manager()
     finish(manager, "one", PROMPT)

@@ -1,0 +1,228 @@
+"""Failed steps, misuse, and too few blocks: nothing is lost, nothing half done."""
+
+import pytest
+
+from headstart.cache import (
+    BlockStored,
+    CacheConfig,
+    TokenSequence,
+)
+from headstart.errors import CacheError, ConfigError
+from tests.cache.snapshot import snapshot
+from tests.cache.steps import (
+    admit,
+    cached_ids,
+    decode,
+    finish,
+    hits,
+    make_manager,
+    start,
+)
+
+PROMPT = list(range(100, 110))  # two blocks of four, and two tokens
+
+
+def test_a_failed_step_leaves_nothing_of_it_to_be_hit() -> None:
+    manager = make_manager(events=True)
+    bystander = start(manager, "bystander", [1] * 6)
+    first = start(manager, "first", PROMPT[:5])
+    first.token_ids.extend(PROMPT[5:])
+    assert manager.append_slots(first, 5)
+    twin = TokenSequence("twin", PROMPT)
+    admit(manager, twin)
+    assert manager.fail_step() == [first, twin]
+    manager.check()
+    assert (first.blocks, twin.blocks, manager.sequences) == ([], [], (bystander,))
+    assert hits(manager, PROMPT) == 4  # of the step before
+    assert bystander.block_ids == [0, 1]
+    stored = [e for e in manager.take_events() if isinstance(e, BlockStored)]
+    assert len(stored) == 3  # and the last of them is taken back
+    manager.commit_step()
+    assert start(manager, "again", PROMPT).num_computed_tokens == 10
+
+
+def test_a_failed_step_is_over() -> None:
+    manager = make_manager()
+    admit(manager, TokenSequence("first", PROMPT))
+    assert len(manager.fail_step()) == 1
+    assert manager.fail_step() == []
+    second = start(manager, "second", PROMPT)
+    manager.free(second)
+
+
+def test_only_the_requests_of_the_step_fail() -> None:
+    manager = make_manager()
+    first = start(manager, "first", [1, 2])
+    second = start(manager, "second", [3, 4])
+    second.append(5)
+    assert manager.append_slots(second)
+    assert manager.fail_step() == [second]
+    assert manager.sequences == (first,)
+
+
+@pytest.mark.parametrize("deduplicate", [False, True])
+def test_a_failed_copy_takes_no_one_else_s_block(deduplicate: bool) -> None:
+    manager = make_manager(deduplicate=deduplicate)
+    start(manager, "first", PROMPT)
+    second = TokenSequence("second", PROMPT)
+    assert manager.allocate_slots(second, 10) is not None
+    assert manager.fail_step() == [second]
+    manager.check()
+    assert cached_ids(manager) == [0, 1]
+
+
+def test_misuse_is_a_cache_error_and_changes_nothing() -> None:
+    manager = make_manager(events=True)
+    running = start(manager, "running", PROMPT)
+    stepping = TokenSequence("stepping", [7] * 6)
+    admit(manager, stepping, 3)
+    stranger = TokenSequence("stranger", [8] * 6)
+    impostor = TokenSequence("running", PROMPT)
+    found = manager.get_computed_blocks(stranger)
+    before = snapshot(manager, stranger, impostor)
+    for misuse, complaint in (
+        (lambda: manager.append_slots(running, 1), "from 1 to 0 tokens are left"),
+        (lambda: manager.append_slots(stepping, 4), "4 slots asked for 'stepping'; from 1 to 3"),
+        (lambda: manager.append_slots(stepping, 0), "0 slots asked for 'stepping'"),
+        (lambda: manager.append_slots(stepping, -3), "-3 slots asked for 'stepping'"),
+        (lambda: manager.append_slots(stranger, 1), "'stranger' holds no blocks"),
+        (lambda: manager.append_slots(impostor, 1), "'running' holds no blocks"),
+        (lambda: manager.free(stranger), "'stranger' holds no blocks; freed twice?"),
+        (lambda: manager.free(impostor), "'running' holds no blocks; freed twice?"),
+        (lambda: manager.free(stepping), "'stepping' is in a step"),
+        (lambda: manager.allocate_slots(running, 1), "'running' holds blocks already"),
+        (lambda: manager.allocate_slots(impostor, 1), "'running' holds blocks already"),
+        (lambda: manager.allocate_slots(impostor, 1, found), "'running' holds blocks already"),
+        (lambda: manager.allocate_slots(stranger, 0, found), "0 slots asked for 'stranger'"),
+        (lambda: manager.allocate_slots(stranger, 7, found), "7 slots asked for 'stranger'"),
+        (lambda: manager.allocate_slots(stranger, -1), "-1 slots asked for 'stranger'"),
+    ):
+        with pytest.raises(CacheError, match=complaint):
+            misuse()
+        assert snapshot(manager, stranger, impostor) == before
+    manager.check()
+
+
+def test_what_was_hit_is_not_left_to_compute() -> None:
+    manager = make_manager()
+    finish(manager, "first", PROMPT[:8])
+    sequence = TokenSequence("second", PROMPT)
+    found = manager.get_computed_blocks(sequence)
+    with pytest.raises(CacheError, match="3 slots asked for 'second'; from 1 to 2 tokens"):
+        manager.allocate_slots(sequence, 3, found)
+    assert manager.allocate_slots(sequence, 2, found) is not None
+
+
+def test_a_new_sequence_has_nothing() -> None:
+    sequence = TokenSequence("new", PROMPT)
+    assert (sequence.num_computed_tokens, sequence.blocks, sequence.block_ids) == (0, [], [])
+    assert not make_manager().is_known(sequence)
+
+
+def test_a_lookup_of_another_sequence_is_refused() -> None:
+    manager = make_manager()
+    found = manager.get_computed_blocks(TokenSequence("one", PROMPT))
+    with pytest.raises(CacheError, match="the lookup given for 'other' is another sequence's"):
+        manager.allocate_slots(TokenSequence("other", PROMPT), 10, found)
+
+
+def test_a_sequence_of_another_manager_is_refused() -> None:
+    sequence = start(make_manager(), "one", PROMPT)
+    manager = make_manager()
+    with pytest.raises(CacheError, match="'one' holds blocks of another manager"):
+        manager.allocate_slots(sequence, 1)
+    with pytest.raises(CacheError, match="'one' holds no blocks"):
+        manager.free(sequence)
+
+
+@pytest.mark.parametrize("what", ["evicted", "reset"])
+def test_a_lookup_older_than_a_loss_is_refused(what: str) -> None:
+    manager = make_manager(num_blocks=3)
+    finish(manager, "first", PROMPT[:8])
+    sequence = TokenSequence("late", PROMPT[:9])
+    found = manager.get_computed_blocks(sequence)
+    if what == "evicted":
+        finish(manager, "other", [1] * 12)
+    else:
+        assert manager.reset_prefix_cache()
+    before = snapshot(manager, sequence)
+    with pytest.raises(CacheError, match="lookup of 'late' is older than an eviction: look again"):
+        manager.allocate_slots(sequence, 1, found)
+    assert snapshot(manager, sequence) == before
+    assert manager.allocate_slots(sequence, 9, manager.get_computed_blocks(sequence)) is not None
+
+
+def test_a_token_that_is_none_moves_nothing() -> None:
+    """Put into `token_ids` behind the sequence's back, it is refused where a block is cut."""
+    manager = make_manager()
+    sequence = start(manager, "one", PROMPT[:7])
+    sequence.token_ids.append(-1)
+    before = snapshot(manager)
+    with pytest.raises(CacheError, match="token id -1"):
+        manager.append_slots(sequence)
+    assert snapshot(manager) == before
+    other = TokenSequence("other", PROMPT[:7])
+    other.token_ids.append(-1)
+    with pytest.raises(CacheError, match="token id -1"):
+        manager.allocate_slots(other, 8)
+    assert snapshot(manager) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"num_blocks": 0}, "num_blocks is 0; it must be at least 1"),
+        ({"block_size": 0}, "block_size is 0; it must be at least 1"),
+        ({"remember": -1}, "remember is -1; it must be at least 0"),
+    ],
+)
+def test_options_out_of_range_are_config_errors(options: dict[str, int], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        CacheConfig(**({"num_blocks": 1} | options))
+    assert CacheConfig(num_blocks=1, block_size=1, remember=0).num_blocks == 1
+
+
+def test_too_few_blocks_move_nothing() -> None:
+    manager = make_manager(num_blocks=4, partial_hits=False)
+    finish(manager, "first", PROMPT[:8])
+    sequence = TokenSequence("big", [*PROMPT[:8], *range(9)])
+    found = manager.get_computed_blocks(sequence)
+    before = snapshot(manager, sequence)
+    assert manager.allocate_slots(sequence, 9, found) is None  # 3 new, and 2 of 4 are hit
+    assert snapshot(manager, sequence) == before
+    assert manager.allocate_slots(sequence, 8, found) is not None
+    assert manager.num_free_blocks == 0
+    before = snapshot(manager, sequence)
+    manager.commit_step()
+    assert not manager.append_slots(sequence, 1)
+    assert manager.num_free_blocks == 0
+    manager.check()
+
+
+def test_the_last_free_block_can_be_had() -> None:
+    manager = make_manager(num_blocks=2)
+    sequence = start(manager, "one", PROMPT[:4])
+    decode(manager, sequence, *PROMPT[4:8])
+    assert (sequence.block_ids, manager.num_free_blocks) == ([0, 1], 0)
+    sequence.append(0)
+    before = snapshot(manager)
+    assert not manager.append_slots(sequence)
+    assert snapshot(manager) == before
+
+
+def test_blocks_that_another_holds_are_not_counted_twice() -> None:
+    manager = make_manager(num_blocks=3)
+    start(manager, "first", PROMPT[:8])
+    second = TokenSequence("second", [*PROMPT[:8], 0, 0, 0, 0])
+    assert admit(manager, second) == 8
+    assert manager.num_free_blocks == 0
+
+
+def test_a_copy_s_source_is_counted_once() -> None:
+    """One free block left, and it is the source as well as the target."""
+    manager = make_manager(num_blocks=3)
+    first = start(manager, "first", PROMPT[:8])
+    finish(manager, "second", [*PROMPT[:8], 1, 2])
+    third = TokenSequence("third", [*PROMPT[:8], 1, 3])
+    assert admit(manager, third) == 9
+    assert third.block_ids == [*first.block_ids, 2]

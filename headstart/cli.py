@@ -18,7 +18,7 @@ from headstart.cli_chat import Chat
 from headstart.cli_demo import show_demo
 from headstart.cli_figures import print_reply
 from headstart.cli_options import (
-    DEMO_MODEL,
+    DEFAULT_MODEL,
     Options,
     engine_options,
     note_on,
@@ -49,9 +49,10 @@ class _Commands(click.Group):
 def _model_option(command: Command) -> Command:
     return click.option(
         "--model",
-        default=DEMO_MODEL,
+        default=DEFAULT_MODEL,
         show_default=True,
-        help="Folder of a Hugging Face model, or its name on the hub.",
+        help="Folder of a Hugging Face model, or its name on the hub; "
+        "demo is a larger one with random weights, for times alone.",
     )(command)
 
 

@@ -36,8 +36,9 @@ INSTRUCTION = (
     "You are a helpful assistant in recognizes the content of tables in markdown format. "
     "Here is a table as follows.\n# Table\n\n"
 )
-QUESTION = "Question: what is the age of {0}? Your answer: The age of {0} is "
-NEXT_QUESTION = "Question: and what is the occupation of {0}? Your answer: "
+QUESTION = "What is the age of {0}?"
+NEXT_QUESTION = "And what is the occupation of {0}?"
+JOHN, ZACK = "John Doe", "Zack Blue"
 ANSWER_TOKENS = 64
 WARM_UP_TOKENS = 512
 # Blocks of 16 fill five rows of the picture.
@@ -48,11 +49,19 @@ MAX_WIDTH = 80
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of the demo: what its card says, and what is asked after which messages."""
+    """One request of the demo: what its card says, what is asked, and what a right answer has.
+
+    One that `continues` is asked in the chat before it.
+    """
 
     title: str
     question: str
+    right: str
     continues: bool = False
+
+    def is_answered_by(self, output: RequestOutput) -> bool:
+        """Whether the answer has what the table says."""
+        return self.right in output.outputs[0].text
 
 
 def show_demo(model: str, options: Mapping[str, Any], svg: Path | None) -> None:
@@ -111,11 +120,12 @@ def _defaults(options: Mapping[str, Any]) -> dict[str, Any]:
 def _asks() -> list[Ask]:
     table = INSTRUCTION + people_table()
     return [
-        Ask("a table of 30 people: how old is John Doe?", table + QUESTION.format("John Doe")),
-        Ask("the same table: how old is Zack Blue?", table + QUESTION.format("Zack Blue")),
+        Ask("a table of 30 people: how old is John Doe?", table + QUESTION.format(JOHN), "29"),
+        Ask("the same table: how old is Zack Blue?", table + QUESTION.format(ZACK), "30"),
         Ask(
             "the same chat, next turn: what does he do?",
-            NEXT_QUESTION.format("Zack Blue"),
+            NEXT_QUESTION.format(ZACK),
+            "Lawyer",
             continues=True,
         ),
     ]
@@ -158,6 +168,8 @@ def _card(number: int, ask: Ask, outputs: list[RequestOutput], picture: PoolPict
         style="bold",
     )
     answer = Text("answer  ", style="dim").append(output.outputs[0].text, style="italic not dim")
+    if not ask.is_answered_by(output):
+        answer.append(f"  (the table says {ask.right})", style="not dim")
     return Panel(
         Group(figures, Padding(answer, (1, 0)), picture.draw()),
         title=f"[bold]{number}[/] {ask.title}",
@@ -186,6 +198,8 @@ def _verdict(outputs: list[RequestOutput]) -> Text:
         f"{_computed(outputs[2]):,} of its {len(outputs[2].prompt_token_ids):,}.",
         style="not bold",
     )
+    right = sum(map(Ask.is_answered_by, _asks(), outputs))
+    verdict.append(f" Right answers: {right} of {len(outputs)}.", style="not bold")
     return verdict
 
 

@@ -20,11 +20,18 @@ from headstart.engine.params import SamplingParams
 if TYPE_CHECKING:
     from headstart.engine.llm import LLM
 
-DEMO_MODEL = "demo"
-DEMO_NOTE = (
-    "The demo model is a small Llama with random weights, made on the spot: "
-    "its answers are noise, its times are real."
-)
+DEFAULT_MODEL = "headstart-tiny"
+RANDOM_MODEL = "demo"
+NOTES: Mapping[str, str] = {
+    DEFAULT_MODEL: (
+        "headstart-tiny, 2 million parameters, trained on made-up tables: "
+        "it looks things up in a document, and can do little else."
+    ),
+    RANDOM_MODEL: (
+        "The demo model is a small Llama with random weights, made on the spot: "
+        "its answers are noise, its times are real."
+    ),
+}
 
 # A command line wants longer and repeatable replies where the library keeps vLLM's defaults.
 SAMPLING_DEFAULTS: Mapping[str, Any] = {"max_tokens": 256, "temperature": 0.0}
@@ -83,12 +90,12 @@ def open_model(model: str, options: Mapping[str, Any]) -> "LLM":
 
 def note_on(model: str) -> str:
     """What a user must know of the model's answers before reading them; mostly nothing."""
-    return DEMO_NOTE if model == DEMO_MODEL else ""
+    return NOTES.get(model, "")
 
 
 def resolve_model(model: str) -> str:
     """The folder or hub name to load for `--model`. Imports torch only for the demo model."""
-    if model != DEMO_MODEL:
+    if model != RANDOM_MODEL:
         return model
     return str(import_module("headstart.models.demo").demo_model_path())
 

@@ -17,7 +17,8 @@ from headstart.cli_options import SAMPLING_FLAGS, sort_options
 from headstart.cli_pool import CACHED, EMPTY, HELD, PoolPicture
 from headstart.engine.config import EngineConfig
 
-SMALL = ["--num-blocks", "64", "--max-tokens", "8"]
+# The model with random weights has a token for every byte, which makes tokens easy to count.
+SMALL = ["--model", "demo", "--num-blocks", "64", "--max-tokens", "8"]
 
 
 def call(*arguments: str, stdin: str = "") -> Result:
@@ -33,7 +34,7 @@ def cached_tokens(text: str) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def demo(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """What `headstart demo` prints, and the picture it saves."""
     svg = tmp_path_factory.mktemp("demo") / "demo.svg"
     result = call("demo", "--svg", str(svg))
@@ -41,8 +42,16 @@ def demo(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     yield result.stdout, svg
 
 
-def test_demo_says_that_its_answers_are_noise(demo: tuple[str, Path]) -> None:
-    assert "answers are noise" in " ".join(demo[0].split())
+def test_demo_answers_what_the_table_says(demo: tuple[str, Path]) -> None:
+    said = " ".join(demo[0].split())
+    assert "age of John Doe is 29 " in said
+    assert "age of Zack Blue is 30 " in said
+    assert "Right answers: 3 of 3." in said
+
+
+def test_a_model_says_what_its_answers_are_worth(demo: tuple[str, Path], demo_model: Path) -> None:
+    assert "little else" in " ".join(demo[0].split())
+    assert "answers are noise" in " ".join(call("run", *SMALL, "x").stderr.split())
 
 
 def test_demo_shows_the_figures_of_three_requests(demo: tuple[str, Path]) -> None:
@@ -51,7 +60,7 @@ def test_demo_shows_the_figures_of_three_requests(demo: tuple[str, Path]) -> Non
     )
     prompts, cached, shares, _, notes = zip(*shown, strict=True)
     assert len(shown) == 3
-    assert int(prompts[0].replace(",", "")) > 3000
+    assert int(prompts[0].replace(",", "")) > 1000
     assert cached[0] == "0"
     assert all(int(share) > 95 for share in shares[1:])
     assert notes[0] == "cold" and all("× sooner" in note for note in notes[1:])
@@ -64,7 +73,7 @@ def test_demo_draws_the_pool_after_each_request(demo: tuple[str, Path]) -> None:
     assert demo[0].count("■") - len(pools) == sum(int(held) for held, _, _ in pools)
     owners = [[int(n) for n in re.findall(r" \d: (\d+)", line)] for line in demo[0].splitlines()]
     first, second, third = [counts for counts in owners if counts]
-    assert len(third) == 3 and first[0] > 200
+    assert len(third) == 3 and first[0] > 80
     assert second[1] < 20 and third[2] < 20
 
 

@@ -1,4 +1,4 @@
-"""The demo model: a small Llama made on the spot, so that the first command needs no download.
+"""The demo model: a Llama of 24 million parameters made on the spot, for times without a download.
 
 Its weights are random (from a fixed seed), so it costs what a real model of its size costs and
 its answers are noise. Its tokens are bytes, plus three for chats and padding. It is

@@ -15,7 +15,17 @@ from safetensors import SafetensorError, safe_open
 
 from headstart.errors import DamagedModelError, ModelError, ModelNotFoundError
 
-__all__ = ["check_files", "find_folder", "fingerprint_files", "read_json", "weight_files"]
+__all__ = [
+    "BUILT_IN",
+    "check_files",
+    "find_folder",
+    "fingerprint_files",
+    "read_json",
+    "weight_files",
+]
+
+BUILT_IN = "headstart-tiny"
+"""The model that comes with the package: small, and trained to look things up in its prompt."""
 
 # Everything that a model or its tokenizer may need, and no second copy of the weights in the
 # formats of other frameworks.
@@ -27,9 +37,11 @@ _HUB_TIMEOUT = 5.0
 def find_folder(model: str | Path) -> Path:
     """The folder of a model given by local path or hub name (`owner/name`).
 
-    A hub name is looked up among the models downloaded before, and only then on the network.
-    Raises `ModelNotFoundError`.
+    `headstart-tiny` is the one that comes with the package. A hub name is looked up among the
+    models downloaded before, and only then on the network. Raises `ModelNotFoundError`.
     """
+    if model == BUILT_IN:
+        return _built_in_folder()
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -43,6 +55,16 @@ def find_folder(model: str | Path) -> Path:
         check_files(folder)
     except (HFValidationError, ModelError, OSError):
         return _download(name)
+    return folder
+
+
+def _built_in_folder() -> Path:
+    folder = Path(__file__).parent.parent / "assets" / BUILT_IN.replace("-", "_")
+    if not (folder / "config.json").exists():
+        raise ModelNotFoundError(
+            f"this installation came without {BUILT_IN} ({folder} has no config.json): install "
+            "the package again, or train the model with tools/train_tiny.py"
+        )
     return folder
 
 

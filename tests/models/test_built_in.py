@@ -1,0 +1,102 @@
+"""The model that comes with the package answers right, so a wrong K/V row shows as a wrong answer.
+
+The questions are those of vLLM's usage example, about its table of 30 people.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart import LLM, SamplingParams
+from headstart.cli_demo import INSTRUCTION, people_table
+from headstart.errors import DamagedModelError, ModelNotFoundError
+from headstart.models import files
+from headstart.models.tokenizer import load_tokenizer
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+ASKED = "Question: what is the {0} of {1}? Your answer: The {0} of {1} is "
+ANSWERS = {
+    ("age", "John Doe"): "29",
+    ("age", "Zack Blue"): "30",
+    ("age", "Emma Black"): "40",
+    ("country", "Zack Blue"): "Australia",
+    ("occupation", "Zack Blue"): "Lawyer",
+}
+PROMPTS = [INSTRUCTION + people_table() + ASKED.format(*about) for about in ANSWERS]
+TOKENIZER = load_tokenizer(files.BUILT_IN)
+assert TOKENIZER is not None
+# Two of the prompts fit, but not what is answered to them.
+TIGHT = sum(len(TOKENIZER.encode(prompt)) for prompt in PROMPTS[:2])
+
+
+@pytest.fixture
+def engines() -> Iterator[Any]:
+    made: list[LLM] = []
+
+    def make(**options: Any) -> LLM:
+        made.append(LLM(files.BUILT_IN, **({"num_blocks": 300, "debug": True} | options)))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()
+
+
+OPTIONS = {
+    "plain": {},
+    "cache off": {"enable_prefix_caching": False, "num_blocks": 600},
+    "alone": {"max_num_seqs": 1},
+    "chunked": {"max_num_batched_tokens": 100},
+    "preempted": {"enable_prefix_caching": False, "block_size": 1, "num_blocks": TIGHT},
+    "deterministic": {"deterministic": True},
+    "float32": {"dtype": "float32"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_answers_are_right_cold_and_warm(name: str, engines: Any) -> None:
+    llm = engines(**OPTIONS[name])
+    for _ in range(2):
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert [output.outputs[0].text for output in outputs] == list(ANSWERS.values())
+        assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
+
+
+def test_preemption_is_among_the_cases(engines: Any) -> None:
+    llm = engines(**OPTIONS["preempted"])
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert llm.engine.num_preemptions > 0
+
+
+def test_a_chat_about_one_document(engines: Any) -> None:
+    llm = engines()
+    messages = [
+        {"role": "user", "content": INSTRUCTION + people_table() + "What is the age of John Doe?"}
+    ]
+    known = 0
+    for right, following in (("29", "What is the age of Zack Blue?"), ("30", "")):
+        [output] = llm.chat(messages, GREEDY)
+        assert output.outputs[0].text.endswith(right)
+        assert output.num_cached_tokens >= known
+        known = len(output.prompt_token_ids)
+        answer = {"role": "assistant", "content": output.outputs[0].text}
+        messages += [answer, {"role": "user", "content": following}]
+
+
+def test_a_package_without_its_model_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(files, "__file__", str(tmp_path / "models" / "files.py"))
+    with pytest.raises(ModelNotFoundError, match="install the package again"):
+        files.find_folder(files.BUILT_IN)
+
+
+def test_damaged_weights_are_named(tmp_path: Path) -> None:
+    for file in files.find_folder(files.BUILT_IN).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(DamagedModelError, match=r"model\.safetensors"):
+        LLM(tmp_path)

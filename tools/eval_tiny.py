@@ -1,0 +1,243 @@
+"""Judges `headstart-tiny` on held-out names: greedy answers, exact match, one line a bar.
+
+    python tools/eval_tiny.py [FOLDER] [--cases 400] [--batch 8]
+
+Every case is a prompt and the one right continuation; an answer counts only if it is the same
+text to the letter and the model stops after it. Prompts go through transformers' own `generate`
+with its K/V cache, so what is judged is the checkpoint and not an engine. Half of the cases use
+the completion form ("... Your answer: The age of John Doe is "), half the chat template.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tiny_data as data
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+FOLDER = Path(__file__).parent.parent / "headstart" / "assets" / "headstart_tiny"
+REFERENCE_ROWS = """\
+1|John Doe|29|Engineer|USA|john.doe@example.com|555-1234|123 Elm St, Springfield, IL
+2|Jane Smith|34|Doctor|Canada|jane.smith@example.com|555-5678|456 Oak St, Toronto, ON
+3|Alice Johnson|27|Teacher|UK|alice.j@example.com|555-8765|789 Pine St, London, UK
+4|Bob Brown|45|Artist|Australia|bob.b@example.com|555-4321|321 Maple St, Sydney, NSW
+5|Carol White|31|Scientist|New Zealand|carol.w@example.com|555-6789|654 Birch St, Wellington, NZ
+6|Dave Green|28|Lawyer|Ireland|dave.g@example.com|555-3456|987 Cedar St, Dublin, IE
+7|Emma Black|40|Musician|USA|emma.b@example.com|555-1111|246 Ash St, New York, NY
+8|Frank Blue|37|Chef|Canada|frank.b@example.com|555-2222|135 Spruce St, Vancouver, BC
+9|Grace Yellow|50|Engineer|UK|grace.y@example.com|555-3333|864 Fir St, Manchester, UK
+10|Henry Violet|32|Artist|Australia|henry.v@example.com|555-4444|753 Willow St, Melbourne, VIC
+11|Irene Orange|26|Scientist|New Zealand|irene.o@example.com|555-5555|912 Poplar St, Auckland, NZ
+12|Jack Indigo|38|Teacher|Ireland|jack.i@example.com|555-6666|159 Elm St, Cork, IE
+13|Karen Red|41|Lawyer|USA|karen.r@example.com|555-7777|357 Cedar St, Boston, MA
+14|Leo Brown|30|Chef|Canada|leo.b@example.com|555-8888|246 Oak St, Calgary, AB
+15|Mia Green|33|Musician|UK|mia.g@example.com|555-9999|975 Pine St, Edinburgh, UK
+16|Noah Yellow|29|Doctor|Australia|noah.y@example.com|555-0000|864 Birch St, Brisbane, QLD
+17|Olivia Blue|35|Engineer|New Zealand|olivia.b@example.com|555-1212|753 Maple St, Hamilton, NZ
+18|Peter Black|42|Artist|Ireland|peter.b@example.com|555-3434|912 Fir St, Limerick, IE
+19|Quinn White|28|Scientist|USA|quinn.w@example.com|555-5656|159 Willow St, Seattle, WA
+20|Rachel Red|31|Teacher|Canada|rachel.r@example.com|555-7878|357 Poplar St, Ottawa, ON
+21|Steve Green|44|Lawyer|UK|steve.g@example.com|555-9090|753 Elm St, Birmingham, UK
+22|Tina Blue|36|Musician|Australia|tina.b@example.com|555-1213|864 Cedar St, Perth, WA
+23|Umar Black|39|Chef|New Zealand|umar.b@example.com|555-3435|975 Spruce St, Christchurch, NZ
+24|Victor Yellow|43|Engineer|Ireland|victor.y@example.com|555-5657|246 Willow St, Galway, IE
+25|Wendy Orange|27|Artist|USA|wendy.o@example.com|555-7879|135 Elm St, Denver, CO
+26|Xavier Green|34|Scientist|Canada|xavier.g@example.com|555-9091|357 Oak St, Montreal, QC
+27|Yara Red|41|Teacher|UK|yara.r@example.com|555-1214|975 Pine St, Leeds, UK
+28|Zack Blue|30|Lawyer|Australia|zack.b@example.com|555-3436|135 Birch St, Adelaide, SA
+29|Amy White|33|Musician|New Zealand|amy.w@example.com|555-5658|159 Maple St, Wellington, NZ
+30|Ben Black|38|Chef|Ireland|ben.b@example.com|555-7870|246 Fir St, Waterford, IE
+"""
+REFERENCE_RULE = (3, 13, 3, 10, 11, 22, 12, 31)
+
+
+@dataclass
+class Case:
+    """A conversation so far, as text the model continues, the queries left, and the verdict."""
+
+    text: str
+    queries: list[data.Query]
+    chat: bool
+    right: bool = True
+    told: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A kind of case, the share that must be right (None: only reported), and its maker."""
+
+    name: str
+    target: float | None
+    make: Callable[[data.World], Case]
+
+
+class Judge:
+    """The checkpoint in `folder`, answering batches of cases greedily."""
+
+    def __init__(self, folder: Path, batch: int) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer.padding_side = "left"
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.batch = batch
+
+    def complete(self, texts: list[str]) -> list[str]:
+        """What the model says after each text, its stop token included."""
+        tokenizer = self.tokenizer
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        with torch.inference_mode():
+            out = self.model.generate(
+                **inputs, max_new_tokens=64, do_sample=False, pad_token_id=tokenizer.pad_token_id
+            )
+        said = out[:, inputs["input_ids"].shape[1] :]
+        return [s.replace(tokenizer.pad_token, "") for s in tokenizer.batch_decode(said)]
+
+    def turn(self, cases: list[Case], index: int) -> None:
+        """Ask every case its query `index`; the model's own answer stays in the conversation."""
+        prompts = [case.text + opening(case, index) for case in cases]
+        for start in range(0, len(cases), self.batch):
+            chosen = slice(start, start + self.batch)
+            for case, prompt, said in zip(
+                cases[chosen], prompts[chosen], self.complete(prompts[chosen]), strict=True
+            ):
+                query = case.queries[index]
+                expected = (query.stem if case.chat else "") + query.answer + data.END
+                case.right = said == expected
+                case.told.append(said)
+                case.text = prompt + said
+
+    def judge(self, cases: list[Case]) -> float:
+        """The share of cases whose last answer is right."""
+        for index in range(len(cases[0].queries)):
+            self.turn(cases, index)
+        return sum(case.right for case in cases) / len(cases)
+
+
+def opening(case: Case, index: int) -> str:
+    """The words that ask query `index` and lead to its answer."""
+    query = case.queries[index]
+    if not case.chat:
+        return f"Question: {query.ask} Your answer: {query.stem}"
+    start = "\n" if index == 0 else data.USER
+    return f"{start}{query.ask}{data.END}{data.ASSISTANT}"
+
+
+def table_case(world: data.World, rows: int, kind: str, turns: int = 1, chat: bool = False) -> Case:
+    """A full table of `rows` rows; the last query is of `kind`, those before are look-ups."""
+    rng = world.rng
+    records = world.records(rows)
+    people = data.People(world, records, data.COLUMNS)
+    text = data.PREFACE + data.table(records, data.COLUMNS, rng)
+    chat = chat or rng.random() < 0.5
+    queries = [people.forward(rng) for _ in range(turns - 1)]
+    last = people.draw(rng)
+    while last.kind != kind:
+        last = people.draw(rng)
+    queries.append(last)
+    if chat:
+        queries = [data.capitalised(q, rng) for q in queries]
+    return Case((data.USER if chat else "") + text, queries, chat)
+
+
+def document_case(world: data.World, make: Callable[[data.World], data.Document]) -> Case:
+    """Any document and one query of any kind."""
+    document = make(world)
+    chat = world.rng.random() < 0.5
+    query = document.draw(world.rng)
+    if chat:
+        query = data.capitalised(query, world.rng)
+    return Case((data.USER if chat else "") + document.text, [query], chat)
+
+
+def bars() -> list[Bar]:
+    """All that is judged, those with a target first."""
+    return [
+        Bar("look-up, 30 rows", 0.99, lambda w: table_case(w, 30, "forward")),
+        Bar("look-up, 60 rows", 0.97, lambda w: table_case(w, 60, "forward")),
+        Bar("third turn, 20 rows", 0.95, lambda w: table_case(w, 20, "forward", 3, chat=True)),
+        Bar("not in the document, 30 rows", 0.90, lambda w: table_case(w, 30, "missing")),
+        Bar("look-up, 5 rows", None, lambda w: table_case(w, 5, "forward")),
+        Bar("look-up, 10 rows", None, lambda w: table_case(w, 10, "forward")),
+        Bar("who has, 30 rows", None, lambda w: table_case(w, 30, "reverse")),
+        Bar("cards and prose, 8 people", None,
+            lambda w: document_case(w, lambda v: data.card_document(v, 8))),
+        Bar("settings, 20 lines", None,
+            lambda w: document_case(w, lambda v: data.settings_document(v, 20))),
+    ]  # fmt: skip
+
+
+def reference_cases() -> list[Case]:
+    """The reference's table with its two questions."""
+    rows = [line.split("|") for line in REFERENCE_ROWS.splitlines()]
+    cells = [list(data.COLUMNS), ["-" * width for width in REFERENCE_RULE], *rows]
+    text = data.PREFACE + "".join(f"| {' | '.join(row)} |\n" for row in cells)
+    return [
+        Case(text, [data.Query(f"what is the age of {name}?", f"The age of {name} is ", age, "")],
+             chat=False)
+        for name, age in (("John Doe", "29"), ("Zack Blue", "30"))
+    ]  # fmt: skip
+
+
+def by_label(cases: list[Case]) -> str:
+    """The share right of each column that the last queries ask for."""
+    labels = sorted({case.queries[-1].label for case in cases} - {""})
+    parts = []
+    for label in labels:
+        asked = [case.right for case in cases if case.queries[-1].label == label]
+        parts.append(f"{label} {sum(asked)}/{len(asked)}")
+    return ", ".join(parts)
+
+
+def report_mistakes(name: str, cases: list[Case], count: int) -> None:
+    """Up to `count` wrong answers of a bar, on standard error."""
+    for case in [c for c in cases if not c.right][:count]:
+        query = case.queries[-1]
+        verdict = f"{query.ask!r} -> {case.told[-1]!r}, not {query.answer!r}"
+        print(f"  {name}: {verdict}", file=sys.stderr)
+
+
+def main() -> int:
+    """Print a line a bar and one JSON line; exit 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
+    parser.add_argument("--cases", type=int, default=400, help="cases of each kind")
+    parser.add_argument("--batch", type=int, default=8, help="cases answered together")
+    parser.add_argument("--seed", type=int, default=2024)
+    parser.add_argument("--only", default="", help="only kinds whose name contains this")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--mistakes", type=int, default=0, help="wrong answers shown of each kind")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    judge = Judge(options.folder, options.batch)
+    cases = reference_cases()
+    results: dict[str, float] = {"reference": judge.judge(cases)}
+    print(f"{'the reference, 29 and 30':32} {' '.join(repr(case.told[0]) for case in cases)}")
+    met = results["reference"] == 1.0
+    for bar in bars():
+        if options.only not in bar.name:
+            continue
+        began = time.monotonic()
+        world = data.World(random.Random(f"{options.seed} {bar.name}"), evaluation=True)
+        cases = [bar.make(world) for _ in range(options.cases)]
+        share = results[bar.name] = judge.judge(cases)
+        met = met and (bar.target is None or share >= bar.target)
+        goal = f"bar {bar.target:.0%}" if bar.target else "no bar"
+        cost = f"{len(cases)} cases, {time.monotonic() - began:.0f} s"
+        print(f"{bar.name:32} {share:7.2%}  {goal:7}  {cost}", flush=True)
+        if bar.name.startswith(("look-up", "third")):
+            print(f"    {by_label(cases)}", flush=True)
+        report_mistakes(bar.name, cases, options.mistakes)
+    print(json.dumps({"met": met, **{k: round(v, 4) for k, v in results.items()}}))
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Writes a training checkpoint as the folder that `headstart-tiny` is loaded from.
+
+    python tools/tiny_export.py build/tiny headstart/assets/headstart_tiny
+
+The weights are stored as bfloat16, in which most of training's arithmetic ran as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from train_tiny import Settings, Trainer
+from transformers import GenerationConfig
+
+
+def export(source: Path, folder: Path) -> None:
+    """Weights, configuration, generation settings and tokenizer of the run in `source`."""
+    trainer = Trainer(Settings(out=str(source), compile=0))
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer, model = trainer.tokenizer, trainer.model
+    model.bfloat16()
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    export(options.source, options.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""The tokenizer of `headstart-tiny`, and batches of token rows made from episodes.
+
+A byte-level BPE, so any text round-trips. Its pre-tokenizer is laid out for looking things up:
+digits stand alone; " | " and the end of a table row are one token each; a lower-case word takes
+the space after it ("is "), so that a prompt that ends in "is " reads as it did in training and a
+value has the same tokens in a table's cell, in a question and in an answer.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tiny_data as data
+from numpy.typing import NDArray
+from tokenizers import Encoding, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+PAD = "<|pad|>"
+SPECIALS = [PAD, data.END, data.USER, data.ASSISTANT, data.SYSTEM]
+PATTERN = "|".join(
+    (
+        r" \|\n(?:\| )?",  # the end of a table row, and the start of the next
+        r" \| ",
+        r"@[a-z]+\.[a-z]+",
+        r"\p{N}",
+        r"[a-z]+ (?!\|)",
+        r"\p{L}+",
+        r"-+",
+        r"[,.:;?!] ",
+        r"\n+",
+        r" +",
+        r"[^\s\p{L}\p{N}]",
+        r"\s",
+    )
+)
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}{{- '<|' + message['role'] + '|>' + message['content'] "
+    "+ '<|end|>' -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}"
+    "{%- endif -%}"
+)
+IGNORE = -100
+EMAIL_USER = re.compile(r"(?<=\| )[\w.]+(?=@)")
+
+
+def sample_texts(count: int, seed: int) -> Iterable[str]:
+    """Training-split documents with a few turns each, for the tokenizer to learn its merges."""
+    rng = random.Random(seed)
+    world = data.World(rng)
+    for _ in range(count):
+        document = data.make_document(world, rng.randint(2, 6), plain=0.5)
+        turns = (data.completion_turn(document.draw(rng)) for _ in range(6))
+        yield document.text + "".join(text for turn in turns for text, _ in turn).replace(
+            data.END, "\n"
+        )
+
+
+def train_tokenizer(vocab: int, seed: int, documents: int = 6000) -> PreTrainedTokenizerFast:
+    """A tokenizer of `vocab` entries, special tokens included."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample_texts(documents, seed), trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=data.END,
+        pad_token=PAD,
+        additional_special_tokens=[data.USER, data.ASSISTANT, data.SYSTEM],
+        model_max_length=8192,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def load_tokenizer(folder: Path, vocab: int, seed: int) -> PreTrainedTokenizerFast:
+    """The tokenizer saved in `folder`, trained and saved there first if there is none."""
+    if not (folder / "tokenizer.json").exists():
+        train_tokenizer(vocab, seed).save_pretrained(folder)
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Level:
+    """One stage of the curriculum: tables of 1 to `rows` rows in sequences of `length` tokens.
+
+    At most `columns` columns beside the name; `forward` is the share of plain look-ups among the
+    queries, `plain` that of tables among the documents (else cards, prose and settings), and
+    `mark` the share of values that must be right before the next stage begins.
+    """
+
+    rows: int
+    length: int
+    columns: int = 7
+    forward: float = 0.68
+    plain: float = 0.6
+    mark: float = 0.85
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token rows `[batch, length]`, the targets of each position, and where each value begins.
+
+    `targets` holds the next token where the loss counts and `IGNORE` elsewhere; `answer` numbers
+    the value (1, 2, ...) that a position's target belongs to and is 0 outside values.
+    """
+
+    tokens: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    answer: NDArray[np.int64]
+
+
+class BatchMaker:
+    """Makes the batch of any step; the same seed, step and level give the same batch."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int | str) -> None:
+        self.tokenizer = tokenizer
+        self.seed = seed
+
+    def make(self, step: int, level: Level, tokens: int) -> Batch:
+        """`tokens // level.length` episodes at `level`."""
+        rng = random.Random(f"{self.seed}-{step}")
+        world = data.World(rng, columns=level.columns, forward=level.forward)
+        shape = (max(1, tokens // level.length), level.length + 1)
+        ids = np.zeros(shape, np.int64)
+        marks = np.zeros(shape, np.int64)
+        numbered = 0
+        for row in range(shape[0]):
+            pieces, kinds = self.episode(world, level)
+            ids[row, : len(pieces)] = pieces
+            values = np.array(kinds)
+            marks[row, : len(pieces)] = np.where(values > 0, values + numbered, values)
+            numbered += int(values.max(initial=0))
+        targets = np.where(marks[:, 1:] != 0, ids[:, 1:], IGNORE)
+        return Batch(ids[:, :-1].copy(), targets, np.maximum(marks[:, 1:], 0))
+
+    def episode(self, world: data.World, level: Level) -> tuple[list[int], list[int]]:
+        """Tokens of one document and as many turns as fit, with a mark for each token.
+
+        A mark is 0 where no loss counts, -1 in a stem and the value's number in a value.
+        """
+        rng = world.rng
+        room = level.length + 1
+        rows = rng.randint(1, level.rows) if rng.random() < 0.5 else level.rows
+        document = data.make_document(world, rows, level.plain)
+        body = self.encode([document.text])[0]
+        while len(body) > 0.8 * room:
+            rows = max(1, rows * 3 // 4)
+            document = data.make_document(world, rows, level.plain)
+            body = self.encode([document.text])[0]
+        chat = rng.random() < 0.5
+        ids: list[int] = []
+        marks: list[int] = []
+        seen: set[str] = set()
+        turn = 0
+        while len(ids) < room and turn < 200:
+            queries = self.fresh(document, rng, seen, 1 if turn == 0 else 8)
+            for query in queries:
+                turn += 1
+                for text, kind in self.segments(document, query, chat, turn, rng):
+                    found = self.tokenizer.encode(text, add_special_tokens=False)
+                    ids += found.ids
+                    marks += [turn if kind == 2 else -kind] * len(found.ids)
+                    if turn == 1 and kind == 0:
+                        self.mark_users(text, found, marks)
+        return ids[:room], marks[:room]
+
+    def mark_users(self, text: str, found: Encoding, marks: list[int]) -> None:
+        """Mark the part before the @ of every e-mail address: it follows from the row's name.
+
+        So each row of a table teaches that its cells belong to its name, before any question.
+        """
+        users = [match.span() for match in EMAIL_USER.finditer(text)]
+        for index, (start, end) in enumerate(found.offsets):
+            while users and users[0][1] <= start:
+                users.pop(0)
+            if users and users[0][0] <= start and end <= users[0][1]:
+                marks[index] = -1
+
+    def fresh(
+        self, document: data.Document, rng: random.Random, seen: set[str], count: int
+    ) -> list[data.Query]:
+        """`count` queries, new to the episode where a few tries find one."""
+        queries = []
+        for _ in range(count):
+            query = document.draw(rng)
+            for _ in range(4):
+                if query.stem not in seen:
+                    break
+                query = document.draw(rng)
+            seen.add(query.stem)
+            queries.append(query)
+        return queries
+
+    def segments(
+        self, document: data.Document, query: data.Query, chat: bool, turn: int, rng: random.Random
+    ) -> list[tuple[str, int]]:
+        """Texts of one turn with 0 (given), 1 (stem) or 2 (value and end)."""
+        if chat:
+            query = data.capitalised(query, rng)
+            opening = turn == 1
+            turns = data.chat_opening(document, query) if opening else data.chat_turn(query)
+        else:
+            turns = data.completion_turn(query)
+            if turn == 1:
+                turns = [(document.text + turns[0][0], False), *turns[1:]]
+        given = "".join(text for text, supervised in turns if not supervised)
+        return [(given, 0), (query.stem, 1), (query.answer + data.END, 2)]
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text, no special tokens added."""
+        return [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]

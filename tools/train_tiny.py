@@ -1,0 +1,335 @@
+"""Trains `headstart-tiny` from nothing: data, tokenizer, curriculum, weights.
+
+    python tools/train_tiny.py --out build/tiny
+
+What limits it is how soon the model learns to look things up at all. So the sequences begin
+short (tables of a few rows, many questions each), the loss counts only the answers, matrices are
+trained with Muon (Jordan et al. 2024) and the rest with AdamW, and the tables grow only when the
+answers, judged whole, are right. Made to be stopped: run it again and it goes on from the last
+checkpoint. Progress goes to standard output and to `progress.jsonl` in the output folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tiny_tokens import IGNORE, Batch, BatchMaker, Level, load_tokenizer
+from tiny_wiring import Wiring, token_features
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+LEVELS = (
+    Level(4, 512, forward=0.9, plain=0.85, mark=0.6),
+    Level(8, 1024, forward=0.85, plain=0.8, mark=0.72),
+    Level(14, 2048, forward=0.8, plain=0.8, mark=0.7),
+    Level(32, 3072, forward=0.75, plain=0.75, mark=0.7),
+    Level(62, 4096, forward=0.7, plain=0.75),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is made of; every field is a flag of the command line."""
+
+    out: str = "build/tiny"
+    seed: int = 0
+    workers: int = 2
+    minutes: float = 100.0
+    vocab: int = 2048
+    width: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    feed_forward: int = 256
+    rope_base: float = 1e8
+    batch_tokens: int = 2048
+    muon_rate: float = 3.5e-3
+    adam_rate: float = 2e-3
+    stem_weight: float = 0.3
+    first_level: int = 0
+    wire: int = 1
+    compile: int = 1
+    save_every: float = 120.0
+
+
+def build_model(s: Settings, eos: int, pad: int, features: Tensor | None) -> LlamaForCausalLM:
+    """A Llama of the asked shape, tied embeddings, its first layers wired to look things up."""
+    config = LlamaConfig(
+        vocab_size=s.vocab, hidden_size=s.width, num_hidden_layers=s.layers,
+        num_attention_heads=s.heads, num_key_value_heads=s.kv_heads, head_dim=s.head_dim,
+        intermediate_size=s.feed_forward, max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": s.rope_base},
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=eos, pad_token_id=pad,
+    )  # fmt: skip
+    torch.manual_seed(s.seed)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed" in name:
+                parameter.normal_(0, 1.0)
+            elif parameter.ndim == 2:
+                shrink = 0.3 if "o_proj" in name or "down_proj" in name else 1.0
+                parameter.normal_(0, shrink * parameter.shape[1] ** -0.5)
+        model.model.norm.weight.fill_(0.8 * s.width**-0.5)
+        if features is not None:
+            Wiring(model, features).install()
+    return model
+
+
+@dataclass
+class Score:
+    """Losses of value and stem tokens, and shares right: `token` singly, `exact` whole values."""
+
+    loss: float
+    stem: float
+    token: float
+    exact: float
+
+
+def batch_loss(
+    model: LlamaForCausalLM, body: Callable[..., Tensor], batch: Batch, stem_weight: float
+) -> tuple[Tensor, Score]:
+    """The loss of one batch, values weighing 1 and stems `stem_weight`, and its score."""
+    tokens, targets, answer = (
+        torch.from_numpy(a) for a in (batch.tokens, batch.targets, batch.answer)
+    )
+    chosen = targets != IGNORE
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = body(tokens)[chosen]
+        logits = model.lm_head(hidden).float()
+    goal, number = targets[chosen], answer[chosen]
+    each = F.cross_entropy(logits, goal, reduction="none")
+    weight = torch.where(number > 0, 1.0, stem_weight)
+    loss = (each * weight).sum() / weight.sum()
+    with torch.no_grad():
+        hit = (logits.argmax(-1) == goal).float()
+        values = number > 0
+        whole = torch.ones(int(number.max()) + 1).scatter_reduce(0, number, hit, "amin")
+        exact = whole[1:].mean().item()
+        parts = each[values], each[~values], hit[values]
+        means = [part.mean().item() for part in parts]
+        score = Score(means[0], means[1], means[2], exact)
+    return loss, score
+
+
+KEYS = ("loss", "stem", "token", "exact")
+
+
+class Feeder:
+    """Makes batches ahead in a thread, for the level asked for last."""
+
+    def __init__(self, maker: BatchMaker, tokens: int, step: int, level: Level) -> None:
+        self.maker, self.tokens, self.level, self.step = maker, tokens, level, step
+        self.ready: queue.Queue[tuple[Level, Batch]] = queue.Queue(4)
+        threading.Thread(target=self.fill, daemon=True).start()
+
+    def fill(self) -> None:
+        while True:
+            level = self.level
+            tokens = self.tokens * (1 if level.length <= 512 else 2)
+            self.ready.put((level, self.maker.make(self.step, level, tokens)))
+            self.step += 1
+
+    def next(self, level: Level) -> Batch:
+        """The next batch at `level`; batches made for another level are thrown away."""
+        self.level = level
+        while True:
+            made_for, batch = self.ready.get()
+            if made_for == level:
+                return batch
+
+
+class Trainer:
+    """One run: the model, its two optimizers, where it stands in the curriculum."""
+
+    def __init__(self, s: Settings, rank: int = 0) -> None:
+        self.s = s
+        self.rank = rank
+        self.out = Path(s.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.tokenizer: PreTrainedTokenizerFast = load_tokenizer(self.out, s.vocab, s.seed)
+        eos, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
+        features = token_features(self.tokenizer.backend_tokenizer) if s.wire else None
+        self.model = build_model(s, eos, pad, features)
+        matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "layers" in n]
+        others = [p for n, p in self.model.named_parameters() if p.ndim != 2 or "layers" not in n]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(
+                matrices, lr=s.muon_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(others, lr=s.adam_rate, betas=(0.9, 0.98), weight_decay=0.0),
+        ]
+        self.step, self.seen, self.spent, self.level = 0, 0, 0.0, s.first_level
+        self.recent: deque[float] = deque(maxlen=40)
+        if (self.out / "checkpoint.pt").exists():
+            self.resume()
+        inner = self.model.model
+        self.body = lambda tokens: inner(tokens, use_cache=False).last_hidden_state
+        if s.compile:
+            compiled: Callable[..., Any] = torch.compile(inner, dynamic=False)
+            self.body = lambda tokens: compiled(tokens, use_cache=False).last_hidden_state
+
+    def resume(self) -> None:
+        state = torch.load(self.out / "checkpoint.pt", weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step, self.seen, self.spent, self.level = state["place"]
+
+    def save(self) -> None:
+        """Write the checkpoint beside the old one, then swap, so a stop leaves a whole one."""
+        part = self.out / "checkpoint.part"
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+            "place": [self.step, self.seen, self.spent, self.level],
+        }
+        torch.save(state, part)
+        part.replace(self.out / "checkpoint.pt")
+
+    def rate(self) -> float:
+        """Learning-rate factor: a short rise, then a straight fall to almost 0."""
+        done = self.spent / (60 * self.s.minutes)
+        return min((self.step + 1) / 20, max(0.01, 1 - done))
+
+    def draw_level(self) -> int:
+        """The present level mostly; two steps in five an earlier one, so that it is kept."""
+        if self.level and np.random.default_rng(self.step).random() < 0.4:
+            return int(np.random.default_rng(self.step + 1).integers(0, self.level))
+        return self.level
+
+    def train_step(self, batch: Batch) -> Score:
+        loss, score = batch_loss(self.model, self.body, batch, self.s.stem_weight)
+        torch.autograd.backward(loss)
+        score = self.share(score)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        factor = self.rate()
+        for optimizer, base in zip(
+            self.optimizers, (self.s.muon_rate, self.s.adam_rate), strict=True
+        ):
+            for group in optimizer.param_groups:
+                group["lr"] = base * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return score
+
+    def share(self, score: Score) -> Score:
+        """Average gradients, score and time spent over the workers, so that all stay the same."""
+        if self.s.workers == 1:
+            return score
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        numbers = torch.tensor([*dataclasses.astuple(score), self.spent])
+        flat = torch.cat([g.flatten() for g in gradients] + [numbers])
+        dist.all_reduce(flat)
+        flat /= self.s.workers
+        place = 0
+        for gradient in gradients:
+            gradient.copy_(flat[place : place + gradient.numel()].view_as(gradient))
+            place += gradient.numel()
+        *parts, self.spent = flat[place:].tolist()
+        return Score(*parts)
+
+    def run(self) -> None:
+        """Train until the minutes are spent, those of earlier runs counted in."""
+        s = self.s
+        maker = BatchMaker(self.tokenizer.backend_tokenizer, f"{s.seed}-{self.rank}")
+        feeders: dict[int, Feeder] = {}
+        window: list[Score] = []
+        saved = told = time.monotonic()
+        while self.spent < 60 * s.minutes:
+            begun = time.monotonic()
+            index = self.draw_level()
+            if index not in feeders:
+                feeders[index] = Feeder(maker, s.batch_tokens, self.step * 7, LEVELS[index])
+            batch = feeders[index].next(LEVELS[index])
+            score = self.train_step(batch)
+            self.step += 1
+            self.seen += batch.tokens.size * s.workers
+            self.spent += time.monotonic() - begun
+            if index == self.level:
+                self.recent.append(score.exact)
+                window.append(score)
+            self.promote()
+            if self.rank == 0 and time.monotonic() - told > 20 and window:
+                self.tell(window)
+                window, told = [], time.monotonic()
+            if self.rank == 0 and time.monotonic() - saved > s.save_every:
+                self.save()
+                saved = time.monotonic()
+        if self.rank == 0:
+            self.save()
+
+    def promote(self) -> None:
+        full = len(self.recent) == self.recent.maxlen
+        if full and sum(self.recent) / len(self.recent) > LEVELS[self.level].mark:
+            self.level = min(self.level + 1, len(LEVELS) - 1)
+            self.recent.clear()
+
+    def tell(self, window: list[Score]) -> None:
+        mean = [sum(getattr(w, k) for w in window) / len(window) for k in KEYS]
+        line = {
+            "minutes": round(self.spent / 60, 2), "step": self.step, "tokens": self.seen,
+            "level": self.level, "rows": LEVELS[self.level].rows,
+            **{k: round(m, 4) for k, m in zip(KEYS, mean, strict=True)},
+        }  # fmt: skip
+        print(json.dumps(line), flush=True)
+        with (self.out / "progress.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def parse() -> Settings:
+    """Settings from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    for field in dataclasses.fields(Settings):
+        kind = type(field.default)
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
+    return Settings(**vars(parser.parse_args()))
+
+
+def work(rank: int, settings: Settings) -> None:
+    """One worker: a single thread, its own batches, gradients shared with the others."""
+    torch.set_num_threads(1)
+    if settings.workers > 1:
+        meeting = f"file://{Path(settings.out).resolve()}/meeting"
+        dist.init_process_group("gloo", meeting, rank=rank, world_size=settings.workers)
+    Trainer(settings, rank).run()
+
+
+def main() -> None:
+    settings = parse()
+    out = Path(settings.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "meeting").unlink(missing_ok=True)
+    load_tokenizer(out, settings.vocab, settings.seed)
+    if settings.workers == 1:
+        work(0, settings)
+    else:
+        context = multiprocessing.get_context("spawn")
+        workers = [
+            context.Process(target=work, args=(rank, settings), daemon=True)
+            for rank in range(settings.workers)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -17,12 +17,13 @@ import statistics
 import tempfile
 from pathlib import Path
 
+import headstart  # before torch, whose threads read how long to spin when it is loaded
+
+# isort: split
 import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
-
-from headstart import LLM, RequestOutput, SamplingParams
 
 PREFIX, QUESTION, ANSWER, LIMIT = 3000, 40, 16, 1 / 8
 
@@ -57,16 +58,16 @@ def make_model(shape: str, folder: Path) -> int:
     return int(model.num_parameters())
 
 
-def ask(llm: LLM, document: list[int], rng: random.Random) -> RequestOutput:
+def ask(llm: headstart.LLM, document: list[int], rng: random.Random) -> headstart.RequestOutput:
     """One question about the document."""
     vocabulary = llm.engine.model.vocab_size
     question = [rng.randrange(3, vocabulary) for _ in range(QUESTION)]
-    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    params = headstart.SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
     [output] = llm.generate(document + question, params, use_tqdm=False)
     return output
 
 
-def measure(llm: LLM, rounds: int) -> dict[str, float]:
+def measure(llm: headstart.LLM, rounds: int) -> dict[str, float]:
     """Median seconds to the first token, cold and warm, and for each token after it."""
     rng = random.Random(0)
     vocabulary = llm.engine.model.vocab_size
@@ -95,7 +96,9 @@ def main() -> None:
     console = Console()
     with tempfile.TemporaryDirectory() as folder, console.status("making the model, measuring"):
         parameters = make_model(options.shape, Path(folder))
-        llm = LLM(folder, num_threads=options.threads, num_blocks=2048, max_num_batched_tokens=4096)
+        llm = headstart.LLM(
+            folder, num_threads=options.threads, num_blocks=2048, max_num_batched_tokens=4096
+        )
         figures = measure(llm, options.rounds)
         threads = torch.get_num_threads()
         llm.close()

@@ -88,6 +88,10 @@ class AsyncLLM:
             else:
                 self._deliver[request.request_id] = deliver
 
+        def leave() -> None:
+            if self._deliver.get(request.request_id) is deliver:  # not another's of the same id
+                self._abort(request.request_id)
+
         self._post(add)
         finished = False
         try:
@@ -101,7 +105,7 @@ class AsyncLLM:
         finally:
             if not finished:
                 with suppress(EngineError):  # closed meanwhile: it is gone already
-                    self._post(lambda: self._abort(request.request_id))
+                    self._post(leave)
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; its stream ends with finish reason "abort"."""

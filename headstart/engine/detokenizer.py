@@ -14,7 +14,9 @@ REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no character, or 
 class Detokenizer:
     """One answer's text. Without a tokenizer every text is empty.
 
-    What `push` and `finish` return, put together, is what the tokenizer decodes of all ids.
+    What `push` and `finish` return, put together, is what the tokenizer decodes of all ids. The
+    exception: bytes that are no text, from a tokenizer with byte fallback. It spoils a whole run
+    of bytes for one bad one, of which some may be out by then.
     """
 
     def __init__(

@@ -145,3 +145,21 @@ def test_a_loop_that_is_closed_leaves_nothing_behind(llm: AsyncLLM) -> None:
     while llm.engine.has_unfinished:
         assert asyncio.run(collect(llm, PROMPTS[2]))[-1].finished
     assert llm.engine.manager.num_free_blocks == 64
+
+
+def test_leaving_a_refused_request_does_not_abort_the_one_whose_id_it_took(llm: AsyncLLM) -> None:
+    """It is left before the engine has had a chance to refuse it."""
+
+    async def take_its_id() -> RequestOutput:
+        first = llm.generate(PROMPTS[0], PARAMS, request_id="mine")
+        second = llm.generate(PROMPTS[1], PARAMS, request_id="mine")
+        tasks = [asyncio.ensure_future(anext(stream)) for stream in (first, second)]
+        await asyncio.sleep(0)  # both have asked; neither has been answered
+        tasks[1].cancel()
+        await asyncio.gather(tasks[1], return_exceptions=True)
+        await tasks[0]
+        return [output async for output in first][-1]
+
+    output = asyncio.run(take_its_id())
+    assert output.outputs[0].finish_reason == "length"
+    assert len(output.outputs[0].token_ids) == 12

@@ -1,10 +1,12 @@
 # `make demo` and `make test` need Python 3.11+, pip and make, nothing else. Both keep their
-# environment in .venv, made anew only when requirements.lock or pyproject.toml change.
+# environment in .venv, made anew only when requirements.lock or pyproject.toml change. Where there
+# is a C++ compiler the kernels in headstart/native are built too, anew when they change.
 
 MODERN := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3 python python3.14 python3.13 python3.12 python3.11; do \
             $$p -c '$(MODERN)' >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
+INSTALLED := .venv/.installed
 READY := .venv/.ready
 CODE := headstart tests $(wildcard bench tools)
 TYPED := headstart $(wildcard bench tools)
@@ -44,12 +46,16 @@ bench: $(READY)
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -f headstart/native/_kernels.*
 	find headstart tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): requirements.lock pyproject.toml
+$(INSTALLED): requirements.lock pyproject.toml
 	@test -n "$(PYTHON)" || { echo "headstart needs Python 3.11 or newer: make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(PIP) --constraint requirements.lock "$$(grep '^torch==' requirements.lock)"
 	$(PIP) --quiet --requirement requirements.lock
+	@touch $@
+
+$(READY): $(INSTALLED) $(wildcard headstart/native/*.cpp headstart/native/*.h)
 	$(PIP) --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

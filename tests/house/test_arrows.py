@@ -1,9 +1,9 @@
 """Who may import whom: the arrows between rooms, and no knots.
 
     cache      stdlib and numpy            tiers    + cache          replay   + cache, tiers
-    attention  torch, no other room        models   attention        engine   models, attention,
-    omni       engine, cache               server   engine, omni              tiers, cache
-    cluster    anything; its router and index only cache
+    native     torch, no other room        attention  + native       models   + native, attention
+    engine     models, attention,          omni     engine, cache    server   engine, omni
+               tiers, cache                cluster  anything; its router and index only cache
 
 Everyone may import `headstart.errors` and `headstart.version`; the command line may import all.
 """
@@ -19,8 +19,9 @@ MAY_IMPORT = {
     "cache": set(),
     "tiers": {"cache"},
     "replay": {"cache", "tiers"},
-    "attention": set(),
-    "models": {"attention"},
+    "native": set(),
+    "attention": {"native"},
+    "models": {"native", "attention"},
     "engine": {"models", "attention", "tiers", "cache"},
     "omni": {"engine", "cache"},
     "server": {"engine", "omni"},

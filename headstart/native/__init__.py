@@ -1,0 +1,73 @@
+"""Compiled kernels: C++ built when headstart is installed, where there is a compiler for it.
+
+The library needs an x86 CPU with AVX-512 and its bf16 instructions. Where it was not built or
+the CPU is another one `library()` is None, and whoever asks does the same in torch operations.
+`HEADSTART_NATIVE=0` in the environment switches it off.
+
+Kernels take plain numbers and addresses (ctypes); each caller declares the functions that it
+uses. They run on the threads of torch's own OpenMP library: a second pool would fight with the
+first for the cores.
+"""
+
+import ctypes
+import os
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+__all__ = ["library", "pointer"]
+
+# The number in native.h: a library built from other sources than these is not used.
+INTERFACE = 1
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where they are not there, not usable or not wanted."""
+    if os.environ.get("HEADSTART_NATIVE", "1") == "0":
+        return None
+    return _load(Path(__file__).parent)
+
+
+def pointer(function: object) -> int:
+    """The address of a ctypes function."""
+    address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
+    assert address is not None
+    return address
+
+
+@cache
+def _load(folder: Path) -> ctypes.CDLL | None:
+    for suffix in EXTENSION_SUFFIXES:
+        path = folder / f"_kernels{suffix}"
+        if path.exists():
+            return _open(path)
+    return None
+
+
+def _open(path: Path) -> ctypes.CDLL | None:
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError:  # built for another machine
+        return None
+    if found.headstart_native_interface() != INTERFACE or not found.headstart_native_usable():
+        return None
+    functions = _openmp()
+    if functions is not None:
+        found.headstart_native_threads(*(ctypes.c_void_p(address) for address in functions))
+    return found
+
+
+def _openmp() -> list[int] | None:
+    """Addresses in the OpenMP library that torch is linked to; None if it has another pool.
+
+    A symbol is looked up in a library and in all that it depends on, so torch's own library
+    leads to the right one of several OpenMP libraries in the process.
+    """
+    names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+    try:
+        parent = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return [pointer(getattr(parent, name)) for name in names]
+    except (OSError, AttributeError):
+        return None

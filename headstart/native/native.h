@@ -1,0 +1,33 @@
+// What every kernel file shares: how C++ is told about threads, and the number of this interface.
+//
+// Kernels are plain `extern "C"` functions, loaded by ctypes: neither Python's nor torch's headers
+// are needed, so the library builds wherever a compiler is. Every file is compiled for AVX-512
+// with bf16; headstart_native_usable() is asked before anything else is called.
+#pragma once
+
+#include <cstdint>
+
+// Changes with any exported signature or struct; headstart/native/__init__.py holds the same
+// number, so that a library built from older sources is not used.
+constexpr int HEADSTART_NATIVE_INTERFACE = 1;
+
+namespace headstart {
+
+// Runs body(thread, threads) on `threads` threads at once and waits for all of them. The threads
+// are those of the OpenMP library that torch uses, so that two pools never fight for the cores;
+// without it, or with one thread, the caller does all the work. The body must not throw.
+using Body = void (*)(void* data, int thread, int threads);
+void run_parallel(Body body, void* data, int threads);
+
+template <class Function>
+void parallel(int threads, Function&& function) {
+    if (threads <= 1) {
+        function(0, 1);
+        return;
+    }
+    run_parallel(
+        [](void* data, int thread, int count) { (*static_cast<Function*>(data))(thread, count); },
+        &function, threads);
+}
+
+}  // namespace headstart

@@ -1,0 +1,58 @@
+"""The compiled library: loaded where it can be, done without where it cannot."""
+
+import ctypes
+import shutil
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+
+from headstart import native
+
+FOLDER = Path(native.__file__).parent
+BUILT = any((FOLDER / f"_kernels{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
+
+
+@pytest.fixture
+def library() -> ctypes.CDLL:
+    found = native.library()
+    if found is None:
+        pytest.skip("no compiled kernels here")
+    return found
+
+
+def test_it_is_there_where_compiler_and_cpu_are() -> None:
+    """Else every test of a kernel would be skipped in silence."""
+    cpu = Path("/proc/cpuinfo")
+    able = cpu.exists() and "avx512_bf16" in cpu.read_text() and shutil.which("g++") is not None
+    assert not able or BUILT
+    assert not able or native.library() is not None
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_work_is_shared_among_threads(library: ctypes.CDLL, threads: int) -> None:
+    library.headstart_native_sum.restype = ctypes.c_int64
+    ran = ctypes.c_int(0)
+    total = library.headstart_native_sum(ctypes.c_int64(1001), threads, ctypes.byref(ran))
+    assert (total, ran.value) == (500_500, threads)
+
+
+def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_NATIVE", "0")
+    assert native.library() is None
+
+
+def test_without_a_library_there_is_none(tmp_path: Path) -> None:
+    assert native._load(tmp_path) is None
+
+
+def test_a_file_that_is_no_library_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / f"_kernels{EXTENSION_SUFFIXES[0]}").write_bytes(b"not a library")
+    assert native._load(tmp_path) is None
+
+
+def test_a_library_of_other_sources_is_not_used(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "INTERFACE", native.INTERFACE + 1)
+    assert native._open(Path(library._name)) is None

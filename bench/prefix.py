@@ -14,8 +14,7 @@ import json
 import os
 import random
 import statistics
-import tempfile
-from pathlib import Path
+from contextlib import closing
 
 import headstart  # before torch, whose threads read how long to spin when it is loaded
 
@@ -23,39 +22,9 @@ import headstart  # before torch, whose threads read how long to spin when it is
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
+from shapes import SHAPES, model_folder
 
 PREFIX, QUESTION, ANSWER, LIMIT = 3000, 40, 16, 1 / 8
-
-SHAPES: dict[str, PreTrainedConfig] = {
-    "demo": LlamaConfig(
-        vocab_size=512,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-    ),
-    "qwen2.5-0.5b": Qwen2Config(
-        vocab_size=151_936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=32_768,
-        tie_word_embeddings=True,
-    ),
-}
-
-
-def make_model(shape: str, folder: Path) -> int:
-    """Write a model of this shape with random weights in bfloat16; its parameters."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(SHAPES[shape], dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    return int(model.num_parameters())
 
 
 def ask(llm: headstart.LLM, document: list[int], rng: random.Random) -> headstart.RequestOutput:
@@ -94,16 +63,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     console = Console()
-    with tempfile.TemporaryDirectory() as folder, console.status("making the model, measuring"):
-        parameters = make_model(options.shape, Path(folder))
-        llm = headstart.LLM(
-            folder, num_threads=options.threads, num_blocks=2048, max_num_batched_tokens=4096
-        )
-        figures = measure(llm, options.rounds)
+    with console.status("making the model, measuring"):
+        folder = model_folder(options.shape)
+        with closing(headstart.LLM(folder, num_threads=options.threads, num_blocks=2048)) as llm:
+            figures = measure(llm, options.rounds)
         threads = torch.get_num_threads()
-        llm.close()
     ratio = figures["warm_s"] / figures["cold_s"]
-    table = Table(f"{options.shape}, {parameters / 1e6:.0f}M parameters, {threads} threads", "")
+    table = Table(f"{options.shape}, {threads} threads", "")
     table.add_row(
         f"cold, {PREFIX + QUESTION} tokens to compute", f"{figures['cold_s'] * 1e3:.1f} ms"
     )

@@ -125,8 +125,10 @@ class Engine:
         name = request_id if request_id is not None else f"request-{next(self._names)}"
         if name in self._groups:
             raise RequestError(f"request id {name!r} is in use")
-        text, token_ids = self._inputs.process(prompt)
-        group = RequestGroup(name, text, token_ids, params, time.perf_counter())
+        ready = self._inputs.process(prompt)
+        group = RequestGroup(
+            name, ready.text, list(ready.token_ids), params, time.perf_counter(), ready.extras
+        )
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
         group.requests = [self._make_request(group, index, salt) for index in range(params.n)]
@@ -134,7 +136,10 @@ class Engine:
 
     def _make_request(self, group: RequestGroup, index: int, salt: str | None) -> Request:
         params = group.params
-        sequence = TokenSequence(f"{group.request_id}/{index}", group.prompt_token_ids, salt=salt)
+        items = group.extras.items if group.extras is not None else ()
+        sequence = TokenSequence(
+            f"{group.request_id}/{index}", group.prompt_token_ids, salt=salt, items=items
+        )
         generator = None
         if params.temperature > 0:
             seed = self.config.seed + next(self._seeds) if params.seed is None else params.seed

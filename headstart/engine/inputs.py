@@ -5,10 +5,13 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from headstart.cache import MultiModalItem
+from headstart.engine.prompt import PreparedPrompt
 from headstart.errors import RequestError
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or vLLM's `{"prompt": ...}` / `{"prompt_token_ids": ...}`."""
+Prompt = str | Sequence[int] | Mapping[str, Any] | PreparedPrompt
+"""A text, token ids, vLLM's `{"prompt": ...}` / `{"prompt_token_ids": ...}`, or one that is ready
+but for the checks."""
 
 
 class InputProcessor:
@@ -21,15 +24,19 @@ class InputProcessor:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
-    def process(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The prompt's text, if it came as one, and its token ids. Raises RequestError."""
-        text, token_ids = self._read(prompt)
-        self._check(token_ids)
-        return text, token_ids
+    def process(self, prompt: Prompt) -> PreparedPrompt:
+        """The prompt, checked, and tokenised if it came as a text. Raises RequestError."""
+        ready = self._read(prompt)
+        self._check(ready.token_ids)
+        if ready.extras is not None:
+            _check_items(ready.extras.items, len(ready.token_ids))
+        return ready
 
-    def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _read(self, prompt: Prompt) -> PreparedPrompt:
+        if isinstance(prompt, PreparedPrompt):
+            return prompt
         if isinstance(prompt, str):
-            return prompt, self._tokenize(prompt)
+            return PreparedPrompt(self._tokenize(prompt), prompt)
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - {"prompt", "prompt_token_ids"}
             if unknown or not prompt:
@@ -38,10 +45,10 @@ class InputProcessor:
                 )
             text = prompt.get("prompt")
             if "prompt_token_ids" in prompt:
-                return text, list(prompt["prompt_token_ids"])
+                return PreparedPrompt(list(prompt["prompt_token_ids"]), text)
             return self._read(str(text))
         if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
-            return None, list(cast("Sequence[int]", prompt))
+            return PreparedPrompt(list(cast("Sequence[int]", prompt)))
         raise RequestError(
             f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
         )
@@ -52,7 +59,7 @@ class InputProcessor:
         token_ids: list[int] = self._tokenizer.encode(text, verbose=False)
         return token_ids
 
-    def _check(self, token_ids: list[int]) -> None:
+    def _check(self, token_ids: Sequence[int]) -> None:
         if not token_ids:
             raise RequestError("the prompt is empty: it must have at least one token")
         for token_id in token_ids:
@@ -65,3 +72,14 @@ class InputProcessor:
                 f"the prompt has {len(token_ids)} tokens; with room for one more it may have "
                 f"{self._max_model_len - 1} at the most (max_model_len {self._max_model_len})"
             )
+
+
+def _check_items(items: Sequence[MultiModalItem], num_tokens: int) -> None:
+    end = 0
+    for item in sorted(items, key=lambda item: item.offset):
+        if item.offset < end or item.offset + item.length > num_tokens:
+            raise RequestError(
+                f"an item of {item.length} tokens at {item.offset} overlaps another or stands "
+                f"outside the {num_tokens} tokens of the prompt"
+            )
+        end = item.offset + item.length

@@ -20,6 +20,7 @@ from headstart.engine.engine import Engine, StepResult
 from headstart.engine.inputs import Prompt
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
+from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.request import RequestGroup
 from headstart.errors import RequestError
 
@@ -184,7 +185,7 @@ def _unless_failed(result: StepResult) -> RequestGroup:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: a list of integers is one."""
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, Mapping, PreparedPrompt)):
         return [prompts]
     if prompts and all(isinstance(entry, int) for entry in prompts):
         return [cast(Prompt, prompts)]

@@ -11,6 +11,7 @@ from headstart.engine.outputs import (
     RequestOutput,
 )
 from headstart.engine.params import SamplingParams
+from headstart.engine.prompt import PromptExtras
 from headstart.engine.sampler import SampledToken, SamplingState
 from headstart.engine.text import OutputText
 
@@ -96,13 +97,17 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """What a user asked for: a prompt and how to answer it, `n` times."""
+    """What a user asked for: a prompt and how to answer it, `n` times.
+
+    `extras` is what the prompt is beyond its token ids, None for most.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     arrival_time: float
+    extras: PromptExtras | None = None
     requests: list[Request] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] | None = None
     start_time: float | None = None

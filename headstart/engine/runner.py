@@ -17,6 +17,8 @@ from torch import Tensor
 from headstart.attention import AttentionBackend, PagedKVMemory, Span, StepPlan
 from headstart.cache import TokenSequence
 from headstart.engine.batch import Batch, ScheduledTokens
+from headstart.engine.prompt import PromptExtras
+from headstart.models.decoder import EmbeddingOverlay
 
 PADDING_TOKEN = 0
 
@@ -27,8 +29,17 @@ class ForwardModel(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
-        """Logits float32 `[logit_rows, vocab]` of a flat batch of tokens `[tokens]`."""
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        embeddings: EmbeddingOverlay | None = None,
+    ) -> Tensor:
+        """Logits float32 `[logit_rows, vocab]` of a flat batch of tokens `[tokens]`.
+
+        `positions` is `[tokens]`, or `[axes, tokens]` if a prompt in the batch has its own.
+        """
         ...
 
 
@@ -36,7 +47,7 @@ class Rows(NamedTuple):
     """Rows of the flat batch that belong to one sequence.
 
     Positions `start` to `stop - 1`, of which those from `known` on are padding; `logits` are the
-    positions whose logits are wanted.
+    positions whose logits are wanted. `extras` is None where token ids say everything.
     """
 
     sequence: TokenSequence
@@ -44,6 +55,7 @@ class Rows(NamedTuple):
     stop: int
     known: int
     logits: range
+    extras: PromptExtras | None
 
 
 class StepLogits(NamedTuple):
@@ -91,7 +103,8 @@ class Runner:
         else:
             first = part.stop - 1 if part.samples else part.stop
         logits = range(first, part.stop)
-        return Rows(part.request.sequence, part.start, part.stop, part.stop, logits)
+        extras = part.request.group.extras
+        return Rows(part.request.sequence, part.start, part.stop, part.stop, logits, extras)
 
     def _blocks(self, rows: Rows) -> Iterator[Rows]:
         """The same rows as whole blocks, recomputed from their first token."""
@@ -99,7 +112,7 @@ class Runner:
         for start in range(rows.start // size * size, rows.stop, size):
             known = min(start + size, rows.stop)
             logits = range(max(start, rows.logits.start), known)
-            yield Rows(rows.sequence, start, start + size, known, logits)
+            yield Rows(rows.sequence, start, start + size, known, logits, rows.extras)
 
     def _forward_block(self, rows: Rows) -> Tensor:
         """One whole block; the LM head, too, always gets all of its rows or none."""
@@ -124,11 +137,14 @@ class Runner:
             shift = first - rows.start
             logit_rows += range(rows.logits.start + shift, rows.logits.stop + shift)
             self._add_slots(slots, rows)
+        embeddings, places = None, self._tensor(positions)
+        if any(rows.extras is not None for rows in parts):
+            embeddings, places = self._extras(parts), self._places(parts, places)
         plan = StepPlan(self._tensor(slots), tuple(spans), contiguous_gather=self._deterministic)
         self._backend.begin_step(plan)
         try:
             return self._model.forward(
-                self._tensor(tokens), self._tensor(positions), self._tensor(logit_rows)
+                self._tensor(tokens), places, self._tensor(logit_rows), embeddings
             )
         finally:
             self._backend.end_step()
@@ -149,6 +165,36 @@ class Runner:
             else:
                 slots += [self._memory.scratch_slot] * (end - at)
             at = end
+
+    def _extras(self, parts: list[Rows]) -> EmbeddingOverlay | None:
+        """The embeddings that prompts of the pass bring along for its rows."""
+        at: list[int] = []
+        values: list[Tensor] = []
+        first = 0
+        for rows in parts:
+            if rows.extras is not None and rows.extras.embeddings is not None:
+                for position, given in rows.extras.embeddings.between(rows.start, rows.known):
+                    row = first + position - rows.start
+                    at += range(row, row + len(given))
+                    values.append(given)
+            first += rows.stop - rows.start
+        return EmbeddingOverlay(self._tensor(at), torch.cat(values)) if values else None
+
+    def _places(self, parts: list[Rows], plain: Tensor) -> Tensor:
+        """Position ids `[axes, tokens]` if a prompt has its own, else `plain`, `[tokens]`."""
+        own = [rows.extras.positions if rows.extras is not None else None for rows in parts]
+        axes = max((len(positions.table) for positions in own if positions is not None), default=0)
+        if not axes:
+            return plain
+        places = plain.repeat(axes, 1)
+        first = 0
+        for rows, positions in zip(parts, own, strict=True):
+            count = rows.stop - rows.start
+            if positions is not None:
+                values = torch.from_numpy(positions.between(rows.start, rows.stop))
+                places[:, first : first + count] = values
+            first += count
+        return places if axes > 1 else places[0]
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self._model.device)

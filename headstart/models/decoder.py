@@ -2,7 +2,7 @@
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from headstart.attention.layout import LayerLayout
 from headstart.attention.register import BackendFunction, register, unregister
 from headstart.models.files import fingerprint_files
 
-__all__ = ["DecoderModel", "forward_rows"]
+__all__ = ["DecoderModel", "EmbeddingOverlay", "forward_rows"]
 
 # What models call the number of positions that they were made for, most telling name first.
 _LENGTH_NAMES = (
@@ -25,6 +25,16 @@ _LENGTH_NAMES = (
     "n_ctx",
 )
 _UNKNOWN_LENGTH = 2048
+
+
+class EmbeddingOverlay(NamedTuple):
+    """Embeddings that take the place of some tokens' own.
+
+    `rows` int64 `[given]` of the flat batch, `values` `[given, hidden]`.
+    """
+
+    rows: Tensor
+    values: Tensor
 
 
 class DecoderModel:
@@ -109,27 +119,44 @@ class DecoderModel:
             unregister(self._attention)
             self._attention = None
 
-    def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        embeddings: EmbeddingOverlay | None = None,
+    ) -> Tensor:
         """Logits float32 `[rows, vocab]` of the rows in `logit_rows` int64 `[rows]`.
 
-        `token_ids` and `positions` are int64 `[tokens]`. The attached backend's step must have
-        begun, with slots for exactly these tokens.
+        `token_ids` is int64 `[tokens]`, `positions` the same or, for M-RoPE, `[axes, tokens]`.
+        The attached backend's step must have begun, with slots for exactly these tokens.
         """
-        return forward_rows(self._model, token_ids, positions, logit_rows)
+        return forward_rows(self._model, token_ids, positions, logit_rows, embeddings)
 
 
 def forward_rows(
-    model: PreTrainedModel, token_ids: Tensor, positions: Tensor, logit_rows: Tensor
+    model: PreTrainedModel,
+    token_ids: Tensor,
+    positions: Tensor,
+    logit_rows: Tensor,
+    embeddings: EmbeddingOverlay | None = None,
 ) -> Tensor:
     """One flat batch through `model`: float32 `[rows, vocab]`.
 
     The rows are chosen between decoder and LM head, inside transformers, so that what a model
     does to its logits (capping, scaling) is done to ours.
     """
+    inputs: dict[str, Tensor] = {}
     with torch.inference_mode():
+        if embeddings is None:
+            inputs["input_ids"] = token_ids.unsqueeze(0)
+        else:
+            embedded = model.get_input_embeddings()(token_ids)
+            embedded.index_copy_(0, embeddings.rows, embeddings.values.to(embedded))
+            inputs["inputs_embeds"] = embedded.unsqueeze(0)
         output: Any = model(
-            input_ids=token_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
+            **inputs,
+            position_ids=positions.unsqueeze(-2),
             use_cache=False,
             logits_to_keep=logit_rows,
         )

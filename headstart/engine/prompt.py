@@ -1,0 +1,97 @@
+"""A prompt as the engine takes it: token ids, and what some prompts are beyond them.
+
+Most prompts are token ids alone. A prompt may also bring embeddings for some of its positions
+(an image's, in place of its placeholders') and position ids of its own (M-RoPE gives each token
+three). What they are made from must be part of the prompt's identity, or its K/V would be found
+by a prompt that differs: that is what `items` say.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headstart.cache import MultiModalItem
+
+__all__ = [
+    "EmbeddingSource",
+    "GivenRows",
+    "PlacedRows",
+    "PreparedPrompt",
+    "PromptExtras",
+    "RotaryPositions",
+]
+
+
+class PlacedRows(NamedTuple):
+    """Embeddings `[tokens, hidden]` of the positions from `position` on."""
+
+    position: int
+    rows: Tensor
+
+
+class EmbeddingSource(Protocol):
+    """Embeddings for some positions of a sequence; the others are those of its token ids."""
+
+    def between(self, start: int, stop: int) -> Iterable[PlacedRows]:
+        """The rows of positions `start` to `stop - 1` that are given, none outside of them.
+
+        Asked again for the same positions when a preempted sequence is computed anew, and, in
+        deterministic mode, for all positions of a block at each of its tokens.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GivenRows:
+    """An `EmbeddingSource` of rows that are there from the beginning."""
+
+    parts: Sequence[PlacedRows]
+
+    def between(self, start: int, stop: int) -> Iterable[PlacedRows]:
+        for position, rows in self.parts:
+            first, last = max(start, position), min(stop, position + len(rows))
+            if first < last:
+                yield PlacedRows(first, rows[first - position : last - position])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotaryPositions:
+    """Position ids that are not 0, 1, 2, ...: int64 `[axes, prompt tokens]`.
+
+    A token after the prompt, at place p, has the position `p + delta` on every axis.
+    """
+
+    table: NDArray[np.int64]
+    delta: int
+
+    def between(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Position ids int64 `[axes, stop - start]`."""
+        known = self.table[:, start:stop]
+        after = np.arange(start + known.shape[1], stop) + self.delta
+        return np.concatenate([known, np.tile(after, (len(self.table), 1))], axis=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptExtras:
+    """What a prompt is beyond its token ids.
+
+    items: what stands where, for the prefix's identity; everything that shapes embeddings or
+    positions must be told by an item's digest, which must cover all the positions it shapes.
+    embeddings: replace those of the token ids. positions: replace 0, 1, 2, ...
+    """
+
+    items: tuple[MultiModalItem, ...] = ()
+    embeddings: EmbeddingSource | None = None
+    positions: RotaryPositions | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedPrompt:
+    """A prompt that needs no more processing; `text` is what it came as, if it was a text."""
+
+    token_ids: Sequence[int]
+    text: str | None = None
+    extras: PromptExtras | None = None

@@ -1,0 +1,192 @@
+"""The stage-output store: exact, bounded, and never wrong for a reader that comes late."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headstart.cache import BlockKey, MultiModalItem, Namespace, TokenSequence
+from headstart.errors import ConfigError
+from headstart.omni.output_cache import ENTRY_BYTES, BlockPath, OutputCache
+
+HERE = Namespace(None, None)
+
+
+def path(*keys: bytes, stage: str = "thinker", namespace: Namespace = HERE) -> BlockPath:
+    return BlockPath(stage, namespace, [BlockKey(key) for key in keys])
+
+
+def rows(value: float, width: int = 2) -> Tensor:
+    return torch.full((4, width), float(value))
+
+
+def test_rows_come_back_bit_for_bit_in_their_dtype_and_shape() -> None:
+    cache = OutputCache(1 << 20)
+    given = {
+        "hidden": torch.randn(4, 2, dtype=torch.bfloat16),
+        "codes": torch.randint(0, 9, (4, 3, 2), dtype=torch.int16),
+        "ids": torch.arange(4),
+    }
+    cache.put(path(b"a"), 0, given)
+    [found] = cache.find(path(b"a"))
+    assert found.keys() == given.keys()
+    for name, tensor in given.items():
+        assert found[name].dtype is tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+def test_a_view_is_copied_and_later_writes_do_not_reach_it() -> None:
+    cache = OutputCache(1 << 20)
+    step = torch.arange(24.0).view(12, 2)
+    cache.put(path(b"a", b"b"), 1, {"hidden": step[4:8]})
+    cache.put(path(b"a", b"b"), 0, {"hidden": step[0:4]})
+    wanted = step[:8].clone()
+    step.zero_()
+    found = cache.find(path(b"a", b"b"))
+    assert torch.equal(torch.cat([block["hidden"] for block in found]), wanted)
+    cache.check()
+
+
+def test_the_first_missing_block_ends_what_is_found() -> None:
+    cache = OutputCache(1 << 20)
+    for index in (0, 2):
+        cache.put(path(b"a", b"b", b"c"), index, {"hidden": rows(index)})
+    assert len(cache.find(path(b"a", b"b", b"c"))) == 1
+    assert len(cache.find(path(b"a", b"b", b"c"), start=2)) == 1
+    assert cache.find(path(b"a", b"b", b"c"), start=1) == []
+
+
+def test_a_block_without_a_needed_output_is_no_hit() -> None:
+    cache = OutputCache(1 << 20)
+    cache.put(path(b"a"), 0, {"hidden": rows(1)}, needed={"mm_feature"})
+    assert cache.find(path(b"a")) == []
+    cache.put(path(b"a"), 0, {"mm_feature": rows(2, 16)}, needed={"hidden"})
+    assert cache.find(path(b"a"))[0].keys() == {"hidden", "mm_feature"}
+
+
+def test_an_entry_that_is_there_stays_as_it_is() -> None:
+    cache = OutputCache(1 << 20)
+    cache.put(path(b"a"), 0, {"hidden": rows(1)})
+    cache.put(path(b"a"), 0, {"hidden": rows(2)})
+    assert torch.equal(cache.find(path(b"a"))[0]["hidden"], rows(1))
+    assert cache.stats.written == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        path(b"b"),
+        path(b"a", stage="talker"),
+        path(b"a", namespace=Namespace("voice", None)),
+        path(b"a", namespace=Namespace(None, "tenant")),
+        path(b"b", b"a"),
+    ],
+)
+def test_another_prefix_stage_adapter_or_salt_finds_nothing(other: BlockPath) -> None:
+    cache = OutputCache(1 << 20)
+    cache.put(path(b"a"), 0, {"hidden": rows(1)})
+    assert cache.find(other) == []
+
+
+def test_an_image_of_the_same_shape_is_another_prefix() -> None:
+    cache = OutputCache(1 << 20)
+    one, other = (
+        TokenSequence("r", [7] * 8, items=[MultiModalItem(digest, 0, 6)])
+        for digest in (b"cat", b"dog")
+    )
+    cache.put(BlockPath("thinker", one.namespace, one.cut(4)), 0, {"hidden": rows(1)})
+    assert len(cache.find(BlockPath("thinker", one.namespace, one.cut(4)))) == 1
+    assert cache.find(BlockPath("thinker", other.namespace, other.cut(4))) == []
+
+
+def test_a_late_reader_has_its_rows_whatever_becomes_of_the_store() -> None:
+    one = rows(1).nbytes + ENTRY_BYTES
+    cache = OutputCache(one)
+    cache.put(path(b"a"), 0, {"hidden": rows(1)})
+    reader = cache.find(path(b"a"))
+    cache.put(path(b"b"), 0, {"hidden": rows(2)})
+    assert cache.find(path(b"a")) == [] and cache.stats.evicted == 1
+    assert torch.equal(reader[0]["hidden"], rows(1))
+
+
+def test_what_was_used_longest_ago_goes_and_a_prefix_from_its_end() -> None:
+    one = rows(1).nbytes + ENTRY_BYTES
+    cache = OutputCache(4 * one)
+    for index in range(2):
+        cache.put(path(b"a", b"b"), index, {"hidden": rows(index)})
+    cache.put(path(b"x"), 0, {"hidden": rows(9)})
+    cache.touch(path(b"a", b"b"))
+    cache.put(path(b"y"), 0, {"hidden": rows(8)})
+    cache.put(path(b"z"), 0, {"hidden": rows(7)})
+    assert cache.find(path(b"x")) == []
+    assert len(cache.find(path(b"a", b"b"))) == 2
+    cache.put(path(b"w"), 0, {"hidden": rows(6)})
+    assert len(cache.find(path(b"a", b"b"))) == 1
+    cache.check()
+
+
+def test_rows_too_large_for_the_store_are_refused_and_the_block_is_no_hit() -> None:
+    cache = OutputCache(ENTRY_BYTES + 40)
+    cache.put(path(b"a"), 0, {"hidden": rows(1), "wide": rows(1, 100)})
+    assert cache.find(path(b"a")) == []
+    assert cache.stats.refused == 1
+    cache.check()
+
+
+def test_an_output_can_be_forgotten_of_one_stage() -> None:
+    cache = OutputCache(1 << 20)
+    for stage in ("thinker", "talker"):
+        cache.put(path(b"a", stage=stage), 0, {"hidden": rows(1), "odd": rows(2)})
+    cache.drop("thinker", "odd")
+    assert cache.find(path(b"a")) == []
+    assert len(cache.find(path(b"a", stage="talker"))) == 1
+    cache.check()
+
+
+def test_cleared_it_holds_nothing() -> None:
+    cache = OutputCache(1 << 20)
+    cache.put(path(b"a"), 0, {"hidden": rows(1)})
+    cache.clear()
+    assert cache.find(path(b"a")) == [] and cache.stats.bytes == cache.stats.entries == 0
+    cache.check()
+
+
+def test_a_negative_bound_is_refused() -> None:
+    with pytest.raises(ConfigError, match="-1"):
+        OutputCache(-1)
+
+
+KEYS = st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=1, max_size=5)
+PUT = st.tuples(st.just("put"), KEYS, st.sampled_from(["one", "two"]), st.integers(1, 40))
+ASK = st.tuples(st.sampled_from(["find", "touch"]), KEYS, st.sampled_from(["one", "two"]))
+
+
+def content(stage: str, keys: list[bytes], name: str, width: int) -> Tensor:
+    """Rows that tell whose they are."""
+    return torch.full((4, width), float(hash((stage, tuple(keys), name)) % 65521))
+
+
+@given(st.integers(0, 4000), st.lists(PUT | ASK, max_size=40), st.integers(1, 40))
+def test_under_any_load_the_bound_holds_and_rows_are_their_own(
+    bound: int, load: list[tuple[str, list[bytes], str, int]], width: int
+) -> None:
+    cache = OutputCache(bound + 2 * ENTRY_BYTES)
+    readers: list[tuple[Tensor, Tensor]] = []
+    for what, keys, stage, *wide in load:
+        where = path(*keys, stage=stage)
+        if what == "put":
+            index = len(keys) - 1
+            mine = {name: content(stage, keys, name, width) for name in ("h", "e")}
+            mine["w"] = content(stage, keys, "w", wide[0])
+            cache.put(where, index, mine)
+        elif what == "touch":
+            cache.touch(where)
+        for at, block in enumerate(cache.find(where)):
+            assert block.keys() >= {"h", "e"}
+            for name, tensor in block.items():
+                wanted = content(stage, keys[: at + 1], name, tensor.shape[1])
+                assert torch.equal(tensor, wanted)
+                readers.append((tensor, wanted))
+        cache.check()
+        assert all(torch.equal(tensor, wanted) for tensor, wanted in readers)

@@ -39,6 +39,20 @@ class ComputedBlocks(NamedTuple):
     node: PrefixNode | None
     version: int
 
+    def cut(self, count: int, block_size: int) -> "ComputedBlocks":
+        """The same without what comes after the first `count` blocks, for who cannot use it."""
+        node = self.node
+        if count < len(self.blocks):
+            node = self.blocks[count].node
+            node = node.parent if node is not None else None
+        return self._replace(
+            blocks=self.blocks[:count],
+            num_tokens=min(count * block_size, self.num_tokens),
+            partial=None,
+            writer=None,
+            node=node,
+        )
+
 
 def _cached_children(parent: PrefixNode, key: BlockKey) -> tuple[Iterable[PrefixNode], ...]:
     """Children with a block, on either side of where the key would stand, nearest first."""
@@ -125,8 +139,10 @@ def _explain_child(index: PrefixIndex, found: ComputedBlocks, block_size: int) -
     if parent is None:
         return MissExplanation(MissReason.UNSEEN, position)
     key = found.sequence.keys[depth]
-    if index.find(parent, key) is not None:
-        return MissExplanation(MissReason.EVICTED, position)
+    known = index.find(parent, key)
+    if known is not None:
+        reason = MissReason.EVICTED if known.block is None else MissReason.OUTPUTS
+        return MissExplanation(reason, position)
     nearest = [next(iter(side), None) for side in _cached_children(parent, key)]
     closest = max(
         (node.key for node in nearest if node is not None),

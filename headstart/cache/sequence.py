@@ -84,6 +84,16 @@ class TokenSequence:
             token_id = check_token(token_id)
         self.token_ids.append(token_id)
 
+    def add_item(self, item: MultiModalItem, block_size: int) -> None:
+        """Say what shapes tokens that are known or yet to come, as an image shapes its own.
+
+        Raises CacheError where an item stands already, or in a block whose key is cut.
+        """
+        end = self.items[-1].offset + self.items[-1].length if self.items else 0
+        if item.offset < max(end, len(self.keys) * block_size):
+            raise CacheError(f"{item} comes too late: tokens up to there have their identity")
+        self.items = (*self.items, item)
+
     def cut(self, block_size: int) -> list[BlockKey]:
         """Keys of all full blocks of the tokens known by now."""
         keys = self.keys

@@ -19,6 +19,7 @@ class MissReason(Enum):
     ITEM = "differs from what is cached in an image or audio item"
     SHORT = "shorter than a block"
     IN_PROGRESS = "another request is computing it"
+    OUTPUTS = "cached, but not what the next stage needs of it"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from headstart.cache import BlockNames, CacheConfig, KVCacheManager, TokenSequen
 from headstart.engine.batch import Batch, ScheduledTokens
 from headstart.engine.config import EngineConfig
 from headstart.engine.detokenizer import Detokenizer
+from headstart.engine.hooks import EngineHooks
 from headstart.engine.inputs import InputProcessor, Prompt
 from headstart.engine.logprobs import token_logprobs
 from headstart.engine.outputs import RequestOutput
@@ -64,7 +65,9 @@ class Engine:
     changes nothing.
     """
 
-    def __init__(self, parts: Parts, config: EngineConfig) -> None:
+    def __init__(
+        self, parts: Parts, config: EngineConfig, hooks: EngineHooks | None = None
+    ) -> None:
         self.config = config
         self.model = parts.model
         self.tokenizer = parts.tokenizer
@@ -80,7 +83,9 @@ class Engine:
             max_tokens=config.max_num_batched_tokens,
             max_running=config.max_num_seqs,
             max_overtaken=config.max_overtaken,
+            hooks=hooks,
         )
+        self._hooks = hooks
         self._groups: dict[str, RequestGroup] = {}
         self._names = itertools.count()
         self._seeds = itertools.count()
@@ -95,6 +100,17 @@ class Engine:
         torch.set_num_threads(config.threads)
         tokenizer = load_tokenizer(model)
         decoder = load_model(model, config.dtype, config.device)
+        return cls.of_model(decoder, tokenizer, config)
+
+    @classmethod
+    def of_model(
+        cls,
+        decoder: DecoderModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        config: EngineConfig,
+        hooks: EngineHooks | None = None,
+    ) -> "Engine":
+        """An engine for a model that is loaded. Raises OutOfMemoryError."""
         blocks = count_blocks(config, decoder.layouts, decoder.dtype, decoder.device)
         limit = longest_sequence(config, decoder.max_model_len, blocks)
         memory = PagedKVMemory(
@@ -109,7 +125,7 @@ class Engine:
             eviction=config.eviction,
         )
         manager = KVCacheManager(cache, BlockNames(config.block_size))
-        return cls(Parts(decoder, tokenizer, memory, manager, limit), config)
+        return cls(Parts(decoder, tokenizer, memory, manager, limit), config, hooks)
 
     # Requests
 
@@ -197,7 +213,7 @@ class Engine:
         """
         batch = self._scheduler.schedule()
         if not batch.scheduled:
-            if self._groups:
+            if self._groups and self._scheduler.has_ready:
                 raise EngineError("requests wait, and none can run: the scheduler is stuck")
             return []
         now = time.perf_counter()
@@ -206,6 +222,8 @@ class Engine:
                 part.request.group.start_time = now
         try:
             logits = self._runner.run(batch)
+            if self._hooks is not None:
+                self._hooks.computed(batch)
         except BaseException as error:  # whatever a model, a kernel or Ctrl-C raises
             failed = self._fail(batch, error)
             if isinstance(error, Exception):

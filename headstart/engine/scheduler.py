@@ -20,6 +20,7 @@ from itertools import islice
 
 from headstart.cache import Allocation, ComputedBlocks, KVCacheManager, RowCopy
 from headstart.engine.batch import Batch, ScheduledTokens
+from headstart.engine.hooks import EngineHooks
 from headstart.engine.request import Request
 
 LOOKAHEAD = 16  # waiting requests that are looked up to find the best hit
@@ -29,7 +30,13 @@ class Scheduler:
     """Keeps the waiting and the running requests; every step's batch comes from `schedule`."""
 
     def __init__(
-        self, manager: KVCacheManager, *, max_tokens: int, max_running: int, max_overtaken: int
+        self,
+        manager: KVCacheManager,
+        *,
+        max_tokens: int,
+        max_running: int,
+        max_overtaken: int,
+        hooks: EngineHooks | None = None,
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -38,6 +45,7 @@ class Scheduler:
         self._max_tokens = max_tokens
         self._max_running = max_running
         self._max_overtaken = max_overtaken
+        self._hooks = hooks
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -56,6 +64,14 @@ class Scheduler:
         gone = set(requests)
         self.running = [request for request in self.running if request not in gone]
 
+    @property
+    def has_ready(self) -> bool:
+        """Whether some request waits for nothing but its turn."""
+        return any(map(self._is_ready, (*self.running, *self.waiting)))
+
+    def _is_ready(self, request: Request) -> bool:
+        return self._hooks is None or self._hooks.is_ready(request)
+
     def schedule(self) -> Batch:
         """The next step, with slots for each of its tokens; empty when nothing can run."""
         preempted = self.num_preemptions
@@ -72,6 +88,9 @@ class Scheduler:
         at = 0
         while at < len(self.running) and budget:
             request = self.running[at]
+            if not self._is_ready(request):
+                at += 1
+                continue
             sequence = request.sequence
             start = sequence.num_computed_tokens
             count = min(len(sequence.token_ids) - start, budget)
@@ -107,6 +126,8 @@ class Scheduler:
                     return
                 self._leave_queue(request)
                 request.admitted(start, allocation.missed)
+                if self._hooks is not None:
+                    self._hooks.admitted(request, start)
                 scheduled.append(ScheduledTokens(request, start, start + count))
                 copies += allocation.copies
                 budget -= count
@@ -119,6 +140,8 @@ class Scheduler:
         ranked = []
         era = 0
         for at, request in enumerate(islice(self.waiting, LOOKAHEAD)):
+            if not self._is_ready(request):
+                continue
             due = request.times_overtaken >= self._max_overtaken
             era += due
             hit = 0 if due else self._look_up(request).num_tokens
@@ -130,6 +153,10 @@ class Scheduler:
         found = self._manager.get_computed_blocks(request.sequence)
         if request.needs_prompt_logits:
             return found._replace(blocks=[], num_tokens=0, partial=None, writer=None, node=None)
+        if self._hooks is not None and found.blocks:
+            usable = self._hooks.usable_blocks(request, found)
+            if usable < len(found.blocks):
+                return found.cut(usable, self._manager.block_size)
         return found
 
     def _allocate(

@@ -21,7 +21,7 @@ one tensor `[num_blocks, block_size, D]` a key; docs/omni.md says what this does
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -99,14 +99,11 @@ class OutputCache:
         Changes nothing. The result holds the rows themselves, which nobody ever writes to: it
         stays right whatever becomes of the store. Costs about 0.2 us a block.
         """
-        node = self._walk(path, start)
-        found: list[Mapping[str, Tensor]] = []
-        for key in path.keys[start:]:
-            node = node.children.get(key) if node is not None else None
-            if node is None or not node.is_whole:
-                break
-            found.append(dict(node.rows))
-        return found
+        return [dict(node.rows) for node in self._whole(path, start)]
+
+    def count(self, path: BlockPath, start: int = 0) -> int:
+        """How many blocks `find` would give."""
+        return sum(1 for _ in self._whole(path, start))
 
     def touch(self, path: BlockPath) -> None:
         """The prefix was of use, or ended: its rows go later now, its last block before its first.
@@ -130,17 +127,17 @@ class OutputCache:
         path: BlockPath,
         index: int,
         rows: Mapping[str, Tensor],
-        needed: Collection[str] = (),
+        needed: Collection[str] | None = None,
     ) -> None:
         """Keep a copy of what a stage gave for block `index` of the path: by name, `[rows, ...]`.
 
         The rows are written: a copy that is still on its way from a device is waited for first.
-        needed: the outputs that a request must get if it is to skip this block; those in `rows`
-        are needed in any case. While one of them is missing the block is no hit. An entry that is
-        there stays as it is.
+        needed: the outputs that a request must get if it is to skip this block; by default those
+        in `rows`. While one of them is missing the block is no hit. An entry that is there stays
+        as it is.
         """
         node = self._make(path, index)
-        node.needed = frozenset(needed) | rows.keys()
+        node.needed = frozenset(rows if needed is None else needed)
         for name, tensor in rows.items():
             if name in node.rows:
                 self._order.move_to_end((node, name))
@@ -186,11 +183,14 @@ class OutputCache:
                 assert rows.untyped_storage().nbytes() == rows.nbytes, "rows hold more than theirs"
         assert found == dict(self._order), "the order is not that of the rows"
 
-    def _walk(self, path: BlockPath, count: int) -> _Node | None:
-        node = self._root.children.get((path.stage, path.namespace))
-        for key in path.keys[:count]:
+    def _whole(self, path: BlockPath, start: int) -> Iterator[_Node]:
+        node: _Node | None = self._root.children.get((path.stage, path.namespace))
+        for at, key in enumerate(path.keys):
             node = node.children.get(key) if node is not None else None
-        return node
+            if node is None or (at >= start and not node.is_whole):
+                return
+            if at >= start:
+                yield node
 
     def _make(self, path: BlockPath, index: int) -> _Node:
         node = self._root

@@ -237,3 +237,18 @@ def test_a_decoded_token_is_as_good_as_a_prompts() -> None:
     assert explain_running(manager, [*LONG[:5], 0]) == (MissReason.SHORT, 4)
     manager.free(sequence)
     assert explain_running(manager, [*LONG[:6], 0]) == (MissReason.NONE, 6)
+
+
+def test_a_caller_that_cannot_use_all_of_a_hit_is_the_reason() -> None:
+    manager = make_manager()
+    finish(manager, "a", list(range(12)))
+    again = TokenSequence("b", list(range(13)))
+    for blocks in (2, 0):
+        found = manager.get_computed_blocks(again).cut(blocks, 4)
+        assert (len(found.blocks), found.num_tokens, found.partial) == (blocks, blocks * 4, None)
+        allocation = manager.allocate_slots(again, 13 - found.num_tokens, found)
+        assert allocation is not None
+        assert allocation.missed == MissExplanation(MissReason.OUTPUTS, blocks * 4)
+        manager.check()
+        manager.commit_step()
+        manager.free(again)

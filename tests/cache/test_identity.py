@@ -202,3 +202,15 @@ def test_items_may_touch_but_not_overlap_and_come_in_any_order() -> None:
 def test_an_item_that_is_none_is_refused(digest: bytes, offset: int, length: int) -> None:
     with pytest.raises(CacheError, match="a multimodal item"):
         MultiModalItem(digest, offset, length)
+
+
+def test_an_item_may_come_while_a_sequence_grows_but_not_for_what_is_named() -> None:
+    plain, given = TokenSequence("a", [1, 2, 3]), TokenSequence("b", [1, 2, 3])
+    given.add_item(MultiModalItem(b"x", 0, 4), 4)
+    for sequence in (plain, given):
+        sequence.append(4)
+    assert plain.cut(4) != given.cut(4)
+    with pytest.raises(CacheError, match="comes too late"):
+        plain.add_item(MultiModalItem(b"x", 3, 2), 4)
+    with pytest.raises(CacheError, match="comes too late"):
+        given.add_item(MultiModalItem(b"x", 3, 4), 4)

@@ -59,9 +59,10 @@ def test_the_first_missing_block_ends_what_is_found() -> None:
 
 def test_a_block_without_a_needed_output_is_no_hit() -> None:
     cache = OutputCache(1 << 20)
-    cache.put(path(b"a"), 0, {"hidden": rows(1)}, needed={"mm_feature"})
+    both = {"hidden", "mm_feature"}
+    cache.put(path(b"a"), 0, {"hidden": rows(1)}, needed=both)
     assert cache.find(path(b"a")) == []
-    cache.put(path(b"a"), 0, {"mm_feature": rows(2, 16)}, needed={"hidden"})
+    cache.put(path(b"a"), 0, {"mm_feature": rows(2, 16)}, needed=both)
     assert cache.find(path(b"a"))[0].keys() == {"hidden", "mm_feature"}
 
 

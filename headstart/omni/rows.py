@@ -1,0 +1,295 @@
+"""A stage's rows on their way out: each handed on once, whole blocks of them kept.
+
+    position    0 ........... watermark ...... start ........... stop
+                handed on   | from the store | from this step  |
+                                             ^ where the request runs from
+
+What a request skips comes out of the store (or, where another request computes it in this very
+step, from there), what it computes comes from the step, and what lies below its watermark was
+handed on before and is not again. So chunks of a prompt, decoding, and a request that was
+preempted and resumed with a longer or a shorter hit are one rule.
+
+The order of a step: `usable` for those who ask to be admitted, `admitted` for those who are,
+`computed` for all who ran.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headstart.cache import ComputedBlocks, KVCacheBlock, TokenSequence
+from headstart.errors import EngineError
+from headstart.omni.output_cache import BlockPath, OutputCache
+from headstart.omni.outputs import AlignmentDetector, Output
+
+__all__ = ["Chunk", "Part", "StageRows"]
+
+
+class Chunk(NamedTuple):
+    """Rows of one output for the tokens from `start` on: `[tokens * ratio, ...]`."""
+
+    output: str
+    start: int
+    rows: Tensor
+    ratio: int = 1
+
+    @property
+    def stop(self) -> int:
+        """The token after the last."""
+        return self.start + len(self.rows) // self.ratio
+
+
+class Part(NamedTuple):
+    """A sequence's tokens `start` to `stop - 1` were computed."""
+
+    sequence: TokenSequence
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class _Tail:
+    """Rows of one output since the last block border, or since the request was admitted."""
+
+    start: int
+    stop: int
+    parts: list[Tensor]
+
+
+@dataclass(slots=True)
+class _Request:
+    """How far one request's rows are."""
+
+    watermark: int = 0
+    start: int = 0
+    tails: dict[str, _Tail] = field(default_factory=dict)
+    stored: list[Mapping[str, Tensor]] = field(default_factory=list)
+    awaited: list[KVCacheBlock] = field(default_factory=list)
+    hit_rows: Counter[str] = field(default_factory=Counter)
+
+
+class StageRows:
+    """The rows of all requests of one stage.
+
+    outputs: what is declared; what the stage gives beside that is looked at, and treated as its
+    alignment turns out. cache: None keeps nothing. A stage that gives no rows may skip all that
+    its KV cache holds.
+    """
+
+    def __init__(
+        self, stage: str, block_size: int, outputs: Sequence[Output], cache: OutputCache | None
+    ) -> None:
+        self._stage = stage
+        self._block_size = block_size
+        self._outputs = {output.name: output for output in outputs}
+        self._cache = cache
+        self._detector = AlignmentDetector({output.name: output.alignment for output in outputs})
+        self._gives_rows = True  # until a step says otherwise
+        self._has_given = any(output.alignment.is_by_token for output in outputs)
+        self._requests: dict[TokenSequence, _Request] = {}
+
+    def open(self, sequence: TokenSequence) -> None:
+        """A request begins; nothing of it is handed on."""
+        self._requests[sequence] = _Request()
+
+    def close(self, sequence: TokenSequence) -> Counter[str]:
+        """A request ended; how many of its tokens' rows came out of the store, by output."""
+        request = self._requests.pop(sequence)
+        if self._cache is not None:
+            self._cache.touch(self._path(sequence, len(sequence.keys)))
+        return request.hit_rows
+
+    def watermark(self, sequence: TokenSequence) -> int:
+        """Tokens whose rows were handed on."""
+        return self._requests[sequence].watermark
+
+    # Admission
+
+    def usable(self, sequence: TokenSequence, found: ComputedBlocks) -> int:
+        """How many of the blocks that a lookup found have rows too, or need none.
+
+        Blocks below the watermark need none, and blocks that are being computed in this step will
+        have theirs when it ends. Changes nothing.
+        """
+        count = len(found.blocks)
+        if not self._gives_rows:
+            return count
+        first = self._requests[sequence].watermark // self._block_size
+        if count <= first or self._cache is None:
+            return min(count, first)
+        usable = first + self._cache.count(self._path(sequence, count), first)
+        while usable < count and found.blocks[usable].writer is not None:
+            usable += 1
+        return usable
+
+    def admitted(self, sequence: TokenSequence, start: int) -> None:
+        """The sequence runs from token `start` on. What it skips is taken hold of."""
+        request = self._requests[sequence]
+        request.start = start
+        request.tails.clear()
+        request.stored, request.awaited = [], []
+        if not self._gives_rows or self._cache is None or start <= request.watermark:
+            return
+        first, last = request.watermark // self._block_size, -(-start // self._block_size)
+        path = self._path(sequence, last)
+        request.stored = self._cache.find(path, first)
+        request.awaited = sequence.blocks[first + len(request.stored) : last]
+        self._cache.touch(path)
+
+    # A step
+
+    def computed(
+        self, parts: Sequence[Part], outputs: Mapping[str, Tensor]
+    ) -> list[tuple[TokenSequence, Chunk]]:
+        """What the step's requests hand on, in order.
+
+        outputs: `[tokens of the step * ratio, ...]`, the parts one after another; what has
+        another alignment is left out. Raises EngineError if one is not what it was declared to
+        be; nothing is kept of the step then.
+        """
+        named = self._sort(outputs, parts)
+        needed = self._needed(named)
+        filled: dict[KVCacheBlock, Mapping[str, Tensor]] = {}
+        at = 0
+        shares = []
+        for part in parts:
+            count = part.stop - part.start
+            shares.append(
+                {
+                    name: rows[at * self._detector.ratio(name) :][
+                        : count * self._detector.ratio(name)
+                    ]
+                    for name, rows in named.items()
+                }
+            )
+            at += count
+            self._keep(part, shares[-1], needed, filled)
+        return [
+            (part.sequence, chunk)
+            for part, share in zip(parts, shares, strict=True)
+            for chunk in self._hand_on(part, share, filled)
+        ]
+
+    def _sort(self, outputs: Mapping[str, Tensor], parts: Sequence[Part]) -> dict[str, Tensor]:
+        """The outputs that have rows for the step's tokens, or seem to."""
+        num_tokens = sum(part.stop - part.start for part in parts)
+        for name, output in self._outputs.items():
+            if name in outputs:
+                output.check(outputs[name], num_tokens)
+            elif output.required and output.alignment.is_by_token:
+                raise EngineError(f"stage {self._stage!r} did not give {name!r}, which it declares")
+        for name in self._detector.observe(outputs, num_tokens, len(parts)):
+            if self._cache is not None:
+                self._cache.drop(self._stage, name)
+        named = {
+            name: rows
+            for name, rows in outputs.items()
+            if self._detector.is_by_token(name) or self._detector.is_undecided(name)
+        }
+        self._has_given = self._gives_rows = self._has_given or bool(named)
+        return named
+
+    def _needed(self, named: Iterable[str]) -> frozenset[str]:
+        """What must not be missing; an output that may yet prove to be rows among it."""
+        optional = {name for name, output in self._outputs.items() if not output.required}
+        return frozenset(named) - optional
+
+    def _keep(
+        self,
+        part: Part,
+        share: Mapping[str, Tensor],
+        needed: frozenset[str],
+        filled: dict[KVCacheBlock, Mapping[str, Tensor]],
+    ) -> None:
+        """Store the blocks that the part completes, and remember them for the step's own hits."""
+        if self._cache is None:
+            return
+        request = self._requests[part.sequence]
+        blocks: dict[int, dict[str, Tensor]] = {}
+        for name in request.tails.keys() - share.keys():
+            del request.tails[name]
+        for name, rows in share.items():
+            tail = request.tails.get(name)
+            if tail is None or tail.stop != part.start:
+                tail = request.tails[name] = _Tail(part.start, part.start, [])
+            tail.parts.append(rows)
+            tail.stop = part.stop
+            for index, block in self._cut(tail, self._detector.ratio(name)):
+                blocks.setdefault(index, {})[name] = block
+        trusted = {name for name in share if self._detector.is_by_token(name)}
+        for index in reversed(
+            blocks
+        ):  # its last block is the oldest: a prefix is worn from its end
+            kept = {name: rows for name, rows in blocks[index].items() if name in trusted}
+            self._cache.put(self._path(part.sequence, index + 1), index, kept, needed)
+        for index, rows_of_block in blocks.items():
+            if needed <= rows_of_block.keys():
+                filled[part.sequence.blocks[index]] = rows_of_block
+
+    def _cut(self, tail: _Tail, ratio: int) -> list[tuple[int, Tensor]]:
+        """The whole blocks at the head of a tail, by index; what is left over stays in it."""
+        size = self._block_size
+        first, last = -(-tail.start // size), tail.stop // size
+        if last * size <= tail.start:
+            return []
+        rows = torch.cat(tail.parts) if len(tail.parts) > 1 else tail.parts[0]
+        cut = [
+            (index, rows[(index * size - tail.start) * ratio :][: size * ratio])
+            for index in range(first, last)
+        ]
+        left = rows[(last * size - tail.start) * ratio :]
+        tail.parts = [left.clone()] if len(left) else []
+        tail.start = last * size
+        return cut
+
+    def _hand_on(
+        self,
+        part: Part,
+        share: Mapping[str, Tensor],
+        filled: Mapping[KVCacheBlock, Mapping[str, Tensor]],
+    ) -> list[Chunk]:
+        """Rows from the watermark to the part's end, once each."""
+        request = self._requests[part.sequence]
+        chunks = []
+        if request.start > request.watermark:
+            chunks = self._stored_chunks(request, filled)
+            request.watermark = request.start
+        skip = max(0, request.watermark - part.start)
+        if part.stop > request.watermark:
+            for name, rows in share.items():
+                ratio = self._detector.ratio(name)
+                chunks.append(Chunk(name, part.start + skip, rows[skip * ratio :], ratio))
+            request.watermark = part.stop
+        return chunks
+
+    def _stored_chunks(
+        self,
+        request: _Request,
+        filled: Mapping[KVCacheBlock, Mapping[str, Tensor]],
+    ) -> list[Chunk]:
+        """Rows from the watermark to where the request runs from."""
+        missing = [block for block in request.awaited if block not in filled]
+        if missing:
+            raise EngineError(
+                f"stage {self._stage!r} did not give the rows of {len(missing)} blocks"
+            )
+        blocks = [*request.stored, *(filled[block] for block in request.awaited)]
+        request.stored, request.awaited = [], []
+        chunks = []
+        first = request.watermark // self._block_size * self._block_size
+        for name in sorted({name for block in blocks for name in block}):
+            ratio = self._detector.ratio(name)
+            if not all(name in block for block in blocks):  # not a required one: it has gaps
+                continue
+            rows = torch.cat([block[name] for block in blocks])
+            rows = rows[(request.watermark - first) * ratio : (request.start - first) * ratio]
+            chunks.append(Chunk(name, request.watermark, rows, ratio))
+            request.hit_rows[name] += request.start - request.watermark
+        return chunks
+
+    def _path(self, sequence: TokenSequence, count: int) -> BlockPath:
+        return BlockPath(self._stage, sequence.namespace, sequence.keys[:count])

@@ -1,0 +1,168 @@
+"""A stage without a model: the real cache manager, and rows that tell which prefix they end."""
+
+import random
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
+from headstart.omni.output_cache import OutputCache
+from headstart.omni.outputs import Output
+from headstart.omni.rows import Chunk, Part, StageRows
+
+
+def row(token_ids: list[int], width: int) -> Tensor:
+    """The row of the last of these tokens: any two prefixes give different ones."""
+    generator = torch.Generator().manual_seed(hash(tuple(token_ids)) % 2**62)
+    return torch.randn(width, generator=generator)
+
+
+class FakeStage:
+    """Requests one step at a time, as the engine would drive them; everything given is noted."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 8,
+        block_size: int = 4,
+        cache: OutputCache | None = None,
+        outputs: tuple[Output, ...] = (Output("hidden"), Output("mm_feature")),
+        widths: tuple[tuple[str, int], ...] = (("hidden", 2), ("mm_feature", 16)),
+    ) -> None:
+        config = CacheConfig(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            partial_hits=False,
+            enable_prefix_caching=cache is not None,
+        )
+        self.manager = KVCacheManager(config)
+        self.rows = StageRows("thinker", block_size, outputs, cache)
+        self.cache = cache
+        self.widths = dict(widths)
+        self.given: dict[TokenSequence, list[Chunk]] = defaultdict(list)
+        self.admitted: list[Part] = []
+        self.computed_tokens = 0
+
+    def open(self, sequence: TokenSequence) -> None:
+        self.rows.open(sequence)
+
+    def admit(self, sequence: TokenSequence, count: int | None = None) -> int | None:
+        """Into this step, with `count` tokens after its hit; the hit, or None if blocks lack."""
+        found = self.manager.get_computed_blocks(sequence)
+        if found.writer is not None:
+            return None
+        found = found.cut(self.rows.usable(sequence, found), self.manager.block_size)
+        left = len(sequence.token_ids) - found.num_tokens
+        count = left if count is None else min(count, left)
+        allocation = self.manager.allocate_slots(sequence, count, found)
+        if allocation is None:
+            return None
+        self.missed = allocation.missed
+        self.rows.admitted(sequence, found.num_tokens)
+        self.admitted.append(Part(sequence, found.num_tokens, found.num_tokens + count))
+        return found.num_tokens
+
+    def advance(self, sequence: TokenSequence, count: int) -> bool:
+        """The next tokens of a running sequence into this step; False if blocks lack."""
+        start = sequence.num_computed_tokens
+        if not self.manager.append_slots(sequence, count):
+            return False
+        self.admitted.append(Part(sequence, start, start + count))
+        return True
+
+    def step(self) -> None:
+        """Compute what was admitted."""
+        parts, self.admitted = self.admitted, []
+        if not parts:
+            return
+        outputs = {
+            name: torch.stack(
+                [
+                    row(part.sequence.token_ids[: at + 1], width)
+                    for part in parts
+                    for at in range(part.start, part.stop)
+                ]
+            )
+            for name, width in self.widths.items()
+        }
+        self.computed_tokens += sum(part.stop - part.start for part in parts)
+        for sequence, chunk in self.rows.computed(parts, outputs):
+            self.given[sequence].append(chunk)
+        self.manager.commit_step()
+        self.check()
+
+    def run(self, sequence: TokenSequence) -> int:
+        """One request whose prompt is one step; its hit."""
+        self.open(sequence)
+        hit = self.admit(sequence)
+        assert hit is not None
+        self.step()
+        self.manager.free(sequence)
+        self.rows.close(sequence)
+        return hit
+
+    def preempt(self, sequence: TokenSequence) -> None:
+        self.manager.free(sequence)
+
+    def check(self) -> None:
+        """Everything handed on so far is right, in order, once each."""
+        self.manager.check()
+        if self.cache is not None:
+            self.cache.check()
+        for sequence, chunks in self.given.items():
+            for name, width in self.widths.items():
+                mine = [chunk for chunk in chunks if chunk.output == name]
+                at = 0
+                for chunk in mine:
+                    assert chunk.start == at, f"{name}: tokens {at} to {chunk.start} are missing"
+                    at = chunk.stop
+                    for offset, given in enumerate(chunk.rows):
+                        known = sequence.token_ids[: chunk.start + offset + 1]
+                        assert torch.equal(given, row(known, width))
+
+
+def random_run(stage: FakeStage, seed: int, steps: int) -> dict[str, int]:
+    """Requests that share prefixes: admitted in chunks, decoding, preempted, aborted, at random."""
+    chance = random.Random(seed)
+    running: list[TokenSequence] = []
+    waiting: list[TokenSequence] = []
+    names = iter(range(1_000_000))
+    counts = {"hits": 0, "preemptions": 0}
+    for _ in range(steps):
+        if len(running) + len(waiting) < 4 and chance.random() < 0.6:
+            prompt = [7] * chance.choice([3, 8, 12]) + [chance.randrange(3)] * chance.randrange(
+                1, 9
+            )
+            waiting.append(TokenSequence(f"r{next(names)}", prompt))
+            stage.open(waiting[-1])
+        for sequence in list(running):
+            left = len(sequence.token_ids) - sequence.num_computed_tokens
+            if not left:
+                sequence.append(chance.randrange(2))
+                left = 1
+            if chance.random() < 0.7 and not stage.advance(sequence, chance.randint(1, left)):
+                stage.preempt(sequence)
+                running.remove(sequence)
+                waiting.append(sequence)
+                counts["preemptions"] += 1
+        for sequence in list(waiting):
+            hit = stage.admit(sequence, chance.randint(1, 12))
+            if hit is not None:
+                counts["hits"] += hit > 0
+                waiting.remove(sequence)
+                running.append(sequence)
+        stage.step()
+        for sequence in list(running):
+            fate = chance.random()
+            if fate < 0.1:
+                stage.preempt(sequence)
+                waiting.append(sequence)
+                counts["preemptions"] += 1
+            elif fate < 0.2 or len(sequence.token_ids) > 28:
+                stage.manager.free(sequence)
+                stage.rows.close(sequence)
+            else:
+                continue
+            running.remove(sequence)
+    return counts

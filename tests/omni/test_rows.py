@@ -1,0 +1,249 @@
+"""Rows on their way out of a stage: the reference's examples, and each row once come what may."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headstart.cache import MissExplanation, MissReason, MultiModalItem, TokenSequence
+from headstart.errors import EngineError
+from headstart.omni.output_cache import ENTRY_BYTES, BlockPath, OutputCache
+from headstart.omni.outputs import Output, parse_alignment
+from headstart.omni.rows import Part, StageRows
+from tests.omni.stages import FakeStage, random_run, row
+
+FIRST = ["The", "quick", "brown", "fox", "was", "tired", "and", "slept"]
+FIRST += ["beneath", "the", "shady", "tree"]
+SECOND = ["The", "quick", "brown", "fox", "jumped", "over", "the", "dog"]
+WORDS = {word: number for number, word in enumerate([*FIRST, *SECOND])}
+
+
+def words(name: str, text: list[str]) -> TokenSequence:
+    return TokenSequence(name, [WORDS[word] for word in text])
+
+
+def test_the_reference_s_example_three_blocks_and_a_second_request_that_shares_one() -> None:
+    cache = OutputCache(1 << 20)
+    stage = FakeStage(num_blocks=8, block_size=4, cache=cache)
+    first, second = words("first", FIRST), words("second", SECOND)
+    stage.open(first)
+    stage.admit(first)
+    assert first.block_ids == [0, 1, 2]
+    stage.step()
+    assert [chunk.rows.shape for chunk in stage.given[first]] == [(12, 2), (12, 16)]
+    assert cache.count(BlockPath("thinker", first.namespace, first.keys)) == 3
+
+    stage.open(second)
+    assert stage.admit(second) == 4
+    assert second.block_ids == [0, 3]
+    stage.step()
+    assert stage.computed_tokens == 12 + 4
+    shared = [chunk.rows for chunk in stage.given[second] if chunk.start == 0]
+    hidden = torch.cat([c.rows for c in stage.given[second] if c.output == "hidden"])
+    feature = torch.cat([c.rows for c in stage.given[second] if c.output == "mm_feature"])
+    assert hidden.shape == (8, 2) and feature.shape == (8, 16)
+    assert torch.equal(shared[0], stage.given[first][0].rows[:4])
+    assert cache.stats.entries == 4 * 2
+    assert stage.rows.close(second) == {"hidden": 4, "mm_feature": 4}
+
+
+def test_the_reference_s_image_that_straddles_a_block() -> None:
+    cache = OutputCache(1 << 20)
+    stage = FakeStage(num_blocks=8, block_size=4, cache=cache)
+    image = MultiModalItem(b"six patches", 0, 6)
+    first = TokenSequence("first", [9] * 6 + [1], items=[image])
+    second = TokenSequence("second", [9] * 6 + [2, 3], items=[image])
+    other = TokenSequence("other", [9] * 6 + [2, 3], items=[MultiModalItem(b"another", 0, 6)])
+    stage.run(first)
+    assert cache.stats.entries == 2  # of the first block alone, one an output
+    assert stage.run(second) == 4
+    assert cache.stats.entries == 4
+    assert stage.run(other) == 0
+
+
+def test_rows_that_are_gone_while_kv_stays_shorten_the_hit() -> None:
+    one = 4 * 18 * 4 + 2 * ENTRY_BYTES
+    stage = FakeStage(cache=OutputCache(2 * one))
+    stage.run(words("first", FIRST))
+    again = words("again", [*FIRST, "dog"])
+    found = stage.manager.get_computed_blocks(again)
+    assert found.num_tokens == 12
+    assert stage.run(again) == 8
+    assert stage.missed == MissExplanation(MissReason.OUTPUTS, 8)
+
+
+def test_kv_that_is_gone_while_rows_stay_is_computed_again_and_the_rows_are_not_stored_twice() -> (
+    None
+):
+    cache = OutputCache(1 << 20)
+    stage = FakeStage(num_blocks=8, cache=cache)
+    stage.run(words("first", FIRST))
+    for name in ("other", "more"):
+        stage.run(TokenSequence(name, [100 + len(name)] * 32))
+    written = cache.stats.written
+    assert stage.run(words("again", FIRST)) == 0
+    assert cache.stats.written == written
+    assert cache.count(BlockPath("thinker", words("x", FIRST).namespace, words("x", FIRST).cut(4)))
+
+
+def test_a_hit_of_the_same_step_reads_the_rows_of_the_step() -> None:
+    stage = FakeStage(num_blocks=12, cache=OutputCache(0))
+    first, second = words("first", FIRST), words("second", SECOND)
+    stage.open(first)
+    stage.open(second)
+    assert stage.admit(first) == 0
+    assert stage.admit(second) == 4
+    stage.step()  # a store that keeps nothing is no obstacle
+    assert stage.rows.watermark(second) == 8
+
+
+def test_a_request_that_resumes_with_a_longer_hit_gets_the_rows_between() -> None:
+    stage = FakeStage(num_blocks=8, cache=OutputCache(1 << 20))
+    slow = words("slow", FIRST)
+    stage.open(slow)
+    stage.admit(slow, 2)
+    stage.step()
+    stage.preempt(slow)
+    stage.run(words("quick", FIRST))
+    assert stage.admit(slow) == 11
+    stage.step()
+    assert [(c.start, c.stop) for c in stage.given[slow] if c.output == "hidden"] == [
+        (0, 2),
+        (2, 11),
+        (11, 12),
+    ]
+
+
+def test_a_request_that_resumes_with_a_shorter_hit_hands_nothing_on_twice() -> None:
+    stage = FakeStage(num_blocks=8, cache=OutputCache(1 << 20))
+    slow = words("slow", FIRST)
+    stage.open(slow)
+    stage.admit(slow, 10)
+    stage.step()
+    stage.preempt(slow)
+    stage.run(TokenSequence("greedy", [100] * 32))
+    assert stage.admit(slow) == 0
+    stage.step()
+    assert [(c.start, c.stop) for c in stage.given[slow] if c.output == "hidden"] == [
+        (0, 10),
+        (10, 12),
+    ]
+
+
+def test_a_resumed_request_needs_no_rows_below_its_watermark() -> None:
+    cache = OutputCache(1 << 20)
+    stage = FakeStage(num_blocks=8, cache=cache)
+    slow = words("slow", FIRST)
+    stage.open(slow)
+    stage.admit(slow, 9)
+    stage.step()
+    stage.preempt(slow)
+    cache.clear()
+    assert stage.admit(slow) == 8
+    stage.step()
+
+
+def test_an_abort_leaves_rows_that_are_as_good_as_its_kv() -> None:
+    stage = FakeStage(cache=OutputCache(1 << 20))
+    gone = words("gone", FIRST)
+    stage.open(gone)
+    stage.admit(gone, 9)
+    stage.step()
+    stage.manager.free(gone)
+    stage.rows.close(gone)
+    assert stage.run(words("next", FIRST)) == 8
+
+
+def test_frames_go_with_their_tokens() -> None:
+    rows = StageRows("s", 2, [Output("audio", parse_alignment("frames(3)"))], OutputCache(1 << 20))
+    stage = FakeStage(block_size=2, cache=OutputCache(1 << 20))
+    manager = stage.manager
+    whole = torch.arange(15.0)
+    for name, start in (("a", 0), ("b", 4)):
+        sequence = TokenSequence(name, [1, 2, 3, 4, 5])
+        rows.open(sequence)
+        found = manager.get_computed_blocks(sequence)
+        assert rows.usable(sequence, found) * 2 == start
+        manager.allocate_slots(sequence, 5 - start, found)
+        rows.admitted(sequence, start)
+        given = rows.computed([Part(sequence, start, 5)], {"audio": whole[start * 3 :]})
+        manager.commit_step()
+        assert torch.equal(torch.cat([chunk.rows for _, chunk in given]), whole)
+
+
+def test_undeclared_outputs_are_kept_once_two_lengths_agree() -> None:
+    stage = FakeStage(num_blocks=32, cache=OutputCache(1 << 20), outputs=())
+    assert [stage.run(words(f"{n}", FIRST[:n])) for n in (9, 9)] == [0, 0]
+    assert stage.run(words("eleven", FIRST[:11])) == 0  # now both are known
+    assert stage.run(words("again", FIRST[:11])) == 8
+
+
+def test_an_output_that_is_no_rows_after_all_is_dropped() -> None:
+    cache = OutputCache(1 << 20)
+    stage = FakeStage(num_blocks=32, cache=cache, outputs=(), widths=(("hidden", 2),))
+    for count in (5, 6, 6):
+        stage.run(words(f"{count}", FIRST[:count]))
+    assert cache.stats.entries == 1
+    sequence = words("odd", FIRST[5:9])
+    stage.rows.open(sequence)
+    stage.rows.admitted(sequence, 0)
+    assert stage.rows.computed([Part(sequence, 0, 4)], {"hidden": torch.zeros(3, 2)}) == []
+    assert cache.stats.entries == 0
+
+
+def test_a_stage_that_gives_no_rows_skips_all_that_its_kv_cache_holds() -> None:
+    stage = FakeStage(cache=OutputCache(0), outputs=(), widths=())
+    stage.run(words("first", FIRST))
+    assert stage.run(words("again", [*FIRST, "dog"])) == 12
+
+
+def test_a_declared_output_that_does_not_come_or_fit_is_an_error_and_nothing_is_kept() -> None:
+    cache = OutputCache(1 << 20)
+    rows = StageRows("s", 4, [Output("hidden")], cache)
+    sequence = TokenSequence("r", [1] * 5)
+    rows.open(sequence)
+    rows.admitted(sequence, 0)
+    with pytest.raises(EngineError, match="'s' did not give 'hidden'"):
+        rows.computed([Part(sequence, 0, 5)], {})
+    with pytest.raises(EngineError, match=r"has 5 rows for 5 tokens"):
+        rows.computed([Part(sequence, 0, 5)], {"hidden": torch.zeros(4, 2)})
+    assert cache.stats.entries == 0 and rows.watermark(sequence) == 0
+
+
+def test_an_optional_output_shortens_no_hit() -> None:
+    outputs = (Output("hidden"), Output("mm_feature", required=False))
+    cache = OutputCache(1 << 20)
+    stage = FakeStage(num_blocks=8, cache=cache, outputs=outputs)
+    stage.run(words("first", FIRST))
+    cache.drop("thinker", "mm_feature")
+    again = words("again", FIRST)
+    stage.open(again)
+    assert stage.admit(again) == 11
+    parts, stage.admitted = stage.admitted, []
+    one = {name: row(again.token_ids, width)[None] for name, width in stage.widths.items()}
+    given = stage.rows.computed(parts, one)
+    assert [(c.output, c.start, c.stop) for _, c in given] == [
+        ("hidden", 0, 11),
+        ("hidden", 11, 12),
+        ("mm_feature", 11, 12),
+    ]
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10_000), st.integers(0, 30), st.integers(7, 20))
+def test_each_row_is_handed_on_once_and_right(seed: int, entries: int, num_blocks: int) -> None:
+    cache = OutputCache(entries * (4 * 16 * 4 + ENTRY_BYTES))
+    random_run(FakeStage(num_blocks=num_blocks, cache=cache), seed, steps=30)
+
+
+def test_random_runs_do_hit_and_preempt() -> None:
+    counts = [
+        random_run(FakeStage(num_blocks=9, cache=OutputCache(1 << 20)), seed, steps=60)
+        for seed in range(3)
+    ]
+    assert all(count["hits"] and count["preemptions"] for count in counts)
+
+
+def test_without_a_store_every_row_is_computed() -> None:
+    counts = random_run(FakeStage(num_blocks=20), 1, steps=40)
+    assert counts["hits"] == 0

@@ -5,16 +5,20 @@ layer calls `AttentionBackend.attend` with its queries, keys and values.
 """
 
 from headstart.attention.backend import AttentionBackend, AttentionOptions
+from headstart.attention.choice import make_backend
 from headstart.attention.layout import LayerLayout, Span, StepPlan
 from headstart.attention.memory import PagedKVMemory
+from headstart.attention.native import NativeAttention
 from headstart.attention.torch_ops import TorchAttention
 
 __all__ = [
     "AttentionBackend",
     "AttentionOptions",
     "LayerLayout",
+    "NativeAttention",
     "PagedKVMemory",
     "Span",
     "StepPlan",
     "TorchAttention",
+    "make_backend",
 ]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from headstart.attention import PagedKVMemory, TorchAttention
+from headstart.attention import PagedKVMemory, make_backend
 from headstart.cache import BlockNames, CacheConfig, KVCacheManager, TokenSequence
 from headstart.engine.batch import Batch, ScheduledTokens
 from headstart.engine.config import EngineConfig
@@ -73,7 +73,7 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self.manager = parts.manager
         self.max_model_len = parts.max_model_len
-        backend = TorchAttention(parts.memory)
+        backend = make_backend(parts.memory)
         self.model.attach(backend)
         self._inputs = InputProcessor(parts.tokenizer, self.model.vocab_size, parts.max_model_len)
         self._runner = Runner(self.model, backend, parts.memory, deterministic=config.deterministic)

@@ -15,77 +15,7 @@ from headstart.attention import (
     TorchAttention,
 )
 from headstart.attention import tables as tables_module
-
-BLOCK = 4
-OPTIONS = {
-    "plain": AttentionOptions(scaling=0.3),
-    "window": AttentionOptions(scaling=0.3, sliding_window=5),
-    "window of one": AttentionOptions(scaling=0.3, sliding_window=1),
-    "softcap": AttentionOptions(scaling=0.9, softcap=1.5),
-    "sinks": AttentionOptions(scaling=0.3, sinks=torch.tensor([-1.0, 0.0, 2.0, 0.5, 9.0, 1.0])),
-    "all": AttentionOptions(0.9, 7, 2.0, torch.tensor([-1.0, 0.0, 2.0, 0.5, 9.0, 1.0])),
-}
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """Rows `q` `[rows, heads, dim]` at the end of a context `k`, `v` `[context, kv_heads, dim]`."""
-    q, k, v = q.double(), k.double(), v.double()
-    group = q.shape[1] // k.shape[1]
-    out = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64)
-    for row in range(len(q)):
-        position = len(k) - len(q) + row
-        first = 0
-        if options.sliding_window is not None:
-            first = max(0, position - options.sliding_window + 1)
-        for head in range(q.shape[1]):
-            scores = k[first : position + 1, head // group] @ q[row, head] * options.scaling
-            if options.softcap is not None:
-                scores = options.softcap * torch.tanh(scores / options.softcap)
-            weights = scores.exp()
-            total = weights.sum()
-            if options.sinks is not None:
-                total = total + options.sinks[head].double().exp()
-            out[row, head] = (weights / total) @ v[first : position + 1, head // group]
-    return out
-
-
-class Sequence:
-    """Random queries, keys and values of one sequence, and the blocks that it lies in."""
-
-    def __init__(self, length: int, layout: LayerLayout, heads: int, blocks: list[int]) -> None:
-        self.q = torch.randn(length, heads, layout.key_dim)
-        self.k = torch.randn(length, layout.kv_heads, layout.key_dim)
-        self.v = torch.randn(length, layout.kv_heads, layout.value_dim)
-        self.blocks = blocks
-        self.done = 0
-
-    def slots(self, start: int, end: int) -> list[int]:
-        return [self.blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(start, end)]
-
-
-def run_step(
-    backend: TorchAttention,
-    work: list[tuple[Sequence, int]],
-    options: AttentionOptions,
-    contiguous_gather: bool = False,
-) -> list[Tensor]:
-    """The next rows of each sequence in one flat batch; each one's output."""
-    spans, slots, parts = [], [], []
-    for sequence, count in work:
-        start, end = sequence.done, sequence.done + count
-        spans.append(Span(len(slots), count, end, tuple(sequence.blocks)))
-        slots += sequence.slots(start, end)
-        parts.append(slice(start, end))
-        sequence.done = end
-    backend.begin_step(StepPlan(torch.tensor(slots), tuple(spans), contiguous_gather))
-    pairs = list(zip(work, parts, strict=True))
-    q, k, v = (
-        torch.cat([getattr(sequence, name)[part] for (sequence, _), part in pairs])
-        for name in "qkv"
-    )
-    out = backend.attend(0, q, k, v, options)
-    backend.end_step()
-    return list(out.split([count for _, count in work]))
+from tests.attention.rows import BLOCK, OPTIONS, Sequence, check, reference, run_step
 
 
 def setup(
@@ -99,14 +29,6 @@ def setup(
     for length, count in zip(lengths, needed, strict=True):
         sequences.append(Sequence(length, layout, heads, [blocks.pop() for _ in range(count)]))
     return TorchAttention(memory), sequences, memory
-
-
-def check(sequence: Sequence, out: Tensor, options: AttentionOptions) -> None:
-    end = sequence.done
-    expected = reference(
-        sequence.q[end - len(out) : end], sequence.k[:end], sequence.v[:end], options
-    )
-    torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -197,10 +119,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     layout = LayerLayout(2, 16, 16)
     memory = PagedKVMemory([layout], 20, BLOCK, dtype, "cpu")
     backend = TorchAttention(memory)
-    a = Sequence(30, layout, 6, list(range(20, 0, -2)))
-    for name in "qkv":
-        setattr(a, name, getattr(a, name).to(dtype))
-    a.blocks = torch.randperm(20).tolist()[:8]
+    a = Sequence(30, layout, 6, torch.randperm(20).tolist()[:8]).to(dtype)
     for count in (20, 9, 1):
         (out,) = run_step(backend, [(a, count)], OPTIONS["all"])
         assert out.dtype == dtype

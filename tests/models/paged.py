@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.attention import PagedKVMemory, Span, StepPlan, TorchAttention
+from headstart.attention import PagedKVMemory, Span, StepPlan, make_backend
 from headstart.models.decoder import DecoderModel
 from headstart.models.probe import probe_model
 
@@ -34,7 +34,7 @@ class Paged:
         self.memory = PagedKVMemory(
             self.decoder.layouts, num_blocks, BLOCK, self.decoder.dtype, self.decoder.device
         )
-        self.backend = TorchAttention(self.memory)
+        self.backend = make_backend(self.memory)
         self.decoder.attach(self.backend)
         generator = torch.Generator().manual_seed(seed)
         self.free: list[int] = torch.randperm(num_blocks, generator=generator).tolist()

@@ -96,8 +96,13 @@ def test_the_tiny_models_use_what_they_are_there_for(name: str, option: str) -> 
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_near_full(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kernels"), [(torch.bfloat16, "1"), (torch.bfloat16, "0"), (torch.float16, "1")]
+)
+def test_half_precision_stays_near_full(
+    name: str, dtype: torch.dtype, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSTART_NATIVE", kernels)
     exact = TINY[name]()
     exact.set_attn_implementation("eager")
     prompt = prompts()[1]

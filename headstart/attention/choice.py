@@ -1,0 +1,17 @@
+"""Which backend serves a memory on this machine."""
+
+from headstart import native
+from headstart.attention.backend import AttentionBackend
+from headstart.attention.memory import PagedKVMemory
+from headstart.attention.native import NativeAttention
+from headstart.attention.torch_ops import TorchAttention
+
+__all__ = ["make_backend"]
+
+
+def make_backend(memory: PagedKVMemory) -> AttentionBackend:
+    """The fastest backend for `memory`: compiled kernels where they serve it, else torch's."""
+    library = native.library()
+    if library is not None and NativeAttention.serves(memory):
+        return NativeAttention(memory, library)
+    return TorchAttention(memory)

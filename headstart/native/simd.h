@@ -1,0 +1,67 @@
+// Small pieces of AVX-512 that several kernels use.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace headstart {
+
+using bf16 = uint16_t;
+
+// 2^x for x of any size below 128, to a relative error of 4e-6; 0 below -150.
+// 2^x = 2^n * 2^f with n the nearest integer: the polynomial is the minimax one on [-0.5, 0.5].
+inline __m512 exp2(__m512 x) {
+    const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 f = _mm512_sub_ps(x, n);
+    __m512 y = _mm512_set1_ps(9.5788297e-3f);
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.5907100e-2f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.4023619e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.9313675e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(y, n);
+}
+
+// Lane i becomes the bf16 pair (even[i], odd[i]), rounded to nearest.
+inline __m512i pair_bf16(__m512 even, __m512 odd) {
+    const __m512i interleave = _mm512_set_epi16(
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+        19, 3, 18, 2, 17, 1, 16, 0);
+    const auto halves = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
+    return _mm512_permutexvar_epi16(interleave, halves);
+}
+
+// The 16 x 16 matrix of 32-bit numbers in r, mirrored at its diagonal.
+inline void transpose16(__m512i r[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 8; ++i) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    }
+}
+
+inline __mmask16 first_lanes(int count) {
+    return static_cast<__mmask16>(count >= 16 ? 0xffff : (1u << count) - 1);
+}
+
+inline __mmask32 first_halves(int count) {
+    return count >= 32 ? 0xffffffffu : (1u << count) - 1;
+}
+
+}  // namespace headstart

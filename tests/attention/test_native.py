@@ -1,0 +1,170 @@
+"""The compiled kernel against attention written out row by row in float64."""
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headstart import native
+from headstart.attention import (
+    AttentionOptions,
+    LayerLayout,
+    NativeAttention,
+    PagedKVMemory,
+    TorchAttention,
+    make_backend,
+)
+from tests.attention.rows import BLOCK, OPTIONS, Sequence, check, run_step
+
+LIBRARY = native.library()
+needs_kernels = pytest.mark.skipif(LIBRARY is None, reason="no compiled kernels here")
+BF16 = torch.bfloat16
+
+
+def make(
+    lengths: list[int], layout: LayerLayout, heads: int, seed: int = 0
+) -> tuple[NativeAttention, list[Sequence]]:
+    torch.manual_seed(seed)
+    needed = [-(-length // BLOCK) for length in lengths]
+    blocks = torch.randperm(sum(needed) + 3).tolist()
+    memory = PagedKVMemory([layout], len(blocks), BLOCK, BF16, "cpu")
+    sequences = [
+        Sequence(length, layout, heads, [blocks.pop() for _ in range(count)]).to(BF16)
+        for length, count in zip(lengths, needed, strict=True)
+    ]
+    assert isinstance(LIBRARY, ctypes.CDLL)
+    return NativeAttention(memory, LIBRARY), sequences
+
+
+def fitting(options: AttentionOptions, heads: int) -> AttentionOptions:
+    """The same options with a sink for each of `heads`."""
+    if options.sinks is None:
+        return options
+    sinks = options.sinks.repeat(4)[:heads]
+    return AttentionOptions(options.scaling, options.sliding_window, options.softcap, sinks)
+
+
+@needs_kernels
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    ("layout", "heads"),
+    [
+        (LayerLayout(2, 64, 64), 14),  # several chunks of rows
+        (LayerLayout(3, 16, 16), 3),
+        (LayerLayout(1, 34, 21), 20),  # widths that fill no vector; two vectors of heads
+        (LayerLayout(1, 256, 256), 3),
+        (LayerLayout(2, 7, 8), 4),  # goes through torch operations
+    ],
+    ids=str,
+)
+def test_prompts_in_pieces_and_decodes_side_by_side(
+    options: AttentionOptions, layout: LayerLayout, heads: int
+) -> None:
+    options = fitting(options, heads)
+    backend, (a, b, c) = make([150, 90, 9], layout, heads)
+    for work in ([(a, 70), (b, 5)], [(b, 1), (a, 63), (c, 8)], [(a, 1), (b, 1), (c, 1)], [(b, 30)]):
+        for (sequence, _), out in zip(work, run_step(backend, work, options), strict=True):
+            check(sequence, out, options)
+
+
+@needs_kernels
+@settings(max_examples=40)
+@given(data=st.data(), window=st.none() | st.integers(1, 80), seed=st.integers(0, 5))
+def test_any_batch(data: st.DataObject, window: int | None, seed: int) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 140), min_size=1, max_size=4))
+    kv_heads, group = data.draw(st.sampled_from([(1, 1), (2, 3), (1, 17), (3, 2)]))
+    backend, sequences = make(lengths, LayerLayout(kv_heads, 8, 12), kv_heads * group, seed)
+    options = AttentionOptions(scaling=0.7, sliding_window=window)
+    while waiting := [s for s in sequences if s.done < len(s.q)]:
+        work = []
+        for sequence in waiting:
+            left = len(sequence.q) - sequence.done
+            work.append((sequence, data.draw(st.sampled_from([1, min(left, 40), left]))))
+        for (sequence, _), out in zip(work, run_step(backend, work, options), strict=True):
+            check(sequence, out, options)
+
+
+@needs_kernels
+def test_sequences_of_one_step_share_blocks_that_one_is_filling() -> None:
+    backend, (a, b) = make([12, 12], LayerLayout(2, 8, 8), 6)
+    b.blocks = [*a.blocks[:2], b.blocks[2]]
+    b.k[:8], b.v[:8] = a.k[:8], a.v[:8]
+    b.done = 8
+    work = [(b, 4), (a, 12)]
+    for (sequence, _), out in zip(work, run_step(backend, work, OPTIONS["plain"]), strict=True):
+        check(sequence, out, OPTIONS["plain"])
+
+
+@needs_kernels
+def test_any_strides() -> None:
+    """Queries as transformers' models pass them, heads before tokens, and odd ones."""
+    backend, (a,) = make([40], LayerLayout(2, 16, 16), 6)
+    expected = run_step(backend, [(a, 40)], OPTIONS["plain"])[0]
+    for turned in (
+        [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in (a.q, a.k, a.v)],
+        [tensor.transpose(0, 2).contiguous().transpose(0, 2) for tensor in (a.q, a.k, a.v)],
+    ):
+        a.q, a.k, a.v = turned
+        a.done = 0
+        assert torch.equal(run_step(backend, [(a, 40)], OPTIONS["plain"])[0], expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_rows_are_bitwise_blind_to_block_ids_neighbours_and_threads(
+    options: AttentionOptions, gather: bool
+) -> None:
+    """Also to how a prompt is cut, and to what earlier owners left in the memory."""
+    layout = LayerLayout(2, 16, 16)
+    backend, (a,) = make([150], layout, 6)
+    expected = torch.cat([run_step(backend, [(a, n)], options, gather)[0] for n in (149, 1)])
+    backend, (c, b) = make([150, 30], layout, 6)
+    for tensor in (*backend._memory.keys, *backend._memory.values):
+        tensor.normal_(0.0, 100.0)
+    c.q, c.k, c.v = a.q, a.k, a.v
+    outs: list[Tensor] = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for count, other in ((8, 3), (80, 0), (60, 8), (1, 0), (1, 1)):
+            work = [(b, other), (c, count)] if other else [(c, count)]
+            outs.append(run_step(backend, work, options, gather)[-1])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(torch.cat(outs), expected)
+
+
+@needs_kernels
+def test_other_dtypes_go_through_torch_operations() -> None:
+    backend, (a,) = make([20], LayerLayout(2, 16, 16), 6)
+    q, k, v = a.q, a.k, a.v
+    a.q, a.k, a.v = q.float(), k.float(), v.float()
+    [out] = run_step(backend, [(a, 20)], OPTIONS["plain"])
+    assert out.dtype == torch.float32
+    a.q, a.k, a.v = q, k, v
+    check(a, out.bfloat16(), OPTIONS["plain"])
+
+
+@needs_kernels
+def test_attend_outside_of_a_step_is_loud() -> None:
+    backend, (a,) = make([4], LayerLayout(2, 8, 8), 6)
+    run_step(backend, [(a, 4)], OPTIONS["plain"])
+    with pytest.raises(RuntimeError, match="begin_step"):
+        backend.attend(0, a.q, a.k, a.v, OPTIONS["plain"])
+
+
+def test_the_backend_is_the_fastest_that_serves_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layouts = [LayerLayout(2, 7, 7), LayerLayout(2, 8, 8)]
+    half, full = (PagedKVMemory(layouts, 2, 4, dtype, "cpu") for dtype in (BF16, torch.float32))
+    odd = PagedKVMemory(layouts[:1], 2, 4, BF16, "cpu")
+    assert isinstance(make_backend(half), NativeAttention) == (LIBRARY is not None)
+    assert isinstance(make_backend(full), TorchAttention)
+    assert isinstance(make_backend(odd), TorchAttention)
+    monkeypatch.setenv("HEADSTART_NATIVE", "0")
+    assert isinstance(make_backend(half), TorchAttention)

@@ -1,0 +1,78 @@
+"""The engine in bf16 over every way to attend: its answers are those of transformers in fp32.
+
+Where two tokens are all but equally likely, rounding may choose the other one. So every token is
+judged by the oracle's logits for the text before it: it is the likeliest, or within rounding.
+"""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from headstart import LLM, SamplingParams
+from tests.tiny_models import save_tiny
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+# The largest gap found is a third of this; a token taken by chance is off by several units.
+ROUNDING = 0.1
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunked": {"max_num_batched_tokens": 33},
+    "preempted": {"num_blocks": 40},
+    "deterministic": {"deterministic": True, "num_blocks": 60},
+}
+ARCHITECTURES = ("llama", "gemma2", "gpt_oss")
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
+    return model.eval()
+
+
+def make_prompts() -> list[list[int]]:
+    """Prompts that begin alike on two levels, and one that does not."""
+    generator = torch.Generator().manual_seed(4)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(3, 131, (count,), generator=generator).tolist()
+
+    system, first, second = tokens(50), tokens(40), tokens(35)
+    heads = [[*system, *first], [*system, *first], [*system, *second], [*system, *second], []]
+    return [head + tokens(7 + 3 * at) for at, head in enumerate(heads)]
+
+
+def worst_gap(oracle: PreTrainedModel, prompt: list[int], answer: list[int]) -> float:
+    """How far below the likeliest token's logit those of the answer are at the most."""
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([[*prompt, *answer]])).logits[0]
+    logits = logits[len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+    return float((logits.max(dim=1).values - chosen).max())
+
+
+@pytest.mark.parametrize("kernels", ["1", "0"], ids=["kernels", "torch"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_answers_in_bf16_are_those_of_transformers(
+    name: str, kernels: str, folder: Path, oracle: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cold, and again when prompts and answers are cached."""
+    monkeypatch.setenv("HEADSTART_NATIVE", kernels)
+    prompts = make_prompts()
+    options = {"num_blocks": 200, "block_size": 4} | OPTIONS[name]
+    with closing(LLM(folder, dtype="bfloat16", debug=True, **options)) as llm:
+        gaps = []
+        for _ in range(2):
+            for output in llm.generate(prompts, GREEDY, use_tqdm=False):
+                answer = output.outputs[0].token_ids
+                gaps.append(worst_gap(oracle, list(output.prompt_token_ids), answer))
+    assert max(gaps) < ROUNDING, gaps

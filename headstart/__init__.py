@@ -20,13 +20,17 @@ from headstart.version import __version__
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:
+    from headstart.engine.adapters import LoRARequest
     from headstart.engine.async_llm import AsyncLLM
     from headstart.engine.llm import LLM
     from headstart.engine.outputs import CompletionOutput, RequestOutput
     from headstart.engine.params import SamplingParams
     from headstart.errors import (
+        AdapterError,
+        AdapterNotFoundError,
         CacheError,
         ConfigError,
+        DamagedAdapterError,
         DamagedModelError,
         EngineError,
         HeadstartError,
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
         ModelNotFoundError,
         OutOfMemoryError,
         RequestError,
+        UnsupportedAdapterError,
         UnsupportedModelError,
     )
 
@@ -41,6 +46,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "SamplingParams",
+    "LoRARequest",
     "RequestOutput",
     "CompletionOutput",
     "HeadstartError",
@@ -50,6 +56,10 @@ __all__ = [
     "ModelNotFoundError",
     "DamagedModelError",
     "UnsupportedModelError",
+    "AdapterError",
+    "AdapterNotFoundError",
+    "DamagedAdapterError",
+    "UnsupportedAdapterError",
     "OutOfMemoryError",
     "CacheError",
     "EngineError",
@@ -60,6 +70,7 @@ _HOMES = {
     "LLM": "headstart.engine.llm",
     "AsyncLLM": "headstart.engine.async_llm",
     "SamplingParams": "headstart.engine.params",
+    "LoRARequest": "headstart.engine.adapters",
     "RequestOutput": "headstart.engine.outputs",
     "CompletionOutput": "headstart.engine.outputs",
 }

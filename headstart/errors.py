@@ -7,6 +7,10 @@
      │  ├ ModelNotFoundError      wrong path, or a hub name without a network
      │  ├ DamagedModelError       missing shard, truncated weights, broken JSON
      │  └ UnsupportedModelError   an architecture that cannot work, and why
+     ├ AdapterError            a LoRA adapter cannot be loaded
+     │  ├ AdapterNotFoundError    wrong path, or a folder without an adapter
+     │  ├ DamagedAdapterError     truncated weights, broken JSON, configuration and weights differ
+     │  └ UnsupportedAdapterError it asks for what cannot be added to this model, and why
      ├ OutOfMemoryError        the block pool cannot hold even one such request
      ├ CacheError              misuse of the cache manager: double free, unknown sequence
      └ EngineError             a step failed; its requests ended, the engine goes on
@@ -15,8 +19,11 @@ The text of an error holds the value that was wrong and the range that is allowe
 """
 
 __all__ = [
+    "AdapterError",
+    "AdapterNotFoundError",
     "CacheError",
     "ConfigError",
+    "DamagedAdapterError",
     "DamagedModelError",
     "EngineError",
     "HeadstartError",
@@ -24,6 +31,7 @@ __all__ = [
     "ModelNotFoundError",
     "OutOfMemoryError",
     "RequestError",
+    "UnsupportedAdapterError",
     "UnsupportedModelError",
 ]
 
@@ -54,6 +62,22 @@ class DamagedModelError(ModelError):
 
 class UnsupportedModelError(ModelError):
     """The architecture cannot run over paged K/V; the text says why."""
+
+
+class AdapterError(HeadstartError):
+    """A LoRA adapter cannot be loaded; those that were loaded before are as they were."""
+
+
+class AdapterNotFoundError(AdapterError):
+    """There is no adapter at this path."""
+
+
+class DamagedAdapterError(AdapterError):
+    """Files of the adapter are truncated, or do not say the same, or are not what they were."""
+
+
+class UnsupportedAdapterError(AdapterError):
+    """The adapter asks for what cannot be added to this model; the text says why."""
 
 
 class OutOfMemoryError(HeadstartError, MemoryError):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from headstart.cache.block import KVCacheBlock
 from headstart.cache.identity import BlockKey, common_tokens, count_tokens, differs_in_item
-from headstart.cache.index import PrefixIndex, PrefixNode
+from headstart.cache.index import PrefixIndex, PrefixNode, RootNode
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason
 
@@ -110,18 +110,20 @@ def explain_end(index: PrefixIndex, found: ComputedBlocks, block_size: int) -> M
         return MissExplanation(MissReason.SHORT, position)
     if found.writer is not None:
         return MissExplanation(MissReason.IN_PROGRESS, position)
-    if _is_cached_elsewhere(index, found, same_salt=True):
-        return MissExplanation(MissReason.ADAPTER, position)
+    if (root := _find_elsewhere(index, found, same_salt=True)) is not None:
+        return MissExplanation(MissReason.ADAPTER, position, root.namespace.adapter)
     return _explain_child(index, found, block_size)
 
 
 def is_in_other_salt(index: PrefixIndex, found: ComputedBlocks) -> bool:
     """Whether more of the sequence is cached under another salt: one tenant's news of another."""
-    return _is_cached_elsewhere(index, found, same_salt=False)
+    return _find_elsewhere(index, found, same_salt=False) is not None
 
 
-def _is_cached_elsewhere(index: PrefixIndex, found: ComputedBlocks, *, same_salt: bool) -> bool:
-    """Whether another namespace has more of the sequence; one step for each that might."""
+def _find_elsewhere(
+    index: PrefixIndex, found: ComputedBlocks, *, same_salt: bool
+) -> RootNode | None:
+    """Another namespace that has more of the sequence; one step for each that might."""
     adapter, salt = found.sequence.namespace
     keys, depth = found.sequence.keys, len(found.blocks)
     if same_salt:
@@ -130,7 +132,8 @@ def _is_cached_elsewhere(index: PrefixIndex, found: ComputedBlocks, *, same_salt
         others = [
             r for r in index.roots() if r.namespace.adapter == adapter and r.namespace.salt != salt
         ]
-    return any(len(index.walk(root, keys[: depth + 1])[1]) > depth for root in others)
+    longer = (root for root in others if len(index.walk(root, keys[: depth + 1])[1]) > depth)
+    return next(longer, None)
 
 
 def _explain_child(index: PrefixIndex, found: ComputedBlocks, block_size: int) -> MissExplanation:

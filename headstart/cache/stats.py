@@ -24,15 +24,25 @@ class MissReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MissExplanation:
-    """Why a request did not hit more: the reason, and the first token that it holds for."""
+    """Why a request did not hit more: the reason, and the first token that it holds for.
+
+    `adapter` is the other one that has more of the prefix, for the reason ADAPTER; None when
+    that is the model without any.
+    """
 
     reason: MissReason
     position: int
+    adapter: str | None = None
 
     def __str__(self) -> str:
         if self.reason is MissReason.NONE:
             return str(self.reason.value)
-        return f"from token {self.position} on: {self.reason.value}"
+        told = f"from token {self.position} on: "
+        if self.reason is not MissReason.ADAPTER:
+            return f"{told}{self.reason.value}"
+        if self.adapter is None:
+            return told + "cached without an adapter"
+        return told + f"{self.reason.value}, {self.adapter}"
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
+from headstart.engine.adapters import Adapter, LoRARequest, choose_adapters
 from headstart.engine.chat import ChatRequests, Conversation
 from headstart.engine.engine import Engine
 from headstart.engine.inputs import Prompt
@@ -48,10 +49,19 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        adapter: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Stream the outputs of one request. Raises RequestError before any work."""
+        """Stream the outputs of one request. Raises RequestError before any work.
+
+        adapter: the name of a loaded LoRA adapter; lora_request: the same in vLLM's spelling,
+        loaded when first asked for.
+        """
         params = sampling_params or SamplingParams()
-        request = self.engine.prepare(prompt, params, request_id=request_id, salt=cache_salt)
+        name = await self._load_chosen(adapter, lora_request)
+        request = self.engine.prepare(
+            prompt, params, request_id=request_id, salt=cache_salt, adapter=name
+        )
         async with aclosing(self._stream(request)) as outputs:
             async for output in outputs:
                 yield output
@@ -63,15 +73,36 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        adapter: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Stream the answer to a conversation; the next turn hits every token of this one."""
         params = sampling_params or SamplingParams()
-        request = self._chats.prepare(messages, params, request_id=request_id, salt=cache_salt)
+        name = await self._load_chosen(adapter, lora_request)
+        request = self._chats.prepare(
+            messages, params, request_id=request_id, salt=cache_salt, adapter=name
+        )
         async with aclosing(self._stream(request)) as outputs:
             async for output in outputs:
                 if output.finished:
-                    self._chats.remember(output, salt=cache_salt)
+                    self._chats.remember(output, request.namespace)
                 yield output
+
+    async def load_adapter(self, name: str, path: str | Path) -> Adapter:
+        """As `LLM.load_adapter`; requests go on meanwhile."""
+        return await asyncio.to_thread(self.engine.adapters.load, name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """As `LLM.unload_adapter`; its memory is given back with the next step."""
+        self.engine.adapters.unload(name)
+
+    async def _load_chosen(
+        self, adapter: str | None, lora_request: LoRARequest | None
+    ) -> str | None:
+        [choice] = choose_adapters(adapter, lora_request, 1)
+        if isinstance(choice, LoRARequest):  # which may read files
+            return await asyncio.to_thread(self.engine.adapters.require, choice)
+        return choice
 
     async def _stream(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:
         loop = asyncio.get_running_loop()

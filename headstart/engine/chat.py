@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 
+from headstart.cache import Namespace
 from headstart.engine.conversation import ConversationMemory, Message, Turn
 from headstart.engine.engine import Engine
 from headstart.engine.outputs import RequestOutput
@@ -31,19 +32,24 @@ class ChatRequests:
         *,
         request_id: str | None = None,
         salt: str | None = None,
+        adapter: str | None = None,
     ) -> RequestGroup:
         """A request whose prompt begins with the ids of earlier turns. Raises RequestError."""
+        found = self._engine.adapters.find(adapter) if adapter is not None else None
+        namespace = Namespace(found.digest if found is not None else None, salt)
         with self._lock:
             text = self._memory.render(messages)
-            token_ids = self._memory.encode(text, salt=salt)
-        group = self._engine.prepare(token_ids, params, request_id=request_id, salt=salt)
+            token_ids = self._memory.encode(text, namespace)
+        group = self._engine.prepare(
+            token_ids, params, request_id=request_id, salt=salt, adapter=adapter
+        )
         group.prompt = text
         return group
 
-    def remember(self, output: RequestOutput, *, salt: str | None = None) -> None:
-        """Keep the ids of a finished request's answers."""
+    def remember(self, output: RequestOutput, namespace: Namespace) -> None:
+        """Keep the ids of a finished request's answers, for later turns of the same namespace."""
         assert output.prompt is not None
         with self._lock:
             for answer in output.outputs:
                 turn = Turn(output.prompt, output.prompt_token_ids, answer.text, answer.token_ids)
-                self._memory.remember(turn, salt=salt)
+                self._memory.remember(turn, namespace)

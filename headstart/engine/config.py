@@ -36,6 +36,9 @@ class EngineConfig:
     partial_hits: bool = _option(True, "reuse the head of a block that matches in part")
     deterministic: bool = _option(False, "bitwise equal logits, cache on or off, alone or not")
     num_threads: int | None = _option(None, "torch threads; default: the cores of this process")
+    enable_lora: bool = _option(True, "take LoRA adapters; off, loading one is an error")
+    max_loras: int = _option(8, "LoRA adapters in memory, and so in one step, at the most")
+    max_lora_rank: int = _option(64, "the highest rank of a LoRA adapter")
     seed: int = _option(0, "seed of requests that bring none")
     debug: bool = _option(False, "check every invariant of the cache after every step")
 
@@ -61,6 +64,8 @@ class EngineConfig:
             "max_num_batched_tokens",
             "max_num_seqs",
             "num_threads",
+            "max_loras",
+            "max_lora_rank",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from headstart.cache import Namespace
 from headstart.errors import ConfigError, RequestError
 
 Message = Mapping[str, Any]
@@ -24,6 +25,9 @@ Message = Mapping[str, Any]
 
 CAPACITY = 4096
 """Texts remembered unless said otherwise."""
+
+SHARED = Namespace(None, None)
+"""Turns without an adapter and without a salt."""
 
 # Tokens of context in which a piece of text is spelled out: enough for any decoder, which
 # looks back one token (a space before a word) or three (the bytes of a character).
@@ -42,8 +46,8 @@ class _Known(NamedTuple):
 class _TextIndex:
     """Token ids by text, found by prefix; bounded, the text that was used least recently goes.
 
-    A text is known by its length in UTF-8 and a hash over salt and text. So the longest known
-    text that begins another costs one pass of BLAKE2 over it and a digest at each distinct
+    A text is known by its length in UTF-8 and a hash over adapter, salt and text. So the longest
+    known text that begins another costs one pass of BLAKE2 over it and a digest at each distinct
     known length: a few microseconds for each, whatever the number of texts of one length.
     """
 
@@ -56,10 +60,10 @@ class _TextIndex:
     def __len__(self) -> int:
         return len(self._known)
 
-    def add(self, text: str, token_ids: "array[int]", count: int, salt: str | None) -> None:
+    def add(self, text: str, token_ids: "array[int]", count: int, namespace: Namespace) -> None:
         """Keep the first `count` ids as those of `text`, in place of any earlier ones."""
         data = _encode(text)
-        hasher = _hasher(salt)
+        hasher = _hasher(namespace)
         hasher.update(data)
         key = hasher.digest()
         if key not in self._known:
@@ -78,10 +82,10 @@ class _TextIndex:
             del self._counts[oldest.num_bytes]
             del self._lengths[bisect_left(self._lengths, oldest.num_bytes)]
 
-    def longest(self, text: str, salt: str | None) -> tuple[list[int], str]:
+    def longest(self, text: str, namespace: Namespace) -> tuple[list[int], str]:
         """The ids of the longest known beginning of `text`, and the text after it."""
         data = _encode(text)
-        hasher = _hasher(salt)
+        hasher = _hasher(namespace)
         done = 0
         found: bytes | None = None
         for length in self._lengths[: bisect_right(self._lengths, len(data))]:
@@ -105,11 +109,13 @@ def _decode(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")
 
 
-def _hasher(salt: str | None) -> "hashlib.blake2b":
-    """Salts stand in a field of their own length, so that no salt and text run together."""
-    name = b"" if salt is None else _encode(salt)
-    person = b"none" if salt is None else b"salt"
-    return hashlib.blake2b(len(name).to_bytes(8) + name, digest_size=16, person=person)
+def _hasher(namespace: Namespace) -> "hashlib.blake2b":
+    """Adapter and salt stand in fields of their own lengths, so that no two run together."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for field in namespace:
+        name = b"" if field is None else _encode(field)
+        hasher.update((field is not None).to_bytes() + len(name).to_bytes(8) + name)
+    return hasher
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +174,7 @@ class ConversationMemory:
         assert isinstance(text, str)
         return text
 
-    def encode(self, text: str, *, salt: str | None = None) -> list[int]:
+    def encode(self, text: str, namespace: Namespace = SHARED) -> list[int]:
         """The ids of a rendered text: those remembered for its longest known beginning first.
 
         Decoding them gives the text back, or what tokenising all of it anew would decode to
@@ -176,7 +182,7 @@ class ConversationMemory:
         text, a digest for each distinct length remembered, and tokenising the rest.
         """
         self._require_tokenizer()
-        known, rest = self._texts.longest(text, salt)
+        known, rest = self._texts.longest(text, namespace)
         if not known:
             return self._tokenize(text)
         context = known[-_CONTEXT:]
@@ -192,7 +198,7 @@ class ConversationMemory:
                 return known + following
         return anew
 
-    def remember(self, turn: Turn, *, salt: str | None = None) -> None:
+    def remember(self, turn: Turn, namespace: Namespace = SHARED) -> None:
         """Keep a turn's ids for the next one, as far as its texts spell them.
 
         Left out at the end are tokens that the reply does not show (an end-of-turn token, which
@@ -209,7 +215,7 @@ class ConversationMemory:
             if spelled is not None:
                 texts[start + count] = turn.prompt + spelled
         for count, text in texts.items():
-            self._texts.add(text, token_ids, count, salt)
+            self._texts.add(text, token_ids, count, namespace)
 
     def _count_shown(self, token_ids: Sequence[int], text: str) -> int:
         """How many of a reply's first ids spell the beginning of `text`, whole characters only.

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.attention import PagedKVMemory, make_backend
 from headstart.cache import BlockNames, CacheConfig, KVCacheManager, TokenSequence
+from headstart.engine.adapter_store import AdapterStore
 from headstart.engine.batch import Batch, ScheduledTokens
 from headstart.engine.config import EngineConfig
 from headstart.engine.detokenizer import Detokenizer
@@ -76,13 +77,17 @@ class Engine:
         backend = make_backend(parts.memory)
         self.model.attach(backend)
         self._inputs = InputProcessor(parts.tokenizer, self.model.vocab_size, parts.max_model_len)
-        self._runner = Runner(self.model, backend, parts.memory, deterministic=config.deterministic)
+        self.adapters = AdapterStore(self.model, config)
+        self._runner = Runner(
+            self.model, backend, parts.memory, self.adapters, deterministic=config.deterministic
+        )
         self._sampler = Sampler(self.model.vocab_size)
         self._scheduler = Scheduler(
             self.manager,
             max_tokens=config.max_num_batched_tokens,
             max_running=config.max_num_seqs,
             max_overtaken=config.max_overtaken,
+            may_run=self.adapters.may_run,
             hooks=hooks,
         )
         self._hooks = hooks
@@ -136,8 +141,12 @@ class Engine:
         *,
         request_id: str | None = None,
         salt: str | None = None,
+        adapter: str | None = None,
     ) -> RequestGroup:
-        """Check and tokenise a request. Raises RequestError; nothing is kept of it."""
+        """Check and tokenise a request, for the adapter of a name if one is given.
+
+        Raises RequestError; nothing is kept of it.
+        """
         name = request_id if request_id is not None else f"request-{next(self._names)}"
         if name in self._groups:
             raise RequestError(f"request id {name!r} is in use")
@@ -145,6 +154,8 @@ class Engine:
         group = RequestGroup(
             name, ready.text, list(ready.token_ids), params, time.perf_counter(), ready.extras
         )
+        if adapter is not None:
+            group.adapter = self.adapters.find(adapter)
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
         group.requests = [self._make_request(group, index, salt) for index in range(params.n)]
@@ -154,7 +165,11 @@ class Engine:
         params = group.params
         items = group.extras.items if group.extras is not None else ()
         sequence = TokenSequence(
-            f"{group.request_id}/{index}", group.prompt_token_ids, salt=salt, items=items
+            f"{group.request_id}/{index}",
+            group.prompt_token_ids,
+            adapter=group.adapter.digest if group.adapter is not None else None,
+            salt=salt,
+            items=items,
         )
         generator = None
         if params.temperature > 0:
@@ -193,6 +208,14 @@ class Engine:
                 request.finish_reason = "abort"
         return group.output()
 
+    def unload_adapter(self, name: str) -> None:
+        """Requests may ask for the adapter no more; those that have it finish.
+
+        From the engine's thread. Raises RequestError for a name that is not loaded.
+        """
+        self.adapters.unload(name)
+        self.adapters.forget_unnamed(self._groups.values())
+
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would do something."""
@@ -211,15 +234,22 @@ class Engine:
         When the model fails, the step's requests end with an EngineError and give their blocks
         back; the others go on.
         """
+        if self.adapters.has_unnamed:
+            self.adapters.forget_unnamed(self._groups.values())
         batch = self._scheduler.schedule()
+        refused = [
+            self._end(self._groups[name], _engine_error("no adapter to run it with", error))
+            for name, error in self.adapters.take_refused().items()
+        ]
         if not batch.scheduled:
-            if self._groups and self._scheduler.has_ready:
+            if not refused and self._groups and self._scheduler.has_ready:
                 raise EngineError("requests wait, and none can run: the scheduler is stuck")
-            return []
+            return refused
         now = time.perf_counter()
         for part in batch.scheduled:
             if part.request.group.start_time is None:
                 part.request.group.start_time = now
+                self.adapters.name_miss(part.request)
         try:
             logits = self._runner.run(batch)
             if self._hooks is not None:
@@ -227,10 +257,10 @@ class Engine:
         except BaseException as error:  # whatever a model, a kernel or Ctrl-C raises
             failed = self._fail(batch, error)
             if isinstance(error, Exception):
-                return failed
+                return refused + failed
             raise
         self.manager.commit_step()
-        results = self._deliver(batch, self._sample(batch, logits))
+        results = refused + self._deliver(batch, self._sample(batch, logits))
         if self.config.debug:
             self.manager.check()
         return results

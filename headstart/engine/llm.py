@@ -15,6 +15,7 @@ from rich.progress import (
 )
 from transformers import PreTrainedTokenizerBase
 
+from headstart.engine.adapters import Adapter, LoRARequest, choose_adapters
 from headstart.engine.chat import ChatRequests, Conversation
 from headstart.engine.engine import Engine, StepResult
 from headstart.engine.inputs import Prompt
@@ -51,16 +52,23 @@ class LLM:
         *,
         use_tqdm: bool = True,
         cache_salt: str | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts, texts or token ids, one or many; outputs in the order of the prompts.
 
-        cache_salt: prompts of different salts share no K/V. Raises RequestError before any
-        work, for all prompts if one is bad; EngineError when a step failed.
+        cache_salt: prompts of different salts share no K/V. adapter: the name of a loaded LoRA
+        adapter for all prompts, or one (or None) for each; lora_request: the same in vLLM's
+        spelling, loaded when first asked for. Raises RequestError before any work, for all
+        prompts if one is bad; EngineError when a step failed.
         """
         prompts = _as_list(prompts)
+        names = self._load_chosen(adapter, lora_request, len(prompts))
         groups = [
-            self.engine.prepare(prompt, params, salt=cache_salt)
-            for prompt, params in zip(prompts, _spread(sampling_params, prompts), strict=True)
+            self.engine.prepare(prompt, params, salt=cache_salt, adapter=name)
+            for prompt, params, name in zip(
+                prompts, _spread(sampling_params, prompts), names, strict=True
+            )
         ]
         return self._run(groups, show_progress=use_tqdm)
 
@@ -71,23 +79,26 @@ class LLM:
         *,
         use_tqdm: bool = True,
         cache_salt: str | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several; the next turn hits every token of this one.
 
         messages: dicts with "role" and "content", by the model's chat template. A reply that
         comes back in a later turn is recognised by its text and keeps its token ids, even where
-        tokenising it anew would give others.
+        tokenising it anew would give others. Salt and adapters as in `generate`.
         """
         conversations = _as_conversations(messages)
+        names = self._load_chosen(adapter, lora_request, len(conversations))
         groups = [
-            self._chats.prepare(conversation, params, salt=cache_salt)
-            for conversation, params in zip(
-                conversations, _spread(sampling_params, conversations), strict=True
+            self._chats.prepare(conversation, params, salt=cache_salt, adapter=name)
+            for conversation, params, name in zip(
+                conversations, _spread(sampling_params, conversations), names, strict=True
             )
         ]
         outputs = self._run(groups, show_progress=use_tqdm)
-        for output in outputs:
-            self._chats.remember(output, salt=cache_salt)
+        for group, output in zip(groups, outputs, strict=True):
+            self._chats.remember(output, group.namespace)
         return outputs
 
     def stream(
@@ -96,13 +107,14 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> Generator[RequestOutput]:
         """Outputs of one prompt token by token, each with all of the text so far.
 
         Closing the iterator aborts the request.
         """
         params = sampling_params or SamplingParams()
-        return self._stream(self.engine.prepare(prompt, params, salt=cache_salt))
+        return self._stream(self.engine.prepare(prompt, params, salt=cache_salt, adapter=adapter))
 
     def stream_chat(
         self,
@@ -110,14 +122,27 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> Generator[RequestOutput]:
         """As `stream`, for a conversation."""
         params = sampling_params or SamplingParams()
-        group = self._chats.prepare(messages, params, salt=cache_salt)
+        group = self._chats.prepare(messages, params, salt=cache_salt, adapter=adapter)
         for output in self._stream(group):
             if output.finished:
-                self._chats.remember(output, salt=cache_salt)
+                self._chats.remember(output, group.namespace)
             yield output
+
+    def load_adapter(self, name: str, path: str | Path) -> Adapter:
+        """Read a LoRA adapter from a folder in PEFT's format; `adapter=name` asks for it.
+
+        K/V belong to the adapter's content: the same adapter under two names shares them, another
+        one loaded under an old name shares none. Raises AdapterError.
+        """
+        return self.engine.adapters.load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Take an adapter's name away; requests that run with it finish. Raises RequestError."""
+        self.engine.unload_adapter(name)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer, None if it came without one."""
@@ -130,6 +155,16 @@ class LLM:
     def close(self) -> None:
         """Free the K/V memory; the object is of no use afterwards."""
         self.engine.close()
+
+    def _load_chosen(
+        self,
+        adapter: str | Sequence[str | None] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+        count: int,
+    ) -> list[str | None]:
+        """The adapter's name for each prompt; those of `lora_request` are loaded if need be."""
+        chosen = choose_adapters(adapter, lora_request, count)
+        return [self.engine.adapters.require(choice) for choice in chosen]
 
     def _run(self, groups: list[RequestGroup], *, show_progress: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from headstart.cache import MissExplanation, TokenSequence
+from headstart.cache import MissExplanation, Namespace, TokenSequence
+from headstart.engine.adapters import Adapter
 from headstart.engine.logprobs import TokenLogprob
 from headstart.engine.outputs import (
     CompletionOutput,
@@ -99,7 +100,8 @@ class Request:
 class RequestGroup:
     """What a user asked for: a prompt and how to answer it, `n` times.
 
-    `extras` is what the prompt is beyond its token ids, None for most.
+    `extras` is what the prompt is beyond its token ids, None for most; `adapter` what its name
+    stood for when the request was made.
     """
 
     request_id: str
@@ -108,9 +110,15 @@ class RequestGroup:
     params: SamplingParams
     arrival_time: float
     extras: PromptExtras | None = None
+    adapter: Adapter | None = None
     requests: list[Request] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] | None = None
     start_time: float | None = None
+
+    @property
+    def namespace(self) -> Namespace:
+        """Whose K/V, and whose earlier turns, the request may use."""
+        return self.requests[0].sequence.namespace
 
     @property
     def finished(self) -> bool:

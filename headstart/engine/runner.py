@@ -7,7 +7,7 @@ token came from a prompt or was generated, so its result is the same bit for bit
 decoding fills is thereby last computed exactly as a prefill computes it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -43,6 +43,19 @@ class ForwardModel(Protocol):
         ...
 
 
+class StepAdapters(Protocol):
+    """Adds adapters to the model's layers, for one pass at a time."""
+
+    def begin_step(self, runs: Iterable[tuple[str | None, int, int]]) -> None:
+        """The pass has these rows: (an adapter's digest or None, rows, of which with logits)."""
+
+    def begin_plain_step(self) -> None:
+        """The pass has no row with an adapter."""
+
+    def end_step(self) -> None:
+        """The pass is over."""
+
+
 class Rows(NamedTuple):
     """Rows of the flat batch that belong to one sequence.
 
@@ -73,12 +86,14 @@ class Runner:
         model: ForwardModel,
         backend: AttentionBackend,
         memory: PagedKVMemory,
+        adapters: StepAdapters,
         *,
         deterministic: bool,
     ) -> None:
         self._model = model
         self._backend = backend
         self._memory = memory
+        self._adapters = adapters
         self._deterministic = deterministic
 
     def run(self, batch: Batch) -> StepLogits:
@@ -141,6 +156,7 @@ class Runner:
         if any(rows.extras is not None for rows in parts):
             embeddings, places = self._extras(parts), self._places(parts, places)
         plan = StepPlan(self._tensor(slots), tuple(spans), contiguous_gather=self._deterministic)
+        self._begin_adapters(parts)
         self._backend.begin_step(plan)
         try:
             return self._model.forward(
@@ -148,6 +164,16 @@ class Runner:
             )
         finally:
             self._backend.end_step()
+            self._adapters.end_step()
+
+    def _begin_adapters(self, parts: list[Rows]) -> None:
+        if not any(rows.sequence.namespace.adapter for rows in parts):
+            self._adapters.begin_plain_step()
+            return
+        self._adapters.begin_step(
+            (rows.sequence.namespace.adapter, rows.stop - rows.start, len(rows.logits))
+            for rows in parts
+        )
 
     def _add_slots(self, slots: list[int], rows: Rows) -> None:
         """Where each row's K/V go: a block's rows are written by its writer alone.

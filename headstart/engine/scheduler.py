@@ -15,7 +15,7 @@ computed twice; it is let in as soon as that is done, or the other is gone.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from headstart.cache import Allocation, ComputedBlocks, KVCacheManager, RowCopy
@@ -27,7 +27,10 @@ LOOKAHEAD = 16  # waiting requests that are looked up to find the best hit
 
 
 class Scheduler:
-    """Keeps the waiting and the running requests; every step's batch comes from `schedule`."""
+    """Keeps the waiting and the running requests; every step's batch comes from `schedule`.
+
+    `may_run`: whether a waiting request may run beside the running ones, blocks aside.
+    """
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class Scheduler:
         max_tokens: int,
         max_running: int,
         max_overtaken: int,
+        may_run: Callable[[Request, Sequence[Request]], bool] = lambda request, running: True,
         hooks: EngineHooks | None = None,
     ) -> None:
         self.waiting: deque[Request] = deque()
@@ -45,6 +49,7 @@ class Scheduler:
         self._max_tokens = max_tokens
         self._max_running = max_running
         self._max_overtaken = max_overtaken
+        self._may_run = may_run
         self._hooks = hooks
 
     def add(self, request: Request) -> None:
@@ -118,6 +123,10 @@ class Scheduler:
                     return
                 computed = self._look_up(request)
                 if computed.writer is not None:
+                    continue
+                if not self._may_run(request, self.running):
+                    if request.times_overtaken >= self._max_overtaken:
+                        return  # or those that run on would keep it out for ever
                     continue
                 start = computed.num_tokens
                 count = min(len(request.sequence.token_ids) - start, budget)

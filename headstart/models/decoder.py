@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from headstart.attention.backend import AttentionBackend
 from headstart.attention.layout import LayerLayout
 from headstart.attention.register import BackendFunction, register, unregister
 from headstart.models.files import fingerprint_files
+from headstart.models.lora_files import Widths
 
 __all__ = ["DecoderModel", "EmbeddingOverlay", "forward_rows"]
 
@@ -96,6 +98,33 @@ class DecoderModel:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._model.device
+
+    @property
+    def output_layer(self) -> str | None:
+        """The dotted name of the layer whose outputs are the logits."""
+        head = self._model.get_output_embeddings()
+        return next((n for n, module in self._model.named_modules() if module is head), None)
+
+    def layer(self, name: str) -> nn.Module:
+        """The module of this dotted name."""
+        return self._model.get_submodule(name)
+
+    def linear_widths(self) -> dict[str, Widths]:
+        """The linear layers that every row passes, by dotted name; not those of single experts."""
+        found = {}
+        for name, module in self._model.named_modules():
+            if ".experts." in name:
+                continue
+            if isinstance(module, Conv1D):
+                found[name] = Widths(*module.weight.shape)
+            elif isinstance(module, nn.Linear):
+                found[name] = Widths(module.in_features, module.out_features)
+        return found
+
+    def weight(self, name: str) -> Tensor | None:
+        """The weight of the layer of this dotted name, None if there is none."""
+        found = dict(self._model.named_parameters(remove_duplicate=False)).get(f"{name}.weight")
+        return None if found is None else found.detach()
 
     def fingerprint(self) -> str:
         """SHA-256 in hex of configuration and weights; reads them all on the first call."""

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from headstart.cache import Namespace
 from headstart.engine.conversation import ConversationMemory, Turn
 from headstart.errors import ConfigError, RequestError
 from tests.tiny_tokenizers import CHATML, END_OF_TURN, TINY_TOKENIZERS, byte_tokens
@@ -290,11 +291,11 @@ def test_the_later_of_two_spellings_of_a_reply_is_kept() -> None:
 def test_salts_share_nothing() -> None:
     memory = ConversationMemory(BYTES)
     said = turn(memory, MESSAGES, "the other", letters("the other"))
-    memory.remember(said, salt="a")
+    memory.remember(said, Namespace(None, "a"))
     prompt = next_prompt(memory, MESSAGES, "the other")
     for stranger in (None, "", "b", "a" + said.prompt[:1]):
-        assert memory.encode(prompt, salt=stranger) == tokens(prompt)
-    assert memory.encode(prompt, salt="a") != tokens(prompt)
+        assert memory.encode(prompt, Namespace(None, stranger)) == tokens(prompt)
+    assert memory.encode(prompt, Namespace(None, "a")) != tokens(prompt)
 
 
 def test_a_salt_and_a_text_do_not_run_together() -> None:
@@ -302,11 +303,11 @@ def test_a_salt_and_a_text_do_not_run_together() -> None:
     memory = ConversationMemory(BYTES)
     texts = {"ab": "c the other", "a": "bc the other", None: "abc the other", "": "other"}
     for salt, text in texts.items():
-        memory.remember(Turn(text, letters(text), "", []), salt=salt)
+        memory.remember(Turn(text, letters(text), "", []), Namespace(None, salt))
     for salt in texts:
         for text in texts.values():
             expected = letters(text) if text == texts[salt] else tokens(text)
-            assert memory.encode(text, salt=salt) == expected
+            assert memory.encode(text, Namespace(None, salt)) == expected
 
 
 def test_the_text_used_least_recently_is_forgotten() -> None:

@@ -1,0 +1,205 @@
+"""Which LoRA adapters there are by name, and which of them are in memory.
+
+    named      `load` has read it, checked it and knows its digest; requests may ask for it
+    resident   its matrices are in memory: at most `max_loras`, least recently used out
+    running    a running request needs it: it stays resident, named or not
+
+A request takes the adapter that its name stands for when it is prepared, and keeps it: unloading
+the name, or loading another adapter under it, changes nothing for that request. An adapter that
+is not resident when a request is to run is read from disk again, and refused if it is no longer
+what it was. K/V are found by the digest, so no name can ever mix the blocks of two adapters.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from headstart.engine.adapters import Adapter, LoRARequest
+from headstart.engine.config import EngineConfig
+from headstart.engine.request import Request, RequestGroup
+from headstart.errors import AdapterError, ConfigError, DamagedAdapterError, RequestError
+from headstart.models.decoder import DecoderModel
+from headstart.models.lora import AdapterRun, LoraLayers
+from headstart.models.lora_files import read_weights
+from headstart.models.lora_stack import ResidentAdapter
+
+__all__ = ["AdapterStore"]
+
+
+class AdapterStore:
+    """Loads adapters by name and keeps a bounded number in memory.
+
+    Names may be loaded, unloaded and looked up from any thread; the rest is the engine's.
+    """
+
+    def __init__(self, model: DecoderModel, config: EngineConfig) -> None:
+        self._model = model
+        self._config = config
+        self._layers = LoraLayers(model)
+        self._named: dict[str, Adapter] = {}
+        self._resident: OrderedDict[str, ResidentAdapter] = OrderedDict()
+        self._refused: dict[str, AdapterError] = {}
+        self._lock = threading.RLock()
+        self.has_unnamed = False
+        """Whether an adapter may be in memory that has no name any more."""
+
+    # Names
+
+    @property
+    def named(self) -> list[Adapter]:
+        """The adapters that requests may ask for."""
+        with self._lock:
+            return list(self._named.values())
+
+    @property
+    def resident(self) -> list[str]:
+        """Digests of the adapters in memory, least recently used first."""
+        with self._lock:
+            return list(self._resident)
+
+    def load(self, name: str, path: str | Path) -> Adapter:
+        """Read the adapter in folder `path`; requests may ask for it by `name` from now on.
+
+        An adapter that had the name loses it. Raises AdapterError, and ConfigError when
+        adapters are switched off or the name is no name; nothing has changed then.
+        """
+        if not self._config.enable_lora:
+            raise ConfigError("enable_lora is False: this engine takes no adapters")
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"an adapter's name is {name!r}; it must be a text")
+        folder = Path(path).expanduser().absolute()
+        found = self._read(folder)
+        adapter = Adapter(name, folder, found.digest)
+        with self._lock:
+            self.has_unnamed |= name in self._named
+            self._named[name] = adapter
+            if len(self._resident) < self._config.max_loras:
+                self._resident.setdefault(found.digest, found)
+        return adapter
+
+    def unload(self, name: str) -> None:
+        """Take the name away; requests that have the adapter finish. Raises RequestError."""
+        with self._lock:
+            self._find(name)
+            del self._named[name]
+            self.has_unnamed = True
+
+    def find(self, name: str) -> Adapter:
+        """The adapter of this name. Raises RequestError."""
+        with self._lock:
+            return self._find(name)
+
+    def _find(self, name: str) -> Adapter:
+        found = self._named.get(name)
+        if found is None:
+            known = ", ".join(map(repr, self._named)) or "none"
+            raise RequestError(f"there is no adapter {name!r}; loaded: {known}")
+        return found
+
+    def require(self, choice: "str | LoRARequest | None") -> str | None:
+        """The adapter's name, once a LoRARequest that its name does not stand for is loaded."""
+        if not isinstance(choice, LoRARequest):
+            return choice
+        folder = Path(choice.lora_path).expanduser().absolute()
+        with self._lock:
+            found = self._named.get(choice.lora_name)
+        if found is None or found.path != folder:
+            self.load(choice.lora_name, folder)
+        return choice.lora_name
+
+    def name_miss(self, request: Request) -> None:
+        """Have a miss say by name for which adapter the prefix is cached."""
+        missed = request.missed
+        if missed is not None and missed.adapter is not None:
+            names = [a.name for a in self.named if a.digest == missed.adapter]
+            name = names[0] if names else "one without a name by now"
+            request.missed = replace(missed, adapter=name)
+
+    # Memory
+
+    def may_run(self, request: Request, running: Sequence[Request]) -> bool:
+        """Have the request's adapter in memory, if it has one.
+
+        False while running requests need all the places, and when it must be read again and
+        cannot be, or is another by now: `take_refused` then has the reason.
+        """
+        adapter, name = request.group.adapter, request.group.request_id
+        if adapter is None:
+            return True
+        if name in self._refused:
+            return False
+        try:
+            return self._bring_in(adapter, _digests(other.group for other in running))
+        except AdapterError as error:
+            self._refused[name] = error
+            return False
+
+    def take_refused(self) -> dict[str, AdapterError]:
+        """The groups, by id, that can never run, each told once."""
+        refused, self._refused = self._refused, {}
+        return refused
+
+    def _bring_in(self, adapter: Adapter, running: set[str]) -> bool:
+        with self._lock:
+            if adapter.digest in self._resident:
+                self._resident.move_to_end(adapter.digest)
+                return True
+        if len(running) >= self._config.max_loras:
+            return False
+        found = self._read(adapter.path)
+        if found.digest != adapter.digest:
+            raise DamagedAdapterError(
+                f"the files in {adapter.path} have changed since adapter {adapter.name!r} was "
+                "loaded from them; load it again"
+            )
+        with self._lock:
+            self._drop(running, self._config.max_loras - 1)
+            self._resident[adapter.digest] = found
+        return True
+
+    def forget_unnamed(self, groups: Iterable[RequestGroup]) -> None:
+        """Let go of adapters in memory that have no name, but for those of unfinished groups."""
+        needed = _digests(groups)
+        with self._lock:
+            named = {adapter.digest for adapter in self._named.values()}
+            unnamed = [digest for digest in self._resident if digest not in named]
+            for digest in unnamed:
+                if digest not in needed:
+                    self._layers.forget(self._resident.pop(digest))
+            self.has_unnamed = not needed.isdisjoint(unnamed)
+
+    def _drop(self, running: set[str], limit: int) -> None:
+        """Make room: least recently used first, never what a running request needs."""
+        for digest in list(self._resident):
+            if len(self._resident) > limit and digest not in running:
+                self._layers.forget(self._resident.pop(digest))
+
+    def _read(self, folder: Path) -> ResidentAdapter:
+        return ResidentAdapter(read_weights(folder, self._model, self._config.max_lora_rank))
+
+    # Steps
+
+    def begin_step(self, runs: Iterable[tuple[str | None, int, int]]) -> None:
+        """The pass that comes has these rows: (digest or None, rows, of which with logits)."""
+        with self._lock:
+            resident = dict(self._resident)
+        self._layers.begin_step(
+            [
+                AdapterRun(resident[digest] if digest is not None else None, rows, logits)
+                for digest, rows, logits in runs
+            ]
+        )
+
+    def begin_plain_step(self) -> None:
+        """The pass that comes has no row with an adapter."""
+        self._layers.begin_step([])
+
+    def end_step(self) -> None:
+        """The pass is over."""
+        self._layers.end_step()
+
+
+def _digests(groups: Iterable[RequestGroup]) -> set[str]:
+    return {group.adapter.digest for group in groups if group.adapter is not None}

@@ -1,0 +1,46 @@
+"""How a request says which LoRA adapter it wants."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headstart.errors import RequestError
+
+__all__ = ["Adapter", "LoRARequest", "choose_adapters"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """vLLM's way to ask for an adapter: it is loaded when first asked for.
+
+    `lora_int_id` is taken because vLLM asks for it; adapters are told apart by their content.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str | Path
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter as it was loaded: its name, its folder, and the digest that its K/V go by."""
+
+    name: str
+    path: Path
+    digest: str
+
+
+def choose_adapters(
+    adapter: str | Sequence[str | None] | None,
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+    count: int,
+) -> list[str | LoRARequest | None]:
+    """What each of `count` prompts asks for: one for all, or one each. Raises RequestError."""
+    if adapter is not None and lora_request is not None:
+        raise RequestError("give adapter or lora_request, not both")
+    chosen = adapter if lora_request is None else lora_request
+    if chosen is None or isinstance(chosen, (str, LoRARequest)):
+        return [chosen] * count
+    if len(chosen) != count:
+        raise RequestError(f"{len(chosen)} adapters for {count} prompts")
+    return list(chosen)

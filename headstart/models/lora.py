@@ -1,0 +1,219 @@
+"""LoRA adapters on a running model: each row of a batch gets its own, or none.
+
+The model's modules and weights stay as they are. While steps have adapters, forward hooks on the
+layers that these change add to what the layer gives; a step without adapters takes the hooks
+away, so it runs the very code that a model without adapters runs.
+
+Rows are served in pieces. A long run of rows with one adapter is multiplied by that adapter's
+matrices alone. All short runs (decodes, mostly) go together through one stack of their adapters.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from headstart.errors import UnsupportedAdapterError
+from headstart.models.lora_stack import AdapterStack, ResidentAdapter
+
+__all__ = ["AdapterRun", "LoraLayers"]
+
+# From so many rows on, a run's own products cost less than what it would waste in a stack.
+_LONG_RUN = 32
+
+
+class AdapterRun(NamedTuple):
+    """Neighbouring rows of the batch with one adapter, or none; `logits` of them are wanted."""
+
+    adapter: ResidentAdapter | None
+    rows: int
+    logits: int
+
+
+class HookedModel(Protocol):
+    """What applying adapters needs of a model."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def output_layer(self) -> str | None: ...
+
+    def layer(self, name: str) -> nn.Module:
+        """The module of this dotted name."""
+        ...
+
+
+class _Piece:
+    """Rows that go through one stack.
+
+    `rows` are a range of the batch, or their numbers. `masks` says by the owners of a group's
+    ranks which `[rows, ranks]` to silence; None where all rows and ranks are one adapter's.
+    """
+
+    def __init__(
+        self,
+        stack: AdapterStack,
+        rows: slice | Tensor,
+        masks: dict[tuple[int, ...], Tensor] | None = None,
+    ) -> None:
+        self._stack = stack
+        self._rows = rows
+        self._masks = masks
+        self._input: Tensor | None = None
+        self._group = ""
+        self._hidden = torch.empty(0)
+
+    def add_to(self, out: Tensor, layer: str, x: Tensor) -> None:
+        """Add what the layer's adapters give for `x` `[1, rows, inputs]` to `out`."""
+        found = self._stack.layers.get(layer)
+        if found is None:
+            return
+        if self._input is not x or self._group != found.group:
+            self._hidden = self._multiply(found.group, x.flatten(0, -2))
+            self._input, self._group = x, found.group
+        hidden = self._hidden[:, found.columns]
+        flat = out.view(-1, out.shape[-1])  # never a copy, which would be lost
+        if isinstance(self._rows, slice):
+            flat[self._rows].addmm_(hidden, found.up.t())
+        else:
+            flat.index_add_(0, self._rows, hidden @ found.up.t())
+
+    def _multiply(self, group: str, x: Tensor) -> Tensor:
+        hidden = x[self._rows] @ self._stack.down[group].t()
+        if self._masks is not None:
+            hidden.masked_fill_(self._masks[self._stack.owners[group]], 0.0)
+        return hidden
+
+
+class _Rows:
+    """The runs of one axis of the batch: all tokens, or the rows whose logits are wanted."""
+
+    def __init__(self, runs: Iterable[tuple[ResidentAdapter | None, int]]) -> None:
+        self.count = 0
+        self.long: list[tuple[ResidentAdapter, slice]] = []
+        self.short: list[tuple[ResidentAdapter, slice]] = []
+        for adapter, rows in _joined(runs):
+            if adapter is not None:
+                place = slice(self.count, self.count + rows)
+                (self.long if rows >= _LONG_RUN else self.short).append((adapter, place))
+            self.count += rows
+
+
+def _joined(
+    runs: Iterable[tuple[ResidentAdapter | None, int]],
+) -> list[tuple[ResidentAdapter | None, int]]:
+    joined: list[tuple[ResidentAdapter | None, int]] = []
+    for adapter, rows in runs:
+        if joined and joined[-1][0] is adapter:
+            joined[-1] = (adapter, joined[-1][1] + rows)
+        elif rows:
+            joined.append((adapter, rows))
+    return joined
+
+
+class LoraLayers:
+    """Adds adapters to the linear layers of one model, one step at a time."""
+
+    def __init__(self, model: HookedModel) -> None:
+        self._model = model
+        self._output_layer = model.output_layer
+        self._hooks: dict[str, RemovableHandle] = {}
+        self._mixed: tuple[ResidentAdapter, ...] = ()
+        self._mixed_stack: AdapterStack | None = None
+        self._body: list[_Piece] = []
+        self._head: list[_Piece] = []
+        self._counts = (0, 0)
+
+    def begin_step(self, runs: Sequence[AdapterRun]) -> None:
+        """From here to `end_step` the model's rows are these, in this order."""
+        if all(run.adapter is None for run in runs):
+            self._unhook()
+            return
+        body = _Rows((run.adapter, run.rows) for run in runs)
+        head = _Rows((run.adapter, run.logits) for run in runs)
+        self._counts = (body.count, head.count)
+        short = {adapter for adapter, _ in (*body.short, *head.short)}
+        if len(short) > 1:
+            self._mix(short)
+        self._body = self._pieces(body)
+        self._head = self._pieces(head)
+        for adapter in {run.adapter for run in runs if run.adapter is not None}:
+            self._hook(adapter.stack.layers.keys() - self._hooks.keys())
+
+    def end_step(self) -> None:
+        """The pass is over: let go of its tensors."""
+        self._body = []
+        self._head = []
+
+    def forget(self, adapter: ResidentAdapter) -> None:
+        """The adapter leaves memory. Not during a step."""
+        if adapter in self._mixed:
+            self._mixed, self._mixed_stack = (), None
+
+    def _mix(self, adapters: set[ResidentAdapter]) -> None:
+        """Have a stack of at least these adapters, the last one while it is not much too wide."""
+        needed = sum(adapter.stack.num_ranks for adapter in adapters)
+        there = self._mixed_stack
+        if there is not None and adapters <= set(self._mixed) and there.num_ranks <= 2 * needed:
+            return
+        self._mixed = tuple(sorted(adapters, key=lambda adapter: adapter.digest))
+        self._mixed_stack = AdapterStack([adapter.pairs for adapter in self._mixed])
+
+    def _pieces(self, rows: _Rows) -> list[_Piece]:
+        pieces = [_Piece(adapter.stack, place) for adapter, place in rows.long]
+        if rows.short:
+            pieces.append(self._short_piece(rows.short))
+        return pieces
+
+    def _short_piece(self, runs: list[tuple[ResidentAdapter, slice]]) -> _Piece:
+        """One piece of all short runs: as a range, unless most of its rows are others'."""
+        adapters = {adapter for adapter, _ in runs}
+        count = sum(place.stop - place.start for _, place in runs)
+        first, last = runs[0][1].start, runs[-1][1].stop
+        mixed = self._mixed if len(adapters) > 1 else tuple(adapters)
+        owners = [-1] * (last - first)
+        for adapter, place in runs:
+            number, length = mixed.index(adapter), place.stop - place.start
+            owners[place.start - first : place.stop - first] = [number] * length
+        rows: slice | Tensor = slice(first, last)
+        if last - first > 2 * count:
+            numbers = [at for at, owner in enumerate(owners, first) if owner >= 0]
+            owners = [owner for owner in owners if owner >= 0]
+            rows = torch.tensor(numbers, device=self._model.device)
+        stack = self._mixed_stack if len(adapters) > 1 else runs[0][0].stack
+        assert stack is not None
+        if set(owners) == {0} and len(adapters) == 1:
+            return _Piece(stack, rows)
+        return _Piece(stack, rows, self._masks(stack, owners))
+
+    def _masks(self, stack: AdapterStack, owners: list[int]) -> dict[tuple[int, ...], Tensor]:
+        rows = torch.tensor(owners, device=self._model.device).unsqueeze(1)
+        return {
+            ranks: torch.tensor(ranks, device=self._model.device) != rows
+            for ranks in set(stack.owners.values())
+        }
+
+    def _hook(self, layers: Iterable[str]) -> None:
+        for layer in layers:
+            module = self._model.layer(layer)
+            self._hooks[layer] = module.register_forward_hook(self._adder(layer))
+
+    def _unhook(self) -> None:
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+    def _adder(self, layer: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        of_head = layer == self._output_layer
+
+        def add(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+            x = inputs[0]
+            if x.numel() != self._counts[of_head] * x.shape[-1]:
+                raise UnsupportedAdapterError(f"{layer} does not get all rows of the batch")
+            for piece in self._head if of_head else self._body:
+                piece.add_to(out, layer, x)
+
+        return add

@@ -1,0 +1,110 @@
+"""Matrices of one or more adapters side by side, so that a batch of them costs few products.
+
+Layers that read the same input (q, k and v; gate and up) share one product with their A matrices
+stacked. Of several adapters, all ranks stand side by side:
+
+    hidden = x @ down.T     [rows, ranks of all]    down: A of every layer and adapter
+    hidden[another's ranks] = 0
+    out += hidden @ up.T                            up: B of every adapter
+
+What a row computes in vain with other adapters' ranks is small beside the layer itself, whose
+products are a hundred times wider. The number of products, which is what few rows cost, does not
+grow with the number of adapters.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headstart.models.lora_files import LoraPair, LoraWeights
+
+__all__ = ["AdapterStack", "StackedLayer"]
+
+# Siblings that models call with one and the same input.
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class StackedLayer(NamedTuple):
+    """A layer's part: its columns of the group's `hidden`, and B `[outputs, columns]`."""
+
+    group: str
+    columns: slice
+    up: Tensor
+
+
+class AdapterStack:
+    """The matrices of some adapters, by layer, and by group of layers that share their input.
+
+    `down` is `[ranks, inputs]` by group; `owners` says by group which adapter each of its ranks
+    belongs to.
+    """
+
+    def __init__(self, adapters: Sequence[Mapping[str, LoraPair]]) -> None:
+        self.layers: dict[str, StackedLayer] = {}
+        self.down: dict[str, Tensor] = {}
+        self.owners: dict[str, tuple[int, ...]] = {}
+        groups: dict[str, list[str]] = {}
+        for layer in dict.fromkeys(layer for pairs in adapters for layer in pairs):
+            groups.setdefault(_group_of(layer), []).append(layer)
+        for group, layers in groups.items():
+            self._add_group(group, layers, adapters)
+
+    def _add_group(
+        self, group: str, layers: list[str], adapters: Sequence[Mapping[str, LoraPair]]
+    ) -> None:
+        downs: list[Tensor] = []
+        owners: list[int] = []
+        for layer in layers:
+            first, ups = len(owners), []
+            for number, pairs in enumerate(adapters):
+                if layer in pairs:
+                    down, up = pairs[layer]
+                    downs.append(down)
+                    ups.append(up)
+                    owners += [number] * len(down)
+            columns = slice(first, len(owners))
+            self.layers[layer] = StackedLayer(group, columns, _beside(ups, 1))
+        self.down[group] = _beside(downs, 0)
+        self.owners[group] = tuple(owners)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all groups together: what a row costs."""
+        return sum(map(len, self.owners.values()))
+
+    def pair(self, layer: str) -> LoraPair:
+        """A and B of a layer; of a stack of one adapter."""
+        stacked = self.layers[layer]
+        return LoraPair(self.down[stacked.group][stacked.columns], stacked.up)
+
+
+def _beside(matrices: list[Tensor], axis: int) -> Tensor:
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices, axis)
+
+
+def _group_of(layer: str) -> str:
+    """The name of those that share the layer's input: its own, or that of the first of them.
+
+    >>> _group_of("model.layers.3.self_attn.v_proj"), _group_of("model.layers.3.mlp.down_proj")
+    ('model.layers.3.self_attn.q_proj', 'model.layers.3.mlp.down_proj')
+    """
+    parent, _, name = layer.rpartition(".")
+    for together in _TOGETHER:
+        if name in together:
+            return f"{parent}.{together[0]}"
+    return layer
+
+
+class ResidentAdapter:
+    """An adapter in memory: its digest and its stack."""
+
+    def __init__(self, weights: LoraWeights) -> None:
+        self.digest = weights.digest
+        self.stack = AdapterStack([weights.pairs])
+
+    @property
+    def pairs(self) -> dict[str, LoraPair]:
+        """A and B by layer, views of the stack."""
+        return {layer: self.stack.pair(layer) for layer in self.stack.layers}

@@ -1,0 +1,70 @@
+"""LoRA adapters for the tiny models, made and run by PEFT itself: what ours are compared with."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+__all__ = ["Oracle", "make_adapter"]
+
+
+@contextmanager
+def _of_peft() -> Iterator[Any]:
+    """PEFT, which asks transformers for what is deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import peft
+
+        yield peft
+
+
+def make_adapter(base: Path, folder: Path, seed: int = 0, **options: Any) -> Path:
+    """Write an adapter with random A and B for the model in `base`; options of `LoraConfig`."""
+    given = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]} | options
+    with _of_peft() as peft, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **given)
+        peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(
+            folder
+        )
+    return folder
+
+
+class Oracle:
+    """The model in `base` with an adapter (or none), run by PEFT and transformers."""
+
+    def __init__(self, base: Path, adapter: Path | None, *, merged: bool = False) -> None:
+        model: Any = AutoModelForCausalLM.from_pretrained(base).eval()
+        if adapter is not None:
+            with _of_peft() as peft:
+                model = peft.PeftModel.from_pretrained(model, adapter)
+                model = model.merge_and_unload() if merged else model
+        self._model = model
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """`count` tokens after the prompt."""
+        ids = torch.tensor([list(prompt)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found: Tensor = self._model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=count,
+                min_new_tokens=count,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        tokens: list[int] = found[0, len(prompt) :].tolist()
+        return tokens
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Logits `[tokens, vocab]` behind each of the tokens."""
+        with torch.no_grad():
+            found: Tensor = self._model(torch.tensor([list(tokens)])).logits[0]
+        return found

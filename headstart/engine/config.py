@@ -35,6 +35,9 @@ class EngineConfig:
     deduplicate: bool = _option(True, "give a block back when it fills with what is cached")
     partial_hits: bool = _option(True, "reuse the head of a block that matches in part")
     deterministic: bool = _option(False, "bitwise equal logits, cache on or off, alone or not")
+    encoder_cache_rows: int = _option(8192, "image embeddings kept for reuse, one per placeholder")
+    max_images: int = _option(16, "images in one prompt at the most")
+    max_image_pixels: int = _option(2**25, "width times height of an image at the most")
     num_threads: int | None = _option(None, "torch threads; default: the cores of this process")
     enable_lora: bool = _option(True, "take LoRA adapters; off, loading one is an error")
     max_loras: int = _option(8, "LoRA adapters in memory, and so in one step, at the most")
@@ -63,6 +66,9 @@ class EngineConfig:
             "max_model_len",
             "max_num_batched_tokens",
             "max_num_seqs",
+            "encoder_cache_rows",
+            "max_images",
+            "max_image_pixels",
             "num_threads",
             "max_loras",
             "max_lora_rank",

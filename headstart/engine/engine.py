@@ -22,6 +22,7 @@ from headstart.engine.batch import Batch, ScheduledTokens
 from headstart.engine.config import EngineConfig
 from headstart.engine.detokenizer import Detokenizer
 from headstart.engine.hooks import EngineHooks
+from headstart.engine.image_prompt import make_image_prompts
 from headstart.engine.inputs import InputProcessor, Prompt
 from headstart.engine.logprobs import token_logprobs
 from headstart.engine.outputs import RequestOutput
@@ -36,6 +37,7 @@ from headstart.errors import ConfigError, EngineError, RequestError
 from headstart.models.decoder import DecoderModel
 from headstart.models.loader import load_model
 from headstart.models.tokenizer import load_tokenizer
+from headstart.models.vision import VisionModel, load_vision
 
 
 class StepResult(NamedTuple):
@@ -57,6 +59,7 @@ class Parts:
     memory: PagedKVMemory
     manager: KVCacheManager
     max_model_len: int
+    vision: VisionModel | None = None
 
 
 class Engine:
@@ -76,7 +79,10 @@ class Engine:
         self.max_model_len = parts.max_model_len
         backend = make_backend(parts.memory)
         self.model.attach(backend)
-        self._inputs = InputProcessor(parts.tokenizer, self.model.vocab_size, parts.max_model_len)
+        self.images = make_image_prompts(parts.vision, parts.tokenizer, config)
+        self._inputs = InputProcessor(
+            parts.tokenizer, self.model.vocab_size, parts.max_model_len, self.images
+        )
         self.adapters = AdapterStore(self.model, config)
         self._runner = Runner(
             self.model, backend, parts.memory, self.adapters, deterministic=config.deterministic
@@ -90,6 +96,7 @@ class Engine:
             may_run=self.adapters.may_run,
             hooks=hooks,
         )
+        self._scheduler.gate = self.images.gate if self.images is not None else None
         self._hooks = hooks
         self._groups: dict[str, RequestGroup] = {}
         self._names = itertools.count()
@@ -116,6 +123,7 @@ class Engine:
         hooks: EngineHooks | None = None,
     ) -> "Engine":
         """An engine for a model that is loaded. Raises OutOfMemoryError."""
+        vision = load_vision(decoder, tokenizer)
         blocks = count_blocks(config, decoder.layouts, decoder.dtype, decoder.device)
         limit = longest_sequence(config, decoder.max_model_len, blocks)
         memory = PagedKVMemory(
@@ -130,7 +138,7 @@ class Engine:
             eviction=config.eviction,
         )
         manager = KVCacheManager(cache, BlockNames(config.block_size))
-        return cls(Parts(decoder, tokenizer, memory, manager, limit), config, hooks)
+        return cls(Parts(decoder, tokenizer, memory, manager, limit, vision), config, hooks)
 
     # Requests
 
@@ -152,7 +160,13 @@ class Engine:
             raise RequestError(f"request id {name!r} is in use")
         ready = self._inputs.process(prompt)
         group = RequestGroup(
-            name, ready.text, list(ready.token_ids), params, time.perf_counter(), ready.extras
+            name,
+            ready.text,
+            list(ready.token_ids),
+            params,
+            time.perf_counter(),
+            ready.extras,
+            ready.images,
         )
         if adapter is not None:
             group.adapter = self.adapters.find(adapter)
@@ -251,6 +265,8 @@ class Engine:
                 part.request.group.start_time = now
                 self.adapters.name_miss(part.request)
         try:
+            if self.images is not None:
+                self.images.cache.encode_wanted()
             logits = self._runner.run(batch)
             if self._hooks is not None:
                 self._hooks.computed(batch)
@@ -262,7 +278,7 @@ class Engine:
         self.manager.commit_step()
         results = refused + self._deliver(batch, self._sample(batch, logits))
         if self.config.debug:
-            self.manager.check()
+            self._check()
         return results
 
     def _sample(self, batch: Batch, logits: StepLogits) -> list[SampledToken | EngineError | None]:
@@ -333,6 +349,8 @@ class Engine:
         self.manager.fail_step()
         failed = [part.request for part in batch.scheduled]
         self._scheduler.drop_failed(failed)
+        if self.images is not None:
+            self.images.cache.drop_wanted()
         for request in failed:
             request.finish_reason = "error"
         groups = {request.group.request_id: request.group for request in failed}
@@ -347,6 +365,11 @@ class Engine:
                 request.finish_reason = "error"
         self._groups.pop(group.request_id, None)
         return StepResult(group, error)
+
+    def _check(self) -> None:
+        self.manager.check()
+        if self.images is not None:
+            self.images.cache.check()
 
     def close(self) -> None:
         """Let go of the model's attention function and, with it, of the K/V memory."""

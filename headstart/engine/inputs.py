@@ -6,23 +6,35 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import MultiModalItem
+from headstart.engine.image_prompt import ImagePrompts
 from headstart.engine.prompt import PreparedPrompt
 from headstart.errors import RequestError
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | PreparedPrompt
-"""A text, token ids, vLLM's `{"prompt": ...}` / `{"prompt_token_ids": ...}`, or one that is ready
-but for the checks."""
+"""A text, token ids, vLLM's `{"prompt": ...}` / `{"prompt_token_ids": ...}`, to which may come
+`"multi_modal_data": {"image": ...}`, or one that is ready but for the checks."""
+
+_KEYS = frozenset({"prompt", "prompt_token_ids", "multi_modal_data", "multi_modal_uuids"})
 
 
 class InputProcessor:
-    """Checks and tokenises prompts. `tokenizer` may be None: then prompts are token ids."""
+    """Checks and tokenises prompts.
+
+    `tokenizer` may be None: then prompts are token ids. `images` is None for a model that sees
+    none.
+    """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, max_model_len: int
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        max_model_len: int,
+        images: ImagePrompts | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._images = images
 
     def process(self, prompt: Prompt) -> PreparedPrompt:
         """The prompt, checked, and tokenised if it came as a text. Raises RequestError."""
@@ -38,26 +50,60 @@ class InputProcessor:
         if isinstance(prompt, str):
             return PreparedPrompt(self._tokenize(prompt), prompt)
         if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-            if unknown or not prompt:
-                raise RequestError(
-                    f"a prompt has the key 'prompt' or 'prompt_token_ids', not {sorted(prompt)}"
-                )
-            text = prompt.get("prompt")
-            if "prompt_token_ids" in prompt:
-                return PreparedPrompt(list(prompt["prompt_token_ids"]), text)
-            return self._read(str(text))
+            return self._read_mapping(prompt)
         if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
-            return PreparedPrompt(list(cast("Sequence[int]", prompt)))
+            return PreparedPrompt(self._check_plain(cast("Sequence[int]", prompt)))
         raise RequestError(
             f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
         )
 
+    def _read_mapping(self, prompt: Mapping[str, Any]) -> PreparedPrompt:
+        if set(prompt) - _KEYS or not {"prompt", "prompt_token_ids"} & set(prompt):
+            raise RequestError(
+                "a prompt has the key 'prompt' or 'prompt_token_ids', and 'multi_modal_data' for "
+                f"images, not {sorted(prompt)}"
+            )
+        text = prompt.get("prompt")
+        if not prompt.get("multi_modal_data"):
+            if "prompt_token_ids" in prompt:
+                return PreparedPrompt(self._check_plain(prompt["prompt_token_ids"]), text)
+            return self._read(str(text))
+        data = self._image_data(prompt)
+        if self._images is None:
+            raise RequestError("the prompt has images, and the model takes text alone")
+        token_ids = prompt.get("prompt_token_ids")
+        if token_ids is None:
+            token_ids = self._require_tokenizer().encode(str(text), verbose=False)
+        return self._images.prepare(text, token_ids, data)
+
+    @staticmethod
+    def _image_data(prompt: Mapping[str, Any]) -> dict[str, Any]:
+        """The images and the user's ids for them."""
+        data: dict[str, Any] = {}
+        for key, name in (("multi_modal_data", "image"), ("multi_modal_uuids", "ids")):
+            given = prompt.get(key) or {}
+            if not isinstance(given, Mapping) or set(given) - {"image"}:
+                raise RequestError(f"{key} is {{'image': one or a list}}; there are only images")
+            data[name] = given.get("image")
+        return data
+
+    def _check_plain(self, token_ids: Sequence[int]) -> list[int]:
+        """Token ids without images; a model that sees takes no placeholder among them."""
+        if self._images is not None:
+            self._images.check_plain(token_ids)
+        return list(token_ids)
+
     def _tokenize(self, text: str) -> list[int]:
+        tokenizer = self._require_tokenizer()
+        if self._images is not None:
+            return self._images.tokenize(text)
+        token_ids: list[int] = tokenizer.encode(text, verbose=False)
+        return token_ids
+
+    def _require_tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
             raise RequestError("the model came without a tokenizer: give token ids, not a text")
-        token_ids: list[int] = self._tokenizer.encode(text, verbose=False)
-        return token_ids
+        return self._tokenizer
 
     def _check(self, token_ids: Sequence[int]) -> None:
         if not token_ids:

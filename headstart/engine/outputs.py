@@ -42,11 +42,23 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageUse:
+    """An image in a prompt: SHA-256 of what its embeddings are made from, in hex, the position of
+    its first placeholder, and how many it has.
+    """
+
+    digest: str
+    position: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """A request and its answers so far.
 
     num_cached_tokens: prompt tokens that needed no computing, of the first of the answers.
     why_missed: why it did not hit more. prompt_logprobs: as asked for; None for the first token.
+    images: those of the prompt, in order.
     """
 
     request_id: str
@@ -58,3 +70,4 @@ class RequestOutput:
     why_missed: MissExplanation | None
     metrics: RequestMetrics
     finished: bool
+    images: tuple[ImageUse, ...] = ()

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.cache import MultiModalItem
+from headstart.engine.outputs import ImageUse
 
 __all__ = [
     "EmbeddingSource",
@@ -90,8 +91,12 @@ class PromptExtras:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedPrompt:
-    """A prompt that needs no more processing; `text` is what it came as, if it was a text."""
+    """A prompt that needs no more processing; `text` is what it came as, if it was a text.
+
+    `images` is what its reply will say of the images in it.
+    """
 
     token_ids: Sequence[int]
     text: str | None = None
     extras: PromptExtras | None = None
+    images: tuple[ImageUse, ...] = ()

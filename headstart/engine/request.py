@@ -7,6 +7,7 @@ from headstart.engine.adapters import Adapter
 from headstart.engine.logprobs import TokenLogprob
 from headstart.engine.outputs import (
     CompletionOutput,
+    ImageUse,
     Logprobs,
     RequestMetrics,
     RequestOutput,
@@ -110,6 +111,7 @@ class RequestGroup:
     params: SamplingParams
     arrival_time: float
     extras: PromptExtras | None = None
+    images: tuple[ImageUse, ...] = ()
     adapter: Adapter | None = None
     requests: list[Request] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] | None = None
@@ -144,4 +146,5 @@ class RequestGroup:
             why_missed=first.missed,
             metrics=first.metrics(),
             finished=self.finished,
+            images=self.images,
         )

@@ -12,11 +12,15 @@ Waiting requests are admitted first come first served, but among the first 16 on
 of the cache goes first. A request that was overtaken `max_overtaken` times is not overtaken any
 more. One whose next block another request is computing is left waiting, so that no block is
 computed twice; it is let in as soon as that is done, or the other is gone.
+
+A gate may say that fewer tokens of a request can be computed now than there are, or none; a
+running request then waits where it is. If all that run wait, the last one gives way.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from typing import Protocol
 
 from headstart.cache import Allocation, ComputedBlocks, KVCacheManager, RowCopy
 from headstart.engine.batch import Batch, ScheduledTokens
@@ -24,6 +28,19 @@ from headstart.engine.hooks import EngineHooks
 from headstart.engine.request import Request
 
 LOOKAHEAD = 16  # waiting requests that are looked up to find the best hit
+
+
+class TokenGate(Protocol):
+    """Says how many tokens a request that is more than token ids may have in a step."""
+
+    def reach(self, request: Request, start: int, stop: int) -> int:
+        """How far, from `start` up to `stop`, tokens can be computed now. Changes nothing."""
+
+    def enter(self, request: Request, start: int, stop: int) -> None:
+        """Tokens `start` to `stop - 1` are in the step; `reach` has allowed them."""
+
+    def leave(self, request: Request) -> None:
+        """The request runs no longer."""
 
 
 class Scheduler:
@@ -45,6 +62,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.gate: TokenGate | None = None
         self._manager = manager
         self._max_tokens = max_tokens
         self._max_running = max_running
@@ -61,6 +79,7 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
             self._manager.free(request.sequence)
+            self._leave_gate(request)
         else:
             self.waiting.remove(request)
 
@@ -68,6 +87,8 @@ class Scheduler:
         """These requests' step failed; the manager has taken their blocks already."""
         gone = set(requests)
         self.running = [request for request in self.running if request not in gone]
+        for request in gone:
+            self._leave_gate(request)
 
     @property
     def has_ready(self) -> bool:
@@ -79,6 +100,13 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """The next step, with slots for each of its tokens; empty when nothing can run."""
+        batch = self._schedule()
+        while not batch.scheduled and any(map(self._is_ready, self.running)):  # stuck at the gate
+            self._preempt(self.running.pop())
+            batch = self._schedule()
+        return batch
+
+    def _schedule(self) -> Batch:
         preempted = self.num_preemptions
         scheduled = self._schedule_running()
         copies: list[RowCopy] = []
@@ -98,8 +126,11 @@ class Scheduler:
                 continue
             sequence = request.sequence
             start = sequence.num_computed_tokens
-            count = min(len(sequence.token_ids) - start, budget)
-            if self._manager.append_slots(sequence, count):
+            count = self._reach(request, start, min(len(sequence.token_ids) - start, budget))
+            if not count:
+                at += 1
+            elif self._manager.append_slots(sequence, count):
+                self._enter(request, start, start + count)
                 scheduled.append(ScheduledTokens(request, start, start + count))
                 budget -= count
                 at += 1
@@ -110,6 +141,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take a running request's blocks; it goes to the head of the waiting ones."""
         self._manager.free(request.sequence)
+        self._leave_gate(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(request)
@@ -130,9 +162,11 @@ class Scheduler:
                     continue
                 start = computed.num_tokens
                 count = min(len(request.sequence.token_ids) - start, budget)
-                allocation = self._allocate(request, computed, count)
+                count = self._reach(request, start, count)
+                allocation = self._allocate(request, computed, count) if count else None
                 if allocation is None:
                     return
+                self._enter(request, start, start + count)
                 self._leave_queue(request)
                 request.admitted(start, allocation.missed)
                 if self._hooks is not None:
@@ -140,6 +174,20 @@ class Scheduler:
                 scheduled.append(ScheduledTokens(request, start, start + count))
                 copies += allocation.copies
                 budget -= count
+
+    def _reach(self, request: Request, start: int, count: int) -> int:
+        """How many of the next `count` tokens can be computed now."""
+        if self.gate is None or request.group.extras is None:
+            return count
+        return self.gate.reach(request, start, start + count) - start
+
+    def _enter(self, request: Request, start: int, stop: int) -> None:
+        if self.gate is not None and request.group.extras is not None:
+            self.gate.enter(request, start, stop)
+
+    def _leave_gate(self, request: Request) -> None:
+        if self.gate is not None and request.group.extras is not None:
+            self.gate.leave(request)
 
     def _has_room(self, budget: int) -> bool:
         return budget > 0 and len(self.running) < self._max_running

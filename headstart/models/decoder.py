@@ -15,7 +15,7 @@ from headstart.attention.register import BackendFunction, register, unregister
 from headstart.models.files import fingerprint_files
 from headstart.models.lora_files import Widths
 
-__all__ = ["DecoderModel", "EmbeddingOverlay", "forward_rows"]
+__all__ = ["DecoderModel", "EmbeddingOverlay", "forward_rows", "text_part"]
 
 # What models call the number of positions that they were made for, most telling name first.
 _LENGTH_NAMES = (
@@ -55,6 +55,16 @@ class DecoderModel:
         self._fingerprint: str | None = None
         self.layouts = layouts
         """K and V of one token, per layer."""
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """transformers' model itself."""
+        return self._model
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it was loaded from, None for one that was built in memory."""
+        return self._folder
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -139,12 +149,12 @@ class DecoderModel:
         """Send all attention to `backend` from now on; an earlier one is let go."""
         self.detach()
         self._attention = register(BackendFunction(backend))
-        self._model.set_attn_implementation(self._attention)
+        text_part(self._model).set_attn_implementation(self._attention)
 
     def detach(self) -> None:
         """Let go of the backend and its memory; safe to call twice."""
         if self._attention is not None:
-            self._model.set_attn_implementation("eager")
+            text_part(self._model).set_attn_implementation("eager")
             unregister(self._attention)
             self._attention = None
 
@@ -161,6 +171,18 @@ class DecoderModel:
         The attached backend's step must have begun, with slots for exactly these tokens.
         """
         return forward_rows(self._model, token_ids, positions, logit_rows, embeddings)
+
+
+def text_part(model: PreTrainedModel) -> PreTrainedModel:
+    """The part whose attention is paged: all of a text model, the decoder of one that sees too.
+
+    A vision tower keeps transformers' own attention.
+    """
+    if model.config.get_text_config() is model.config:
+        return model
+    decoder = model.get_decoder()
+    assert isinstance(decoder, PreTrainedModel)
+    return decoder
 
 
 def forward_rows(

@@ -8,6 +8,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -18,6 +19,7 @@ from headstart.models.decoder import DecoderModel
 from headstart.models.files import check_files, find_folder, read_json
 from headstart.models.probe import check_config, probe_model
 from headstart.models.quiet import quiet
+from headstart.models.vision import VISION_MODELS
 
 __all__ = ["DecoderModel", "load_model"]
 
@@ -45,7 +47,7 @@ def load_model(model: str | Path, dtype: str = "auto", device: str = "cpu") -> D
     with quiet():
         config = _load_config(folder)
         check_config(config)
-        if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if config.model_type not in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_MODELS}:
             raise UnsupportedModelError(
                 f"model_type {config.model_type!r} is not a causal language model: transformers "
                 "has no decoder for it that gives the next token's logits"
@@ -89,12 +91,14 @@ def _load_config(folder: Path) -> PreTrainedConfig:
 def _load_weights(
     folder: Path, config: PreTrainedConfig, dtype: str | torch.dtype
 ) -> PreTrainedModel:
+    sees = config.model_type in VISION_MODELS
+    auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation="eager",
+            attn_implementation={"text_config": "eager"} if sees else "eager",
             local_files_only=True,
             ignore_mismatched_sizes=True,  # told by name and shape below
             output_loading_info=True,

@@ -34,7 +34,7 @@ from headstart.attention.register import (
 )
 from headstart.attention.torch_ops import TorchAttention
 from headstart.errors import UnsupportedModelError
-from headstart.models.decoder import context_length, forward_rows
+from headstart.models.decoder import context_length, forward_rows, text_part
 
 __all__ = ["check_config", "probe_model"]
 
@@ -100,7 +100,7 @@ class _Attending:
     """For a while, `function` is the model's attention, and counts its calls per layer."""
 
     def __init__(self, model: PreTrainedModel, function: AttentionFunction) -> None:
-        self._model = model
+        self._model = text_part(model)
         self._function = function
         self.calls: Counter[int] = Counter()
 

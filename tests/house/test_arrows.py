@@ -37,7 +37,7 @@ EVERYONE_MAY_IMPORT = {"errors", "version"}
 WITHOUT_TORCH = ("cache", "tiers", "replay")
 
 # Imported inside functions, because a user may do without them.
-OPTIONAL_DEPENDENCIES: set[str] = set()
+OPTIONAL_DEPENDENCIES = {"PIL", "imagehash"}
 
 MODULES = read_modules()
 ROOMS = [room for room in WITHOUT_TORCH if f"{PACKAGE}.{room}" in MODULES]

@@ -1,0 +1,198 @@
+"""The encoder cache: image embeddings by what they are embeddings of, within a budget of rows.
+
+    state      users   rows there          counted   may go
+    wanted     > 0     not yet encoded     yes       no
+    held       > 0     yes                 yes       no
+    kept       0       yes                 yes       oldest first
+
+An image is encoded once, however many prompts show it and wherever in them it stands, as long as
+its entry is there. Users are uses: a request that shows an image twice is two users, each of
+which leaves when the sequence has computed past its own place, when it is preempted, and at its
+end. A span of tokens is scheduled only as far as all images in it have entries.
+
+Two requests cannot wait for each other's rows for ever: images are held in the order of the
+prompt and let go one by one, so whoever holds some can always compute up to where they end; the
+one exception, several images in one block in deterministic mode, is resolved by preemption.
+
+Source: vLLM's `EncoderCacheManager`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headstart.cache import MultiModalItem
+from headstart.engine.prompt import PlacedRows
+from headstart.errors import EngineError
+from headstart.models.vision import ProcessedImage
+
+__all__ = ["EncoderCache", "ImageEncoder", "PromptImage", "PromptImages"]
+
+
+class ImageEncoder(Protocol):
+    """Makes embeddings of images."""
+
+    def encode(self, image: ProcessedImage) -> Tensor:
+        """Embeddings `[rows, hidden]`."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptImage:
+    """An image at its place in a prompt.
+
+    `item` says what and where it is, from its first placeholder to its last; `places` int64
+    `[rows]` are the placeholders' positions, between which other tokens may stand.
+    """
+
+    item: MultiModalItem
+    image: ProcessedImage
+    places: Tensor
+
+    @property
+    def start(self) -> int:
+        """Position of its first placeholder."""
+        return self.item.offset
+
+    @property
+    def stop(self) -> int:
+        """Position behind its last placeholder."""
+        return self.item.offset + self.item.length
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One image's rows, and who needs them: (request, index of the image in its prompt)."""
+
+    image: ProcessedImage
+    rows: Tensor | None = None
+    users: set["tuple[object, int]"] = field(default_factory=set)
+
+
+class EncoderCache:
+    """Embeddings of images, `capacity` rows of them at the most.
+
+    Not thread-safe: one engine calls it.
+    """
+
+    def __init__(self, encoder: ImageEncoder, capacity: int) -> None:
+        self.capacity = capacity
+        self.num_encoded = 0
+        self.num_hits = 0
+        self._encoder = encoder
+        self._entries: dict[bytes, _Entry] = {}
+        self._kept: OrderedDict[bytes, None] = OrderedDict()  # without users, oldest first
+        self._wanted: list[_Entry] = []
+        self._used = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all entries, those about to be encoded included."""
+        return self._used
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._entries
+
+    def rows(self, digest: bytes) -> Tensor:
+        """The embeddings `[rows, hidden]` of an image that the step holds."""
+        rows = self._entries[digest].rows
+        assert rows is not None, "an image's rows are read before it is encoded"
+        return rows
+
+    def fits(self, images: Iterable[PromptImage]) -> bool:
+        """Whether entries for all of these could be had now. Changes nothing."""
+        wanted = {image.item.digest: image.image.num_rows for image in images}
+        kept = sum(
+            self._entries[digest].image.num_rows for digest in self._kept if digest not in wanted
+        )
+        new = sum(rows for digest, rows in wanted.items() if digest not in self._entries)
+        return self._used - kept + new <= self.capacity
+
+    def hold(self, user: tuple[object, int], image: PromptImage) -> None:
+        """One more use of an image; `fits` said that there is room. Twice is once."""
+        digest = image.item.digest
+        entry = self._entries.get(digest)
+        if entry is None:
+            self._make_room(image.image.num_rows)
+            entry = self._entries[digest] = _Entry(image.image)
+            self._wanted.append(entry)
+            self._used += image.image.num_rows
+        elif user not in entry.users:
+            self.num_hits += 1
+        self._kept.pop(digest, None)
+        entry.users.add(user)
+
+    def _make_room(self, rows: int) -> None:
+        while self._used + rows > self.capacity:
+            oldest, _ = self._kept.popitem(last=False)
+            self._used -= self._entries.pop(oldest).image.num_rows
+
+    def leave(self, user: tuple[object, int], image: PromptImage) -> None:
+        """This use is over; an entry without users is kept until room is needed."""
+        entry = self._entries.get(image.item.digest)
+        if entry is None or user not in entry.users:
+            return
+        entry.users.remove(user)
+        if not entry.users:
+            self._kept[image.item.digest] = None
+
+    def encode_wanted(self) -> None:
+        """Encode the images that are held and have no rows yet. Raises EngineError."""
+        for entry in self._wanted:
+            rows = self._encoder.encode(entry.image)
+            if len(rows) != entry.image.num_rows:
+                raise EngineError(
+                    f"the vision tower gave {len(rows)} embeddings for an image of "
+                    f"{entry.image.num_rows} placeholders"
+                )
+            entry.rows = rows
+            self.num_encoded += 1
+        self._wanted.clear()
+
+    def drop_wanted(self) -> None:
+        """The step failed, and its requests have left: forget what it did not encode."""
+        for digest in [d for d in self._kept if self._entries[d].rows is None]:
+            del self._kept[digest]
+            self._used -= self._entries.pop(digest).image.num_rows
+        self._wanted.clear()
+
+    def clear(self) -> None:
+        """Forget every image that nobody uses."""
+        for digest in self._kept:
+            self._used -= self._entries.pop(digest).image.num_rows
+        self._kept.clear()
+
+    def check(self) -> None:
+        """Raise AssertionError if any invariant is broken."""
+        assert self._used == sum(entry.image.num_rows for entry in self._entries.values())
+        assert self._used <= self.capacity
+        assert set(self._kept) == {d for d, entry in self._entries.items() if not entry.users}
+        for digest in self._kept:
+            assert self._entries[digest].rows is not None, "kept, and never encoded"
+
+
+@dataclass(frozen=True, eq=False)
+class PromptImages:
+    """The images of one prompt, as an `EmbeddingSource` whose rows come from the cache."""
+
+    images: tuple[PromptImage, ...]
+    cache: EncoderCache
+
+    def between(self, start: int, stop: int) -> Iterable[PlacedRows]:
+        for image in self.overlapping(start, stop):
+            first, last = torch.searchsorted(image.places, torch.tensor([start, stop])).tolist()
+            rows = self.cache.rows(image.item.digest)
+            while first < last:  # runs of placeholders with nothing between them
+                run = first + 1
+                at = int(image.places[first])
+                while run < last and int(image.places[run]) == at + run - first:
+                    run += 1
+                yield PlacedRows(at, rows[first:run])
+                first = run
+
+    def overlapping(self, start: int, stop: int) -> list[PromptImage]:
+        """The images with a placeholder in positions `start` to `stop - 1`."""
+        return [image for image in self.images if image.start < stop and start < image.stop]

@@ -1,0 +1,130 @@
+"""Images as users hand them over: read, checked, and named by their content, before any work.
+
+An image's digest is SHA-256 over everything that shapes its embeddings: the fingerprint of the
+vision tower and its processor, the pixels as the processor gets them, and the user's own id for
+the image if there is one, each framed by its length. The id can only part what is equal, never
+join what differs.
+"""
+
+import base64
+import binascii
+import hashlib
+import io
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headstart.errors import RequestError
+from headstart.models.vision import ProcessedImage, VisionModel
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["ImageReader", "ImageSource", "LoadedImage", "read_data_url"]
+
+ImageSource = Any
+"""A Pillow image, a path, the bytes of an image file, or a `data:` URL."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedImage:
+    """An image that is ready to be placed. `digest` names its embeddings."""
+
+    digest: bytes
+    image: ProcessedImage
+
+
+class ImageReader:
+    """Reads images for one model; may be used from several threads."""
+
+    def __init__(self, vision: VisionModel, max_pixels: int) -> None:
+        self._vision = vision
+        self._max_pixels = max_pixels
+
+    def read(self, source: ImageSource, own_id: str | None = None) -> LoadedImage:
+        """Read, check and process an image. Raises RequestError."""
+        image = self._open(source)
+        digest = self._digest(image, own_id)
+        try:
+            return LoadedImage(digest, self._vision.process(image))
+        except ValueError as error:
+            raise RequestError(f"the image processor refuses the image: {error}") from error
+
+    def _open(self, source: ImageSource) -> "Image":
+        """The image in RGB, upright, as transformers' own loader makes it."""
+        from PIL import Image, ImageOps
+
+        try:
+            opened = source if isinstance(source, Image.Image) else Image.open(_stream(source))
+            width, height = opened.size
+            if width * height > self._max_pixels or not width * height:
+                raise RequestError(
+                    f"an image has {width} × {height} pixels; allowed: 1 to {self._max_pixels:,} "
+                    "(max_image_pixels)"
+                )
+            upright = ImageOps.exif_transpose(opened)
+            return upright.convert("RGB")
+        except RequestError:
+            raise
+        except Image.DecompressionBombError as error:
+            raise RequestError(f"an image is too large: {error}") from error
+        # Pillow raises OSError, SyntaxError, ValueError, struct.error, EOFError: by the format.
+        except Exception as error:
+            raise RequestError(
+                f"an image cannot be read: {type(error).__name__}: {_short(error)}"
+            ) from error
+
+    def _digest(self, image: "Image", own_id: str | None) -> bytes:
+        digest = hashlib.sha256(b"headstart-image/1")
+        size = struct.pack("<II", *image.size)
+        name = b"" if own_id is None else b"\x01" + own_id.encode("utf-8", "surrogatepass")
+        for part in (self._vision.fingerprint(), size, image.tobytes(), name):
+            digest.update(struct.pack("<Q", len(part)))
+            digest.update(part)
+        return digest.digest()
+
+
+def _stream(source: ImageSource) -> "io.BytesIO | Path":
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return io.BytesIO(bytes(source))
+    if isinstance(source, Path):
+        return source
+    if isinstance(source, str):
+        if source.startswith("data:"):
+            return io.BytesIO(read_data_url(source))
+        if source.startswith(("http:", "https:")):
+            raise RequestError(
+                "images are not fetched from the network: hand over the bytes or a data: URL"
+            )
+        return Path(source)
+    raise RequestError(
+        f"an image is a Pillow image, a path, bytes or a data: URL, not {type(source).__name__}"
+    )
+
+
+def read_data_url(url: str) -> bytes:
+    """The bytes of a `data:` URL in base64. Raises RequestError."""
+    head, comma, data = url.partition(",")
+    if not comma or not head.startswith("data:") or not head.endswith(";base64"):
+        raise RequestError(f"an image's URL is {_short(url)!r}; allowed: data:image/...;base64,...")
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"the base64 of an image's data: URL is broken: {error}") from error
+
+
+def check_sources(sources: Any, limit: int) -> Sequence[ImageSource]:
+    """One image or several, as a list. Raises RequestError when there are more than `limit`."""
+    several = list(sources) if isinstance(sources, (list, tuple)) else [sources]
+    if len(several) > limit:
+        raise RequestError(
+            f"the prompt has {len(several)} images; allowed: up to {limit} (max_images)"
+        )
+    return several
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

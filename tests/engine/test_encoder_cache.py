@@ -1,0 +1,200 @@
+"""The encoder cache: what may go, who holds what, and that nobody waits for ever."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headstart import LLM, EngineError, RequestError, SamplingParams
+from headstart.cache import MultiModalItem
+from headstart.engine.encoder_cache import EncoderCache, PromptImage, PromptImages
+from headstart.models.vision import ProcessedImage
+from tests.tiny_vision import make_image, save_tiny_vision
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@dataclass
+class Encoder:
+    """Encodes an image as rows of its own number."""
+
+    done: list[int] = field(default_factory=list)
+
+    def encode(self, image: ProcessedImage) -> Tensor:
+        self.done.append(image.shape[0])
+        return torch.full((image.num_rows, 2), float(image.shape[0]))
+
+
+def image(number: int, rows: int = 10, offset: int = 0) -> PromptImage:
+    item = MultiModalItem(b"%d" % number, offset, rows)
+    processed = ProcessedImage({}, (number,), (7,) * rows, rows)
+    return PromptImage(item, processed, torch.arange(offset, offset + rows))
+
+
+def test_an_image_is_encoded_once_and_kept_when_nobody_uses_it() -> None:
+    encoder = Encoder()
+    cache = EncoderCache(encoder, 30)
+    for user in range(3):
+        assert cache.fits([image(1)])
+        cache.hold((user, 0), image(1))
+        cache.encode_wanted()
+        cache.leave((user, 0), image(1))
+    assert encoder.done == [1] and b"1" in cache and cache.num_hits == 2
+    cache.check()
+
+
+def test_the_oldest_without_a_user_goes_first() -> None:
+    cache = EncoderCache(Encoder(), 30)
+    for number in (1, 2, 3):
+        cache.hold((0, number), image(number))
+    cache.encode_wanted()
+    for number in (2, 1):
+        cache.leave((0, number), image(number))
+    cache.hold((0, 4), image(4))
+    assert [number for number in range(1, 5) if b"%d" % number in cache] == [1, 3, 4]
+    cache.encode_wanted()
+    cache.check()
+
+
+def test_users_are_uses_and_not_requests() -> None:
+    """The same image twice in one prompt was freed after the first, in another engine."""
+    cache = EncoderCache(Encoder(), 10)
+    first, second = image(1), image(1, offset=50)
+    cache.hold(("request", 0), first)
+    cache.hold(("request", 1), second)
+    cache.encode_wanted()
+    cache.leave(("request", 0), first)
+    assert not cache.fits([image(2)])
+    cache.leave(("request", 1), second)
+    assert cache.fits([image(2)])
+
+
+def test_what_a_failed_step_did_not_encode_is_forgotten() -> None:
+    cache = EncoderCache(Encoder(), 30)
+    cache.hold((0, 0), image(1))
+    cache.leave((0, 0), image(1))
+    cache.drop_wanted()
+    assert b"1" not in cache and cache.num_rows == 0
+    cache.check()
+
+
+def test_a_prefix_hit_that_ends_inside_an_image_takes_the_rest_from_the_cache() -> None:
+    """The reference's example: `Im4 Im5` of an image whose head is hit in blocks."""
+    encoder = Encoder()
+    cache = EncoderCache(encoder, 30)
+    shown = image(1, rows=6, offset=3)  # t0 t1 t2 Im0 | Im1 Im2 Im3 Im4 | Im5 t9 ...
+    cache.hold((0, 0), shown)
+    cache.encode_wanted()
+    cache._entries[b"1"].rows = torch.arange(6).view(6, 1)
+    [part] = PromptImages((shown,), cache).between(7, 12)
+    assert part.position == 7
+    assert part.rows.flatten().tolist() == [4, 5]
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=5, unique=True),
+    st.integers(0, 40),
+    st.integers(0, 40),
+)
+def test_rows_of_any_span(gaps: list[int], start: int, stop: int) -> None:
+    """Placeholders with other tokens between them: each gets its own row, and only those asked."""
+    places = torch.tensor(np.cumsum(gaps) + 2)
+    item = MultiModalItem(b"1", int(places[0]), int(places[-1] - places[0]) + 1)
+    processed = ProcessedImage({}, (1,), (7,) * len(places), len(places))
+    cache = EncoderCache(Encoder(), 100)
+    cache.hold((0, 0), PromptImage(item, processed, places))
+    cache.encode_wanted()
+    cache._entries[b"1"].rows = places.view(-1, 1)  # each row says its place
+    source = PromptImages((PromptImage(item, processed, places),), cache)
+    found = {
+        position + at: int(row)
+        for position, rows in source.between(start, stop)
+        for at, row in enumerate(rows)
+    }
+    assert found == {place: place for place in places.tolist() if start <= place < stop}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_vision("llava", tmp_path_factory.mktemp("llava"))
+
+
+def ask(text: str, *seeds: int) -> dict[str, Any]:
+    return {"prompt": text, "multi_modal_data": {"image": [make_image(seed) for seed in seeds]}}
+
+
+def test_an_image_across_chunks_and_blocks_is_encoded_once(folder: Path) -> None:
+    llm = LLM(folder, num_blocks=64, block_size=4, max_num_batched_tokens=3, debug=True)
+    llm.generate(ask("ab<image>cd", 1), GREEDY)
+    llm.generate(ask("a longer text and <image>", 1), GREEDY)
+    assert llm.engine.images is not None
+    assert llm.engine.images.cache.num_encoded == 1
+    llm.close()
+
+
+def test_an_image_at_two_offsets_in_one_step_is_encoded_once(folder: Path) -> None:
+    llm = LLM(folder, num_blocks=64, debug=True)
+    outputs = llm.generate([ask("<image>?", 1), ask("What is <image>? <image>?", 1, 1)], GREEDY)
+    assert llm.engine.images is not None
+    assert llm.engine.images.cache.num_encoded == 1
+    assert len({use.digest for output in outputs for use in output.images}) == 1
+    assert [use.position for use in outputs[1].images] == [8, 26]
+    llm.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True, "block_size": 64}])
+def test_requests_wait_for_room_and_all_end(folder: Path, options: dict[str, Any]) -> None:
+    """Eight requests of three images each over room for three, in small chunks."""
+    llm = LLM(
+        folder,
+        **({"num_blocks": 96, "block_size": 16} | options),
+        encoder_cache_rows=48,
+        max_num_batched_tokens=64,
+        debug=True,
+    )
+    prompts = [ask("<image> <image> <image> ?", 3 * n, 3 * n + 1, 3 * n + 2) for n in range(8)]
+    alone = [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in prompts]
+    assert llm.reset_prefix_cache()
+    together = llm.generate(prompts, GREEDY)
+    assert [output.outputs[0].token_ids for output in together] == alone
+    llm.close()
+
+
+def test_images_that_never_fit_are_refused_at_once(folder: Path) -> None:
+    llm = LLM(folder, num_blocks=64, encoder_cache_rows=15)
+    with pytest.raises(RequestError, match="holds 15 "):
+        llm.generate(ask("<image>", 1), GREEDY)
+    llm.close()
+    llm = LLM(folder, num_blocks=64, encoder_cache_rows=47, deterministic=True, block_size=64)
+    llm.generate(ask("<image><image>", 1, 2), GREEDY)
+    with pytest.raises(RequestError, match="needs 48 at once"):
+        llm.generate(ask("<image><image><image>", 1, 2, 3), GREEDY)
+    llm.close()
+
+
+def test_a_tower_that_fails_ends_its_requests_and_leaks_nothing(folder: Path) -> None:
+    llm = LLM(folder, num_blocks=64, debug=True)
+    images = llm.engine.images
+    assert images is not None
+    images.cache._encoder = _Broken()
+    with pytest.raises(EngineError, match="no such picture"):
+        llm.generate(ask("<image>?", 1), GREEDY)
+    assert images.cache.num_rows == 0
+    images.cache.check()
+    llm.engine.manager.check()
+    assert llm.engine.manager.num_free_blocks == 64
+    images.cache._encoder = images._vision
+    [output] = llm.generate(ask("<image>?", 1), GREEDY)
+    assert len(output.outputs[0].token_ids) == 6
+    llm.close()
+
+
+class _Broken:
+    def encode(self, image: ProcessedImage) -> Tensor:
+        raise ValueError("no such picture")

@@ -1,0 +1,153 @@
+"""Prompts with images against transformers' own `generate`: whatever is cached, cut or batched."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+from headstart import LLM, SamplingParams
+from tests.tiny_vision import make_image, save_tiny_vision
+
+NEW_TOKENS = 10
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+FAMILIES = ("llava", "qwen2_5_vl", "idefics3", "smolvlm")
+PLACEHOLDERS = {"qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
+
+
+class Oracle:
+    """transformers' own model, processor and tokenizer over the same files."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
+        self.placeholder = PLACEHOLDERS.get(name, "<image>")
+        self.model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+        self.processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.token = self.model.config.image_token_id
+
+    def inputs(self, images: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
+        """The vision tower's inputs, and what stands in the text for each image."""
+        if self.name in ("idefics3", "smolvlm"):
+            found = self.processor([images], return_tensors="pt", return_row_col_info=True)
+            grids = zip(found.pop("rows")[0], found.pop("cols")[0], strict=True)
+            return dict(found), [self.tiles(rows, columns) for rows, columns in grids]
+        found = dict(self.processor(images, return_tensors="pt"))
+        if self.name == "llava":
+            return found, ["<image>" * 16] * len(images)
+        counts = (found["image_grid_thw"].prod(dim=1) // 4).tolist()
+        return found, ["<|image_pad|>" * count for count in counts]
+
+    @staticmethod
+    def tiles(rows: int, columns: int) -> str:
+        tile = "<image>" * 4
+        lines = [
+            "".join(
+                f"<fake_token_around_image><row_{row}_col_{column}>{tile}"
+                for column in range(1, columns + 1)
+            )
+            + "\n"
+            for row in range(1, rows + 1)
+        ]
+        end = f"<fake_token_around_image><global-img>{tile}<fake_token_around_image>"
+        return "".join(lines) + ("\n" if rows else "") + end
+
+    def answer(self, text: str, images: list[Image.Image]) -> list[int]:
+        """Greedy tokens."""
+        inputs, expansions = self.inputs(images) if images else ({}, [])
+        token = self.tokenizer.convert_ids_to_tokens(self.token)
+        first, *others = text.split(token)
+        for expansion, other in zip(expansions, others, strict=True):
+            first += expansion + other
+        ids = self.tokenizer(first, return_tensors="pt")
+        if self.name == "qwen2_5_vl":
+            ids["mm_token_type_ids"] = (ids["input_ids"] == self.token).int()
+        with torch.inference_mode():
+            full = self.model.generate(
+                **ids,
+                **inputs,
+                do_sample=False,
+                min_new_tokens=NEW_TOKENS,
+                max_new_tokens=NEW_TOKENS,
+                eos_token_id=None,
+            )
+        answer: list[int] = full[0, ids["input_ids"].shape[1] :].tolist()
+        return answer
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    folder = save_tiny_vision(request.param, tmp_path_factory.mktemp(request.param))
+    return Oracle(request.param, folder)
+
+
+@pytest.fixture
+def engines(oracle: Oracle) -> Iterator[Any]:
+    made: list[LLM] = []
+
+    def make(**options: Any) -> LLM:
+        made.append(LLM(oracle.folder, **({"num_blocks": 80, "debug": True} | options)))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()
+
+
+def prompt(oracle: Oracle, text: str, *images: Image.Image) -> dict[str, Any]:
+    text = text.replace("IMG", oracle.placeholder)
+    return {"prompt": text, "multi_modal_data": {"image": list(images)}}
+
+
+def mixed(oracle: Oracle) -> list[dict[str, Any]]:
+    """Images at the start, in the middle, twice, several, none."""
+    red, green = make_image(1), make_image(2)
+    wide = make_image(3, 90, 30)
+    return [
+        prompt(oracle, "IMGWhat is this picture of?", red),
+        prompt(oracle, "Look at this: IMG. And at this: IMG. Same?", red, green),
+        prompt(oracle, "A text without any picture, of some length."),
+        prompt(oracle, "Look at this: IMG. And at this: IMG. Same?", wide, wide),
+        prompt(oracle, "Look at this: IMG. And at this: IMG. Same?", red, wide),
+    ]
+
+
+def check(oracle: Oracle, llm: LLM, prompts: list[dict[str, Any]]) -> list[int]:
+    """Compare with transformers; how many tokens of each prompt were cached."""
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    for entry, output in zip(prompts, outputs, strict=True):
+        expected = oracle.answer(entry["prompt"], entry["multi_modal_data"]["image"])
+        assert output.outputs[0].token_ids == expected
+    return [output.num_cached_tokens for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enable_prefix_caching": False},
+        {"max_num_batched_tokens": 11},
+        {"num_blocks": 22, "block_size": 8},
+        {"encoder_cache_rows": 48, "max_num_batched_tokens": 50},
+        {"deterministic": True, "block_size": 16},
+    ],
+    ids=["plain", "uncached", "chunked", "preempted", "small encoder cache", "deterministic"],
+)
+def test_greedy_equals_generate(oracle: Oracle, engines: Any, options: dict[str, Any]) -> None:
+    llm = engines(**options)
+    prompts = mixed(oracle)
+    check(oracle, llm, prompts)
+    cached = check(oracle, llm, prompts)
+    assert any(cached) == options.get("enable_prefix_caching", True)
+    assert (llm.engine.num_preemptions > 0) == ("num_blocks" in options)
+
+
+def test_what_an_image_shows_changes_the_answer(oracle: Oracle) -> None:
+    """Else the comparison above would say nothing about images."""
+    text = f"{oracle.placeholder}What is this picture of?"
+    answers = {tuple(oracle.answer(text, [make_image(seed)])) for seed in range(4)}
+    assert len(answers) > 2

@@ -26,7 +26,7 @@ from headstart.attention import LayerLayout, PagedKVMemory
 from headstart.cache import CacheConfig, KVCacheManager
 from headstart.engine.config import EngineConfig
 from headstart.engine.engine import Engine, Parts
-from headstart.models.decoder import DecoderModel
+from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 
 PROMPT, VOCABULARY, STEPS, BLOCKS = 512, 32_000, 64, 8192
 COUNTS = (1, 8, 32, 128)
@@ -49,7 +49,11 @@ class FreeModel:
         """It attends to nothing."""
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        embeddings: EmbeddingOverlay | None = None,
     ) -> torch.Tensor:
         """The same logits again, as many rows as are asked for."""
         return self._logits[: len(logit_rows)]

@@ -103,3 +103,5 @@ def _check_sequence(manager: "KVCacheManager", sequence: "TokenSequence") -> Non
     for block in sequence.blocks[full:]:
         assert block.node is None, f"{name}: a block that is not full has a name"
         assert block.writer is sequence, f"{name}: its last block is written by another"
+    table = [block.block_id for block in sequence.blocks]
+    assert sequence.block_ids == table, f"{name} has a block table that is not its blocks'"

@@ -165,6 +165,7 @@ class KVCacheManager:
         for block in new:
             block.writer = sequence
         sequence.blocks = hits + new
+        sequence.block_ids = [block.block_id for block in sequence.blocks]
         sequence.capacity = len(sequence.blocks) * self.block_size
         sequence.num_named = len(hits)
         sequence.node = computed.node if computed is not None and hits else None
@@ -248,6 +249,7 @@ class KVCacheManager:
             for block in new:
                 block.writer = sequence
             sequence.blocks += new
+            sequence.block_ids += [block.block_id for block in new]
             sequence.capacity += num_new * self.block_size
         self._extend_to(sequence, end)
         if sequence.in_progress is not None or sequence.num_named < len(sequence.keys):
@@ -285,6 +287,7 @@ class KVCacheManager:
             self.pool.touch([cached])
             block.writer = None
             sequence.blocks[at] = cached
+            sequence.block_ids[at] = cached.block_id
             self.pool.release([block])
 
     # The end of a step, and of a sequence
@@ -351,7 +354,7 @@ class KVCacheManager:
     def _give_back(self, sequence: TokenSequence) -> None:
         self._in_progress.withdraw(sequence)
         del self._sequences[sequence.request_id]
-        blocks, sequence.blocks = sequence.blocks, []
+        blocks, sequence.blocks, sequence.block_ids = sequence.blocks, [], []
         for block in blocks[sequence.num_named :]:
             block.writer = None
         sequence.capacity = sequence.num_computed_tokens = sequence.num_named = 0

@@ -34,6 +34,7 @@ class TokenSequence:
 
     __slots__ = (
         "_prompt",
+        "block_ids",
         "blocks",
         "capacity",
         "in_progress",
@@ -66,17 +67,13 @@ class TokenSequence:
         self._prompt = encode_tokens(self.token_ids)
         self.num_computed_tokens = 0
         self.blocks: list[KVCacheBlock] = []
+        self.block_ids: list[int] = []  # of `blocks`; it changes with them: copy what is to stay
         self.capacity = 0  # slots in `blocks`, in tokens
         self.keys: list[BlockKey] = []  # of the full blocks, as far as they were needed
         self.num_named = 0  # blocks at the head of `blocks` whose identity is in the index
         self.node: PrefixNode | None = None  # the identity of the last of them
         self.in_progress: tuple[PrefixNode | Namespace, BlockKey] | None = None
         self.step = -1  # the last step that gave it slots
-
-    @property
-    def block_ids(self) -> list[int]:
-        """The block table: block ids in prefix order."""
-        return [block.block_id for block in self.blocks]
 
     def append(self, token_id: int) -> None:
         """Add a generated token. Raises CacheError when it is no token id."""

@@ -1,13 +1,13 @@
 """One step's work: the one object that the scheduler hands the runner, built whole."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headstart.cache import RowCopy
 from headstart.engine.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledTokens:
+class ScheduledTokens(NamedTuple):
     """Tokens `start` to `stop - 1` of a request are computed in this step.
 
     `samples`: the last of them is the last token known, so its logits give the next one.
@@ -16,10 +16,7 @@ class ScheduledTokens:
     request: Request
     start: int
     stop: int
-
-    @property
-    def samples(self) -> bool:
-        return self.stop == len(self.request.sequence.token_ids)
+    samples: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ and without the new tokens, and emits the difference once it ends in a whole cha
 window begins one emission back; its length does not grow with the text.
 """
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no character, or not yet
@@ -34,8 +36,9 @@ class Detokenizer:
         text = self._pending()
         return "" if text.endswith(REPLACEMENT) else self._emit(text)
 
-    def finish(self) -> str:
-        """The rest; an incomplete character becomes U+FFFD."""
+    def finish(self, token_ids: Sequence[int] = ()) -> str:
+        """The rest, after these tokens; an incomplete character becomes U+FFFD."""
+        self._token_ids += token_ids
         return self._emit(self._pending())
 
     def _pending(self) -> str:

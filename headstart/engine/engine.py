@@ -329,19 +329,21 @@ class Engine:
         now = time.perf_counter()
         moved: dict[str, StepResult] = {}
         for part, token in zip(batch.scheduled, sampled, strict=True):
-            request, group = part.request, part.request.group
+            request = part.request
             if token is None or request.finish_reason is not None:
                 continue
+            group = request.group
+            name = group.request_id
             if isinstance(token, EngineError):
-                moved[group.request_id] = self._end(group, token)
+                moved[name] = self._end(group, token)
                 continue
             request.append(token, now)
             if request.finish_reason is not None:
                 self._scheduler.remove(request)
-            moved.setdefault(group.request_id, StepResult(group))
-        for name, result in moved.items():
-            if result.group.finished:
-                self._groups.pop(name, None)
+                if group.finished:
+                    self._groups.pop(name, None)
+            if name not in moved:
+                moved[name] = StepResult(group)
         return list(moved.values())
 
     def _fail(self, batch: Batch, error: BaseException) -> list[StepResult]:

@@ -124,7 +124,7 @@ class RequestGroup:
 
     @property
     def finished(self) -> bool:
-        return all(request.finish_reason is not None for request in self.requests)
+        return None not in [request.finish_reason for request in self.requests]
 
     def add_prompt_logprobs(self, start: int, rows: list[tuple[TokenLogprob, ...]]) -> None:
         """Log-probabilities of the prompt tokens from position `start` on; known ones stay."""

@@ -59,15 +59,15 @@ class StepAdapters(Protocol):
 class Rows(NamedTuple):
     """Rows of the flat batch that belong to one sequence.
 
-    Positions `start` to `stop - 1`, of which those from `known` on are padding; `logits` are the
-    positions whose logits are wanted. `extras` is None where token ids say everything.
+    Positions `start` to `stop - 1`, of which those from `known` on are padding. Logits are wanted
+    of the last `wanted` rows. `extras` is None where token ids say everything.
     """
 
     sequence: TokenSequence
     start: int
     stop: int
     known: int
-    logits: range
+    wanted: int
     extras: PromptExtras | None
 
 
@@ -109,32 +109,30 @@ class Runner:
             values = torch.cat([self._forward_block(block) for block in blocks])
         else:
             values = self._forward(parts)
-        return StepLogits(values, [len(rows.logits) for rows in parts])
+        return StepLogits(values, [rows.wanted for rows in parts])
 
     @staticmethod
     def _plain(part: ScheduledTokens) -> Rows:
-        if part.request.needs_prompt_logits:
-            first = part.start
-        else:
-            first = part.stop - 1 if part.samples else part.stop
-        logits = range(first, part.stop)
-        extras = part.request.group.extras
-        return Rows(part.request.sequence, part.start, part.stop, part.stop, logits, extras)
+        request, start, stop, samples = part
+        wanted = stop - start if request.needs_prompt_logits else int(samples)
+        return Rows(request.sequence, start, stop, stop, wanted, request.group.extras)
 
     def _blocks(self, rows: Rows) -> Iterator[Rows]:
         """The same rows as whole blocks, recomputed from their first token."""
         size = self._memory.block_size
         for start in range(rows.start // size * size, rows.stop, size):
             known = min(start + size, rows.stop)
-            logits = range(max(start, rows.logits.start), known)
-            yield Rows(rows.sequence, start, start + size, known, logits, rows.extras)
+            first = max(start, rows.stop - rows.wanted)
+            wanted = start + size - first if first < known else 0
+            yield Rows(rows.sequence, start, start + size, known, wanted, rows.extras)
 
     def _forward_block(self, rows: Rows) -> Tensor:
         """One whole block; the LM head, too, always gets all of its rows or none."""
-        if not rows.logits:
+        if not rows.wanted:
             return self._forward([rows])
-        logits = self._forward([rows._replace(logits=range(rows.start, rows.stop))])
-        return logits[rows.logits.start - rows.start : rows.logits.stop - rows.start]
+        count = rows.stop - rows.start
+        logits = self._forward([rows._replace(wanted=count)])
+        return logits[count - rows.wanted : rows.known - rows.start]
 
     def _forward(self, parts: list[Rows]) -> Tensor:
         """One pass of the model."""
@@ -143,15 +141,15 @@ class Runner:
         logit_rows: list[int] = []
         slots: list[int] = []
         spans = []
-        for rows in parts:
+        for sequence, start, stop, known, wanted, _ in parts:
             first = len(tokens)
-            spans.append(Span(first, rows.stop - rows.start, rows.stop, rows.sequence.block_ids))
-            tokens += rows.sequence.token_ids[rows.start : rows.known]
-            tokens += [PADDING_TOKEN] * (rows.stop - rows.known)
-            positions += range(rows.start, rows.stop)
-            shift = first - rows.start
-            logit_rows += range(rows.logits.start + shift, rows.logits.stop + shift)
-            self._add_slots(slots, rows)
+            spans.append(Span(first, stop - start, stop, sequence.block_ids))
+            tokens += sequence.token_ids[start:known]
+            if known < stop:
+                tokens += [PADDING_TOKEN] * (stop - known)
+            positions += range(start, stop)
+            logit_rows += range(len(tokens) - wanted, len(tokens))
+            self._add_slots(slots, sequence, start, stop)
         embeddings, places = None, self._tensor(positions)
         if any(rows.extras is not None for rows in parts):
             embeddings, places = self._extras(parts), self._places(parts, places)
@@ -171,26 +169,26 @@ class Runner:
             self._adapters.begin_plain_step()
             return
         self._adapters.begin_step(
-            (rows.sequence.namespace.adapter, rows.stop - rows.start, len(rows.logits))
-            for rows in parts
+            (rows.sequence.namespace.adapter, rows.stop - rows.start, rows.wanted) for rows in parts
         )
 
-    def _add_slots(self, slots: list[int], rows: Rows) -> None:
+    def _add_slots(self, slots: list[int], sequence: TokenSequence, start: int, stop: int) -> None:
         """Where each row's K/V go: a block's rows are written by its writer alone.
 
         Rows in a block that is shared are computed for their logits, and their K/V thrown away.
         """
         size = self._memory.block_size
-        at = rows.start
-        while at < rows.stop:
-            block = rows.sequence.blocks[at // size]
-            end = min(rows.stop, (at // size + 1) * size)
-            if block.writer is rows.sequence:
-                first = block.block_id * size + at % size
-                slots += range(first, first + end - at)
+        at = start
+        while at < stop:
+            index, offset = divmod(at, size)
+            block = sequence.blocks[index]
+            count = min(stop - at, size - offset)
+            if block.writer is sequence:
+                first = block.block_id * size + offset
+                slots += range(first, first + count)
             else:
-                slots += [self._memory.scratch_slot] * (end - at)
-            at = end
+                slots += [self._memory.scratch_slot] * count
+            at += count
 
     def _extras(self, parts: list[Rows]) -> EmbeddingOverlay | None:
         """The embeddings that prompts of the pass bring along for its rows."""

@@ -108,15 +108,16 @@ class Scheduler:
 
     def _schedule(self) -> Batch:
         preempted = self.num_preemptions
-        scheduled = self._schedule_running()
+        scheduled, budget = self._schedule_running()
         copies: list[RowCopy] = []
-        if self.num_preemptions == preempted:
-            budget = self._max_tokens - sum(part.stop - part.start for part in scheduled)
+        if self.waiting and self.num_preemptions == preempted:
             self._admit(scheduled, copies, budget)
         return Batch(tuple(scheduled), tuple(copies))
 
-    def _schedule_running(self) -> list[ScheduledTokens]:
+    def _schedule_running(self) -> tuple[list[ScheduledTokens], int]:
+        """What running requests compute, and how many tokens of the budget are left."""
         budget = self._max_tokens
+        append_slots = self._manager.append_slots
         scheduled: list[ScheduledTokens] = []
         at = 0
         while at < len(self.running) and budget:
@@ -126,17 +127,18 @@ class Scheduler:
                 continue
             sequence = request.sequence
             start = sequence.num_computed_tokens
-            count = self._reach(request, start, min(len(sequence.token_ids) - start, budget))
+            left = len(sequence.token_ids) - start
+            count = self._reach(request, start, left if left <= budget else budget)
             if not count:
                 at += 1
-            elif self._manager.append_slots(sequence, count):
+            elif append_slots(sequence, count):
                 self._enter(request, start, start + count)
-                scheduled.append(ScheduledTokens(request, start, start + count))
+                scheduled.append(ScheduledTokens(request, start, start + count, count == left))
                 budget -= count
                 at += 1
             else:
                 self._preempt(self.running.pop())
-        return scheduled
+        return scheduled, budget
 
     def _preempt(self, request: Request) -> None:
         """Take a running request's blocks; it goes to the head of the waiting ones."""
@@ -161,8 +163,8 @@ class Scheduler:
                         return  # or those that run on would keep it out for ever
                     continue
                 start = computed.num_tokens
-                count = min(len(request.sequence.token_ids) - start, budget)
-                count = self._reach(request, start, count)
+                left = len(request.sequence.token_ids) - start
+                count = self._reach(request, start, min(left, budget))
                 allocation = self._allocate(request, computed, count) if count else None
                 if allocation is None:
                     return
@@ -171,7 +173,7 @@ class Scheduler:
                 request.admitted(start, allocation.missed)
                 if self._hooks is not None:
                     self._hooks.admitted(request, start)
-                scheduled.append(ScheduledTokens(request, start, start + count))
+                scheduled.append(ScheduledTokens(request, start, start + count, count == left))
                 copies += allocation.copies
                 budget -= count
 

@@ -160,7 +160,7 @@ class NaiveEngine:
     def grow(self, sequence: TokenSequence, num_new: int) -> bool:
         """Append slots, and check that it is all or nothing."""
         start = sequence.num_computed_tokens
-        own = sequence.block_ids
+        own = list(sequence.block_ids)
         count = -(-(start + num_new) // self.size) - len(own)
         free = self.free_ids()
         silent = start + num_new < len(own) * self.size
@@ -191,7 +191,7 @@ class NaiveEngine:
         assert sequence.num_computed_tokens == end
         rows = self.contents.rows(sequence)
         caching = self.config.enable_prefix_caching
-        table = sequence.block_ids
+        table = list(sequence.block_ids)
         assert len(table) == len(own)
         for position in range(max(start, first_own), end):
             self.promised[own[position // self.size]][position % self.size] = rows[position]
@@ -276,7 +276,7 @@ class NaiveEngine:
         """Free a sequence; the rows in its last block become usable."""
         rest = sequence.num_computed_tokens % self.size
         last = sequence.block_ids[-1]
-        before, table = self.free_ids(), sequence.block_ids
+        before, table = self.free_ids(), list(sequence.block_ids)
         version = self.manager.pool.version
         self.manager.free(sequence)
         if rest and self.config.partial_hits and self.config.enable_prefix_caching:

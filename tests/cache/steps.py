@@ -54,7 +54,7 @@ def finish(
 ) -> list[int]:
     """A request from its arrival to its end; its block table."""
     sequence = start(manager, name, tokens, adapter=adapter, salt=salt, items=items)
-    table = sequence.block_ids
+    table = list(sequence.block_ids)
     manager.free(sequence)
     manager.check()
     return table

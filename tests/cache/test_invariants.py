@@ -175,6 +175,10 @@ def hold_another_identity(manager: KVCacheManager) -> None:
     blocks[0], blocks[1] = blocks[1], blocks[0]
 
 
+def list_another_block(manager: KVCacheManager) -> None:
+    running(manager).block_ids[-1] += 1
+
+
 def write_another_s_block(manager: KVCacheManager) -> None:
     running(manager).blocks[-1].writer = None
 
@@ -221,6 +225,7 @@ BROKEN: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (forget_the_path, "running: wrong identity"),
     (go_astray, "running: wrong identity"),
     (hold_another_identity, "another identity"),
+    (list_another_block, "running has a block table that is not its blocks'"),
     (write_another_s_block, "running: its last block is written by another"),
     (announce_something_else, "half announces another block"),
     (announce_and_be_gone, "gone announces, and is gone"),

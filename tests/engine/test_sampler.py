@@ -12,7 +12,7 @@ from transformers import TopPLogitsWarper
 
 from headstart import SamplingParams
 from headstart.engine.logprobs import TokenLogprob, token_logprobs
-from headstart.engine.sampler import SampledToken, Sampler, SamplingState, TopP
+from headstart.engine.sampler import SampledToken, Sampler, SamplingState, TopP, likeliest
 from tests.tiny_models import TINY
 from tests.tiny_models import VOCABULARY as MODEL_VOCABULARY
 
@@ -358,3 +358,14 @@ def test_top_p_from_the_top_keeps_what_sorting_all_keeps(top_p: float, scale: fl
     ids = torch.empty((4, 0), dtype=torch.int64)
     expected = TopPLogitsWarper(top_p)(ids, scores)
     assert torch.equal(TopP(top_p)(ids, scores), expected)
+
+
+@given(
+    st.lists(
+        st.sampled_from([-1.5, -0.0, 0.0, 2.0, float("inf"), -float("inf"), float("nan")]),
+        min_size=1,
+    )
+)
+def test_the_first_of_the_likeliest_is_taken_as_torch_does(values: list[float]) -> None:
+    logits = torch.tensor([values, values[::-1]])
+    assert likeliest(logits) == logits.argmax(-1).tolist()

@@ -1,0 +1,152 @@
+"""Blocks belong to what an adapter is: whatever is loaded, named and asked, none is mixed up."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headstart import LLM, SamplingParams
+from headstart.engine.batch import Batch
+from headstart.engine.runner import StepLogits
+from headstart.errors import RequestError
+from tests.tiny_adapters import make_adapter
+from tests.tiny_models import VOCABULARY, save_tiny
+
+BLOCK = 4
+NAMES = ("a", "b")
+
+
+class Watched:
+    """An engine whose model is left out, and a book of who wrote which row for which adapter.
+
+    The book is kept from batches and block tables alone, and by the folders that the adapters
+    came from: it knows neither names nor digests.
+    """
+
+    def __init__(self, model: Path, folders: list[Path]) -> None:
+        self.llm = LLM(model, num_blocks=14, block_size=BLOCK, max_loras=2, debug=True)
+        self.folders = folders
+        self.at: dict[str, int] = {}  # folder number by name
+        self.owner: dict[str, int | None] = {}  # folder number by request id
+        self.rows: dict[tuple[int, int], int | None] = {}
+        self.llm.engine._runner.run = self._run  # type: ignore[method-assign]
+
+    def _run(self, batch: Batch) -> StepLogits:
+        copied = {
+            (copy.target_block, row): self.rows[copy.source_block, row]
+            for copy in batch.copies
+            for row in range(copy.num_rows)
+        }
+        self.rows |= copied
+        for part in batch.scheduled:
+            mine = self.owner[part.request.group.request_id]
+            table = part.request.sequence.blocks
+            for position in range(part.stop):
+                block, row = table[position // BLOCK], position % BLOCK
+                if position >= part.start and block.writer is part.request.sequence:
+                    self.rows[block.block_id, row] = mine
+                else:
+                    assert self.rows[block.block_id, row] == mine, "a block of another adapter"
+        counts = [int(part.samples) for part in batch.scheduled]
+        ends = [len(part.request.sequence.token_ids) for part in batch.scheduled if part.samples]
+        logits = torch.zeros(len(ends), VOCABULARY)
+        for row, end in enumerate(ends):
+            logits[row, 3 + end % 5] = 1.0
+        return StepLogits(logits, counts)
+
+    def ask(self, name: str | None, prompt: list[int]) -> None:
+        params = SamplingParams(temperature=0, max_tokens=6, n=1 + prompt[0] % 2, ignore_eos=True)
+        try:
+            group = self.llm.engine.prepare(prompt, params, adapter=name)
+        except RequestError:
+            assert name not in self.at
+            return
+        assert name is None or name in self.at
+        self.owner[group.request_id] = None if name is None else self.at[name]
+        self.llm.engine.submit(group)
+
+    def load(self, name: str, number: int) -> None:
+        self.llm.load_adapter(name, self.folders[number])
+        self.at[name] = number
+
+    def unload(self, name: str) -> None:
+        if self.at.pop(name, None) is not None:
+            self.llm.unload_adapter(name)
+
+    def step(self) -> None:
+        for result in self.llm.engine.step():
+            assert result.error is None
+        assert len(self.llm.engine.adapters.resident) <= 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three adapters; the last two are one and the same in two places."""
+    base = tmp_path_factory.mktemp("adapters")
+    made = [
+        make_adapter(model, base / str(seed), seed, target_modules=["q_proj"]) for seed in (0, 1)
+    ]
+    return [*made, Path(shutil.copytree(made[1], base / "copy"))]
+
+
+@pytest.fixture(scope="module")
+def watched(model: Path, folders: list[Path]) -> Iterator[Watched]:
+    made = Watched(model, folders)
+    yield made
+    made.llm.close()
+
+
+OPERATIONS = st.one_of(
+    st.tuples(
+        st.just("ask"),
+        st.sampled_from([None, *NAMES]),
+        st.lists(st.integers(3, 4), min_size=1, max_size=13),
+    ),
+    st.tuples(st.just("load"), st.sampled_from(NAMES), st.integers(0, 2)),
+    st.tuples(st.just("unload"), st.sampled_from(NAMES)),
+    st.tuples(st.just("step")),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(OPERATIONS, min_size=4, max_size=30))
+def test_no_mix_of_adapters_and_prompts_hits_anothers_block(
+    watched: Watched, operations: list[tuple[Any, ...]]
+) -> None:
+    """Loaded, loaded anew, unloaded while requests run, evicted, preempted, copied in part."""
+    for name, number in zip(NAMES, (0, 1), strict=True):
+        watched.load(name, number)
+    same = {1: 1, 2: 1}  # the copy is the same adapter
+    for operation, *arguments in operations:
+        getattr(watched, operation)(*arguments)
+        watched.at = {name: same.get(number, number) for name, number in watched.at.items()}
+    while watched.llm.engine.has_unfinished:
+        watched.step()
+
+
+def test_the_book_would_notice(watched: Watched) -> None:
+    """A digest that names two adapters is found out: else the property would say nothing."""
+    watched.load("a", 0)
+    watched.load("b", 1)
+    prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    store = watched.llm.engine.adapters
+    watched.ask("a", prompt)
+    while watched.llm.engine.has_unfinished:
+        watched.step()
+    right = store._named["b"]
+    store._named["b"] = store._named["a"]
+    watched.ask("b", prompt)
+    with pytest.raises(AssertionError):
+        while watched.llm.engine.has_unfinished:
+            watched.step()
+    store._named["b"] = right

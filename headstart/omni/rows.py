@@ -75,21 +75,28 @@ class _Request:
 class StageRows:
     """The rows of all requests of one stage.
 
-    outputs: what is declared; what the stage gives beside that is looked at, and treated as its
-    alignment turns out. cache: None keeps nothing. A stage that gives no rows may skip all that
-    its KV cache holds.
+    outputs: what is declared. find_outputs: what the stage gives beside that is looked at, and
+    treated as its alignment turns out; otherwise it is ignored. cache: None keeps nothing. A stage
+    that gives no rows may skip all that its KV cache holds.
     """
 
     def __init__(
-        self, stage: str, block_size: int, outputs: Sequence[Output], cache: OutputCache | None
+        self,
+        stage: str,
+        block_size: int,
+        outputs: Sequence[Output],
+        cache: OutputCache | None,
+        *,
+        find_outputs: bool = False,
     ) -> None:
         self._stage = stage
         self._block_size = block_size
         self._outputs = {output.name: output for output in outputs}
         self._cache = cache
         self._detector = AlignmentDetector({output.name: output.alignment for output in outputs})
-        self._gives_rows = True  # until a step says otherwise
+        self._find_outputs = find_outputs
         self._has_given = any(output.alignment.is_by_token for output in outputs)
+        self._gives_rows = self._has_given or find_outputs  # until a step says otherwise
         self._requests: dict[TokenSequence, _Request] = {}
 
     def open(self, sequence: TokenSequence) -> None:
@@ -182,6 +189,8 @@ class StageRows:
                 output.check(outputs[name], num_tokens)
             elif output.required and output.alignment.is_by_token:
                 raise EngineError(f"stage {self._stage!r} did not give {name!r}, which it declares")
+        if not self._find_outputs:
+            outputs = {name: rows for name, rows in outputs.items() if name in self._outputs}
         for name in self._detector.observe(outputs, num_tokens, len(parts)):
             if self._cache is not None:
                 self._cache.drop(self._stage, name)
@@ -256,7 +265,7 @@ class StageRows:
         request = self._requests[part.sequence]
         chunks = []
         if request.start > request.watermark:
-            chunks = self._stored_chunks(request, filled)
+            chunks = self._stored_chunks(request, filled) if self._gives_rows else []
             request.watermark = request.start
         skip = max(0, request.watermark - part.start)
         if part.stop > request.watermark:

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "attention": {"native"},
     "models": {"native", "attention"},
     "engine": {"models", "attention", "tiers", "cache"},
-    "omni": {"engine", "cache"},
+    "omni": {"engine", "models", "cache"},
     "server": {"engine", "omni"},
     "cluster": {"cache", "tiers", "engine", "server"},
     "errors": set(),

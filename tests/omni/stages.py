@@ -37,7 +37,7 @@ class FakeStage:
             enable_prefix_caching=cache is not None,
         )
         self.manager = KVCacheManager(config)
-        self.rows = StageRows("thinker", block_size, outputs, cache)
+        self.rows = StageRows("thinker", block_size, outputs, cache, find_outputs=not outputs)
         self.cache = cache
         self.widths = dict(widths)
         self.given: dict[TokenSequence, list[Chunk]] = defaultdict(list)

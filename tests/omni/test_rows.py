@@ -229,7 +229,7 @@ def test_an_optional_output_shortens_no_hit() -> None:
     ]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(0, 10_000), st.integers(0, 30), st.integers(7, 20))
 def test_each_row_is_handed_on_once_and_right(seed: int, entries: int, num_blocks: int) -> None:
     cache = OutputCache(entries * (4 * 16 * 4 + ENTRY_BYTES))

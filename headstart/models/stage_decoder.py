@@ -1,0 +1,105 @@
+"""A decoder of a pipeline: text model and head apart, hidden rows handed out beside logits."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headstart.attention.layout import LayerLayout
+from headstart.models.decoder import DecoderModel, EmbeddingOverlay
+
+__all__ = ["PassTensors", "StageDecoder", "StageParts", "text_layouts"]
+
+
+class PassTensors(NamedTuple):
+    """What a pass went through, one row a token.
+
+    token_ids int64 `[tokens]`; embedded `[tokens, width]` as it entered; layers: the rows before
+    the first layer, after it, ..., after the last, in transformers' numbering, empty unless asked
+    for; hidden `[tokens, hidden]` after the final norm.
+    """
+
+    token_ids: Tensor
+    embedded: Tensor
+    layers: Sequence[Tensor]
+    hidden: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageParts:
+    """What a stage's decoder is put together from.
+
+    text_model: layers over embeddings, with token embeddings of its own. head: hidden rows to
+    logits. give: what a pass hands on, `[tokens, ...]` by name. project: from embedding width to
+    the text model's. needs_layers: `give` reads `layers`. hidden_ids: tokens never sampled.
+    """
+
+    text_model: PreTrainedModel
+    head: nn.Module
+    give: Callable[[PassTensors], Mapping[str, Tensor]]
+    eos_token_ids: frozenset[int] = frozenset()
+    project: nn.Module | None = None
+    needs_layers: bool = False
+    hidden_ids: tuple[int, ...] = ()
+
+
+class StageDecoder(DecoderModel):
+    """A `DecoderModel` whose passes also leave rows for the next stage."""
+
+    def __init__(self, parts: StageParts) -> None:
+        super().__init__(parts.text_model, text_layouts(parts.text_model))
+        self._parts = parts
+        self._passes: list[Mapping[str, Tensor]] = []
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._parts.eos_token_ids
+
+    def take_passes(self) -> list[Mapping[str, Tensor]]:
+        """What each pass since the last call handed on."""
+        passes, self._passes = self._passes, []
+        return passes
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embeddings `[tokens, width]` of token ids."""
+        with torch.inference_mode():
+            rows: Tensor = self._model.get_input_embeddings()(token_ids)
+        return rows
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        embeddings: EmbeddingOverlay | None = None,
+    ) -> Tensor:
+        parts = self._parts
+        with torch.inference_mode():
+            embedded: Tensor = self._model.get_input_embeddings()(token_ids)
+            if embeddings is not None:
+                embedded = embedded.index_copy(0, embeddings.rows, embeddings.values.to(embedded))
+            entering = embedded if parts.project is None else parts.project(embedded)
+            output: Any = self._model(
+                inputs_embeds=entering.unsqueeze(0),
+                position_ids=positions.unsqueeze(-2),
+                use_cache=False,
+                output_hidden_states=parts.needs_layers,
+            )
+            hidden: Tensor = output.last_hidden_state[0]
+            layers = [rows[0] for rows in output.hidden_states] if parts.needs_layers else []
+            self._passes.append(parts.give(PassTensors(token_ids, embedded, layers, hidden)))
+            logits: Tensor = parts.head(hidden.index_select(0, logit_rows)).float()
+            if parts.hidden_ids:
+                logits[:, list(parts.hidden_ids)] = -torch.inf
+        return logits
+
+
+def text_layouts(model: PreTrainedModel) -> tuple[LayerLayout, ...]:
+    """K and V of one token in each layer of a text model of the Llama family."""
+    config = model.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = int(config.num_hidden_layers)
+    return (LayerLayout(config.num_key_value_heads, width, width),) * layers

@@ -1,0 +1,251 @@
+"""An autoregressive stage: an engine of ours with its own KV cache, whose rows others take.
+
+The engine decides nothing differently for being a stage, but for what `EngineHooks` lets us say:
+a request waits while its inputs are still coming, its hits end where its rows do, and after each
+pass the rows of the pass go out.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from headstart.cache import ComputedBlocks, TokenSequence
+from headstart.engine.batch import Batch
+from headstart.engine.config import EngineConfig
+from headstart.engine.engine import Engine
+from headstart.engine.request import Request, RequestGroup
+from headstart.errors import ConfigError, EngineError, HeadstartError
+from headstart.models.stage_decoder import StageDecoder
+from headstart.omni.feeds import Feed, Feeder
+from headstart.omni.output_cache import OutputCache
+from headstart.omni.rows import Chunk, Part, StageRows
+from headstart.omni.stage import (
+    TOKENS,
+    Began,
+    Ended,
+    Event,
+    Failed,
+    Figures,
+    Given,
+    OmniRequest,
+    StageSpec,
+)
+
+__all__ = ["EngineStage"]
+
+
+@dataclass(slots=True)
+class _State:
+    """One request in the stage: its inputs, and once its prompt is complete, its sequence."""
+
+    request: OmniRequest
+    feed: Feed
+    figures: Figures = field(default_factory=Figures)
+    group: RequestGroup | None = None
+    num_sent: int = 0
+
+    @property
+    def sequence(self) -> TokenSequence | None:
+        return self.group.requests[0].sequence if self.group is not None else None
+
+
+class EngineStage:
+    """Runs a decoder over prompts that its feeder makes, and hands on rows and tokens.
+
+    cache: where its rows are kept; without `spec.enable_prefix_caching` none is used. Raises
+    ConfigError for options that a stage cannot have, OutOfMemoryError if no K/V fit.
+    """
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        decoder: StageDecoder,
+        feeder: Feeder,
+        config: EngineConfig,
+        cache: OutputCache | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.spec = spec
+        caching = spec.enable_prefix_caching and config.enable_prefix_caching
+        if config.partial_hits or config.enable_prefix_caching != caching:
+            raise ConfigError(
+                f"stage {spec.name!r}: rows are kept by whole blocks, so partial_hits must be off, "
+                "and enable_prefix_caching as the stage says"
+            )
+        self._decoder = decoder
+        self._feeder = feeder
+        self._deterministic = config.deterministic
+        self._rows = StageRows(
+            spec.name,
+            config.block_size,
+            spec.gives,
+            cache if caching else None,
+            find_outputs=spec.find_outputs,
+        )
+        self._states: dict[str, _State] = {}
+        self._unprompted: dict[str, _State] = {}
+        self._events: list[Event] = []
+        self.engine = Engine.of_model(decoder, tokenizer, config, self)
+
+    # Stage
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._events) or any(map(self._is_ready, self._states.values()))
+
+    def check(self, request: OmniRequest) -> None:
+        prompt = self._feeder(request).prompt()
+        if prompt is not None:
+            self.engine.prepare(prompt.prompt, prompt.params, salt=prompt.salt)
+
+    def open(self, request: OmniRequest) -> None:
+        state = _State(request, self._feeder(request))
+        self._states[request.request_id] = state
+        self._unprompted[request.request_id] = state
+        self._tell(request.request_id, lambda: None)
+
+    def feed(self, source: str, event: Given | Began) -> None:
+        state = self._states.get(event.request_id)
+        if state is not None:
+            self._tell(event.request_id, lambda: state.feed.take(source, event))
+
+    def end_input(self, source: str, request_id: str) -> None:
+        state = self._states.get(request_id)
+        if state is not None:
+            self._tell(request_id, lambda: state.feed.end(source))
+
+    def step(self) -> list[Event]:
+        start = time.perf_counter()
+        ran = {request_id for request_id, state in self._states.items() if self._is_ready(state)}
+        if ran:
+            for group, error in self.engine.step():
+                self._deliver(group, error)
+        self._decoder.take_passes()  # those of a step that failed
+        seconds = time.perf_counter() - start
+        events, self._events = self._events, []
+        for request_id in ran & self._states.keys():
+            self._states[request_id].figures.seconds += seconds
+        for event in events:
+            if isinstance(event, Ended):
+                event.figures.seconds += seconds
+        return events
+
+    def abort(self, request_id: str) -> None:
+        self._unprompted.pop(request_id, None)
+        if request_id in self._states:
+            self.engine.abort(request_id)
+            self._forget(request_id)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    # EngineHooks
+
+    def is_ready(self, request: Request) -> bool:
+        return self._states[request.group.request_id].feed.is_ready(len(request.sequence.token_ids))
+
+    def usable_blocks(self, request: Request, found: ComputedBlocks) -> int:
+        return self._rows.usable(request.sequence, found)
+
+    def admitted(self, request: Request, num_cached_tokens: int) -> None:
+        self._rows.admitted(request.sequence, num_cached_tokens)
+
+    def computed(self, batch: Batch) -> None:
+        parts = [Part(part.request.sequence, part.start, part.stop) for part in batch.scheduled]
+        outputs = self._join(parts, self._decoder.take_passes())
+        names = {part.request.sequence: part.request.group.request_id for part in batch.scheduled}
+        for sequence, chunk in self._rows.computed(parts, outputs):
+            self._events.append(Given(names[sequence], chunk))
+
+    # Inside
+
+    def _is_ready(self, state: _State) -> bool:
+        sequence = state.sequence
+        return sequence is not None and state.feed.is_ready(len(sequence.token_ids))
+
+    def _tell(self, request_id: str, news: Callable[[], None]) -> None:
+        """Tell a request's feed something, and begin if that was what it lacked."""
+        try:
+            news()
+            self._try_to_begin(request_id)
+        except HeadstartError as error:
+            self.engine.abort(request_id)
+            self._fail(request_id, error)
+
+    def _try_to_begin(self, request_id: str) -> None:
+        """Submit a request to the engine as soon as its prompt is complete."""
+        state = self._unprompted.get(request_id)
+        prompt = state.feed.prompt() if state is not None else None
+        if state is None or prompt is None:
+            return
+        group = self.engine.prepare(
+            prompt.prompt, prompt.params, request_id=request_id, salt=prompt.salt
+        )
+        self.engine.submit(group)
+        del self._unprompted[request_id]
+        state.group = group
+        sequence = group.requests[0].sequence
+        state.feed.begin(sequence)
+        self._rows.open(sequence)
+        manager = self.engine.manager
+        names = manager.block_hashes(sequence) if self.spec.enable_prefix_caching else []
+        length = len(sequence.token_ids)
+        self._events.append(Began(request_id, length, manager.block_size, names))
+
+    def _join(self, parts: list[Part], passes: list[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """A step's outputs as one tensor each, on the host.
+
+        In deterministic mode a step is many passes, each a whole block of one sequence, of which
+        the part's own rows count.
+        """
+        if not self._deterministic:
+            return {name: rows.cpu() for name, rows in passes[0].items()}
+        size = self.engine.manager.block_size
+        pieces: dict[str, list[Tensor]] = {}
+        given = iter(passes)
+        for part in parts:
+            for start in range(part.start // size * size, part.stop, size):
+                first = max(part.start - start, 0)
+                for name, rows in next(given).items():
+                    ratio = len(rows) // size
+                    stop = min(part.stop - start, size)
+                    pieces.setdefault(name, []).append(rows[first * ratio : stop * ratio].cpu())
+        return {name: torch.cat(rows) for name, rows in pieces.items()}
+
+    def _deliver(self, group: RequestGroup, error: EngineError | None) -> None:
+        """A request's new tokens, and its end."""
+        name = group.request_id
+        if error is not None:
+            self._fail(name, error)
+            return
+        state = self._states[name]
+        request = group.requests[0]
+        tokens = request.sampling.output_token_ids[state.num_sent :]
+        if tokens:
+            self._events.append(Given(name, Chunk(TOKENS, state.num_sent, torch.tensor(tokens))))
+            state.num_sent += len(tokens)
+        if not group.finished:
+            return
+        output = group.output()
+        figures = state.figures
+        figures.prompt_tokens = len(output.prompt_token_ids)
+        figures.tokens = len(request.sequence.token_ids)
+        figures.cached_tokens = output.num_cached_tokens
+        figures.hit_rows = self._rows.close(request.sequence)
+        self._events.append(Ended(name, figures, output))
+        del self._states[name]
+
+    def _fail(self, request_id: str, error: HeadstartError) -> None:
+        self._unprompted.pop(request_id, None)
+        self._forget(request_id)
+        self._events = [event for event in self._events if event.request_id != request_id]
+        self._events.append(Failed(request_id, error))
+
+    def _forget(self, request_id: str) -> None:
+        state = self._states.pop(request_id)
+        if state.sequence is not None:
+            self._rows.close(state.sequence)

@@ -1,0 +1,197 @@
+"""What an autoregressive stage runs on: a prompt, and inputs that may still be coming.
+
+A first stage has its prompt when a request arrives. A stage behind another is fed rows: its
+prompt is complete when enough of them are there, and each further token waits for its own. Its
+token ids say nothing of those rows (all of a talker's prompt is one mask token), so the rows are
+part of its blocks' identity: by the names of the blocks upstream that they came with, or else by
+a digest of their bytes.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headstart.cache import MultiModalItem, TokenSequence
+from headstart.engine.params import SamplingParams
+from headstart.engine.prompt import PlacedRows, PreparedPrompt
+from headstart.omni.stage import Began, Given, OmniRequest
+
+__all__ = ["Conditions", "Feed", "Feeder", "PromptFeed", "StagePrompt"]
+
+
+@dataclass(frozen=True, slots=True)
+class StagePrompt:
+    """What a stage's engine is given: the prompt, how to sample, and who may share its blocks."""
+
+    prompt: PreparedPrompt | Sequence[int] | str
+    params: SamplingParams
+    salt: str | None
+
+
+class Feed(Protocol):
+    """One request's inputs to one stage."""
+
+    def take(self, source: str, event: Given | Began) -> None:
+        """Rows or names from a stage before."""
+        ...
+
+    def end(self, source: str) -> None:
+        """No more will come from it."""
+        ...
+
+    def prompt(self) -> StagePrompt | None:
+        """The prompt once it is complete, None until then. Raises RequestError."""
+        ...
+
+    def begin(self, sequence: TokenSequence) -> None:
+        """The engine has made this sequence of the prompt."""
+        ...
+
+    def is_ready(self, num_tokens: int) -> bool:
+        """Whether the inputs of the first `num_tokens` tokens of the sequence are there."""
+        ...
+
+
+Feeder = Callable[[OmniRequest], Feed]
+"""Begins a request's feed. Raises RequestError for a request that the stage cannot serve."""
+
+
+class PromptFeed:
+    """A first stage's: everything is there from the beginning."""
+
+    def __init__(self, prompt: StagePrompt) -> None:
+        self._prompt = prompt
+
+    def take(self, source: str, event: Given | Began) -> None:
+        """Nothing comes before a first stage."""
+
+    def end(self, source: str) -> None:
+        """As above."""
+
+    def prompt(self) -> StagePrompt | None:
+        return self._prompt
+
+    def begin(self, sequence: TokenSequence) -> None:
+        """It needs no more than its prompt."""
+
+    def is_ready(self, num_tokens: int) -> bool:
+        return True
+
+
+class Conditions:
+    """Rows that a stage's tokens are conditioned on, one a position, as they come.
+
+    An `EmbeddingSource`: `combine(position, token_ids, rows)` makes the embeddings of tokens from
+    their rows. `names` are blocks' identities from upstream, where its blocks lie as ours do; rows
+    of other blocks are hashed. With `anonymous` they are neither: nobody else's blocks are ever
+    hit then, and this request's only by itself.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        combine: Callable[[int, Sequence[int], Tensor], Tensor],
+        *,
+        anonymous: bool = False,
+    ) -> None:
+        self._block_size = block_size
+        self._combine = combine
+        self._private = os.urandom(16) if anonymous else None
+        self._buffer: Tensor | None = None  # doubled when full
+        self._num_given = 0
+        self._pad: Tensor | None = None
+        self._items: list[MultiModalItem] = []
+        self._names: Sequence[bytes] = ()
+        self._sequence: TokenSequence | None = None
+        self._token_ids: Sequence[int] = ()
+        self.count = 0
+        """Positions whose rows are there."""
+
+    @property
+    def items(self) -> tuple[MultiModalItem, ...]:
+        """The identity of every whole block so far."""
+        return tuple(self._items)
+
+    def name(self, names: Sequence[bytes]) -> None:
+        """The first blocks' rows are known by these names. Before any of them comes."""
+        self._names = names
+
+    def add(self, rows: Tensor) -> None:
+        """The rows `[n, ...]` of the next positions."""
+        held, end = self._buffer, self.count + len(rows)
+        if held is None or end > len(held):
+            self._buffer = rows.new_empty((max(64, 2 * end), *rows.shape[1:]))
+            if held is not None:
+                self._buffer[: self.count] = held[: self.count]
+        assert self._buffer is not None
+        self._buffer[self.count : end] = rows
+        self.count = self._num_given = end
+        self._identify(self.count)
+
+    def close(self, rows: Tensor, pad: Tensor, limit: int) -> None:
+        """The last rows `[n, ...]`, and the row of every further position below `limit`."""
+        self.add(rows)
+        self._pad = pad
+        size = self._block_size
+        border = -(-self.count // size) * size
+        self.count = max(limit, self.count)
+        self._identify(min(border, self.count))
+        digest = b"rows" + _rows_digest(pad.expand(size, *pad.shape))
+        while (len(self._items) + 1) * size <= self.count:
+            self._append_item(self._private or digest)
+
+    def attach(self, token_ids: Sequence[int]) -> None:
+        """The prompt's token ids, which nothing of a sequence is known of yet."""
+        self._token_ids = token_ids
+
+    def begin(self, sequence: TokenSequence) -> None:
+        """From now on the tokens are this sequence's, and so are further blocks' identities."""
+        self._sequence = sequence
+        self._token_ids = sequence.token_ids
+        for item in self._items[len(sequence.items) :]:
+            sequence.add_item(item, self._block_size)
+
+    def between(self, start: int, stop: int) -> Iterable[PlacedRows]:
+        """Embeddings of positions `start` to `stop - 1`."""
+        ids = self._token_ids[start:stop]
+        yield PlacedRows(start, self._combine(start, ids, self.rows(start, stop)))
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """The rows of positions `start` to `stop - 1`, which are there."""
+        assert self._buffer is not None and stop <= self.count
+        there = self._buffer[start : min(stop, self._num_given)]
+        missing = stop - max(start, self._num_given)
+        if missing <= 0:
+            return there
+        assert self._pad is not None
+        return torch.cat([there, self._pad.expand(missing, *self._pad.shape)])
+
+    def _identify(self, stop: int) -> None:
+        """Say what the blocks up to position `stop` are."""
+        while (len(self._items) + 1) * self._block_size <= stop:
+            self._append_item(self._digest(len(self._items)))
+
+    def _append_item(self, digest: bytes) -> None:
+        item = MultiModalItem(digest, len(self._items) * self._block_size, self._block_size)
+        self._items.append(item)
+        if self._sequence is not None:
+            self._sequence.add_item(item, self._block_size)
+
+    def _digest(self, block: int) -> bytes:
+        if self._private is not None:
+            return self._private
+        if block < len(self._names):
+            return b"block" + self._names[block]
+        size = self._block_size
+        return b"rows" + _rows_digest(self.rows(block * size, block * size + size))
+
+
+def _rows_digest(rows: Tensor) -> bytes:
+    digest = hashlib.sha256(f"{rows.dtype}{list(rows.shape)}".encode())
+    digest.update(rows.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.digest()

@@ -1,0 +1,286 @@
+"""Stages that are functions: vocoders, encoders, diffusion. Two kinds, by when they can begin.
+
+    WholeStage    needs all of its inputs: runs once a request. What it gave is known again by the
+                  content of everything it was given.
+    FramesStage   causal: frames depend on the codes before them alone. Runs by blocks of codes as
+                  they come, and what it gave for a block is known again by all codes up to there.
+
+Both give the same bits whether a result was cached or not: a frames stage always computes whole
+blocks at their absolute places, so the shape of its work does not depend on what was cached.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headstart.cache import BlockKey, Namespace
+from headstart.errors import ConfigError, EngineError
+from headstart.omni.output_cache import BlockPath, OutputCache
+from headstart.omni.outputs import Kind
+from headstart.omni.rows import Chunk
+from headstart.omni.stage import (
+    Began,
+    Ended,
+    Event,
+    Failed,
+    Figures,
+    Given,
+    Input,
+    OmniRequest,
+    StageSpec,
+)
+
+__all__ = ["FramesPlan", "FramesStage", "Job", "WholeStage", "content_digest"]
+
+
+class Job(NamedTuple):
+    """What a function is given: the request, and each input's rows in order."""
+
+    request: OmniRequest
+    inputs: Mapping[Input, Tensor]
+
+
+@dataclass(slots=True)
+class _State:
+    request: OmniRequest
+    rows: dict[Input, list[Tensor]] = field(default_factory=dict)
+    open_sources: set[str] = field(default_factory=set)
+    figures: Figures = field(default_factory=Figures)
+    keys: list[BlockKey] = field(default_factory=list)
+    done: int = 0
+
+    def joined(self, taken: Input) -> Tensor:
+        """All rows of an input so far, as one tensor."""
+        parts = self.rows[taken]
+        if len(parts) != 1:
+            self.rows[taken] = parts = [torch.cat(parts) if parts else torch.empty(0)]
+        return parts[0]
+
+
+class _FunctionStage:
+    """What both kinds share: who is here, what has come, and failing alone."""
+
+    def __init__(self, spec: StageSpec, cache: OutputCache | None) -> None:
+        if spec.autoregressive:
+            raise ConfigError(f"stage {spec.name!r} is a function, and declared autoregressive")
+        self.spec = spec
+        self._cache = cache if spec.enable_prefix_caching else None
+        self._states: dict[str, _State] = {}
+
+    def check(self, request: OmniRequest) -> None:
+        """Any request will do."""
+
+    def open(self, request: OmniRequest) -> None:
+        rows: dict[Input, list[Tensor]] = {taken: [] for taken in self.spec.takes}
+        sources = {taken.stage for taken in self.spec.takes}
+        self._states[request.request_id] = _State(request, rows, sources)
+
+    def feed(self, source: str, event: Given | Began) -> None:
+        state = self._states.get(event.request_id)
+        if state is not None and isinstance(event, Given):
+            taken = Input(source, event.chunk.output)
+            if taken in state.rows:
+                state.rows[taken].append(event.chunk.rows)
+
+    def end_input(self, source: str, request_id: str) -> None:
+        if request_id in self._states:
+            self._states[request_id].open_sources.discard(source)
+
+    def abort(self, request_id: str) -> None:
+        self._states.pop(request_id, None)
+
+    def close(self) -> None:
+        self._states.clear()
+
+    @property
+    def has_work(self) -> bool:
+        return any(map(self._can_run, self._states.values()))
+
+    def step(self) -> list[Event]:
+        """A piece of work for each request that has one."""
+        events: list[Event] = []
+        for request_id, state in list(self._states.items()):
+            if not self._can_run(state):
+                continue
+            start = time.perf_counter()
+            try:
+                with torch.inference_mode():
+                    mine = self._run(state)
+            except Exception as error:  # whatever a function raises ends its request alone
+                reason = EngineError(f"stage {self.spec.name!r}: {type(error).__name__}: {error}")
+                reason.__cause__ = error
+                mine = [Failed(request_id, reason)]
+            state.figures.seconds += time.perf_counter() - start
+            if any(isinstance(event, Ended | Failed) for event in mine):
+                del self._states[request_id]
+            events += mine
+        return events
+
+    def _can_run(self, state: _State) -> bool:
+        raise NotImplementedError
+
+    def _run(self, state: _State) -> list[Event]:
+        raise NotImplementedError
+
+    def _checked(self, outputs: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
+        """What was declared, as it was declared. Raises EngineError."""
+        found = {}
+        for output in self.spec.gives:
+            if output.name in outputs:
+                found[output.name] = outputs[output.name].cpu()
+                output.check(found[output.name], num_tokens)
+            elif output.required:
+                raise EngineError(f"{output.name!r} was not given, which is declared")
+        return found
+
+
+Function = Callable[[Job], Mapping[str, Tensor]]
+Identity = Callable[[Job], bytes | None]
+
+
+class WholeStage(_FunctionStage):
+    """Runs `function` once all inputs are there.
+
+    identity: everything that the result depends on, as a digest, or None if this one must not be
+    reused. Without it nothing is.
+    """
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        function: Function,
+        identity: Identity | None = None,
+        cache: OutputCache | None = None,
+    ) -> None:
+        super().__init__(spec, cache)
+        self._function = function
+        self._identity = identity
+
+    def _can_run(self, state: _State) -> bool:
+        return not state.open_sources
+
+    def _run(self, state: _State) -> list[Event]:
+        job = Job(state.request, {taken: state.joined(taken) for taken in state.rows})
+        num_tokens = max((len(rows) for rows in job.inputs.values()), default=0)
+        digest = self._identity(job) if self._identity and self._cache is not None else None
+        path = None
+        if digest is not None:
+            namespace = Namespace(None, state.request.salt)
+            path = BlockPath(self.spec.name, namespace, [BlockKey(digest)])
+        found = self._cache.find(path) if self._cache is not None and path is not None else []
+        if found:
+            outputs = dict(found[0])
+            state.figures.cached_tokens = num_tokens
+            state.figures.hit_rows.update(dict.fromkeys(outputs, num_tokens))
+        else:
+            outputs = self._checked(self._function(job), num_tokens)
+        if self._cache is not None and path is not None:
+            self._cache.put(path, 0, outputs)
+        state.figures.tokens = state.figures.prompt_tokens = num_tokens
+        name = state.request.request_id
+        given: list[Event] = [
+            Given(name, Chunk(output, 0, rows, max(1, len(rows) // max(1, num_tokens))))
+            for output, rows in outputs.items()
+        ]
+        return [*given, Ended(name, state.figures)]
+
+
+FramesFunction = Callable[[OmniRequest, Tensor, int], Tensor]
+FramesIdentity = Callable[[OmniRequest], bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FramesPlan:
+    """How codes become frames.
+
+    function: `(request, codes [n, ...], context)` to the frames of all but the first `context`
+    codes, which are there to be looked back at. block: codes at a time. context: codes looked back
+    at. identity: what of a request shapes its frames beside its codes.
+    """
+
+    function: FramesFunction
+    block: int
+    context: int
+    identity: FramesIdentity = lambda request: b""
+
+
+class FramesStage(_FunctionStage):
+    """Frames by blocks of codes, as the codes come. Takes one input and gives one output."""
+
+    def __init__(self, spec: StageSpec, plan: FramesPlan, cache: OutputCache | None = None) -> None:
+        super().__init__(spec, cache)
+        if len(spec.takes) != 1 or len(spec.gives) != 1:
+            raise ConfigError(f"stage {spec.name!r}: frames are made of one input, into one output")
+        [self._codes], [self._output] = spec.takes, spec.gives
+        if self._output.alignment.kind is not Kind.FRAMES:
+            raise ConfigError(
+                f"stage {spec.name!r} gives {self._output.name!r} as {self._output.alignment}, "
+                "not as frames(n)"
+            )
+        self._plan = plan
+
+    def _can_run(self, state: _State) -> bool:
+        waiting = sum(map(len, state.rows[self._codes])) - state.done
+        return waiting >= self._plan.block or not state.open_sources
+
+    def _run(self, state: _State) -> list[Event]:
+        codes = state.joined(self._codes)
+        name = state.request.request_id
+        stop = min(state.done + self._plan.block, len(codes))
+        events: list[Event] = []
+        if stop > state.done:
+            rows = self._frames(state, codes, stop)
+            ratio = self._output.alignment.ratio
+            events.append(Given(name, Chunk(self._output.name, state.done, rows, ratio)))
+            state.done = stop
+        if stop == len(codes) and not state.open_sources:
+            state.figures.tokens = state.figures.prompt_tokens = stop
+            if self._cache is not None:
+                self._cache.touch(self._path(state))
+            events.append(Ended(name, state.figures))
+        return events
+
+    def _frames(self, state: _State, codes: Tensor, stop: int) -> Tensor:
+        """The frames of codes `done` to `stop - 1`; kept if they are a whole block."""
+        whole = stop - state.done == self._plan.block
+        index = len(state.keys)
+        if whole and self._cache is not None:
+            state.keys.append(BlockKey(_content(codes[state.done : stop])))
+            found = self._cache.find(self._path(state), index)
+            if found:
+                state.figures.cached_tokens += self._plan.block
+                state.figures.hit_rows[self._output.name] += self._plan.block
+                return found[0][self._output.name]
+        first = max(0, state.done - self._plan.context)
+        rows = self._plan.function(state.request, codes[first:stop], state.done - first)
+        [rows] = self._checked({self._output.name: rows}, stop - state.done).values()
+        if whole and self._cache is not None:
+            self._cache.put(self._path(state), index, {self._output.name: rows})
+        return rows
+
+    def _path(self, state: _State) -> BlockPath:
+        request = state.request
+        namespace = Namespace(self._plan.identity(request).hex(), request.salt)
+        return BlockPath(self.spec.name, namespace, state.keys)
+
+
+def content_digest(*parts: Any) -> bytes:
+    """SHA-256 over tensors by content, and anything that JSON can say; each part framed."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = _content(part) if isinstance(part, Tensor) else json.dumps(part).encode()
+        digest.update(bytes([isinstance(part, Tensor)]) + len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def _content(tensor: Tensor) -> bytes:
+    """A tensor's dtype, shape and bytes."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    head = json.dumps([str(tensor.dtype), list(tensor.shape)]).encode()
+    return len(head).to_bytes(4, "little") + head + flat.view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,123 @@
+"""Pipelines written down: which stages there are, what they take and give, in TOML.
+
+    collects = ["vocoder.audio"]
+
+    [stages.thinker]
+    kind = "thinker"
+    gives = { hidden = "token" }
+
+    [stages.vocoder]
+    kind = "vocoder"
+    autoregressive = false
+    takes = ["thinker.hidden"]
+    gives = { audio = { alignment = "frames(4)", dtype = "float32" } }
+    enable_prefix_caching = false
+    options = { chunk = 8 }
+
+`kind` says which of the factories that the reader was given makes the stage, and `options` is
+what that one is told.
+"""
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headstart.errors import ConfigError
+from headstart.omni.outputs import Output, parse_alignment
+from headstart.omni.pipeline import Pipeline
+from headstart.omni.stage import Input, Stage, StageSpec
+
+__all__ = ["Factory", "Graph", "StageNode", "read_graph"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageNode:
+    """One stage of a graph: its declaration, who makes it, and what that one is told."""
+
+    spec: StageSpec
+    kind: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+Factory = Callable[[StageNode], Stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A pipeline before it is built."""
+
+    nodes: tuple[StageNode, ...]
+    collects: tuple[Input, ...] = ()
+
+    def build(self, factories: Mapping[str, Factory]) -> Pipeline:
+        """The pipeline. Raises ConfigError; stages that were made are closed then."""
+        unknown = sorted({node.kind for node in self.nodes} - factories.keys())
+        if unknown:
+            raise ConfigError(f"no factory makes a {unknown[0]!r}; there are {sorted(factories)}")
+        stages: list[Stage] = []
+        try:
+            for node in self.nodes:
+                stages.append(factories[node.kind](node))
+            return Pipeline(stages, self.collects)
+        except BaseException:
+            for stage in stages:
+                stage.close()
+            raise
+
+
+def read_graph(text: str) -> Graph:
+    """A graph out of TOML. Raises ConfigError, with the name of what is wrong."""
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"the pipeline is no TOML: {error}") from error
+    _only(content, {"collects", "stages"}, "a pipeline")
+    stages = content.get("stages")
+    if not isinstance(stages, dict) or not stages:
+        raise ConfigError("a pipeline has a table [stages.NAME] for each of its stages")
+    nodes = tuple(_node(name, table) for name, table in stages.items())
+    return Graph(nodes, _inputs(content.get("collects", []), "the pipeline"))
+
+
+def _node(name: str, table: Mapping[str, Any]) -> StageNode:
+    known = ("find_outputs", "autoregressive", "enable_prefix_caching")
+    _only(table, {"kind", "takes", "gives", "options", *known}, f"stage {name!r}")
+    switches = {key: _switch(table[key], f"{name}.{key}") for key in known if key in table}
+    spec = StageSpec(
+        name=name,
+        takes=_inputs(table.get("takes", []), f"stage {name!r}"),
+        gives=tuple(_output(key, value) for key, value in table.get("gives", {}).items()),
+        **switches,
+    )
+    return StageNode(spec, str(table.get("kind", name)), table.get("options", {}))
+
+
+def _output(name: str, value: str | Mapping[str, Any]) -> Output:
+    if isinstance(value, str):
+        return Output(name, parse_alignment(value))
+    _only(value, {"alignment", "dtype", "required"}, f"output {name!r}")
+    rest = {key: value[key] for key in ("dtype", "required") if key in value}
+    return Output(name, parse_alignment(value.get("alignment", "token")), **rest)
+
+
+def _inputs(names: list[str], who: str) -> tuple[Input, ...]:
+    found = []
+    for name in names:
+        stage, dot, output = str(name).partition(".")
+        if not (stage and dot and output):
+            raise ConfigError(f"{who} takes {name!r}; an input is written stage.output")
+        found.append(Input(stage, output))
+    return tuple(found)
+
+
+def _switch(value: object, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; allowed: true or false")
+    return value
+
+
+def _only(table: Mapping[str, Any], known: set[str], who: str) -> None:
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise ConfigError(f"{who} has no {unknown[0]!r}; known: {', '.join(sorted(known))}")

@@ -1,0 +1,173 @@
+"""Stages in a row, or in any graph without a ring: requests in, rows carried on, results out.
+
+A step of the pipeline is a step of each stage that has work, first stages first, and what it
+gives goes to whoever takes it at once. So requests of several users are in several stages at the
+same time, and a talker speaks while its thinker still thinks. Synchronous, one thread.
+
+What goes wrong in one stage, for one request, ends that request in all of them: nothing of it is
+held anywhere, and the others go on.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headstart.errors import ConfigError, EngineError, HeadstartError, RequestError
+from headstart.omni.rows import Chunk
+from headstart.omni.stage import Ended, Event, Failed, Figures, Given, Input, OmniRequest, Stage
+
+__all__ = ["Pipeline", "Progress"]
+
+
+@dataclass(slots=True, eq=False)
+class Progress:
+    """One request in the pipeline.
+
+    chunks: the rows of the outputs that the pipeline collects, in order; take them out as you
+    like. results: what each stage that has ended said at its end. figures: what each stage that
+    has ended cost. finish_reason: "done", "abort" or "error", None while it runs.
+    """
+
+    request: OmniRequest
+    arrival_time: float
+    open_stages: set[str]
+    chunks: dict[Input, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
+    results: dict[str, object] = field(default_factory=dict)
+    figures: dict[str, Figures] = field(default_factory=dict)
+    first_output: dict[str, float] = field(default_factory=dict)
+    finish_reason: str | None = None
+    error: HeadstartError | None = None
+
+
+class Pipeline:
+    """Drives stages. `collects`: the outputs that the user wants; others are only carried on.
+
+    Raises ConfigError for two stages of a name, an input that nobody gives, and a ring.
+    """
+
+    def __init__(self, stages: Sequence[Stage], collects: Sequence[Input] = ()) -> None:
+        self.stages = {stage.spec.name: stage for stage in stages}
+        if len(self.stages) < len(stages):
+            raise ConfigError(f"two stages have one name: {[s.spec.name for s in stages]}")
+        for stage in stages:
+            for taken in stage.spec.takes:
+                self._check_given(taken, f"stage {stage.spec.name!r} takes")
+        for taken in collects:
+            self._check_given(taken, "the pipeline collects")
+        self._order = _in_order(stages)
+        self._collects = frozenset(collects)
+        self._requests: dict[str, Progress] = {}
+
+    def _check_given(self, taken: Input, who: str) -> None:
+        source = self.stages.get(taken.stage)
+        if source is None or not source.spec.offers(taken.output):
+            raise ConfigError(f"{who} {taken.output!r} of {taken.stage!r}, which does not give it")
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self._requests)
+
+    def submit(self, request: OmniRequest) -> Progress:
+        """Take a request in. Raises RequestError; nothing is kept of it then."""
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use")
+        unknown = sorted({*request.params, *request.options} - self.stages.keys())
+        if unknown:
+            raise RequestError(f"there is no stage {unknown[0]!r}; there are {[*self.stages]}")
+        for stage in self._order:
+            stage.check(request)
+        progress = Progress(request, time.perf_counter(), set(self.stages))
+        self._requests[request.request_id] = progress
+        for stage in self._order:
+            stage.open(request)
+        return progress
+
+    def abort(self, request_id: str) -> Progress | None:
+        """Forget a request in every stage; what it has so far, or None if it is not here."""
+        progress = self._requests.get(request_id)
+        if progress is not None:
+            self._end(progress, "abort")
+        return progress
+
+    def step(self) -> list[Progress]:
+        """A step of each stage that has work; the requests that moved."""
+        moved: dict[Progress, None] = {}
+        busy = False
+        for stage in self._order:
+            if not stage.has_work:
+                continue
+            busy = True
+            for event in stage.step():
+                progress = self._requests.get(event.request_id)
+                if progress is not None:
+                    moved[progress] = None
+                    self._handle(stage.spec.name, progress, event)
+        if self._requests and not busy:
+            raise EngineError(f"{len(self._requests)} requests wait, and no stage has work")
+        return list(moved)
+
+    def close(self) -> None:
+        """End every request and let go of all stages."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        for stage in self._order:
+            stage.close()
+
+    def _handle(self, source: str, progress: Progress, event: Event) -> None:
+        now = time.perf_counter() - progress.arrival_time
+        if isinstance(event, Failed):
+            progress.error = _of_stage(source, event.error)
+            self._end(progress, "error")
+        elif isinstance(event, Ended):
+            event.figures.first_output = progress.first_output.get(source)
+            event.figures.total = now
+            progress.figures[source] = event.figures
+            progress.results[source] = event.result
+            progress.open_stages.remove(source)
+            for stage in self._order:
+                if stage.spec.takes_from(source):
+                    stage.end_input(source, event.request_id)
+            if not progress.open_stages:
+                self._end(progress, "done")
+        else:
+            if isinstance(event, Given):
+                progress.first_output.setdefault(source, now)
+                taken = Input(source, event.chunk.output)
+                if taken in self._collects:
+                    progress.chunks[taken].append(event.chunk)
+            for stage in self._order:
+                if stage.spec.takes_from(source):
+                    stage.feed(source, event)
+
+    def _end(self, progress: Progress, reason: str) -> None:
+        request_id = progress.request.request_id
+        del self._requests[request_id]
+        progress.finish_reason = reason
+        for stage in self._order:
+            stage.abort(request_id)
+
+
+def _of_stage(name: str, error: HeadstartError) -> HeadstartError:
+    """The error, saying where it happened."""
+    if isinstance(error, EngineError) and f"stage {name!r}" not in str(error):
+        located = EngineError(f"stage {name!r}: {error}")
+        located.__cause__ = error
+        return located
+    return error
+
+
+def _in_order(stages: Sequence[Stage]) -> list[Stage]:
+    """Each stage after those that it takes from. Raises ConfigError for a ring."""
+    ordered: list[Stage] = []
+    names: set[str] = set()
+    left = list(stages)
+    while left:
+        free = [s for s in left if {taken.stage for taken in s.spec.takes} <= names]
+        if not free:
+            raise ConfigError(f"stages take from one another: {[s.spec.name for s in left]}")
+        ordered += free
+        names |= {stage.spec.name for stage in free}
+        left = [stage for stage in left if stage not in free]
+    return ordered

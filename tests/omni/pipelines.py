@@ -1,0 +1,236 @@
+"""A tiny speech pipeline that is none of the known models: two small Llamas and a causal filter.
+
+The thinker is a language model. The talker is another, over conditions: the thinker's hidden rows
+and a second feature that it gives. The vocoder makes four samples of each code.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart.engine.config import EngineConfig
+from headstart.engine.params import SamplingParams
+from headstart.models.stage_decoder import PassTensors, StageDecoder, StageParts
+from headstart.omni.engine_stage import EngineStage
+from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
+from headstart.omni.function_stage import FramesPlan, FramesStage
+from headstart.omni.output_cache import OutputCache
+from headstart.omni.outputs import Output, parse_alignment
+from headstart.omni.pipeline import Pipeline, Progress
+from headstart.omni.stage import TOKENS, Input, OmniRequest, StageSpec
+from headstart.omni.talker import TalkerFeed, TalkerPlan
+
+WIDTH = 32
+TEXT_VOCABULARY, CODES, MASK, PAD, BOS = 97, 40, 41, 42, 43
+RATIO, VOCODER_BLOCK = 4, 4
+
+
+def model(seed: int, vocabulary: int) -> LlamaForCausalLM:
+    """The same weights each time, and a model of its own each time."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config).eval()
+
+
+def stage_rows(seed: int, count: int) -> Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+BOS_ROW, EOS_ROW, PAD_ROW = stage_rows(7, 3)
+
+
+def vocode(request: OmniRequest, codes: Tensor, context: int) -> Tensor:
+    """A sample depends on its code and the three before."""
+    weights = torch.tensor([0.1, 0.2, 0.3, 1.0])
+    padded = torch.cat([torch.zeros(3), codes.float()])
+    mixed = padded.unfold(0, 4, 1) @ weights
+    return (mixed[context:, None] * torch.arange(1.0, RATIO + 1)).flatten()
+
+
+class Speech:
+    """The pipeline, and short ways to use it. `options` go to both engines."""
+
+    def __init__(
+        self,
+        *,
+        caching: bool = True,
+        max_bytes: int = 1 << 24,
+        undeclared: bool = False,
+        talker_options: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.cache = OutputCache(max_bytes)
+        self.break_pass = 0  # the thinker's pass of this number, counted from 1, fails
+        config: dict[str, Any] = {
+            "num_blocks": 64,
+            "block_size": 4,
+            "partial_hits": False,
+            "enable_prefix_caching": caching,
+            "debug": True,
+            **options,
+        }
+        gives = () if undeclared else (Output("hidden"), Output("feature"))
+        text = model(1, TEXT_VOCABULARY)
+        self.thinker = EngineStage(
+            StageSpec(
+                name="thinker",
+                gives=gives,
+                find_outputs=undeclared,
+                enable_prefix_caching=caching,
+            ),
+            StageDecoder(
+                StageParts(text_model=text.model, head=text.lm_head, give=self._give_hidden)
+            ),
+            self._think,
+            EngineConfig(**config),
+            self.cache,
+        )
+        takes = (Input("thinker", "hidden"), Input("thinker", "feature"))
+        codes = model(2, CODES + 4)
+        self._talk_decoder = StageDecoder(
+            StageParts(
+                text_model=codes.model,
+                head=codes.lm_head,
+                give=lambda tensors: {},
+                eos_token_ids=frozenset([3]),
+                hidden_ids=(MASK, PAD, BOS),
+            )
+        )
+        self.talker = EngineStage(
+            StageSpec(name="talker", takes=takes, enable_prefix_caching=caching),
+            self._talk_decoder,
+            self._talk,
+            EngineConfig(**(config | (talker_options or {}))),
+            self.cache,
+        )
+        self.vocoder = FramesStage(
+            StageSpec(
+                name="vocoder",
+                takes=(Input("talker", TOKENS),),
+                gives=(Output("audio", parse_alignment(f"frames({RATIO})"), "float32"),),
+                autoregressive=False,
+                enable_prefix_caching=caching,
+            ),
+            FramesPlan(function=vocode, block=VOCODER_BLOCK, context=3),
+            self.cache,
+        )
+        self.pipeline = Pipeline(
+            [self.vocoder, self.thinker, self.talker],
+            [Input("thinker", TOKENS), Input("talker", TOKENS), Input("vocoder", "audio")],
+        )
+
+    def _give_hidden(self, tensors: PassTensors) -> dict[str, Tensor]:
+        if self.break_pass:
+            self.break_pass -= 1
+            if not self.break_pass:
+                raise ValueError("broken on purpose")
+        hidden, embedded = tensors.hidden, tensors.embedded
+        return {"hidden": hidden + embedded, "feature": hidden[:, :16] * 2}
+
+    def _think(self, request: OmniRequest) -> Feed:
+        params = request.params.get("thinker", SamplingParams(temperature=0, max_tokens=6))
+        return PromptFeed(StagePrompt(request.prompt, params, request.salt))
+
+    def _talk(self, request: OmniRequest) -> Feed:
+        options = request.options.get("talker", {})
+        plan = TalkerPlan(
+            rows=Input("thinker", "hidden"),
+            block_size=self.talker.engine.manager.block_size,
+            mask_id=MASK,
+            lead_ids=(PAD, BOS),
+            bos=BOS_ROW,
+            eos=EOS_ROW,
+            pad=PAD_ROW,
+            embed=self._talk_decoder.embed,
+            params=request.params.get("talker", SamplingParams(temperature=0, max_tokens=11)),
+            voice=str(options.get("voice", "")),
+            limit=self.talker.engine.max_model_len,
+            anonymous=bool(options.get("anonymous", False)),
+        )
+        return TalkerFeed(request, plan)
+
+    def run(self, *requests: OmniRequest) -> list[Progress]:
+        """All of them at once, to their end; every invariant is checked at each step."""
+        progress = [self.pipeline.submit(request) for request in requests]
+        while self.pipeline.has_unfinished:
+            self.pipeline.step()
+            self.cache.check()
+        return progress
+
+    def check_idle(self) -> None:
+        """Nothing is held by anybody."""
+        for stage in (self.thinker, self.talker):
+            assert not stage.engine.has_unfinished and not stage._states
+            manager = stage.engine.manager
+            assert manager.num_free_blocks == len(manager.pool.blocks)
+        assert not self.vocoder._states
+
+    def close(self) -> None:
+        self.pipeline.close()
+
+    def __enter__(self) -> "Speech":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.check_idle()
+        self.close()
+
+
+def request(name: str, prompt: list[int], **more: Any) -> OmniRequest:
+    return OmniRequest(request_id=name, prompt=prompt, **more)
+
+
+def collected(progress: Progress, stage: str, output: str) -> Tensor:
+    """All that a request was given of an output, which must be whole and in order."""
+    chunks = progress.chunks[Input(stage, output)]
+    at = 0
+    for chunk in chunks:
+        assert chunk.start == at, f"{stage}.{output}: {at} to {chunk.start} missing"
+        at = chunk.stop
+    return torch.cat([chunk.rows for chunk in chunks])
+
+
+def said(progress: Progress) -> tuple[list[int], list[int], list[float]]:
+    """A request's text, codes and waveform."""
+    assert progress.finish_reason == "done", progress.error
+    return (
+        collected(progress, "thinker", TOKENS).tolist(),
+        collected(progress, "talker", TOKENS).tolist(),
+        collected(progress, "vocoder", "audio").tolist(),
+    )
+
+
+@torch.inference_mode()
+def oracle(prompt: list[int], *, think: int = 6, talk: int = 11) -> tuple[list[int], list[int]]:
+    """Text and codes by whole forward passes of transformers' own models."""
+    thinker, talker = model(1, TEXT_VOCABULARY), model(2, CODES + 4)
+    ids = list(prompt)
+    for _ in range(think):
+        ids.append(int(thinker(torch.tensor([ids])).logits[0, -1].argmax()))
+    reply = ids[len(prompt) :]
+    known = torch.tensor([ids[:-1]])
+    hidden = thinker.model(known).last_hidden_state[0] + thinker.get_input_embeddings()(known)[0]
+    rows = [*hidden[: len(prompt)], BOS_ROW, *hidden[len(prompt) :], EOS_ROW]
+    codes = [MASK] * len(prompt) + [PAD, BOS]
+    for _ in range(talk):
+        own = talker.get_input_embeddings()(torch.tensor(codes))
+        own[: len(prompt)] = 0
+        given = torch.stack([*rows, *[PAD_ROW] * len(codes)][: len(codes)])
+        logits = talker(inputs_embeds=(own + given)[None]).logits[0, -1]
+        logits[[MASK, PAD, BOS]] = -torch.inf
+        codes.append(int(logits.argmax()))
+        if codes[-1] == 3:
+            break
+    return reply, codes[len(prompt) + 2 :]

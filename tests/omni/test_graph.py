@@ -1,0 +1,127 @@
+"""Pipelines written down in TOML."""
+
+import pytest
+import torch
+
+from headstart.errors import ConfigError
+from headstart.omni.function_stage import Job, WholeStage, content_digest
+from headstart.omni.graph import StageNode, read_graph
+from headstart.omni.output_cache import OutputCache
+from headstart.omni.outputs import Alignment, Kind, Output
+from headstart.omni.stage import Input, OmniRequest, Stage, StageSpec
+
+TEXT = """
+collects = ["second.doubled"]
+
+[stages.second]
+kind = "double"
+autoregressive = false
+takes = ["first.numbers"]
+gives = { doubled = { alignment = "request", dtype = "float32", required = true } }
+options = { times = 3 }
+
+[stages.first]
+autoregressive = false
+gives = { numbers = "request" }
+enable_prefix_caching = false
+"""
+
+
+class Calls:
+    """Two factories that count what their stages compute."""
+
+    def __init__(self) -> None:
+        self.cache = OutputCache(1 << 16)
+        self.made = 0
+
+    def first(self, node: StageNode) -> Stage:
+        return WholeStage(node.spec, lambda job: {"numbers": torch.tensor(job.request.prompt)})
+
+    def double(self, node: StageNode) -> Stage:
+        def times(job: Job) -> dict[str, torch.Tensor]:
+            self.made += 1
+            return {"doubled": job.inputs[Input("first", "numbers")] * float(node.options["times"])}
+
+        return WholeStage(
+            node.spec, times, lambda job: content_digest(*job.inputs.values()), self.cache
+        )
+
+    def run(self, prompt: list[float], salt: str | None = None) -> list[float]:
+        pipeline = read_graph(TEXT).build({"first": self.first, "double": self.double})
+        progress = pipeline.submit(OmniRequest(request_id="r", prompt=prompt, salt=salt))
+        while pipeline.has_unfinished:
+            pipeline.step()
+        assert progress.error is None
+        [chunk] = progress.chunks[Input("second", "doubled")]
+        values: list[float] = chunk.rows.tolist()
+        return values
+
+
+def test_a_graph_is_read_as_it_was_written() -> None:
+    second, first = read_graph(TEXT).nodes
+    assert second.spec == StageSpec(
+        name="second",
+        takes=(Input("first", "numbers"),),
+        gives=(Output("doubled", Alignment(Kind.REQUEST), "float32", True),),
+        autoregressive=False,
+    )
+    assert (second.kind, second.options) == ("double", {"times": 3})
+    assert first.kind == "first" and not first.spec.enable_prefix_caching
+
+
+def test_a_whole_result_is_known_again_by_content_and_by_nobody_else() -> None:
+    calls = Calls()
+    assert calls.run([1.0, 2.0]) == [3.0, 6.0]
+    assert calls.run([1.0, 2.0]) == [3.0, 6.0]
+    assert calls.made == 1
+    assert calls.run([2.0, 1.0]) == [6.0, 3.0]
+    assert calls.run([1.0, 2.0], salt="another tenant") == [3.0, 6.0]
+    assert calls.made == 3
+
+
+def test_a_digest_tells_dtype_shape_and_where_a_part_ends() -> None:
+    tensors = [
+        torch.zeros(4),
+        torch.zeros(2, 2),
+        torch.zeros(2, dtype=torch.float64),
+        torch.zeros(4, dtype=torch.int32),
+    ]
+    assert len({content_digest(tensor) for tensor in tensors}) == 4
+    assert content_digest("ab", "c") != content_digest("a", "bc")
+    assert content_digest(torch.zeros(4)) == content_digest(torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("stages = 1", "a table"),
+        ("[stages.a]\nfoo = 1", "stage 'a' has no 'foo'"),
+        ("[stages.a]\ntakes = ['b']", "written stage.output"),
+        ("[stages.a]\nenable_prefix_caching = 1", "true or false"),
+        ("[stages.a]\ngives = { x = 'rows' }", "alignment is 'rows'"),
+        ("[stages.a]\ngives = { x = { kind = 'token' } }", "output 'x' has no 'kind'"),
+        ("other = 1\n[stages.a]", "a pipeline has no 'other'"),
+        ("[stages.a", "no TOML"),
+    ],
+)
+def test_what_cannot_be_read_is_said(text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        read_graph(text)
+
+
+def test_what_cannot_be_built_is_said_and_nothing_stays_open() -> None:
+    calls = Calls()
+    with pytest.raises(ConfigError, match=r"no factory makes a 'double'; there are \['first'\]"):
+        read_graph(TEXT).build({"first": calls.first})
+    ring = "\n".join(
+        f"[stages.{a}]\nkind = 'first'\nautoregressive = false\n"
+        f"takes = ['{b}.numbers']\ngives = {{ numbers = 'request' }}"
+        for a, b in ("ab", "ba")
+    )
+    with pytest.raises(ConfigError, match="take from one another"):
+        read_graph(ring).build({"first": calls.first})
+
+
+def test_a_function_cannot_be_declared_autoregressive() -> None:
+    with pytest.raises(ConfigError, match="'a' is a function"):
+        WholeStage(StageSpec(name="a"), lambda job: {})

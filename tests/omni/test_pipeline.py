@@ -1,0 +1,245 @@
+"""Stages in a row: the same text, codes and waveform, cached or not, in pieces, or interrupted."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.cache import MultiModalItem
+from headstart.engine.params import SamplingParams
+from headstart.engine.prompt import GivenRows, PlacedRows, PreparedPrompt, PromptExtras
+from headstart.errors import ConfigError, EngineError, RequestError
+from headstart.omni.pipeline import Pipeline
+from headstart.omni.stage import TOKENS, Input
+from tests.omni.pipelines import WIDTH, Speech, collected, oracle, request, said, vocode
+
+CONTEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+PROMPTS = {
+    "first": [*CONTEXT, 20, 21],
+    "other question": [*CONTEXT, 30, 31, 32, 33, 34],
+    "same again": [*CONTEXT, 20, 21],
+    "whole blocks": CONTEXT,
+    "something else": [50, 51, 52],
+}
+
+
+@cache
+def wanted(name: str) -> tuple[list[int], list[int], list[float]]:
+    text, codes = oracle(PROMPTS[name])
+    audio = vocode(request("x", []), torch.tensor(codes), 0)
+    return text, codes, audio.tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"caching": False},
+        {"max_num_batched_tokens": 5},
+        {"num_blocks": 11},
+        {"num_blocks": 11, "talker_options": {"num_blocks": 13}},
+        {"max_bytes": 0},
+        {"max_bytes": 12_000},
+        {"deterministic": True},
+        {"undeclared": True},
+        {"talker_options": {"block_size": 8}},
+        {"deduplicate": False},
+        {"max_num_seqs": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("batched", [False, True])
+def test_what_is_said_does_not_depend_on_how(options: dict[str, Any], batched: bool) -> None:
+    with Speech(**options) as speech:
+        for round_ in range(2):
+            requests = [request(f"{name} {round_}", PROMPTS[name]) for name in PROMPTS]
+            rounds = [requests] if batched else [[r] for r in requests]
+            done = [progress for some in rounds for progress in speech.run(*some)]
+            for name, progress in zip(PROMPTS, done, strict=True):
+                assert said(progress) == wanted(name), name
+        preemptions = speech.thinker.engine.num_preemptions + speech.talker.engine.num_preemptions
+        assert (preemptions > 0) == (batched and "num_blocks" in options)
+
+
+def test_a_known_prefix_is_skipped_in_every_stage_and_its_rows_are_the_producer_s_bits() -> None:
+    with Speech() as speech:
+        speech.pipeline = Pipeline(
+            list(speech.pipeline.stages.values()),
+            [Input("thinker", "hidden"), Input("thinker", "feature"), Input("talker", TOKENS)],
+        )
+        [cold] = speech.run(request("cold", PROMPTS["first"]))
+        [warm] = speech.run(request("warm", PROMPTS["first"]))
+        for output in ("hidden", "feature"):
+            first, second = (collected(p, "thinker", output) for p in (cold, warm))
+            assert torch.equal(first[:12], second[:12])
+            assert torch.allclose(first, second, atol=1e-5)
+        figures = warm.figures
+        assert figures["thinker"].cached_tokens == 12
+        assert figures["thinker"].hit_rows == {"hidden": 12, "feature": 12}
+        assert figures["talker"].cached_tokens == 12
+        assert figures["vocoder"].hit_rows == {"audio": 8}
+        assert figures["vocoder"].cached_tokens == 8
+
+
+def test_the_talker_begins_before_the_thinker_is_done_and_the_vocoder_before_the_talker() -> None:
+    with Speech() as speech:
+        more = {"thinker": SamplingParams(temperature=0, max_tokens=20)}
+        [progress] = speech.run(request("r", PROMPTS["first"], params=more))
+        figures = progress.figures
+        assert figures["talker"].first_output < figures["thinker"].total
+        assert figures["vocoder"].first_output < figures["talker"].total
+
+
+def test_another_voice_shares_the_thinker_and_no_talker_block() -> None:
+    with Speech() as speech:
+        hits = []
+        for at, voice in enumerate(["Ada", "Ada", "Bob"]):
+            options = {"talker": {"voice": voice}}
+            [progress] = speech.run(request(f"{at}", PROMPTS["first"], options=options))
+            assert said(progress) == wanted("first")
+            hits.append([progress.figures[s].cached_tokens for s in ("thinker", "talker")])
+        assert hits == [[0, 0], [12, 12], [12, 0]]
+
+
+def test_prompts_of_equal_length_share_only_what_their_texts_share() -> None:
+    """All talker prompts of one length are the same ids: a mask. Their rows tell them apart."""
+    with Speech() as speech:
+        hits = []
+        for at, prompt in enumerate([[7] * 13, [8] * 13, [7] * 8 + [9] * 5]):
+            [progress] = speech.run(request(f"{at}", prompt))
+            assert said(progress)[:2] == oracle(prompt)
+            hits.append(progress.figures["talker"].cached_tokens)
+        assert hits == [0, 0, 8]
+
+
+def test_conditions_without_an_identity_are_never_shared() -> None:
+    with Speech(talker_options={"num_blocks": 13}) as speech:
+        for at in range(2):
+            options = {"talker": {"anonymous": True}}
+            [progress] = speech.run(request(f"{at}", PROMPTS["first"], options=options))
+            assert said(progress) == wanted("first")
+            assert progress.figures["talker"].cached_tokens == 0
+
+
+def with_image(seed: int) -> PreparedPrompt:
+    rows = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
+    items = (MultiModalItem(b"image %d" % seed, 2, 6),)
+    extras = PromptExtras(items, GivenRows([PlacedRows(2, rows)]))
+    return PreparedPrompt([5, 6, *[90] * 6, 7, 8, 9, 10], extras=extras)
+
+
+def test_another_image_of_the_same_shape_is_another_prefix_in_every_stage() -> None:
+    outcomes = {}
+    for caching in (False, True):
+        with Speech(caching=caching) as speech:
+            done = [
+                speech.run(request(f"{n}", with_image(seed)))[0] for n, seed in enumerate([1, 2, 1])
+            ]
+            outcomes[caching] = [said(progress) for progress in done]
+    assert outcomes[True] == outcomes[False]
+    assert outcomes[True][0] == outcomes[True][2] != outcomes[True][1]
+    hits = [[p.figures[s].cached_tokens for s in ("thinker", "talker")] for p in done]
+    assert hits == [[0, 0], [0, 0], [11, 12]]
+
+
+def test_rows_evicted_while_kv_stays_and_kv_evicted_while_rows_stay() -> None:
+    with Speech(num_blocks=9, talker_options={"num_blocks": 40}) as speech:
+        speech.run(request("1", PROMPTS["first"]))
+        speech.cache.clear()
+        [no_rows] = speech.run(request("2", PROMPTS["first"]))
+        assert said(no_rows) == wanted("first")
+        assert no_rows.figures["thinker"].cached_tokens == 0
+        assert no_rows.figures["talker"].cached_tokens == 15
+        speech.run(request("3", [60] * 28))
+        [no_kv] = speech.run(request("4", PROMPTS["first"]))
+        assert said(no_kv) == wanted("first")
+        assert no_kv.figures["thinker"].cached_tokens == 0
+        [both] = speech.run(request("5", PROMPTS["first"]))
+        assert both.figures["thinker"].cached_tokens == 12
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 6, 9])
+def test_an_abort_reaches_every_stage_and_nobody_else(steps: int) -> None:
+    with Speech() as speech:
+        gone = speech.pipeline.submit(request("gone", PROMPTS["first"]))
+        stays = speech.pipeline.submit(request("stays", PROMPTS["other question"]))
+        for _ in range(steps):
+            speech.pipeline.step()
+        assert speech.pipeline.abort("gone") is gone
+        assert gone.finish_reason == "abort"
+        assert speech.pipeline.abort("gone") is None
+        speech.run()
+        assert said(stays) == wanted("other question")
+        [again] = speech.run(request("gone", PROMPTS["first"]))
+        assert said(again) == wanted("first")
+
+
+@pytest.mark.parametrize("broken", [1, 3, 5])
+def test_an_error_in_one_stage_ends_the_request_in_all(broken: int) -> None:
+    with Speech() as speech:
+        speech.break_pass = broken
+        [failed] = speech.run(request("bad", PROMPTS["first"]))
+        assert failed.finish_reason == "error"
+        assert isinstance(failed.error, EngineError)
+        assert str(failed.error) == (
+            "stage 'thinker': the step failed: ValueError: broken on purpose"
+        )
+        speech.check_idle()
+        [progress] = speech.run(request("good", PROMPTS["first"]))
+        assert said(progress) == wanted("first")
+
+
+def test_a_function_that_fails_ends_its_own_request_alone() -> None:
+    with Speech() as speech:
+        plan = speech.vocoder._plan
+        speech.vocoder._plan = type(plan)(
+            function=fail_once_of(plan.function), block=plan.block, context=plan.context
+        )
+        bad, good = speech.run(
+            request("bad", PROMPTS["first"]), request("good", PROMPTS["something else"])
+        )
+        assert str(bad.error) == "stage 'vocoder': RuntimeError: no sound"
+        assert said(good) == wanted("something else")
+
+
+def fail_once_of(function: Any) -> Any:
+    calls = iter(range(1000))
+
+    def wrapper(*given: Any) -> torch.Tensor:
+        if next(calls) == 0:
+            raise RuntimeError("no sound")
+        return function(*given)
+
+    return wrapper
+
+
+def test_what_cannot_be_served_is_refused_before_any_work() -> None:
+    with Speech() as speech:
+        with pytest.raises(RequestError, match="at least one token"):
+            speech.pipeline.submit(request("r", []))
+        with pytest.raises(RequestError, match="no stage 'singer'"):
+            speech.pipeline.submit(request("r", [1], options={"singer": {}}))
+        speech.pipeline.submit(request("r", [1]))
+        with pytest.raises(RequestError, match="'r' is in use"):
+            speech.pipeline.submit(request("r", [1]))
+        speech.run()
+
+
+def test_a_thinker_that_says_one_word_is_spoken_all_the_same() -> None:
+    with Speech() as speech:
+        short = {"thinker": SamplingParams(temperature=0, max_tokens=1)}
+        [progress] = speech.run(request("r", PROMPTS["first"], params=short))
+        text, codes, _ = said(progress)
+        assert (text, codes) == oracle(PROMPTS["first"], think=1)
+
+
+def test_a_pipeline_that_cannot_be_is_refused() -> None:
+    with Speech() as speech:
+        stages = list(speech.pipeline.stages.values())
+        with pytest.raises(ConfigError, match="'hum' of 'talker', which does not give it"):
+            Pipeline(stages, [Input("talker", "hum")])
+        with pytest.raises(ConfigError, match="two stages have one name"):
+            Pipeline([*stages, stages[0]])
+        with pytest.raises(ConfigError, match="takes 'hidden' of 'thinker'"):
+            Pipeline([speech.talker])

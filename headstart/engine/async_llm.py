@@ -85,7 +85,7 @@ class AsyncLLM:
         async with aclosing(self._stream(request)) as outputs:
             async for output in outputs:
                 if output.finished:
-                    self._chats.remember(output, request.namespace)
+                    self._chats.remember(request, output)
                 yield output
 
     async def load_adapter(self, name: str, path: str | Path) -> Adapter:

@@ -4,10 +4,12 @@ import threading
 from collections.abc import Sequence
 
 from headstart.cache import Namespace
-from headstart.engine.conversation import ConversationMemory, Message, Turn
+from headstart.engine.conversation import ChatPrompt, ConversationMemory, Message, Turn
 from headstart.engine.engine import Engine
+from headstart.engine.image_chat import ImageChat, ImageSpelling
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
+from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.request import RequestGroup
 
 Conversation = Sequence[Message]
@@ -22,8 +24,14 @@ class ChatRequests:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._memory = ConversationMemory(engine.tokenizer)
         self._lock = threading.Lock()
+        self._images: ImageChat | None = None
+        if engine.images is None:
+            self._memory = ConversationMemory(engine.tokenizer)
+        else:
+            spelling = ImageSpelling(engine.tokenizer, engine.images)
+            self._memory = ConversationMemory(engine.tokenizer, spelling=spelling)
+            self._images = ImageChat(engine.images, self._memory, spelling)
 
     def prepare(
         self,
@@ -37,19 +45,29 @@ class ChatRequests:
         """A request whose prompt begins with the ids of earlier turns. Raises RequestError."""
         found = self._engine.adapters.find(adapter) if adapter is not None else None
         namespace = Namespace(found.digest if found is not None else None, salt)
+        chat, prompt = self._prompt(messages, namespace)
+        group = self._engine.prepare(
+            prompt, params, request_id=request_id, salt=salt, adapter=adapter
+        )
+        group.chat = chat
+        return group
+
+    def _prompt(
+        self, messages: Conversation, namespace: Namespace
+    ) -> tuple[ChatPrompt, PreparedPrompt]:
+        if self._images is not None:
+            found, loaded = self._images.read(messages)
+            with self._lock:
+                return self._images.prompt(found, loaded, namespace)
         with self._lock:
             text = self._memory.render(messages)
             token_ids = self._memory.encode(text, namespace)
-        group = self._engine.prepare(
-            token_ids, params, request_id=request_id, salt=salt, adapter=adapter
-        )
-        group.prompt = text
-        return group
+        return ChatPrompt(text, token_ids), PreparedPrompt(token_ids, text)
 
-    def remember(self, output: RequestOutput, namespace: Namespace) -> None:
+    def remember(self, group: RequestGroup, output: RequestOutput) -> None:
         """Keep the ids of a finished request's answers, for later turns of the same namespace."""
-        assert output.prompt is not None
+        assert group.chat is not None
         with self._lock:
             for answer in output.outputs:
-                turn = Turn(output.prompt, output.prompt_token_ids, answer.text, answer.token_ids)
-                self._memory.remember(turn, namespace)
+                turn = Turn(*group.chat, answer.text, answer.token_ids)
+                self._memory.remember(turn, group.namespace)

@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import Namespace
+from headstart.engine.spelling import Spelling
 from headstart.errors import ConfigError, RequestError
 
 Message = Mapping[str, Any]
@@ -118,6 +119,13 @@ def _hasher(namespace: Namespace) -> "hashlib.blake2b":
     return hasher
 
 
+class ChatPrompt(NamedTuple):
+    """A conversation's prompt as its next turn will look for it: the text and the ids of it."""
+
+    text: str
+    token_ids: Sequence[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A finished turn: what was asked, and one answer. The prompt's ids spell the prompt."""
@@ -132,15 +140,21 @@ class ConversationMemory:
     """Renders chats and recognises what was said before.
 
     tokenizer: None for a model without one, which cannot chat. capacity: texts remembered, up
-    to three for a turn, which share 4 bytes for each token of its prompt and reply.
+    to three for a turn, which share 4 bytes for each token of its prompt and reply. spelling:
+    how texts become ids and back, where that is not the tokenizer's business alone.
 
     Not thread-safe.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, capacity: int = CAPACITY) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        capacity: int = CAPACITY,
+        spelling: Spelling | None = None,
+    ) -> None:
         if capacity < 1:
             raise ConfigError(f"capacity is {capacity}; allowed: at least 1")
-        self._tokenizer = tokenizer
+        self._spelling = spelling or Spelling(tokenizer)
         self._texts = _TextIndex(capacity)
 
     def __len__(self) -> int:
@@ -152,17 +166,22 @@ class ConversationMemory:
         Raises RequestError: no tokenizer or no template, no message, a role or content that is
         not one, or what the template itself refuses.
         """
-        tokenizer = self._require_tokenizer()
+        conversation = check_conversation(messages)
+        return self.apply_template(
+            [
+                {**message, "content": _check_content(place, message.get("content"))}
+                for place, message in enumerate(conversation)
+            ]
+        )
+
+    def apply_template(self, messages: list[dict[str, Any]]) -> str:
+        """The same for messages whose contents are what the template takes. Raises RequestError."""
+        tokenizer = self._spelling.tokenizer
         if not tokenizer.chat_template:
             raise RequestError("the model's tokenizer has no chat template: give a prompt instead")
-        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-            raise RequestError(f"messages are a list of dicts, not {type(messages).__name__}")
-        if not messages:
-            raise RequestError("the conversation is empty: it must have at least one message")
-        checked = [_check_message(place, message) for place, message in enumerate(messages)]
         try:
             text = tokenizer.apply_chat_template(
-                checked, tokenize=False, add_generation_prompt=True
+                messages, tokenize=False, add_generation_prompt=True
             )
         except TemplateError as error:
             raise RequestError(f"the model's chat template refuses this: {error}") from error
@@ -181,20 +200,20 @@ class ConversationMemory:
         where the tokenizer loses something (a normaliser, a dummy space). Costs a hash over the
         text, a digest for each distinct length remembered, and tokenising the rest.
         """
-        self._require_tokenizer()
+        spelling = self._spelling
         known, rest = self._texts.longest(text, namespace)
         if not known:
-            return self._tokenize(text)
+            return spelling.tokenize(text)
         context = known[-_CONTEXT:]
-        before = self._spell(context)
-        candidates = [self._tokenize(rest), *self._tokenize_anchored(rest)]
+        shown = spelling.spell(context) + spelling.show(rest)
+        candidates = [spelling.tokenize(rest), *spelling.tokenize_anchored(rest)]
         for following in candidates:
-            if self._spell([*context, *following]) == before + rest:
+            if spelling.spell([*context, *following]) == shown:
                 return known + following
-        anew = self._tokenize(text)
-        spelled = self._spell(anew)
+        anew = spelling.tokenize(text)
+        spelled = spelling.spell(anew)
         for following in candidates:
-            if self._spell(known + following) == spelled:
+            if spelling.spell(known + following) == spelled:
                 return known + following
         return anew
 
@@ -208,13 +227,14 @@ class ConversationMemory:
         """
         token_ids = array("I", [*turn.prompt_token_ids, *turn.reply_token_ids])
         start = len(turn.prompt_token_ids)
-        texts = {start: turn.prompt}
+        texts: dict[str, int] = {}
         for reply in {turn.reply.rstrip(), turn.reply}:
             count = self._count_shown(turn.reply_token_ids, reply)
             spelled = self._spell_after(turn.prompt_token_ids, turn.reply_token_ids[:count])
             if spelled is not None:
-                texts[start + count] = turn.prompt + spelled
-        for count, text in texts.items():
+                texts[turn.prompt + self._spelling.quote(spelled)] = start + count
+        texts[turn.prompt] = start  # also when the reply's tokens spell nothing
+        for text, count in texts.items():
             self._texts.add(text, token_ids, count, namespace)
 
     def _count_shown(self, token_ids: Sequence[int], text: str) -> int:
@@ -226,13 +246,13 @@ class ConversationMemory:
         places = range(len(token_ids) + 1)
         shown = bisect_left(places, True, key=lambda n: not self._is_shown(token_ids[:n], text)) - 1
         for count in range(shown, max(shown - _CONTEXT, 0), -1):
-            spelled = self._spell(token_ids[:count])
+            spelled = self._spelling.spell(token_ids[:count])
             if text.startswith(spelled) and not spelled.endswith(_UNFINISHED):
                 return count
         return 0
 
     def _is_shown(self, token_ids: Sequence[int], text: str) -> bool:
-        return text.startswith(self._spell(token_ids).rstrip(_UNFINISHED))
+        return text.startswith(self._spelling.spell(token_ids).rstrip(_UNFINISHED))
 
     def _spell_after(self, before: Sequence[int], token_ids: Sequence[int]) -> str | None:
         """What ids spell after others, None if the two do not stand apart.
@@ -241,50 +261,24 @@ class ConversationMemory:
         that make no character may change what the bytes before them spell.
         """
         context = before[-_CONTEXT:]
-        start = self._spell(context)
-        spelled = self._spell([*context, *token_ids])
+        start = self._spelling.spell(context)
+        spelled = self._spelling.spell([*context, *token_ids])
         return spelled[len(start) :] if spelled.startswith(start) else None
 
-    def _require_tokenizer(self) -> PreTrainedTokenizerBase:
-        if self._tokenizer is None:
-            raise RequestError("the model came without a tokenizer, so it cannot chat")
-        return self._tokenizer
 
-    def _tokenize(self, text: str) -> list[int]:
-        """The ids of a text whose special tokens the template has spelled."""
-        tokenizer = self._require_tokenizer()
-        token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        return token_ids
-
-    def _tokenize_anchored(self, text: str) -> list[list[int]]:
-        """The ids of a text that does not stand at the beginning; empty if there is no telling.
-
-        At the beginning some tokenizers put a space that they put nowhere else. After a special
-        token, with which nothing can merge, they do not.
-        """
-        for token_id in self._require_tokenizer().all_special_ids[:1]:
-            anchored = self._tokenize(self._spell([token_id]) + text)
-            if anchored[:1] == [token_id]:
-                return [anchored[1:]]
-        return []
-
-    def _spell(self, token_ids: Sequence[int]) -> str:
-        tokenizer = self._require_tokenizer()
-        text = tokenizer.decode(
-            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
-
-
-def _check_message(place: int, message: Message) -> dict[str, Any]:
-    """The message as templates want it, its content one text."""
-    if not isinstance(message, Mapping):
-        raise RequestError(f"message {place} is a {type(message).__name__}, not a dict")
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise RequestError(f"message {place} has the role {role!r}; it must be a name")
-    return {**message, "content": _check_content(place, message.get("content"))}
+def check_conversation(messages: object) -> Sequence[Message]:
+    """Messages that have a role each; their contents are not looked at. Raises RequestError."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages are a list of dicts, not {type(messages).__name__}")
+    if not messages:
+        raise RequestError("the conversation is empty: it must have at least one message")
+    for place, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(f"message {place} is a {type(message).__name__}, not a dict")
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise RequestError(f"message {place} has the role {role!r}; it must be a name")
+    return messages
 
 
 def _check_content(place: int, content: Any) -> str:
@@ -300,6 +294,8 @@ def _check_content(place: int, content: Any) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         text = part.get("text") if isinstance(part, Mapping) else None
+        if kind in ("image", "image_url"):
+            raise RequestError(f"message {place} has an image, and the model takes text alone")
         if kind != "text" or not isinstance(text, str):
             raise RequestError(
                 f"message {place} has a part of type {kind!r}; allowed: "

@@ -45,12 +45,12 @@ class ImagePrompts:
         self._tokenizer = tokenizer
         self._reader = ImageReader(vision, config.max_image_pixels)
         self._limit = config.max_images
-        self._token = vision.image_token_id
+        self.token_id = vision.image_token_id
         self.placeholder = ""
-        self._spelled: list[int] = []
+        self.spelled: list[int] = []  # the placeholder as a text like any other
         if tokenizer is not None:
-            self.placeholder = str(tokenizer.convert_ids_to_tokens(self._token))
-            self._spelled = tokenizer.encode(
+            self.placeholder = str(tokenizer.convert_ids_to_tokens(self.token_id))
+            self.spelled = tokenizer.encode(
                 self.placeholder, add_special_tokens=False, split_special_tokens=True
             )
 
@@ -60,7 +60,7 @@ class ImagePrompts:
         data: vLLM's `{"image": one or a list, "ids": ...}`; see `read`.
         """
         loaded = self.read(data.get("image"), data.get("ids"))
-        found = sum(token_id == self._token for token_id in token_ids)
+        found = sum(token_id == self.token_id for token_id in token_ids)
         if found != len(loaded):
             raise RequestError(
                 f"the prompt has {found} placeholders {self.placeholder!r} and "
@@ -83,12 +83,16 @@ class ImagePrompts:
         images = iter(loaded)
         expanded: list[int] = []
         for token_id in token_ids:
-            if token_id == self._token:
-                expansion = next(images).image.expansion
-                expanded += [IMAGE_MARK if i == self._token else i for i in expansion]
+            if token_id == self.token_id:
+                expanded += self.marked_expansion(next(images).image.shape)
             else:
                 expanded.append(token_id)
         return expanded
+
+    def marked_expansion(self, shape: tuple[int, ...]) -> list[int]:
+        """The ids in the place of one placeholder, image tokens marked."""
+        expansion = self._vision.expand(shape)
+        return [IMAGE_MARK if token_id == self.token_id else token_id for token_id in expansion]
 
     def settle(
         self, text: str | None, marked: Sequence[int], loaded: Sequence[LoadedImage]
@@ -98,7 +102,7 @@ class ImagePrompts:
             return PreparedPrompt(marked, text)
         token_ids = np.array(marked, dtype=np.int64)
         places = np.flatnonzero(token_ids == IMAGE_MARK)
-        token_ids[places] = self._token
+        token_ids[places] = self.token_id
         images = []
         ends = np.cumsum([one.image.num_rows for one in loaded])
         for one, part in zip(loaded, np.split(places, ends), strict=False):
@@ -127,7 +131,7 @@ class ImagePrompts:
         first, *others = text.split(self.placeholder) if self.placeholder else [text]
         token_ids: list[int] = self._tokenizer.encode(first, verbose=False) if first else []
         for other in others:
-            token_ids += self._spelled
+            token_ids += self.spelled
             token_ids += self.tokenize_after(other)
         return token_ids
 
@@ -143,15 +147,15 @@ class ImagePrompts:
         anchored: list[int] = tokenizer.encode(
             f"{self.placeholder}{text}", add_special_tokens=False, verbose=False
         )
-        if anchored[:1] == [self._token]:
+        if anchored[:1] == [self.token_id]:
             return anchored[1:]
         plain: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return plain
 
     def check_plain(self, token_ids: Sequence[int]) -> None:
         """Refuse token ids that have a placeholder for which there is no image."""
-        if self._token in token_ids:
-            found = sum(token_id == self._token for token_id in token_ids)
+        if self.token_id in token_ids:
+            found = sum(token_id == self.token_id for token_id in token_ids)
             raise RequestError(
                 f"the prompt has {found} placeholders {self.placeholder!r} and no images; "
                 "there must be one for each"

@@ -98,7 +98,7 @@ class LLM:
         ]
         outputs = self._run(groups, show_progress=use_tqdm)
         for group, output in zip(groups, outputs, strict=True):
-            self._chats.remember(output, group.namespace)
+            self._chats.remember(group, output)
         return outputs
 
     def stream(
@@ -129,7 +129,7 @@ class LLM:
         group = self._chats.prepare(messages, params, salt=cache_salt, adapter=adapter)
         for output in self._stream(group):
             if output.finished:
-                self._chats.remember(output, group.namespace)
+                self._chats.remember(group, output)
             yield output
 
     def load_adapter(self, name: str, path: str | Path) -> Adapter:

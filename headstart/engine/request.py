@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from headstart.cache import MissExplanation, Namespace, TokenSequence
 from headstart.engine.adapters import Adapter
+from headstart.engine.conversation import ChatPrompt
 from headstart.engine.logprobs import TokenLogprob
 from headstart.engine.outputs import (
     CompletionOutput,
@@ -102,7 +103,7 @@ class RequestGroup:
     """What a user asked for: a prompt and how to answer it, `n` times.
 
     `extras` is what the prompt is beyond its token ids, None for most; `adapter` what its name
-    stood for when the request was made.
+    stood for when the request was made; `chat` what its next turn begins with, if it is one.
     """
 
     request_id: str
@@ -113,6 +114,7 @@ class RequestGroup:
     extras: PromptExtras | None = None
     images: tuple[ImageUse, ...] = ()
     adapter: Adapter | None = None
+    chat: ChatPrompt | None = None
     requests: list[Request] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] | None = None
     start_time: float | None = None

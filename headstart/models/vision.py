@@ -39,13 +39,11 @@ class ProcessedImage:
     """An image as the vision tower takes it.
 
     inputs: by the tower's argument names. shape: the grid of its patches or tiles; images of
-    equal shape have equal placeholders. expansion: token ids that take the place of one
-    placeholder in the prompt, `num_rows` of which are the image token.
+    equal shape have equal placeholders. num_rows: its embeddings.
     """
 
     inputs: Mapping[str, Tensor]
     shape: tuple[int, ...]
-    expansion: tuple[int, ...]
     num_rows: int
 
 
@@ -208,9 +206,12 @@ class VisionModel:
         with quiet():
             found = self._processor(**self._family.arguments(image), return_tensors="pt")
         shape = self._family.shape(found)
-        expansion = tuple(self._family.expand(shape))
         inputs = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-        return ProcessedImage(inputs, shape, expansion, expansion.count(self.image_token_id))
+        return ProcessedImage(inputs, shape, self.expand(shape).count(self.image_token_id))
+
+    def expand(self, shape: tuple[int, ...]) -> list[int]:
+        """The token ids that take the place of the placeholder of an image of this shape."""
+        return self._family.expand(shape)
 
     def encode(self, image: ProcessedImage) -> Tensor:
         """The embeddings of its placeholders `[rows, hidden]`, in the dtype of the weights.

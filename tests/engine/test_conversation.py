@@ -88,7 +88,8 @@ def test_what_else_a_message_holds_reaches_the_template() -> None:
         ([{"role": "user"}], "content None"),
         ([{"role": "user", "content": 7}], "content 7"),
         ([{"role": "user", "content": []}], r"content \[\]"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url'"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "takes text alone"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], "'audio'"),
         ([{"role": "user", "content": [{"type": "text"}]}], "'text'"),
         ([{"role": "user", "content": ["hello"]}], "'str'"),
     ],
@@ -157,6 +158,14 @@ def test_later_turns_keep_the_ids_of_all_replies() -> None:
         seen = [*said.prompt_token_ids, *said.reply_token_ids]
         assert token_ids[: len(seen)] == seen
         assert spell(token_ids) == prompt
+
+
+def test_a_reply_that_spells_nothing_changes_no_prompt() -> None:
+    """Ids beyond the tokenizer's vocabulary once came back as part of the prompt they answered."""
+    memory = ConversationMemory(BYTES)
+    prompt = letters("user: hello")
+    memory.remember(Turn("user: hello", prompt, "", [100_000, 100_001]))
+    assert memory.encode("user: hello") == prompt
 
 
 def test_the_end_of_turn_that_the_template_spells_is_not_there_twice() -> None:

@@ -33,7 +33,7 @@ class Encoder:
 
 def image(number: int, rows: int = 10, offset: int = 0) -> PromptImage:
     item = MultiModalItem(b"%d" % number, offset, rows)
-    processed = ProcessedImage({}, (number,), (7,) * rows, rows)
+    processed = ProcessedImage({}, (number,), rows)
     return PromptImage(item, processed, torch.arange(offset, offset + rows))
 
 
@@ -106,7 +106,7 @@ def test_rows_of_any_span(gaps: list[int], start: int, stop: int) -> None:
     """Placeholders with other tokens between them: each gets its own row, and only those asked."""
     places = torch.tensor(np.cumsum(gaps) + 2)
     item = MultiModalItem(b"1", int(places[0]), int(places[-1] - places[0]) + 1)
-    processed = ProcessedImage({}, (1,), (7,) * len(places), len(places))
+    processed = ProcessedImage({}, (1,), len(places))
     cache = EncoderCache(Encoder(), 100)
     cache.hold((0, 0), PromptImage(item, processed, places))
     cache.encode_wanted()

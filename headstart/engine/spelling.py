@@ -1,0 +1,59 @@
+"""Texts and token ids, back and forth, for prompts that are put together from pieces."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from headstart.errors import RequestError
+
+__all__ = ["Spelling"]
+
+
+class Spelling:
+    """A tokenizer's way of spelling; `tokenizer` is None for a model without one.
+
+    A subclass may know texts and ids that stand for something else than they say.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer. Raises RequestError if there is none."""
+        if self._tokenizer is None:
+            raise RequestError("the model came without a tokenizer, so it cannot chat")
+        return self._tokenizer
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text whose special tokens the template has spelled."""
+        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return token_ids
+
+    def tokenize_anchored(self, text: str) -> list[list[int]]:
+        """The ids of a text that does not stand at the beginning; empty if there is no telling.
+
+        At the beginning some tokenizers put a space that they put nowhere else. After a special
+        token, with which nothing can merge, they do not.
+        """
+        for token_id in self.tokenizer.all_special_ids[:1]:
+            anchored = self.tokenize(self.spell([token_id]) + text)
+            if anchored[:1] == [token_id]:
+                return [anchored[1:]]
+        return []
+
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        text = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    def show(self, text: str) -> str:
+        """What `spell` gives for the ids of a text that a prompt is made from."""
+        return text
+
+    def quote(self, text: str) -> str:
+        """How a text that the model wrote stands in a text that a prompt is made from."""
+        return text

@@ -13,7 +13,9 @@ from headstart.attention.backend import AttentionBackend
 from headstart.attention.layout import LayerLayout
 from headstart.attention.register import BackendFunction, register, unregister
 from headstart.models.files import fingerprint_files
+from headstart.models.fused import FusionSwitch
 from headstart.models.lora_files import Widths
+from headstart.models.packed import PackedLinear
 
 __all__ = ["DecoderModel", "EmbeddingOverlay", "forward_rows", "text_part"]
 
@@ -47,7 +49,11 @@ class DecoderModel:
     """
 
     def __init__(
-        self, model: PreTrainedModel, layouts: tuple[LayerLayout, ...], folder: Path | None = None
+        self,
+        model: PreTrainedModel,
+        layouts: tuple[LayerLayout, ...],
+        folder: Path | None = None,
+        fusion: FusionSwitch | None = None,
     ) -> None:
         self._model = model
         self._folder = folder
@@ -55,6 +61,8 @@ class DecoderModel:
         self._fingerprint: str | None = None
         self.layouts = layouts
         """K and V of one token, per layer."""
+        self.fusion = fusion or FusionSwitch()
+        """Off for a step in which single layers are wrapped or replaced."""
 
     @property
     def module(self) -> PreTrainedModel:
@@ -80,9 +88,9 @@ class DecoderModel:
     @property
     def vocab_size(self) -> int:
         """Width of the logits; token ids lie in `0 .. vocab_size - 1`."""
-        weight = self._model.get_input_embeddings().weight
-        assert isinstance(weight, Tensor)
-        return int(weight.shape[0])
+        count = self._model.get_input_embeddings().num_embeddings
+        assert isinstance(count, int)
+        return count
 
     @property
     def max_model_len(self) -> int:
@@ -127,12 +135,15 @@ class DecoderModel:
                 continue
             if isinstance(module, Conv1D):
                 found[name] = Widths(*module.weight.shape)
-            elif isinstance(module, nn.Linear):
+            elif isinstance(module, (nn.Linear, PackedLinear)):
                 found[name] = Widths(module.in_features, module.out_features)
         return found
 
     def weight(self, name: str) -> Tensor | None:
         """The weight of the layer of this dotted name, None if there is none."""
+        module = dict(self._model.named_modules()).get(name)
+        if isinstance(module, PackedLinear):
+            return module.packed.unpack()
         found = dict(self._model.named_parameters(remove_duplicate=False)).get(f"{name}.weight")
         return None if found is None else found.detach()
 
@@ -150,6 +161,7 @@ class DecoderModel:
         self.detach()
         self._attention = register(BackendFunction(backend))
         text_part(self._model).set_attn_implementation(self._attention)
+        self.fusion.backend = backend
 
     def detach(self) -> None:
         """Let go of the backend and its memory; safe to call twice."""
@@ -157,6 +169,7 @@ class DecoderModel:
             text_part(self._model).set_attn_implementation("eager")
             unregister(self._attention)
             self._attention = None
+            self.fusion.backend = None
 
     def forward(
         self,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from headstart.errors import UnsupportedAdapterError
+from headstart.models.fused import FusionSwitch
 from headstart.models.lora_stack import AdapterStack, ResidentAdapter
 
 __all__ = ["AdapterRun", "LoraLayers"]
@@ -37,6 +38,9 @@ class HookedModel(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def fusion(self) -> FusionSwitch: ...
 
     @property
     def output_layer(self) -> str | None: ...
@@ -129,7 +133,9 @@ class LoraLayers:
 
     def begin_step(self, runs: Sequence[AdapterRun]) -> None:
         """From here to `end_step` the model's rows are these, in this order."""
-        if all(run.adapter is None for run in runs):
+        plain = all(run.adapter is None for run in runs)
+        self._model.fusion.enabled = plain  # a fused part does not call the layers in it
+        if plain:
             self._unhook()
             return
         body = _Rows((run.adapter, run.rows) for run in runs)

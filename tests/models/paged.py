@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from headstart.attention import PagedKVMemory, Span, StepPlan, make_backend
 from headstart.models.decoder import DecoderModel
+from headstart.models.fused import FusionSwitch
 from headstart.models.probe import probe_model
 
 BLOCK = 4
@@ -29,8 +30,14 @@ class Sequence:
 class Paged:
     """A model with a backend and a pool of blocks handed out in a random order."""
 
-    def __init__(self, model: PreTrainedModel, num_blocks: int = 64, seed: int = 0) -> None:
-        self.decoder = DecoderModel(model, probe_model(model))
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_blocks: int = 64,
+        seed: int = 0,
+        fusion: FusionSwitch | None = None,
+    ) -> None:
+        self.decoder = DecoderModel(model, probe_model(model), fusion=fusion)
         self.memory = PagedKVMemory(
             self.decoder.layouts, num_blocks, BLOCK, self.decoder.dtype, self.decoder.device
         )

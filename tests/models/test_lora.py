@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from headstart.errors import UnsupportedAdapterError
 from headstart.models.decoder import DecoderModel
+from headstart.models.fused import FusionSwitch
 from headstart.models.lora import AdapterRun, LoraLayers
 from headstart.models.lora_files import LoraPair, LoraWeights, read_weights
 from headstart.models.lora_stack import ResidentAdapter
@@ -147,6 +148,7 @@ class Loose(nn.Module):
 
     device = torch.device("cpu")
     output_layer = None
+    fusion = FusionSwitch()
 
     def __init__(self) -> None:
         super().__init__()

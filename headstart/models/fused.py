@@ -1,0 +1,258 @@
+"""Parts of a decoder in one compiled call each, in front of transformers' own modules.
+
+A fused part is the `forward` of one module object and uses the packed weights of its children. The
+children stay where they are and can be called by themselves; the module's own forward, which
+calls them one by one, runs whenever fusion is switched off or the call is not a step over paged
+K/V. `headstart.models.swap` decides where a part fits.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headstart.attention.backend import AttentionBackend, AttentionOptions
+from headstart.models.packed import PackedLinear, WeightStruct, kernels
+
+__all__ = ["FusedLayer", "FusedMLP", "FusedNorm", "FusionSwitch"]
+
+
+@dataclass
+class FusionSwitch:
+    """One per model: whether fused parts are used, and where their attention goes.
+
+    Off, every child module is called by itself, so that it can be wrapped or replaced for a step.
+    """
+
+    enabled: bool = True
+    backend: AttentionBackend | None = None
+
+
+class _NormStruct(ctypes.Structure):
+    """`Norm` of native/layer.cpp; all zeros where there is none."""
+
+    _fields_ = (("weight", ctypes.c_void_p), ("epsilon", ctypes.c_float))
+
+
+class _LayerStruct(ctypes.Structure):
+    """`Layer` of native/layer.cpp."""
+
+    _fields_ = (
+        *((name, WeightStruct) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, _NormStruct) for name in ("before", "after", "q_heads", "k_heads")),
+        ("head_dim", ctypes.c_int64),
+    )
+
+
+class FusedNorm:
+    """`weight * x / sqrt(mean(x ** 2) + epsilon)`, as Llama's RMSNorm rounds it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        weight, epsilon = _norm_parts(module)
+        found = kernels()
+        assert found is not None
+        self._function = found.headstart_rms_norm
+        self._weight, self._epsilon = weight, epsilon
+        self._address = weight.data_ptr()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        width = len(self._weight)
+        self._function(
+            self._address,
+            self._epsilon,
+            x.data_ptr(),
+            x.numel() // width,
+            width,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+
+class FusedMLP:
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, module: nn.Module, switch: FusionSwitch) -> None:
+        found = kernels()
+        assert found is not None
+        self._function = found.headstart_mlp
+        self._module, self._switch = module, switch
+        self._struct, self._kept = _LayerStruct(), _mlp_parts(module)
+        _fill(self._struct, self._kept)
+        self._address = ctypes.addressof(self._struct)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self._switch.enabled:
+            plain: Tensor = type(self._module).forward(self._module, x)
+            return plain
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._function(
+            self._address,
+            x.data_ptr(),
+            x.numel() // x.shape[-1],
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+
+class FusedLayer:
+    """A whole decoder layer of the Llama and Qwen kind: two compiled calls around attention.
+
+    `options` is what the layer's own attention asks of the backend. Raises `LookupError` where the
+    layer's children are not those of this kind.
+    """
+
+    def __init__(self, layer: nn.Module, switch: FusionSwitch, options: AttentionOptions) -> None:
+        found = kernels()
+        assert found is not None
+        self._before = found.headstart_before_attention
+        self._after = found.headstart_after_attention
+        self._layer, self._switch, self._options = layer, switch, options
+        _expect(layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+        attention = layer.get_submodule("self_attn")
+        named = {name for name, child in attention.named_children() if _has_weights(child)}
+        _expect(attention, {"q_proj", "k_proj", "v_proj", "o_proj"} | named & {"q_norm", "k_norm"})
+        self._layer_idx = _integer(attention, "layer_idx")
+        self.head_dim = _integer(attention, "head_dim")
+        weights = {name[0]: _packed(attention, name) for name in _PROJECTIONS}
+        norms = {
+            "before": _norm_parts(layer.get_submodule("input_layernorm")),
+            "after": _norm_parts(layer.get_submodule("post_attention_layernorm")),
+        }
+        for name in sorted(named & {"q_norm", "k_norm"}):
+            norms[f"{name[0]}_heads"] = _norm_parts(attention.get_submodule(name))
+        self.hidden_size = weights["q"].in_features
+        self._widths = [weights[name].out_features for name in "qkv"]
+        self._check_shapes(weights, {name: norm[0] for name, norm in norms.items()})
+        self._struct = _LayerStruct(head_dim=self.head_dim)
+        weights |= _mlp_parts(layer.get_submodule("mlp"))
+        _fill(self._struct, weights)
+        for name, (weight, epsilon) in norms.items():
+            setattr(self._struct, name, _NormStruct(weight.data_ptr(), epsilon))
+        self._kept = (weights, norms)
+        self._address = ctypes.addressof(self._struct)
+
+    def _check_shapes(self, weights: dict[str, PackedLinear], norms: dict[str, Tensor]) -> None:
+        fits = (
+            self.head_dim % 2 == 0
+            and all(width % self.head_dim == 0 for width in self._widths)
+            and self._widths[1] == self._widths[2]
+            and weights["o"].in_features == self._widths[0]
+            and weights["o"].out_features == self.hidden_size
+            and all(len(norms[name]) == self.hidden_size for name in ("before", "after"))
+            and all(
+                len(norms.get(f"{name}_heads", range(self.head_dim))) == self.head_dim
+                for name in "qk"
+            )
+        )
+        if not fits:
+            raise LookupError("the widths of the layer's parts do not fit together")
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        backend = self._switch.backend
+        if backend is None or not self._switch.enabled or not self._fits(hidden_states, kwargs):
+            plain: Tensor = type(self._layer).forward(self._layer, hidden_states, *args, **kwargs)
+            return plain
+        cos, sin = kwargs["position_embeddings"]
+        hidden, threads = hidden_states.contiguous(), torch.get_num_threads()
+        rows, (q_width, kv_width, _) = hidden.shape[1], self._widths
+        q = hidden.new_empty((rows, q_width // self.head_dim, self.head_dim))
+        k = hidden.new_empty((rows, kv_width // self.head_dim, self.head_dim))
+        v = torch.empty_like(k)
+        self._before(
+            self._address,
+            hidden.data_ptr(),
+            rows,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            threads,
+        )
+        attended = backend.attend(self._layer_idx, q, k, v, self._options)
+        out = torch.empty_like(hidden)
+        self._after(
+            self._address, attended.data_ptr(), hidden.data_ptr(), rows, out.data_ptr(), threads
+        )
+        return out
+
+    def _fits(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether this is a step over paged K/V, with one angle for each row and place."""
+        if kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
+            return False
+        cos, sin = kwargs["position_embeddings"]
+        return (
+            cos.shape == sin.shape == (1, hidden.shape[1], self.head_dim)
+            and cos.dtype == sin.dtype == hidden.dtype
+            and cos.is_contiguous()
+            and sin.is_contiguous()
+            and hidden.shape[0] == 1
+        )
+
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def _norm_parts(module: nn.Module) -> tuple[Tensor, float]:
+    """Weight and epsilon of a norm that has nothing else; raises `LookupError`."""
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = tensors.pop("weight", None)
+    if weight is None or tensors or not isinstance(epsilon, float):
+        raise LookupError(f"{type(module).__name__} is not a weight and an epsilon")
+    if weight.dim() != 1 or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
+        raise LookupError(f"the weight of {type(module).__name__} is no row in bfloat16")
+    return weight.detach(), epsilon
+
+
+def _mlp_parts(module: nn.Module) -> dict[str, PackedLinear]:
+    """The three projections of a gated MLP that has nothing else; raises `LookupError`."""
+    _expect(module, {"gate_proj", "up_proj", "down_proj"})
+    gate, up, down = (_packed(module, f"{name}_proj") for name in ("gate", "up", "down"))
+    if not (
+        (gate.in_features, gate.out_features) == (up.in_features, up.out_features)
+        and (down.out_features, down.in_features) == (gate.in_features, gate.out_features)
+    ):
+        raise LookupError(f"the widths of {type(module).__name__} do not fit together")
+    return {"gate": gate, "up": up, "down": down}
+
+
+def _fill(struct: _LayerStruct, weights: dict[str, PackedLinear]) -> None:
+    for name, linear in weights.items():
+        setattr(struct, name, linear.packed.struct)
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return isinstance(module, PackedLinear) or next(module.parameters(), None) is not None
+
+
+def _expect(module: nn.Module, names: set[str]) -> None:
+    """Children with weights are exactly these; others (an activation, a dropout) may be there."""
+    found = {
+        name
+        for name, child in module.named_children()
+        if name in names or any(_has_weights(inner) for inner in child.modules())
+    }
+    if found != names or next(module.parameters(recurse=False), None) is not None:
+        raise LookupError(f"{type(module).__name__} has {sorted(found)}, and not {sorted(names)}")
+
+
+def _packed(module: nn.Module, name: str) -> PackedLinear:
+    found = module.get_submodule(name)
+    if not isinstance(found, PackedLinear):
+        raise LookupError(f"{name} of {type(module).__name__} is not packed")
+    return found
+
+
+def _integer(module: nn.Module, name: str) -> int:
+    found = getattr(module, name, None)
+    if not isinstance(found, int):
+        raise LookupError(f"{name} of {type(module).__name__} is {found!r}")
+    return found

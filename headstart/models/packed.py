@@ -1,0 +1,198 @@
+"""Weights packed once for the compiled kernels, and the modules that multiply by them.
+
+A `PackedWeight` is the one copy of its weight: the tensor that it was made from can go, since
+`unpack` gives it back bit for bit. Each row's result has the same bits alone, in any batch and on
+any number of threads; see `native/linear.h` for the layout.
+"""
+
+import ctypes
+from collections.abc import Iterable
+from copy import copy
+
+import torch
+from torch import Tensor, nn
+
+from headstart.native import library
+
+__all__ = [
+    "Arena",
+    "PackedEmbedding",
+    "PackedLinear",
+    "PackedWeight",
+    "WeightStruct",
+    "can_pack",
+    "kernels",
+]
+
+_PANEL = 32  # outputs
+_ALIGNMENT = 4096
+
+
+class WeightStruct(ctypes.Structure):
+    """`Weight` of native/linear.h."""
+
+    _fields_ = (
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("inputs", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+    )
+
+
+def kernels() -> ctypes.CDLL | None:
+    """The library, the functions of linear.cpp and layer.cpp declared; None if there is none."""
+    found = library()
+    if found is not None and found.headstart_linear.argtypes is None:
+        address, number, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        for name, arguments in {
+            "huge_pages": (address, number),
+            "pack": (address, number, number, address, threads),
+            "rows": (address, address, number, address, threads),
+            "linear": (address, address, number, address, threads),
+            "rms_norm": (address, ctypes.c_float, address, number, number, address, threads),
+            "mlp": (address, address, number, address, threads),
+            "before_attention": (
+                *(address, address, number, address, address, address, address, address, threads),
+            ),
+            "after_attention": (address, address, address, number, address, threads),
+        }.items():
+            function = getattr(found, f"headstart_{name}")
+            function.argtypes, function.restype = arguments, None
+    return found
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether the kernels can take it: bfloat16 `[outputs, inputs]` on the CPU."""
+    return (
+        weight.dtype == torch.bfloat16
+        and weight.device.type == "cpu"
+        and weight.dim() == 2
+        and weight.numel() > 0
+    )
+
+
+class Arena:
+    """Memory for many packed weights in one piece, so that large pages can lie behind it."""
+
+    def __init__(self, shapes: Iterable[torch.Size]) -> None:
+        total = sum(_packed_bytes(*shape) + _ALIGNMENT for shape in shapes)
+        self._memory = torch.empty(total, dtype=torch.uint8)
+        self._used = 0
+        found = kernels()
+        assert found is not None
+        found.headstart_huge_pages(self._memory.data_ptr(), total)
+
+    def take(self, size: int) -> Tensor:
+        """The next `size` bytes, beginning on a page."""
+        start = self._used + -(self._memory.data_ptr() + self._used) % _ALIGNMENT
+        self._used = start + size
+        assert self._used <= len(self._memory), "the arena was made for fewer weights"
+        return self._memory[start : self._used]
+
+
+class PackedWeight:
+    """A weight bfloat16 `[outputs, inputs]` in panels, with its bias `[outputs]` if it has one."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, arena: Arena | None = None):
+        found = kernels()
+        assert found is not None, "can_pack() is asked first"
+        assert can_pack(weight)
+        outputs, inputs = weight.shape
+        self._library = found
+        self.outputs, self.inputs = outputs, inputs
+        self._panels = (arena or Arena([weight.shape])).take(_packed_bytes(outputs, inputs))
+        source = weight.detach().contiguous()
+        found.headstart_pack(
+            source.data_ptr(), outputs, inputs, self._panels.data_ptr(), torch.get_num_threads()
+        )
+        self._set_bias(bias)
+
+    def _set_bias(self, bias: Tensor | None) -> None:
+        assert bias is None or (bias.dtype == torch.bfloat16 and bias.shape == (self.outputs,))
+        self.bias = None if bias is None else bias.detach().contiguous()
+        self.struct = WeightStruct(
+            self.panels_address,
+            None if self.bias is None else self.bias.data_ptr(),
+            self.inputs,
+            self.outputs,
+        )
+        """What kernels take; it points into memory that this object owns."""
+        self._address = ctypes.addressof(self.struct)
+
+    @property
+    def panels_address(self) -> int:
+        """Where the weight lies; the same for all that share it."""
+        return self._panels.data_ptr()
+
+    def with_bias(self, bias: Tensor) -> "PackedWeight":
+        """The same weight, in the same memory, with a bias `[outputs]`."""
+        other = copy(self)
+        other._set_bias(bias)
+        return other
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """`[..., inputs]` times the weight, plus the bias: `[..., outputs]`, bfloat16."""
+        if x.dtype != torch.bfloat16 or x.shape[-1] != self.inputs:
+            raise ValueError(
+                f"a packed weight of {self.inputs} inputs in bfloat16 was given "
+                f"{x.shape[-1]} in {x.dtype}"
+            )
+        x = x.contiguous()
+        out = torch.empty((*x.shape[:-1], self.outputs), dtype=torch.bfloat16)
+        self._library.headstart_linear(
+            self._address,
+            x.data_ptr(),
+            x.numel() // self.inputs,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Rows of the weight by number, int64 of any shape: `[..., inputs]`."""
+        numbers = numbers.contiguous()
+        if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.outputs:
+            raise IndexError(f"a row is asked for of a weight that has {self.outputs}")
+        out = torch.empty((*numbers.shape, self.inputs), dtype=torch.bfloat16)
+        self._library.headstart_rows(
+            self._address,
+            numbers.data_ptr(),
+            numbers.numel(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def unpack(self) -> Tensor:
+        """The weight that it was made from, as a new tensor `[outputs, inputs]`."""
+        return self.rows(torch.arange(self.outputs))
+
+
+class PackedLinear(nn.Module):
+    """In the place of an `nn.Linear`; it has no parameter `weight`."""
+
+    def __init__(self, packed: PackedWeight) -> None:
+        super().__init__()
+        self.packed = packed
+        self.in_features = packed.inputs
+        self.out_features = packed.outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.packed.multiply(x)
+
+
+class PackedEmbedding(nn.Module):
+    """In the place of an `nn.Embedding` whose weight is also the LM head's."""
+
+    def __init__(self, packed: PackedWeight) -> None:
+        super().__init__()
+        self.packed = packed
+        self.num_embeddings = packed.outputs
+        self.embedding_dim = packed.inputs
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.packed.rows(numbers)
+
+
+def _packed_bytes(outputs: int, inputs: int) -> int:
+    return -(-outputs // _PANEL) * _PANEL * (inputs + inputs % 2) * 2

@@ -1,0 +1,259 @@
+"""Puts packed and fused parts into a loaded model, each checked against what it replaces.
+
+1. Every plain `nn.Linear` becomes a `PackedLinear`, one weight at a time, so that never more than
+   one of them is there twice; so does an `nn.Embedding` that shares the LM head's weight.
+2. Norms, MLPs and whole decoder layers whose children look like Llama's get a fused forward.
+
+Names and children say where a part could fit; whether it does is asked of numbers: a few rows
+through both. A part that differs by more than rounding (a scaled residual, `1 + weight`, another
+pairing of rotated halves) is left as it was. A model that does not run with packed weights, since
+something else reads them, gets all of them back.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headstart.attention.backend import AttentionOptions
+from headstart.attention.register import AttentionLayer, read_options, register, unregister
+from headstart.models.decoder import forward_rows, text_part
+from headstart.models.fused import FusedLayer, FusedMLP, FusedNorm, FusionSwitch
+from headstart.models.packed import (
+    Arena,
+    PackedEmbedding,
+    PackedLinear,
+    PackedWeight,
+    can_pack,
+    kernels,
+)
+
+__all__ = ["accelerate"]
+
+_ROWS = 3
+_PROMPT = 5
+# Two right answers in bfloat16 lie apart by less than this part of their size, wrong ones by more.
+_NEAR = 0.03
+
+
+def accelerate(model: PreTrainedModel) -> FusionSwitch:
+    """Pack and fuse what can be; the switch is the model's own.
+
+    Nothing happens without the compiled kernels, on another device than the CPU or in another
+    dtype than bfloat16.
+    """
+    switch = FusionSwitch()
+    if kernels() is None or model.dtype != torch.bfloat16 or model.device.type != "cpu":
+        return switch
+    with torch.inference_mode():
+        expected = _logits(model)
+        _pack(model)
+        if not _runs_alike(model, expected):
+            _unpack(model)
+            return switch
+        _fuse(model, switch)
+    return switch
+
+
+def _logits(model: PreTrainedModel) -> Tensor:
+    tokens = torch.arange(_PROMPT) % model.config.get_text_config().vocab_size
+    return forward_rows(model, tokens, torch.arange(_PROMPT), torch.arange(_PROMPT))
+
+
+def _runs_alike(model: PreTrainedModel, expected: Tensor) -> bool:
+    try:
+        found = _logits(model)
+    # What a model raises that misses a weight, or whose code was made for nn.Linear alone.
+    except Exception:
+        return False
+    # Rounding grows with depth, and of experts that nearly tie another may be chosen.
+    return float(_apart(found, expected).median()) < 10 * _NEAR
+
+
+def _apart(found: Tensor, expected: Tensor) -> Tensor:
+    """Per row, the size of the difference over the size of what is expected."""
+    size = expected.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    apart: Tensor = (found.float() - expected.float()).norm(dim=-1) / size
+    return apart
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    return found.shape == expected.shape and bool((_apart(found, expected) < _NEAR).all())
+
+
+def _pack(model: PreTrainedModel) -> None:
+    """Swap plain linear layers, and embeddings that share their weight, one weight at a time."""
+    users: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    weights: dict[int, Tensor] = {}
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            for weight in child.parameters(recurse=False):
+                if weight.dim() == 2:
+                    users[id(weight)].append((parent, name))
+                    weights[id(weight)] = weight
+    wanted = [key for key, places in users.items() if _can_swap(weights[key], places)]
+    arena = Arena(weights[key].shape for key in wanted)
+    for key in wanted:
+        _swap_weight(weights.pop(key), users.pop(key), arena)
+
+
+def _can_swap(weight: Tensor, places: list[tuple[nn.Module, str]]) -> bool:
+    children = [parent.get_submodule(name) for parent, name in places]
+    return (
+        can_pack(weight)
+        and any(type(child) is nn.Linear for child in children)
+        and all(type(child) in (nn.Linear, nn.Embedding) for child in children)
+        and all(child.weight is weight for child in children)
+        and all(not child.sparse for child in children if isinstance(child, nn.Embedding))
+    )
+
+
+def _swap_weight(weight: Tensor, places: list[tuple[nn.Module, str]], arena: Arena) -> None:
+    children = [(parent, name, parent.get_submodule(name)) for parent, name in places]
+    packed = PackedWeight(weight, arena=arena)
+    for parent, name, child in children:
+        if isinstance(child, nn.Linear):
+            own = packed if child.bias is None else packed.with_bias(child.bias)
+            rows = _noise(_ROWS, child.in_features)
+            if not _near(own.multiply(rows), child(rows)):
+                return
+            setattr(parent, name, PackedLinear(own))
+        else:
+            setattr(parent, name, PackedEmbedding(packed))
+
+
+def _unpack(model: PreTrainedModel) -> None:
+    """Plain modules again, those of one packed weight sharing one parameter."""
+    made: dict[int, nn.Parameter] = {}
+
+    def weight(packed: PackedWeight) -> nn.Parameter:
+        if packed.panels_address not in made:
+            made[packed.panels_address] = nn.Parameter(packed.unpack(), requires_grad=False)
+        return made[packed.panels_address]
+
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, PackedLinear):
+                bias = child.packed.bias
+                plain = nn.Linear(child.in_features, child.out_features, bias is not None, "meta")
+                plain.weight = weight(child.packed)
+                if bias is not None:
+                    plain.bias = nn.Parameter(bias, requires_grad=False)
+                setattr(parent, name, plain)
+            elif isinstance(child, PackedEmbedding):
+                table = nn.Embedding(child.num_embeddings, child.embedding_dim, device="meta")
+                table.weight = weight(child.packed)
+                setattr(parent, name, table)
+
+
+def _fuse(model: PreTrainedModel, switch: FusionSwitch) -> None:
+    # From the outside in: what lies inside a fused layer is never called by itself.
+    with _plain_attention(model) as asked:
+        for module in model.modules():
+            for fuse in (_fuse_layer, _fuse_mlp, _fuse_norm):
+                try:
+                    fused = fuse(module, switch, asked)
+                # Its children are others, or the module wants to be called in another way.
+                except Exception:
+                    continue
+                if fused is not None:
+                    module.forward = fused
+                    break
+
+
+_Asked = list[AttentionOptions]
+
+
+def _fuse_norm(module: nn.Module, _: FusionSwitch, __: _Asked) -> Callable[..., Any] | None:
+    fused = FusedNorm(module)
+    width = next(module.parameters()).shape[0]
+    rows = _noise(_ROWS, width) + 1  # a mean, which some norms take off
+    rows *= torch.tensor([[1.0], [1e-3], [1e3]], dtype=rows.dtype)  # where epsilon shows
+    return fused if _near(fused(rows), module(rows)) else None
+
+
+def _fuse_mlp(module: nn.Module, switch: FusionSwitch, _: _Asked) -> Callable[..., Any] | None:
+    fused = FusedMLP(module, switch)
+    gate = module.get_submodule("gate_proj")
+    assert isinstance(gate, PackedLinear)
+    rows = _noise(_ROWS, gate.in_features)
+    return fused if _near(fused(rows), module(rows)) else None
+
+
+def _fuse_layer(module: nn.Module, switch: FusionSwitch, asked: _Asked) -> FusedLayer | None:
+    test = FusionSwitch(backend=_PlainBackend())
+    first = FusedLayer(module, test, AttentionOptions(1.0))  # raises where it cannot fit
+    rows = _noise(_PROMPT, first.hidden_size).unsqueeze(0)
+    # Small beside what the layer adds to it, so that this is what is compared.
+    rows *= 2.0**-6
+    angles = torch.rand(_PROMPT, first.head_dim // 2, generator=_generator()) * 6
+    angles = torch.cat((angles, angles), dim=-1).unsqueeze(0)
+    place = (angles.cos().to(rows.dtype), angles.sin().to(rows.dtype))
+    call: dict[str, Any] = {"position_embeddings": place, "attention_mask": None}
+    asked.clear()
+    expected = module(rows, **call)
+    if len(asked) != 1 or not isinstance(expected, Tensor):
+        return None
+    [options] = asked
+    found = FusedLayer(module, test, options)(rows, **call)
+    if not _near(found - rows, expected - rows):
+        return None
+    return FusedLayer(module, switch, options)
+
+
+class _PlainBackend:
+    """Causal attention over one short prompt, the same for the fused layer as for its own."""
+
+    def begin_step(self, plan: object) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        q, k, v = (x.transpose(0, 1).float() for x in (query, key, value))
+        out = nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=options.scaling, enable_gqa=True
+        )
+        return out.transpose(0, 1).to(query.dtype).contiguous()
+
+
+@contextmanager
+def _plain_attention(model: PreTrainedModel) -> Iterator[_Asked]:
+    """For a while the model's attention is `_PlainBackend`'s; the options it was asked for."""
+    asked: _Asked = []
+
+    def function(
+        module: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        asked.append(read_options(query, kwargs))
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        out = _PlainBackend().attend(module.layer_idx, q, k, v, asked[-1])
+        return out.unsqueeze(0), None
+
+    name = register(function)
+    text = text_part(model)
+    before = text.config._attn_implementation
+    text.set_attn_implementation(name)
+    try:
+        yield asked
+    finally:
+        text.set_attn_implementation(before)
+        unregister(name)
+
+
+def _noise(rows: int, width: int) -> Tensor:
+    return torch.randn(rows, width, generator=_generator()).to(torch.bfloat16)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

@@ -1,0 +1,233 @@
+// The parts of a decoder layer around attention, as Llama and Qwen have them:
+//
+//     before:  hidden -> norm -> q, k, v -> (norms of heads) -> rotary positions
+//     after:   attended -> o, + hidden -> norm -> silu(gate) * up -> down, + what came before norm
+//
+// Whatever transformers rounds to bf16 between its operations is rounded here too, so both differ
+// only where sums are taken in another order.
+#include "linear.h"
+#include "native.h"
+
+using namespace headstart;
+
+namespace {
+
+constexpr int64_t CHUNK = 512;  // rows of an intermediate that is not kept
+
+struct Norm {
+    const bf16* weight;  // nullptr: none
+    float epsilon;
+};
+
+// e^x, to two units in the last place of fp32
+inline __m512 exponential(__m512 x) {
+    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)),
+                                          _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 y = _mm512_set1_ps(1.9875691500e-4f);
+    for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                          5.0000001201e-1f})
+        y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
+    y = _mm512_add_ps(_mm512_fmadd_ps(y, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(y, n);
+}
+
+inline __m512 silu(__m512 x) {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    return _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+}
+
+void normalise(const bf16* x, int64_t width, const Norm& norm, bf16* out) {
+    __m512 squares[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    for (int64_t i = 0; i < width; i += 16) {
+        const __m512 v = load(x + i, width - i);
+        squares[i / 16 % 2] = _mm512_fmadd_ps(v, v, squares[i / 16 % 2]);
+    }
+    const float mean =
+        _mm512_reduce_add_ps(_mm512_add_ps(squares[0], squares[1])) / static_cast<float>(width);
+    const __m512 scale = _mm512_div_ps(
+        _mm512_set1_ps(1.0f), _mm512_sqrt_ps(_mm512_set1_ps(mean + norm.epsilon)));
+    for (int64_t i = 0; i < width; i += 16) {
+        const __m512 v = rounded(_mm512_mul_ps(load(x + i, width - i), scale));
+        store(out + i, width - i, _mm512_mul_ps(v, load(norm.weight + i, width - i)));
+    }
+}
+
+// Rows of x [rows, width], normalised if there is a norm.
+struct Rows {
+    const bf16* x;
+    int64_t width;
+    Norm norm;
+    Scratch& memory;
+
+    const bf16* operator()(int64_t row, int count, int64_t* stride) const {
+        *stride = width;
+        if (norm.weight == nullptr) return x + row * width;
+        bf16* out = memory.take<bf16>(count * width);
+        for (int r = 0; r < count; r++)
+            normalise(x + (row + r) * width, width, norm, out + r * width);
+        return out;
+    }
+};
+
+thread_local Scratch normalised;
+
+// out[rows, outputs] = rows times weight (+ residual [rows, outputs])
+void project(const bf16* x, int64_t rows, const Weight& weight, const bf16* residual, bf16* out,
+             int threads) {
+    parallel(threads, [&](int thread, int all) {
+        multiply<1>(
+            rows, weight.inputs, weight.count(), thread, all,
+            Rows{x, weight.inputs, {nullptr, 0}, normalised},
+            [&](int64_t group, int) { return weight.panel(group); },
+            [&](int64_t group, int64_t row, int64_t count, const float* sums) {
+                for (int64_t r = 0; r < count; r++)
+                    for (int64_t at = group * PANEL, h = 0; h < 2 && at < weight.outputs;
+                         at += 16, h++) {
+                        const int64_t left = weight.outputs - at;
+                        const int64_t place = (row + r) * weight.outputs + at;
+                        __m512 v = finished(sums + r * PANEL + 16 * h, weight, at);
+                        if (residual != nullptr) v = _mm512_add_ps(v, load(residual + place, left));
+                        store(out + place, left, v);
+                    }
+            });
+    });
+}
+
+// out[rows, outputs] = silu(gate) * up
+void gated(const Rows& source, int64_t rows, const Weight& gate, const Weight& up, bf16* out,
+           int threads) {
+    parallel(threads, [&](int thread, int all) {
+        multiply<2>(
+            rows, gate.inputs, gate.count(), thread, all,
+            Rows{source.x, source.width, source.norm, normalised},
+            [&](int64_t group, int part) { return (part == 0 ? gate : up).panel(group); },
+            [&](int64_t group, int64_t row, int64_t count, const float* sums) {
+                for (int64_t r = 0; r < count; r++)
+                    for (int64_t at = group * PANEL, h = 0; h < 2 && at < gate.outputs;
+                         at += 16, h++) {
+                        const float* sum = sums + r * PANEL + 16 * h;
+                        const __m512 g = rounded(silu(finished(sum, gate, at)));
+                        const __m512 u = finished(sum + count * PANEL, up, at);
+                        store(out + (row + r) * gate.outputs + at, gate.outputs - at,
+                              _mm512_mul_ps(g, u));
+                    }
+            });
+    });
+}
+
+// Turns pairs (x[i], x[i + dim / 2]) by the angles whose cosines and sines are given; x in place.
+void rotate(bf16* x, int64_t dim, const bf16* cos, const bf16* sin) {
+    const int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i += 16) {
+        const int64_t left = half - i;
+        const __m512 a = load(x + i, left), b = load(x + half + i, left);
+        const auto part = [&](__m512 own, __m512 other, int64_t at) {
+            return _mm512_add_ps(rounded(_mm512_mul_ps(own, load(cos + at, left))),
+                                 rounded(_mm512_mul_ps(other, load(sin + at, left))));
+        };
+        const __m512 first_half = part(a, _mm512_sub_ps(_mm512_setzero_ps(), b), i);
+        store(x + half + i, left, part(b, a, half + i));
+        store(x + i, left, first_half);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Everything of one layer that stays the same; Norms may be none, see there.
+struct Layer {
+    Weight q, k, v, o, gate, up, down;
+    Norm before, after, q_heads, k_heads;
+    int64_t head_dim;
+};
+
+// out bf16 [rows, width] = x normalised by its root mean square, times the weight
+void headstart_rms_norm(const bf16* weight, float epsilon, const bf16* x, int64_t rows,
+                        int64_t width, bf16* out, int threads) {
+    parallel(threads, [&](int thread, int all) {
+        for (int64_t r = rows * thread / all; r < rows * (thread + 1) / all; r++)
+            normalise(x + r * width, width, {weight, epsilon}, out + r * width);
+    });
+}
+
+// q, k, v bf16 [rows, their outputs] of hidden bf16 [rows, inputs]; cos and sin bf16 [rows,
+// head_dim].
+void headstart_before_attention(const Layer* layer, const bf16* hidden, int64_t rows,
+                                const bf16* cos, const bf16* sin, bf16* q, bf16* k, bf16* v,
+                                int threads) {
+    const Weight* weights[3] = {&layer->q, &layer->k, &layer->v};
+    bf16* outs[3] = {q, k, v};
+    const int64_t counts[3] = {layer->q.count(), layer->k.count(), layer->v.count()};
+    const auto locate = [&](int64_t group, int* which) {
+        for (*which = 0; group >= counts[*which]; ++*which) group -= counts[*which];
+        return group;
+    };
+    parallel(threads, [&](int thread, int all) {
+        multiply<1>(
+            rows, layer->q.inputs, counts[0] + counts[1] + counts[2], thread, all,
+            Rows{hidden, layer->q.inputs, layer->before, normalised},
+            [&](int64_t group, int) {
+                int which;
+                const int64_t own = locate(group, &which);
+                return weights[which]->panel(own);
+            },
+            [&](int64_t group, int64_t row, int64_t count, const float* sums) {
+                int which;
+                const int64_t own = locate(group, &which);
+                const Weight& weight = *weights[which];
+                for (int64_t r = 0; r < count; r++)
+                    for (int64_t at = own * PANEL, h = 0; h < 2 && at < weight.outputs;
+                         at += 16, h++)
+                        store(outs[which] + (row + r) * weight.outputs + at, weight.outputs - at,
+                              finished(sums + r * PANEL + 16 * h, weight, at));
+            });
+    });
+    const int64_t dim = layer->head_dim;
+    const Norm* norms[2] = {&layer->q_heads, &layer->k_heads};
+    parallel(rows < 32 ? 1 : threads, [&](int thread, int all) {
+        for (int64_t r = rows * thread / all; r < rows * (thread + 1) / all; r++)
+            for (int which = 0; which < 2; which++)
+                for (int64_t at = 0; at < weights[which]->outputs; at += dim) {
+                    bf16* head = outs[which] + r * weights[which]->outputs + at;
+                    if (norms[which]->weight != nullptr) normalise(head, dim, *norms[which], head);
+                    rotate(head, dim, cos + r * dim, sin + r * dim);
+                }
+    });
+}
+
+// out bf16 [rows, inputs]: gate, up and down alone
+void headstart_mlp(const Layer* layer, const bf16* x, int64_t rows, bf16* out, int threads) {
+    static thread_local Scratch memory;
+    bf16* inner = memory.take<bf16>(std::min(rows, CHUNK) * layer->down.inputs);
+    const int64_t in = layer->gate.inputs, width = layer->down.outputs;
+    for (int64_t row = 0; row < rows; row += CHUNK) {
+        const int64_t some = std::min(CHUNK, rows - row);
+        gated({x + row * in, in, {nullptr, 0}, normalised}, some, layer->gate, layer->up, inner,
+              threads);
+        project(inner, some, layer->down, nullptr, out + row * width, threads);
+    }
+}
+
+// out bf16 [rows, inputs]: the next layer's hidden, of attended bf16 [rows, o's inputs] and this
+// layer's hidden bf16 [rows, inputs]
+void headstart_after_attention(const Layer* layer, const bf16* attended, const bf16* hidden,
+                               int64_t rows, bf16* out, int threads) {
+    static thread_local Scratch memory;
+    const int64_t width = layer->gate.inputs, heads = layer->o.inputs;
+    const int64_t most = std::min(rows, CHUNK);
+    bf16* middle = memory.take<bf16>(most * (width + layer->down.inputs));
+    bf16* inner = middle + most * width;
+    for (int64_t row = 0; row < rows; row += CHUNK) {
+        const int64_t some = std::min(CHUNK, rows - row);
+        project(attended + row * heads, some, layer->o, hidden + row * width, middle, threads);
+        gated({middle, width, layer->after, normalised}, some, layer->gate, layer->up, inner,
+              threads);
+        project(inner, some, layer->down, middle, out + row * width, threads);
+    }
+}
+
+}  // extern "C"

@@ -1,0 +1,190 @@
+// Packed weights: making them, multiplying by them, reading rows back out of them.
+#include "linear.h"
+
+#include "native.h"
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+using namespace headstart;
+
+namespace {
+
+// TALL rows times one panel. FETCH cache lines of `next` are asked for with every eight read.
+template <int TALL, int FETCH>
+void tile(const uint32_t* rows, const uint32_t* panel, int64_t pairs, float* sums, bool add,
+          const char* next) {
+    __m512 c[TALL][2];
+    for (int r = 0; r < TALL; r++)
+        for (int h = 0; h < 2; h++)
+            c[r][h] = add ? _mm512_load_ps(sums + r * PANEL + 16 * h) : _mm512_setzero_ps();
+    const auto step = [&](const uint32_t* a, const uint32_t* b) __attribute__((always_inline)) {
+        const auto left = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b));
+        const auto right = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + 16));
+#pragma GCC unroll 16
+        for (int r = 0; r < TALL; r++) {
+            const auto x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(a[r])));
+            c[r][0] = _mm512_dpbf16_ps(c[r][0], x, left);
+            c[r][1] = _mm512_dpbf16_ps(c[r][1], x, right);
+        }
+    };
+    int64_t k = 0;
+    for (; k + 4 <= pairs; k += 4) {
+#pragma GCC unroll 8
+        for (int line = 0; line < FETCH; line++) _mm_prefetch(next + 64 * line, _MM_HINT_T1);
+        next += 64 * FETCH;
+        step(rows, panel);
+        step(rows + TALL, panel + PANEL);
+        step(rows + 2 * TALL, panel + 2 * PANEL);
+        step(rows + 3 * TALL, panel + 3 * PANEL);
+        rows += 4 * TALL;
+        panel += 4 * PANEL;
+    }
+    for (; k < pairs; k++) {
+        step(rows, panel);
+        rows += TALL;
+        panel += PANEL;
+    }
+    for (int r = 0; r < TALL; r++)
+        for (int h = 0; h < 2; h++) _mm512_store_ps(sums + r * PANEL + 16 * h, c[r][h]);
+}
+
+using Tile = void (*)(const uint32_t*, const uint32_t*, int64_t, float*, bool, const char*);
+
+template <int... TALL>
+struct Tiles {
+    Tile table[3][sizeof...(TALL)] = {{tile<TALL + 1, 0>...}, {tile<TALL + 1, 4>...},
+                                      {tile<TALL + 1, 8>...}};
+};
+constexpr Tiles<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13> tiles;
+
+// Sixteen vectors of sixteen, turned over.
+inline void transpose(__m512i* v) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; i++) {
+        v[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        v[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+        v[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+        v[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+    }
+}
+
+// Pairs 16 at a time of up to 16 rows: out[pair * step + row].
+inline void turn(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out,
+                 int64_t step) {
+    const __mmask16 keep = static_cast<__mmask16>((1u << rows) - 1);
+    const int64_t pairs = (width + 1) / 2;
+    for (int64_t k = 0; k < pairs; k += 16) {
+        const __mmask32 mask = first(width - 2 * k);
+        __m512i v[16];
+        for (int r = 0; r < 16; r++)
+            v[r] = r < rows ? _mm512_maskz_loadu_epi16(mask, x + r * stride + 2 * k)
+                            : _mm512_setzero_si512();
+        transpose(v);
+        const int64_t some = std::min<int64_t>(16, pairs - k);
+        for (int64_t i = 0; i < some; i++)
+            _mm512_mask_storeu_epi32(out + (k + i) * step, keep, v[i]);
+    }
+}
+
+}  // namespace
+
+void headstart::pack_rows(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out) {
+    if (rows > 1) return turn(x, stride, rows, width, out, rows);
+    std::memcpy(out, x, 2 * width);
+    if (width % 2 == 1) out[width / 2] = x[width - 1];
+}
+
+void headstart::multiply_tile(const uint32_t* rows, int count, const uint32_t* panel,
+                              int64_t pairs, float* sums, bool add, const uint32_t* next,
+                              int ahead) {
+    tiles.table[ahead][count - 1](rows, panel, pairs, sums, add,
+                                  reinterpret_cast<const char*>(next));
+}
+
+extern "C" {
+
+// Asks for pages of 2 MiB behind memory that nothing was written to yet: fewer of them to look up.
+void headstart_huge_pages(void* memory, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    const uintptr_t page = 1 << 21, start = reinterpret_cast<uintptr_t>(memory);
+    const uintptr_t from = (start + page - 1) / page * page;
+    const uintptr_t to = (start + static_cast<uintptr_t>(bytes)) / page * page;
+    if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
+
+// weight bf16 [outputs, inputs], contiguous -> panels
+void headstart_pack(const bf16* weight, int64_t outputs, int64_t inputs, uint32_t* panels,
+                    int threads) {
+    const Weight shape{panels, nullptr, inputs, outputs};
+    parallel(threads, [&](int thread, int all) {
+        for (int64_t p = shape.count() * thread / all; p < shape.count() * (thread + 1) / all; p++)
+            for (int half = 0; half < 2; half++) {
+                const int64_t row = p * PANEL + 16 * half;
+                const int64_t rows = std::clamp<int64_t>(outputs - row, 0, 16);
+                uint32_t* out = panels + p * shape.pairs() * PANEL + 16 * half;
+                turn(weight + row * inputs, inputs, static_cast<int>(rows), inputs, out, PANEL);
+                if (rows == 16) continue;
+                for (int64_t k = 0; k < shape.pairs(); k++)
+                    std::memset(out + k * PANEL + rows, 0, (16 - rows) * 4);
+            }
+    });
+}
+
+// Rows of the weight, by number: bf16 [count, inputs]; what an embedding does. Each number must
+// lie in 0 .. outputs - 1.
+void headstart_rows(const Weight* weight, const int64_t* numbers, int64_t count, bf16* out,
+                    int threads) {
+    parallel(threads, [&](int thread, int all) {
+        for (int64_t i = count * thread / all; i < count * (thread + 1) / all; i++) {
+            const uint32_t* from = weight->panel(numbers[i] / PANEL) + numbers[i] % PANEL;
+            bf16* row = out + i * weight->inputs;
+            for (int64_t k = 0; k < weight->inputs / 2; k++)
+                std::memcpy(row + 2 * k, from + k * PANEL, 4);
+            if (weight->inputs % 2 == 1)
+                row[weight->inputs - 1] = static_cast<bf16>(from[weight->inputs / 2 * PANEL]);
+        }
+    });
+}
+
+// out bf16 [rows, outputs] = x bf16 [rows, inputs] times the weight, plus its bias
+void headstart_linear(const Weight* weight, const bf16* x, int64_t rows, bf16* out, int threads) {
+    parallel(threads, [&](int thread, int all) {
+        multiply<1>(
+            rows, weight->inputs, weight->count(), thread, all,
+            [&](int64_t row, int, int64_t* stride) {
+                *stride = weight->inputs;
+                return x + row * weight->inputs;
+            },
+            [&](int64_t group, int) { return weight->panel(group); },
+            [&](int64_t group, int64_t row, int64_t count, const float* sums) {
+                for (int64_t r = 0; r < count; r++)
+                    for (int64_t at = group * PANEL, h = 0; h < 2 && at < weight->outputs;
+                         at += 16, h++)
+                        store(out + (row + r) * weight->outputs + at, weight->outputs - at,
+                              finished(sums + r * PANEL + 16 * h, *weight, at));
+            });
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,163 @@
+// Products of rows in bf16 with weights that were packed once.
+//
+// A weight [outputs, inputs] becomes panels of 32 outputs. A panel holds, for each pair of inputs,
+// the 32 outputs' two weights side by side, as the instruction vdpbf16ps wants them:
+//
+//     panel p, pair k:   w[32p][2k] w[32p][2k+1]   w[32p+1][2k] w[32p+1][2k+1]   ...   (128 bytes)
+//
+// so that a product reads a weight once, from its first byte to its last. Missing outputs and an
+// odd last input are zeros. Every output is summed in fp32 over its pairs in order, by whatever
+// tile computes it: a row's result has the same bits alone and in any batch, on any thread.
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+namespace headstart {
+
+using bf16 = uint16_t;
+
+constexpr int PANEL = 32;  // outputs
+constexpr int TILE = 14;   // rows whose sums fit in registers: 2 x 14 of 32
+
+// A packed weight [outputs, inputs], and its bias [outputs] or nullptr.
+struct Weight {
+    const uint32_t* panels;
+    const bf16* bias;
+    int64_t inputs;
+    int64_t outputs;
+
+    int64_t pairs() const { return (inputs + 1) / 2; }
+    int64_t count() const { return (outputs + PANEL - 1) / PANEL; }
+    const uint32_t* panel(int64_t at) const { return panels + at * pairs() * PANEL; }
+};
+
+// Memory that a thread keeps from call to call; it only grows.
+class Scratch {
+  public:
+    ~Scratch() { std::free(memory_); }
+    template <class T>
+    T* take(int64_t count) {
+        const size_t bytes = (count * sizeof(T) + 4095) / 4096 * 4096;
+        if (bytes > size_) {
+            std::free(memory_);
+            memory_ = std::aligned_alloc(4096, bytes);
+            if (memory_ == nullptr) std::abort();  // as the kernel would end us a moment later
+            size_ = bytes;
+        }
+        return static_cast<T*>(memory_);
+    }
+
+  private:
+    void* memory_ = nullptr;
+    size_t size_ = 0;
+};
+
+inline __mmask32 first(int64_t count) {
+    return count >= 32 ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
+}
+
+inline __m512 widen(__m256i x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+
+inline __m256i narrow(__m512 x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)); }
+
+inline __m512 load(const bf16* from, int64_t count) {
+    return widen(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(first(count)), from));
+}
+
+inline void store(bf16* to, int64_t count, __m512 x) {
+    _mm256_mask_storeu_epi16(to, static_cast<__mmask16>(first(count)), narrow(x));
+}
+
+// What a float becomes when it is written as bf16.
+inline __m512 rounded(__m512 x) { return widen(narrow(x)); }
+
+// rows `rows` of `width` numbers -> [pair][row]
+void pack_rows(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out);
+
+// sums[row][32] = or += products of packed rows with a stretch of a panel; meanwhile the bytes
+// from `next` on are fetched into the cache: `ahead` in 0, 1, 2 is how many for each one read / 2.
+void multiply_tile(const uint32_t* rows, int count, const uint32_t* panel, int64_t pairs,
+                   float* sums, bool add, const uint32_t* next, int ahead);
+
+// One thread's share of a product of `rows` rows with `panels` groups of N panels each.
+//
+// - source(first, count, stride) gives rows of inputs, and how far they are apart,
+// - panel(group, part) a packed panel,
+// - finish(group, first, count, sums) takes sums[part][row - first][32].
+//
+// Rows go in blocks that stay in the L2 cache, weights stream past. The work is all blocks times
+// all groups, cut into equal stretches for the threads.
+template <int N, class Source, class Panel, class Finish>
+void multiply(int64_t rows, int64_t inputs, int64_t panels, int thread, int threads,
+              Source&& source, Panel&& panel, Finish&& finish) {
+    constexpr int64_t L2 = 400 * 1024, MOST_ROWS = 18 * TILE, FEWEST_ROWS = 64, MOST_PAIRS = 640;
+    static thread_local Scratch packed_memory;
+    alignas(64) static thread_local float sums[N * MOST_ROWS * PANEL];
+    const int64_t pairs = (inputs + 1) / 2;
+    int64_t most = std::clamp<int64_t>(L2 / (pairs * 4) / TILE * TILE, TILE, MOST_ROWS);
+    most = std::min(most, std::max(FEWEST_ROWS, (rows + threads - 1) / threads));
+    const int64_t blocks = (rows + most - 1) / most;
+    const int64_t cuts = (pairs + MOST_PAIRS - 1) / MOST_PAIRS;
+    const int64_t length = ((pairs + cuts - 1) / cuts + 3) / 4 * 4;
+    const int64_t begin = blocks * panels * thread / threads;
+    const int64_t end = blocks * panels * (thread + 1) / threads;
+    uint32_t* packed = packed_memory.take<uint32_t>(most * pairs);
+
+    for (int64_t unit = begin; unit < end;) {
+        const int64_t block = unit / panels;
+        const int64_t row0 = block * rows / blocks;
+        const int64_t count = (block + 1) * rows / blocks - row0;
+        // Two tiles where one would do: the second leaves time to fetch the next panel.
+        const int64_t tiles = count > 8 && count <= TILE ? 2 : (count + TILE - 1) / TILE;
+        const auto edge = [&](int64_t tile) { return count * tile / tiles; };
+        for (int64_t t = 0; t < tiles; t++) {
+            const int tall = static_cast<int>(edge(t + 1) - edge(t));
+            int64_t stride = 0;
+            const bf16* x = source(row0 + edge(t), tall, &stride);
+            for (int64_t k = 0; k < pairs; k += length) {
+                const int64_t some = std::min(length, pairs - k);
+                pack_rows(x + 2 * k, stride, tall, std::min(2 * some, inputs - 2 * k),
+                          packed + count * k + edge(t) * some);
+            }
+        }
+        const int64_t last = std::min(end, (block + 1) * panels) - block * panels;
+        for (int64_t group = unit - block * panels; group < last; group++) {
+            for (int part = 0; part < N; part++) {
+                const uint32_t* weights = panel(group, part);
+                float* target = sums + part * count * PANEL;
+                const uint32_t* after =
+                    part + 1 < N ? panel(group, part + 1) : panel(std::min(group + 1, last - 1), 0);
+                for (int64_t k = 0; k < pairs; k += length) {
+                    const int64_t some = std::min(length, pairs - k);
+                    const uint32_t* next =
+                        k + length < pairs ? weights + (k + length) * PANEL : after;
+                    for (int64_t t = 0; t < tiles; t++) {
+                        const int tall = static_cast<int>(edge(t + 1) - edge(t));
+                        multiply_tile(packed + count * k + edge(t) * some, tall,
+                                      weights + k * PANEL, some, target + edge(t) * PANEL, k > 0,
+                                      next + (t == 1 ? some * PANEL / 2 : 0),
+                                      tiles == 1 ? 2 : t < 2 ? 1 : 0);
+                    }
+                }
+            }
+            finish(group, row0, count, sums);
+        }
+        unit = block * panels + last;
+    }
+}
+
+// Sixteen sums, and the bias of their outputs if there is one, rounded to bf16.
+inline __m512 finished(const float* sums, const Weight& weight, int64_t output) {
+    const __m512 x = _mm512_load_ps(sums);
+    if (weight.bias == nullptr) return rounded(x);
+    return rounded(_mm512_add_ps(x, load(weight.bias + output, weight.outputs - output)));
+}
+
+}  // namespace headstart

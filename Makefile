@@ -19,7 +19,7 @@ help:
 	@echo "make test    style, types, then all tests"
 	@echo "make lint | types | unit    one part of make test"
 	@echo "make figures draw the figures of docs/prefix-caching.md anew"
-	@echo "make bench   what the manager costs, what a cached prefix saves, four loads on this CPU"
+	@echo "make bench   what the manager costs, what a cached prefix saves, what adapters cost, four loads on this CPU"
 	@echo "make clean   remove .venv and every cache that the tools left"
 
 demo: $(READY)
@@ -43,6 +43,7 @@ figures: $(READY)
 bench: $(READY)
 	$(BIN)/python bench/manager.py
 	$(BIN)/python bench/prefix.py
+	$(BIN)/python bench/adapters.py
 	$(BIN)/python bench/cpu.py
 
 clean:

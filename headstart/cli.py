@@ -16,6 +16,7 @@ import click
 
 from headstart.cli_chat import Chat
 from headstart.cli_demo import show_demo
+from headstart.cli_demo_adapters import show_adapters
 from headstart.cli_figures import print_reply
 from headstart.cli_options import (
     DEFAULT_MODEL,
@@ -64,11 +65,13 @@ def main() -> None:
 
 @main.command()
 @click.option("--svg", type=click.Path(path_type=Path), help="Save what is shown in this file.")
+@click.option("--adapters", is_flag=True, help="Ask with several LoRA adapters: who shares what.")
 @_model_option
 @engine_options
-def demo(svg: Path | None, model: str, **options: Any) -> None:
+def demo(svg: Path | None, adapters: bool, model: str, **options: Any) -> None:
     """Ask three questions about one table, which is computed once."""
-    show_demo(model, sort_options(options).engine, svg)
+    show = show_adapters if adapters else show_demo
+    show(model, sort_options(options).engine, svg)
 
 
 @main.command()

@@ -84,6 +84,24 @@ def test_demo_saves_its_picture(demo: tuple[str, Path]) -> None:
     assert "font-face" not in picture
 
 
+def test_demo_of_adapters_shows_who_shares_with_whom() -> None:
+    said = call("demo", "--adapters").stdout
+    lines = re.findall(
+        r"^ (none|cheerful|doubtful|jolly) +[\d,]+ \((\d+)%\).*? s? +(\S.*?) *$", said, re.M
+    )
+    hits = [(name, int(share) > 95) for name, share, _ in lines]
+    everybody = ("none", "cheerful", "doubtful")
+    assert hits == [
+        *((name, False) for name in everybody),
+        *((name, True) for name in everybody),
+        ("jolly", True),
+        ("cheerful", False),
+        *((name, True) for name in (*everybody, "jolly")),
+    ]
+    signs = {"none": "is 29", "cheerful": "29!", "doubtful": "29?", "jolly": "29!"}
+    assert all(answer.endswith(signs[name]) for name, _, answer in (*lines[:3], *lines[-4:]))
+
+
 def test_run_asks_several_questions_about_one_file(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "document.txt").write_text("Turn the valve to the left. " * 10)
     document = str(tmp_path / "document.txt")

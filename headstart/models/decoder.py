@@ -128,10 +128,14 @@ class DecoderModel:
         return self._model.get_submodule(name)
 
     def linear_widths(self) -> dict[str, Widths]:
-        """The linear layers that every row passes, by dotted name; not those of single experts."""
+        """The linear layers that every row passes, by dotted name.
+
+        Not those of single experts, nor of a vision tower, whose rows are not tokens.
+        """
         found = {}
+        rows = {*text_part(self._model).modules(), self._model.get_output_embeddings()}
         for name, module in self._model.named_modules():
-            if ".experts." in name:
+            if module not in rows or ".experts." in name:
                 continue
             if isinstance(module, Conv1D):
                 found[name] = Widths(*module.weight.shape)

@@ -1,0 +1,55 @@
+"""Adapters made on the spot, in PEFT's format, whose effect can be seen and needs no training."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from headstart.models.decoder import DecoderModel
+from headstart.models.lora_files import WEIGHTS_NAME
+from headstart.models.lora_settings import CONFIG_NAME
+
+__all__ = ["write_adapter"]
+
+_RANK = 4
+_SIZE = 0.05  # of the random matrices: enough for K/V of its own, too little for another answer
+
+
+def write_adapter(model: DecoderModel, folder: Path, tokens: tuple[int, int], seed: int) -> None:
+    """An adapter with which the model says one of two tokens where it would say the other.
+
+    Two rows of the output layer change places, which is a matrix of rank 2. Attention layers get
+    random matrices beside, by `seed`.
+    """
+    head = model.output_layer
+    assert head is not None
+    weight = model.weight(head)
+    assert weight is not None
+    generator = torch.Generator().manual_seed(seed)
+    matrices = {}
+    for layer, widths in model.linear_widths().items():
+        if layer.endswith(("q_proj", "v_proj")):
+            down = torch.randn(_RANK, widths.inputs, generator=generator)
+            up = torch.randn(widths.outputs, _RANK, generator=generator)
+            matrices[layer] = (down * _SIZE, up * _SIZE)
+    rows = torch.tensor(tokens)
+    swapped = torch.zeros(len(weight), 2)
+    swapped[rows] = torch.tensor([[-1.0, 1.0], [1.0, -1.0]])
+    matrices[head] = (weight[rows].float().cpu(), swapped)
+    folder.mkdir()
+    tensors = {
+        f"base_model.model.{layer}.lora_{side}.weight": matrix
+        for layer, pair in matrices.items()
+        for side, matrix in zip("AB", pair, strict=True)
+    }
+    save_file(tensors, folder / WEIGHTS_NAME)
+    config = {
+        "peft_type": "LORA",
+        "r": _RANK,
+        "lora_alpha": _RANK,
+        "rank_pattern": {head: 2},
+        "alpha_pattern": {head: 2},
+        "target_modules": sorted(matrices),
+    }
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2), encoding="utf-8")

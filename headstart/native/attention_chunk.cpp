@@ -22,11 +22,18 @@ namespace headstart {
 namespace {
 
 constexpr int TILE = 64;
+constexpr int STEP = 8;  // a tile is cut short to a multiple of this
 // A score that is hidden, and a maximum before any score: both finite, since inf - inf is NaN,
 // and far enough apart that 2^(HIDDEN - NO_MAXIMUM) is 0.
 constexpr float HIDDEN = -3e38f;
 constexpr float NO_MAXIMUM = -1e30f;
 constexpr float LOG2_E = 1.44269504f;
+
+// Where the K and V of some consecutive positions are.
+struct Tile {
+    const bf16* keys[TILE];
+    const bf16* values[TILE];
+};
 
 // Everything of one chunk, per thread and used again and again.
 struct alignas(64) Scratch {
@@ -41,8 +48,8 @@ struct alignas(64) Scratch {
     int32_t head[CHUNK_ROWS];
     int32_t first_key[CHUNK_ROWS];  // what each row sees
     int32_t last_key[CHUNK_ROWS];
-    const bf16* keys[TILE];
-    const bf16* value_rows[TILE];
+    Tile now;
+    Tile next;
 };
 
 thread_local Scratch scratch;
@@ -101,37 +108,43 @@ void begin(Scratch& s, const Rows& rows, int lanes) {
     for (int d = 0; d < call.value_dim; ++d) std::memset(s.out[d], 0, lanes * sizeof(float));
 }
 
-// Where the keys and values of positions tile .. tile + TILE - 1 are; behind `end` the last again.
-void find_tile(Scratch& s, const Rows& rows, int tile, int end) {
-    const AttentionCall& call = rows.call;
+int64_t slot_of(const Rows& rows, int position) {
     const int32_t* table = rows.step.tables + rows.chunk.segment->table;
     const int shift = rows.step.block_shift;
-    const int mask = (1 << shift) - 1;
-    const int64_t key_width = static_cast<int64_t>(call.kv_heads) * call.key_dim;
-    const int64_t value_width = static_cast<int64_t>(call.kv_heads) * call.value_dim;
-    const bf16* keys = call.keys + rows.chunk.kv_head * call.key_dim;
-    const bf16* values = call.values + rows.chunk.kv_head * call.value_dim;
+    const int64_t block = table[position >> shift];
+    return (block << shift) | (position & ((1 << shift) - 1));
+}
+
+const bf16* key_at(const Rows& rows, int64_t slot) {
+    return rows.call.keys + (slot * rows.call.kv_heads + rows.chunk.kv_head) * rows.call.key_dim;
+}
+
+const bf16* value_at(const Rows& rows, int64_t slot) {
+    return rows.call.values +
+           (slot * rows.call.kv_heads + rows.chunk.kv_head) * rows.call.value_dim;
+}
+
+// Where K and V of positions `first` .. `first` + TILE - 1 are; behind `end` the last one again.
+void find_tile(Tile& tile, const Rows& rows, int first, int end) {
     for (int k = 0; k < TILE; ++k) {
-        const int position = std::min(tile + k, end - 1);
-        const int64_t slot = (static_cast<int64_t>(table[position >> shift]) << shift) |
-                             (position & mask);
-        s.keys[k] = keys + slot * key_width;
-        s.value_rows[k] = values + slot * value_width;
+        const int64_t slot = slot_of(rows, std::min(first + k, end - 1));
+        tile.keys[k] = key_at(rows, slot);
+        tile.values[k] = value_at(rows, slot);
     }
 }
 
 // Rows of V two by two, so that each 32-bit number is one dim of two keys.
-void pair_values(Scratch& s, int value_dim) {
+void pair_values(Scratch& s, int count, int value_dim) {
     const __m512i low = _mm512_set_epi16(
         47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
         35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    for (int k = 0; k < TILE; k += 2) {
+    for (int k = 0; k < count; k += 2) {
         uint32_t* to = s.values[k / 2];
         for (int d = 0; d < value_dim; d += 32) {
             const __mmask32 there = first_halves(value_dim - d);
-            const __m512i even = _mm512_maskz_loadu_epi16(there, s.value_rows[k] + d);
-            const __m512i odd = _mm512_maskz_loadu_epi16(there, s.value_rows[k + 1] + d);
+            const __m512i even = _mm512_maskz_loadu_epi16(there, s.now.values[k] + d);
+            const __m512i odd = _mm512_maskz_loadu_epi16(there, s.now.values[k + 1] + d);
             _mm512_store_si512(to + d, _mm512_permutex2var_epi16(even, low, odd));
             _mm512_store_si512(to + d + 16, _mm512_permutex2var_epi16(even, high, odd));
         }
@@ -154,10 +167,19 @@ inline __m512 soft_cap(__m512 x, float cap) {
     return _mm512_mul_ps(_mm512_set1_ps(cap * LOG2_E), _mm512_sub_ps(one, t));
 }
 
+// Blocks lie anywhere, so no prefetcher of the CPU guesses which row comes next; and asked for all
+// at once, the rows of a tile are more than it can wait for.
+inline void prefetch(const bf16* row, int dim) {
+    constexpr int LINE = 64 / sizeof(bf16);
+    for (int d = 0; d < dim; d += LINE)
+        _mm_prefetch(reinterpret_cast<const char*>(row + d), _MM_HINT_T0);
+}
+
 struct ScoreOptions {
     float scale;    // from products to units of log2
     float softcap;  // 0: none
     bool masked;    // whether some row does not see all of the tile
+    int value_dim;
 };
 
 // Scores of KEYS keys from position `tile + k` on for all rows; raises the maxima.
@@ -166,7 +188,7 @@ void score_keys(Scratch& s, int tile, int k, int key_dim, const ScoreOptions& op
     __m512 sums[KEYS][VECTORS];
     const bf16* keys[KEYS];
     for (int i = 0; i < KEYS; ++i) {
-        keys[i] = s.keys[k + i];
+        keys[i] = s.now.keys[k + i];
         for (int v = 0; v < VECTORS; ++v) sums[i][v] = _mm512_setzero_ps();
     }
     for (int p = 0; p < key_dim / 2; ++p) {
@@ -178,6 +200,10 @@ void score_keys(Scratch& s, int tile, int k, int key_dim, const ScoreOptions& op
             for (int v = 0; v < VECTORS; ++v)
                 sums[i][v] = _mm512_dpbf16_ps(sums[i][v], query[v], key);
         }
+    }
+    for (int i = 0; i < KEYS; ++i) {
+        prefetch(s.next.keys[k + i], key_dim);
+        prefetch(s.next.values[k + i], options.value_dim);
     }
     const __m512 scale = _mm512_set1_ps(options.scale);
     for (int v = 0; v < VECTORS; ++v) {
@@ -203,14 +229,14 @@ void score_keys(Scratch& s, int tile, int k, int key_dim, const ScoreOptions& op
 // Scores become weights relative to the new maximum; `shrink` is what older weights count now.
 // The pair of weights of keys k and k + 1 takes the place of score k / 2, which is read by then.
 template <int VECTORS>
-void weigh(Scratch& s, const __m512 before[VECTORS], __m512 shrink[VECTORS]) {
+void weigh(Scratch& s, int count, const __m512 before[VECTORS], __m512 shrink[VECTORS]) {
     for (int v = 0; v < VECTORS; ++v) {
         const __m512 maximum = _mm512_load_ps(&s.maximum[v * 16]);
         shrink[v] = exp2(_mm512_sub_ps(before[v], maximum));
         __m512 even_sum = _mm512_mul_ps(_mm512_load_ps(&s.sum[v * 16]), shrink[v]);
         __m512 odd_sum = _mm512_setzero_ps();
 #pragma GCC unroll 4
-        for (int k = 0; k < TILE; k += 2) {
+        for (int k = 0; k < count; k += 2) {
             const __m512 even = exp2(_mm512_sub_ps(_mm512_load_ps(&s.scores[k][v * 16]), maximum));
             const __m512 odd =
                 exp2(_mm512_sub_ps(_mm512_load_ps(&s.scores[k + 1][v * 16]), maximum));
@@ -224,12 +250,12 @@ void weigh(Scratch& s, const __m512 before[VECTORS], __m512 shrink[VECTORS]) {
 
 // Adds the tile's weighted values to DIMS dims of the output.
 template <int VECTORS, int DIMS>
-void add_values(Scratch& s, int d, const __m512 shrink[VECTORS]) {
+void add_values(Scratch& s, int count, int d, const __m512 shrink[VECTORS]) {
     __m512 sums[DIMS][VECTORS];
     for (int i = 0; i < DIMS; ++i)
         for (int v = 0; v < VECTORS; ++v)
             sums[i][v] = _mm512_mul_ps(_mm512_load_ps(&s.out[d + i][v * 16]), shrink[v]);
-    for (int k = 0; k < TILE / 2; ++k) {
+    for (int k = 0; k < count / 2; ++k) {
         __m512bh weights[VECTORS];
         for (int v = 0; v < VECTORS; ++v)
             weights[v] = as_pairs(_mm512_load_si512(&s.scores[k][v * 16]));
@@ -244,17 +270,19 @@ void add_values(Scratch& s, int d, const __m512 shrink[VECTORS]) {
 }
 
 template <int VECTORS>
-void attend_tile(Scratch& s, int tile, const AttentionCall& call, const ScoreOptions& options) {
+void attend_tile(Scratch& s, int tile, int count, const AttentionCall& call,
+                 const ScoreOptions& options) {
     // As many keys or dims at once as there are registers for: latencies overlap, loads are few.
-    constexpr int AT_ONCE = VECTORS == 1 ? 8 : VECTORS == 2 ? 8 : 4;
+    constexpr int AT_ONCE = VECTORS == 4 ? 4 : 8;
     __m512 before[VECTORS], shrink[VECTORS];
     for (int v = 0; v < VECTORS; ++v) before[v] = _mm512_load_ps(&s.maximum[v * 16]);
-    for (int k = 0; k < TILE; k += AT_ONCE)
+    for (int k = 0; k < count; k += AT_ONCE)
         score_keys<VECTORS, AT_ONCE>(s, tile, k, call.key_dim, options);
-    weigh<VECTORS>(s, before, shrink);
+    weigh<VECTORS>(s, count, before, shrink);
     int d = 0;
-    for (; d + AT_ONCE <= call.value_dim; d += AT_ONCE) add_values<VECTORS, AT_ONCE>(s, d, shrink);
-    for (; d < call.value_dim; ++d) add_values<VECTORS, 1>(s, d, shrink);
+    for (; d + AT_ONCE <= call.value_dim; d += AT_ONCE)
+        add_values<VECTORS, AT_ONCE>(s, count, d, shrink);
+    for (; d < call.value_dim; ++d) add_values<VECTORS, 1>(s, count, d, shrink);
 }
 
 template <int VECTORS>
@@ -267,12 +295,15 @@ void attend_keys(Scratch& s, const Rows& rows) {
         last = std::max(last, s.last_key[lane]);
         all_last = std::min(all_last, s.last_key[lane]);
     }
-    ScoreOptions options{call.scaling * LOG2_E, call.softcap, false};
+    ScoreOptions options{call.scaling * LOG2_E, call.softcap, false, call.value_dim};
+    find_tile(s.next, rows, first / TILE * TILE, last);
     for (int tile = first / TILE * TILE; tile < last; tile += TILE) {
-        options.masked = tile < all_first || tile + TILE > all_last;
-        find_tile(s, rows, tile, last);
-        pair_values(s, call.value_dim);
-        attend_tile<VECTORS>(s, tile, call, options);
+        const int count = std::min(TILE, (last - tile + STEP - 1) / STEP * STEP);
+        options.masked = tile < all_first || tile + count > all_last;
+        s.now = s.next;
+        find_tile(s.next, rows, tile + TILE, last);
+        pair_values(s, count, call.value_dim);
+        attend_tile<VECTORS>(s, tile, count, call, options);
     }
 }
 
@@ -309,9 +340,9 @@ void store_rows(Scratch& s, const Rows& rows, int v) {
     }
 }
 
+// Not inlined, so that the thread's scratch is looked up once.
 template <int VECTORS>
-void attend_rows(const Rows& rows) {
-    Scratch& s = scratch;
+__attribute__((noinline)) void attend_rows(Scratch& s, const Rows& rows) {
     find_rows(s, rows, VECTORS * 16);
     load_queries(s, rows, VECTORS);
     begin(s, rows, VECTORS * 16);
@@ -330,10 +361,10 @@ void attend_rows(const Rows& rows) {
 void attend_chunk(const AttentionStep& step, const AttentionCall& call, const Chunk& chunk) {
     const Rows rows{step, call, chunk};
     switch ((chunk.count + 15) / 16) {
-        case 1: return attend_rows<1>(rows);
-        case 2: return attend_rows<2>(rows);
-        case 3: return attend_rows<3>(rows);
-        default: return attend_rows<4>(rows);
+        case 1: return attend_rows<1>(scratch, rows);
+        case 2: return attend_rows<2>(scratch, rows);
+        case 3: return attend_rows<3>(scratch, rows);
+        default: return attend_rows<4>(scratch, rows);
     }
 }
 

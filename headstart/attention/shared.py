@@ -1,0 +1,138 @@
+"""Which runs of tokens the decoding rows of a step share, found in their block tables.
+
+Requests that hit the same cached prefix hold the same blocks, so their tables begin alike: with
+the system prompt all of them, with a document some, with a conversation a few. The tables form a
+trie; a path of it that several tables go along is a run, to which all their rows attend at once:
+its K and V are read once instead of once for each row, and what were products of a vector become
+products of matrices. What a row finds in each of its runs and in its own rest is merged:
+
+    part i has the largest score m_i, the sum l_i = sum of exp(score - m_i), the output o_i
+    m = max m_i,   out = sum of o_i exp(m_i - m) / sum of l_i exp(m_i - m)
+
+Only decoding rows, one to a sequence, take part: a prefill has rows enough of its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headstart.attention.layout import Span
+
+__all__ = ["SharedPlan", "SharedPlanner", "SharedRun", "find_runs"]
+
+# A run of t tokens and n sharers saves (n - 1) * t reads of a token and costs n partial results
+# to keep and merge. Measured (2 KV heads of 64, 7 query heads each), a partial result costs as
+# much as 30 tokens, so a run pays when the tokens saved per sharer are more than that.
+WORTH_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class SharedRun:
+    """Tokens `first` to `last - 1` of each of `members`, who number the decoding spans."""
+
+    members: tuple[int, ...]
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class SharedPlan:
+    """The runs of a step, outer ones before those within.
+
+    Decoding span i sees `own_first[i]` tokens through runs; the rest, its own token among them,
+    it attends to by itself.
+    """
+
+    runs: tuple[SharedRun, ...]
+    own_first: tuple[int, ...]
+
+
+def find_runs(spans: Sequence[Span], block_size: int) -> SharedPlan:
+    """The runs that pay among decoding spans.
+
+    Sorted by block table, spans that begin alike are neighbours, and what the first and the last
+    of some neighbours have in common all between them have. So the trie is walked without being
+    built: O(spans log spans) comparisons of tables, each at the speed of memory.
+
+    >>> tables = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6]]
+    >>> spans = [Span(row, 1, len(table) * 64, table) for row, table in enumerate(tables)]
+    >>> plan = find_runs(spans, 64)
+    >>> [(run.members, run.first, run.last) for run in plan.runs]
+    [((0, 1, 2), 0, 128), ((0, 1), 128, 192)]
+    >>> plan.own_first
+    (192, 192, 128)
+    """
+    # The block of a span's last token stays its own, so that every row has a rest to attend to.
+    full = [span.block_ids[: (span.context - 1) // block_size] for span in spans]
+    tables = [ids if isinstance(ids, list) else list(ids) for ids in full]
+    order = sorted(range(len(spans)), key=tables.__getitem__)
+    runs: list[SharedRun] = []
+    own_first = [0] * len(spans)
+    waiting = [(order, 0, 0)]  # neighbours, the blocks they have in common, and are covered with
+    while waiting:
+        members, common, covered = waiting.pop()
+        for group in _split(members, tables, common):
+            depth = _common(tables[group[0]], tables[group[-1]], common)
+            first, last = covered * block_size, depth * block_size
+            done = covered
+            if (last - first) * (len(group) - 1) >= WORTH_TOKENS * len(group):
+                runs.append(SharedRun(tuple(sorted(group)), first, last))
+                done = depth
+                for member in group:
+                    own_first[member] = last
+            waiting.append((group, depth, done))
+    return SharedPlan(tuple(runs), tuple(own_first))
+
+
+def _split(members: list[int], tables: list[list[int]], depth: int) -> list[list[int]]:
+    """Neighbours with the same block at `depth`; those who are alone there are left out."""
+    groups: dict[int, list[int]] = {}
+    for member in members:
+        table = tables[member]
+        if len(table) > depth:
+            groups.setdefault(table[depth], []).append(member)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _common(left: list[int], right: list[int], known: int) -> int:
+    """How many blocks two tables have in common, of which `known` are known, by bisection."""
+    low, high = known, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class SharedPlanner:
+    """Plans step after step; a plan stays while the tables it was made from only grow.
+
+    Checking that takes one comparison of lists for each span. Tokens that sequences come to share
+    while they decode are found when the batch changes next.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._tables: list[list[int]] = []
+        self._contexts: list[int] = []
+        self._plan: SharedPlan | None = None
+
+    def plan(self, spans: Sequence[Span]) -> SharedPlan | None:
+        """The plan for these decoding spans, None if nothing is worth sharing."""
+        if len(spans) < 2:
+            return None
+        if not self._still_holds(spans):
+            self._tables = [list(span.block_ids) for span in spans]
+            self._contexts = [span.context for span in spans]
+            found = find_runs(spans, self._block_size)
+            self._plan = found if found.runs else None
+        return self._plan
+
+    def _still_holds(self, spans: Sequence[Span]) -> bool:
+        if len(spans) != len(self._tables):
+            return False
+        for span, table, context in zip(spans, self._tables, self._contexts, strict=True):
+            if span.context < context or span.block_ids[: len(table)] != table:
+                return False
+        return True

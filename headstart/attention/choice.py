@@ -9,9 +9,12 @@ from headstart.attention.torch_ops import TorchAttention
 __all__ = ["make_backend"]
 
 
-def make_backend(memory: PagedKVMemory) -> AttentionBackend:
-    """The fastest backend for `memory`: compiled kernels where they serve it, else torch's."""
+def make_backend(memory: PagedKVMemory, *, share: bool = True) -> AttentionBackend:
+    """The fastest backend for `memory`: compiled kernels where they serve it, else torch's.
+
+    With `share` decoding rows attend together to what their sequences have in common.
+    """
     library = native.library()
     if library is not None and NativeAttention.serves(memory):
-        return NativeAttention(memory, library)
-    return TorchAttention(memory)
+        return NativeAttention(memory, library, share=share)
+    return TorchAttention(memory, share=share)

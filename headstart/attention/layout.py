@@ -62,3 +62,13 @@ class StepPlan:
     slots: Tensor
     spans: tuple[Span, ...]
     contiguous_gather: bool = False
+
+    @property
+    def decoding(self) -> list[Span]:
+        """Spans of one row each, which may be computed together; with `contiguous_gather` none."""
+        return [] if self.contiguous_gather else [s for s in self.spans if s.num_rows == 1]
+
+    @property
+    def several(self) -> list[Span]:
+        """The other spans, each computed by itself."""
+        return [s for s in self.spans if s.num_rows > 1 or self.contiguous_gather]

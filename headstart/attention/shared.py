@@ -14,15 +14,26 @@ Only decoding rows, one to a sequence, take part: a prefill has rows enough of i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headstart.attention.layout import Span
 
-__all__ = ["SharedPlan", "SharedPlanner", "SharedRun", "find_runs"]
+__all__ = ["SharedPlan", "SharedPlanner", "SharedRun", "SharingCost", "find_runs"]
 
-# A run of t tokens and n sharers saves (n - 1) * t reads of a token and costs n partial results
-# to keep and merge. Measured (2 KV heads of 64, 7 query heads each), a partial result costs as
-# much as 30 tokens, so a run pays when the tokens saved per sharer are more than that.
-WORTH_TOKENS = 32
+
+class SharingCost(NamedTuple):
+    """What sharing costs a backend, counted in tokens that a decoding row could read meanwhile.
+
+    A run of t tokens and n sharers saves (n - 1) * t reads. Against that stand `run`, for what is
+    begun once more, and `sharer` for each of them, for a partial result to keep and to merge.
+    """
+
+    run: int
+    sharer: int
+
+    def pays(self, tokens: int, sharers: int) -> bool:
+        """The rule: whether to attend to a run at once."""
+        return tokens * (sharers - 1) >= self.run + self.sharer * sharers
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,7 @@ class SharedPlan:
     own_first: tuple[int, ...]
 
 
-def find_runs(spans: Sequence[Span], block_size: int) -> SharedPlan:
+def find_runs(spans: Sequence[Span], block_size: int, cost: SharingCost) -> SharedPlan:
     """The runs that pay among decoding spans.
 
     Sorted by block table, spans that begin alike are neighbours, and what the first and the last
@@ -55,7 +66,7 @@ def find_runs(spans: Sequence[Span], block_size: int) -> SharedPlan:
 
     >>> tables = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6]]
     >>> spans = [Span(row, 1, len(table) * 64, table) for row, table in enumerate(tables)]
-    >>> plan = find_runs(spans, 64)
+    >>> plan = find_runs(spans, 64, SharingCost(run=0, sharer=32))
     >>> [(run.members, run.first, run.last) for run in plan.runs]
     [((0, 1, 2), 0, 128), ((0, 1), 128, 192)]
     >>> plan.own_first
@@ -74,7 +85,7 @@ def find_runs(spans: Sequence[Span], block_size: int) -> SharedPlan:
             depth = _common(tables[group[0]], tables[group[-1]], common)
             first, last = covered * block_size, depth * block_size
             done = covered
-            if (last - first) * (len(group) - 1) >= WORTH_TOKENS * len(group):
+            if last > first and cost.pays(last - first, len(group)):
                 runs.append(SharedRun(tuple(sorted(group)), first, last))
                 done = depth
                 for member in group:
@@ -112,8 +123,9 @@ class SharedPlanner:
     while they decode are found when the batch changes next.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, cost: SharingCost) -> None:
         self._block_size = block_size
+        self._cost = cost
         self._tables: list[list[int]] = []
         self._contexts: list[int] = []
         self._plan: SharedPlan | None = None
@@ -125,7 +137,7 @@ class SharedPlanner:
         if not self._still_holds(spans):
             self._tables = [list(span.block_ids) for span in spans]
             self._contexts = [span.context for span in spans]
-            found = find_runs(spans, self._block_size)
+            found = find_runs(spans, self._block_size, self._cost)
             self._plan = found if found.runs else None
         return self._plan
 

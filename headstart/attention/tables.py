@@ -1,20 +1,23 @@
 """Index tables of one step: which rows of the memory each query reads, worked out once.
 
 All layers with the same sliding window read the same slots, so the tables are made at the first
-layer that asks for a window and kept until the step ends. Rows of decoding sequences are put
-together by similar length (a gather padded to the longest, at most a quarter of it padding);
-every other span is cut into chunks of rows, each of which reads no further than its last row.
+layer that asks for a window and kept until the step ends. What decoding sequences share with one
+another (`shared.py`) is read once for all of them; the rest of their rows are put together by
+similar length (a gather padded to the longest, at most a quarter of it padding). Every other span
+is cut into chunks of rows, each of which reads no further than its last row.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headstart.attention.layout import Span, StepPlan
+from headstart.attention.shared import SharedPlan
 
-__all__ = ["DecodeGroup", "PrefillChunk", "PrefillSpan", "StepTables", "WindowTables"]
+__all__ = ["DecodeGroup", "PrefillChunk", "PrefillSpan", "RunGroup", "StepTables", "WindowTables"]
 
 # Rows of a prefill that go through one pair of products: enough for full GEMM speed, few enough
 # that little of the triangle above the diagonal is computed for nothing.
@@ -62,6 +65,15 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, eq=False)
+class RunGroup:
+    """Rows `rows` int64 `[sharers]` of the flat batch that all see the same `columns` tokens."""
+
+    rows: Tensor
+    columns: int
+    index: HeadIndex
+
+
+@dataclass(frozen=True, eq=False)
 class PrefillChunk:
     """Rows `first_row .. last_row - 1` of the flat batch, over columns of their span's context.
 
@@ -87,19 +99,38 @@ class PrefillSpan:
 
 @dataclass(frozen=True, eq=False)
 class WindowTables:
-    """Everything that layers with one window size need."""
+    """Everything that layers with one window size need.
+
+    Where there are `runs`, the decode groups hold only what is left of each sequence.
+    """
 
     decode: tuple[DecodeGroup, ...]
     prefill: tuple[PrefillSpan, ...]
+    runs: tuple[RunGroup, ...] = ()
+
+
+class Rest(NamedTuple):
+    """A decoding span that attends to its tokens from `first` on."""
+
+    span: Span
+    first: int
+
+    @property
+    def length(self) -> int:
+        return self.span.context - self.first
 
 
 @dataclass
 class StepTables:
-    """The tables of one step, made per sliding window when first asked for."""
+    """The tables of one step, made per sliding window when first asked for.
+
+    `shared` is about `plan.decoding`; layers whose window hides something go without it.
+    """
 
     plan: StepPlan
     block_size: int
     device: torch.device
+    shared: SharedPlan | None = None
     _by_window: dict[int | None, WindowTables] = field(default_factory=dict)
 
     def for_window(self, window: int | None) -> WindowTables:
@@ -113,36 +144,52 @@ class StepTables:
         longest = max((span.context for span in self.plan.spans), default=0)
         if window is not None and window >= longest:
             return self.for_window(None)
-        single: list[Span] = []
-        several: list[Span] = []
-        for span in self.plan.spans:
-            decodes = span.num_rows == 1 and not self.plan.contiguous_gather
-            (single if decodes else several).append(span)
+        shared = self.shared if window is None else None
+        decoding = self.plan.decoding
+        firsts = shared.own_first if shared is not None else (0,) * len(decoding)
+        rests = [
+            Rest(span, max(first, 0 if window is None else span.context - window))
+            for span, first in zip(decoding, firsts, strict=True)
+        ]
         return WindowTables(
-            decode=tuple(self._decode(group, window) for group in group_spans(single, window)),
-            prefill=tuple(self._prefill(span, window) for span in several),
+            decode=tuple(self._decode(group) for group in group_rests(rests)),
+            prefill=tuple(self._prefill(span, window) for span in self.plan.several),
+            runs=self._runs(shared, decoding) if shared is not None else (),
         )
 
-    def _decode(self, spans: Sequence[Span], window: int | None) -> DecodeGroup:
-        lengths = [_visible(span.context, window) for span in spans]
+    def _runs(self, shared: SharedPlan, decoding: Sequence[Span]) -> tuple[RunGroup, ...]:
+        groups = []
+        for run in shared.runs:
+            table = decoding[run.members[0]].block_ids[: run.last // self.block_size]
+            position = torch.arange(run.first, run.last, device=self.device).unsqueeze(0)
+            groups.append(
+                RunGroup(
+                    rows=self._tensor([decoding[member].first_row for member in run.members]),
+                    columns=run.last - run.first,
+                    index=HeadIndex(self._slots(self._tensor(table).unsqueeze(0), position)),
+                )
+            )
+        return tuple(groups)
+
+    def _decode(self, rests: Sequence[Rest]) -> DecodeGroup:
+        lengths = [rest.length for rest in rests]
         columns = lengths[0]
-        firsts = [span.context - length for span, length in zip(spans, lengths, strict=True)]
-        skipped = [first // self.block_size for first in firsts]
+        skipped = [rest.first // self.block_size for rest in rests]
         width = max(
-            (span.context - 1) // self.block_size + 1 - skip
-            for span, skip in zip(spans, skipped, strict=True)
+            (rest.span.context - 1) // self.block_size + 1 - skip
+            for rest, skip in zip(rests, skipped, strict=True)
         )
         table = [
-            _padded(span.block_ids[skip : skip + width], width)
-            for span, skip in zip(spans, skipped, strict=True)
+            _padded(rest.span.block_ids[skip : skip + width], width)
+            for rest, skip in zip(rests, skipped, strict=True)
         ]
         offset = torch.arange(columns, device=self.device).unsqueeze(0)
         length = self._tensor(lengths).unsqueeze(1)
         # Padding reads the sequence's own last token again: never another sequence's memory.
         position = torch.minimum(offset, length - 1)
-        position += self._tensor([f % self.block_size for f in firsts]).unsqueeze(1)
+        position += self._tensor([rest.first % self.block_size for rest in rests]).unsqueeze(1)
         return DecodeGroup(
-            rows=self._tensor([span.first_row for span in spans]),
+            rows=self._tensor([rest.span.first_row for rest in rests]),
             columns=columns,
             index=HeadIndex(self._slots(self._tensor(table), position)),
             hidden=offset >= length if lengths[-1] < columns else None,
@@ -190,31 +237,23 @@ class StepTables:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
-def group_spans(spans: Sequence[Span], window: int | None) -> list[list[Span]]:
-    """Decoding spans in groups of similar visible length, longest first.
+def group_rests(rests: Sequence[Rest]) -> list[list[Rest]]:
+    """Rests in groups of similar length, longest first.
 
-    >>> spans = [Span(row, 1, context, ()) for row, context in enumerate((10, 1000, 900, 60))]
-    >>> [[span.context for span in group] for group in group_spans(spans, None)]
+    >>> rests = [Rest(Span(0, 1, context, ()), 0) for context in (10, 1000, 900, 60)]
+    >>> [[rest.length for rest in group] for group in group_rests(rests)]
     [[1000, 900], [60, 10]]
-    >>> [[span.context for span in group] for group in group_spans(spans, 64)]
-    [[1000, 900, 60, 10]]
     """
-    groups: list[list[Span]] = []
+    groups: list[list[Rest]] = []
     longest = 0
-    for span in sorted(spans, key=lambda span: span.context, reverse=True):
-        length = _visible(span.context, window)
-        near = length * 4 >= longest * 3 or longest - length <= SMALL_GAP
+    for rest in sorted(rests, key=lambda rest: rest.length, reverse=True):
+        near = rest.length * 4 >= longest * 3 or longest - rest.length <= SMALL_GAP
         if groups and near and (len(groups[-1]) + 1) * longest <= GROUP_TOKENS:
-            groups[-1].append(span)
+            groups[-1].append(rest)
         else:
-            groups.append([span])
-            longest = length
-    # Visible lengths fall with contexts, so within a group they fall too.
+            groups.append([rest])
+            longest = rest.length
     return groups
-
-
-def _visible(context: int, window: int | None) -> int:
-    return context if window is None else min(context, window)
 
 
 def _padded(block_ids: Sequence[int], width: int) -> list[int]:

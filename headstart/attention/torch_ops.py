@@ -13,23 +13,40 @@ from torch import Tensor
 from headstart.attention.backend import AttentionOptions
 from headstart.attention.layout import StepPlan
 from headstart.attention.memory import PagedKVMemory
-from headstart.attention.tables import DecodeGroup, HeadIndex, PrefillSpan, StepTables
+from headstart.attention.shared import SharedPlanner, SharingCost
+from headstart.attention.tables import (
+    DecodeGroup,
+    HeadIndex,
+    PrefillSpan,
+    RunGroup,
+    StepTables,
+    WindowTables,
+)
 
 __all__ = ["TorchAttention"]
 
+# Measured in bf16 with 2 KV heads of 64 and 7 query heads each, on one core: 16 rows that share
+# 2,000 tokens take 1.2 instead of 1.7 ms, but a run costs 0.3 ms in operations of its own.
+SHARING = SharingCost(run=8192, sharer=32)
+
 
 class TorchAttention:
-    """The `AttentionBackend` that runs anywhere."""
+    """The `AttentionBackend` that runs anywhere.
 
-    def __init__(self, memory: PagedKVMemory) -> None:
+    With `share` decoding rows attend together to what their sequences have in common.
+    """
+
+    def __init__(self, memory: PagedKVMemory, *, share: bool = True) -> None:
         self._memory = memory
+        self._planner = SharedPlanner(memory.block_size, SHARING) if share else None
         self._slots: Tensor | None = None
         self._tables: StepTables | None = None
 
     def begin_step(self, plan: StepPlan) -> None:
         memory = self._memory
         self._slots = plan.slots.to(memory.device)
-        self._tables = StepTables(plan, memory.block_size, memory.device)
+        shared = self._planner.plan(plan.decoding) if self._planner is not None else None
+        self._tables = StepTables(plan, memory.block_size, memory.device, shared)
 
     def end_step(self) -> None:
         self._slots = self._tables = None
@@ -44,8 +61,11 @@ class TorchAttention:
         tables = self._tables.for_window(options.sliding_window)
         out = query.new_empty((*query.shape[:2], value.shape[2]))
         query = query.to(memory.dtype) * options.scaling
-        for group in tables.decode:
-            self._decode(layer_idx, query, out, group, options)
+        if tables.runs:
+            self._decode_shared(layer_idx, query, out, tables, options)
+        else:
+            for group in tables.decode:
+                self._decode(layer_idx, query, out, group, options)
         for span in tables.prefill:
             self._prefill(layer_idx, query, out, span, options)
         return out
@@ -58,20 +78,63 @@ class TorchAttention:
         group: DecodeGroup,
         options: AttentionOptions,
     ) -> None:
+        batch = group.rows.shape[0]
+        scores, values = self._decode_scores(layer_idx, query, group, options)
+        sinks = None
+        if options.sinks is not None:
+            sinks = options.sinks.view(-1, scores.shape[1], 1).repeat(batch, 1, 1)
+        mixed = _mix(scores, values, sinks)
+        out.index_copy_(0, group.rows, mixed.view(batch, *out.shape[1:]).to(out.dtype))
+
+    def _decode_scores(
+        self, layer_idx: int, query: Tensor, group: DecodeGroup, options: AttentionOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Scores `[batch * kv_heads, heads, columns]`, and the values that belong to them."""
         keys, values = self._gather(layer_idx, group.index, group.columns)
         batch, kv_heads = group.rows.shape[0], keys.shape[0] // group.rows.shape[0]
-        heads = query.shape[1] // kv_heads
-        rows = query.index_select(0, group.rows).view(batch * kv_heads, heads, -1)
+        rows = query.index_select(0, group.rows).view(batch * kv_heads, -1, query.shape[2])
         scores = _scores(rows, keys, options)
         if group.hidden is not None:
             scores.view(batch, -1, group.columns).masked_fill_(
                 group.hidden.unsqueeze(1), -torch.inf
             )
-        sinks = None
-        if options.sinks is not None:
-            sinks = options.sinks.view(kv_heads, heads, 1).repeat(batch, 1, 1)
-        mixed = _mix(scores, values, sinks)
-        out.index_copy_(0, group.rows, mixed.view(batch, kv_heads * heads, -1).to(out.dtype))
+        return scores, values
+
+    def _decode_shared(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        out: Tensor,
+        tables: WindowTables,
+        options: AttentionOptions,
+    ) -> None:
+        """Decoding rows that see part of their context through runs, each merged from parts."""
+        merged = MergedParts(out)
+        for run in tables.runs:
+            merged.add(run.rows, *self._attend_run(layer_idx, query, run, options))
+        for group in tables.decode:
+            scores, values = self._decode_scores(layer_idx, query, group, options)
+            mixed, total = _mix_part(scores, values)
+            shape = (group.rows.shape[0], *out.shape[1:])
+            merged.add(group.rows, mixed.view(shape), total.view(*shape[:2], 1))
+        rows = torch.cat([group.rows for group in tables.decode])
+        out.index_copy_(0, rows, merged.result(options.sinks).index_select(0, rows).to(out.dtype))
+
+    def _attend_run(
+        self, layer_idx: int, query: Tensor, run: RunGroup, options: AttentionOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Output float32 `[sharers, heads, dim]` over the run alone, and its log-sum-exp."""
+        keys, values = self._gather(layer_idx, run.index, run.columns)
+        kv_heads, sharers = keys.shape[0], run.rows.shape[0]
+        rows = query.index_select(0, run.rows).view(sharers, kv_heads, -1, query.shape[2])
+        rows = rows.transpose(0, 1).reshape(kv_heads, -1, query.shape[2])
+        mixed, total = _mix_part(_scores(rows, keys, options), values)
+
+        def by_row(part: Tensor) -> Tensor:
+            part = part.view(kv_heads, sharers, -1, part.shape[-1]).transpose(0, 1)
+            return part.reshape(sharers, -1, part.shape[-1])
+
+        return by_row(mixed), by_row(total)
 
     def _prefill(
         self,
@@ -118,6 +181,43 @@ def _scores(rows: Tensor, keys: Tensor, options: AttentionOptions) -> Tensor:
     if options.softcap is not None:
         scores = scores.div_(options.softcap).tanh_().mul_(options.softcap)
     return scores
+
+
+def _mix_part(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax and weighted sum over a part of what rows see, and its log-sum-exp, in float32.
+
+    The largest score s has the largest weight w = exp(s - total), so total = s - log w: that
+    takes two maxima, where logsumexp takes several passes over new float32 tensors, whose pages
+    alone cost more than the products (measured: 1.9 against 0.2 ms for 224 rows of 2,000).
+    """
+    weights = torch.softmax(scores, dim=-1)
+    largest = weights.amax(dim=-1, keepdim=True).float().log_()
+    total = scores.amax(dim=-1, keepdim=True).float() - largest
+    return torch.bmm(weights.to(values.dtype), values).float(), total
+
+
+class MergedParts:
+    """The outputs of rows over parts of their context, merged one after the other."""
+
+    def __init__(self, out: Tensor) -> None:
+        shape = out.shape
+        self._mixed = torch.zeros(shape, dtype=torch.float32, device=out.device)
+        self._total = torch.full((*shape[:2], 1), -torch.inf, device=out.device)
+
+    def add(self, rows: Tensor, mixed: Tensor, total: Tensor) -> None:
+        """Add a part: its output `[rows, heads, dim]` and log-sum-exp `[rows, heads, 1]`."""
+        before = self._total.index_select(0, rows)
+        after = torch.logaddexp(before, total)
+        mixed = mixed * (total - after).exp()
+        mixed += self._mixed.index_select(0, rows) * (before - after).exp()
+        self._mixed.index_copy_(0, rows, mixed)
+        self._total.index_copy_(0, rows, after)
+
+    def result(self, sinks: Tensor | None) -> Tensor:
+        """The output of all rows; a sink shrinks it as in `_mix`."""
+        if sinks is None:
+            return self._mixed
+        return self._mixed * torch.sigmoid(self._total - sinks.float().view(1, -1, 1))
 
 
 def _mix(scores: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:

@@ -34,6 +34,7 @@ class EngineConfig:
     eviction: str = _option("empty-first-lru", "which free block is reused next")
     deduplicate: bool = _option(True, "give a block back when it fills with what is cached")
     partial_hits: bool = _option(True, "reuse the head of a block that matches in part")
+    share_attention: bool = _option(True, "attend once to what running requests have in common")
     deterministic: bool = _option(False, "bitwise equal logits, cache on or off, alone or not")
     encoder_cache_rows: int = _option(8192, "image embeddings kept for reuse, one per placeholder")
     max_images: int = _option(16, "images in one prompt at the most")

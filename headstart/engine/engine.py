@@ -77,7 +77,7 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self.manager = parts.manager
         self.max_model_len = parts.max_model_len
-        backend = make_backend(parts.memory)
+        backend = make_backend(parts.memory, share=config.share_attention)
         self.model.attach(backend)
         self.images = make_image_prompts(parts.vision, parts.tokenizer, config)
         self._inputs = InputProcessor(

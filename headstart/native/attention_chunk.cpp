@@ -11,7 +11,7 @@
 // The bf16 product adds two products at once, so Q^T and P^T hold pairs in each 32-bit lane. V's
 // rows are interleaved two by two into scratch, once per chunk and tile of keys.
 //
-// Tiles begin at multiples of TILE and a hidden score counts exactly 0, so a row's result is the
+// Tiles begin at multiples of TILE from the segment's first key on, and a hidden score counts exactly 0, so a row's result is the
 // same bit for bit whichever rows share its chunk.
 #include <algorithm>
 #include <cstring>
@@ -296,8 +296,10 @@ void attend_keys(Scratch& s, const Rows& rows) {
         all_last = std::min(all_last, s.last_key[lane]);
     }
     ScoreOptions options{call.scaling * LOG2_E, call.softcap, false, call.value_dim};
-    find_tile(s.next, rows, first / TILE * TILE, last);
-    for (int tile = first / TILE * TILE; tile < last; tile += TILE) {
+    const int origin = rows.chunk.segment->first_key;
+    const int start = origin + (first - origin) / TILE * TILE;
+    find_tile(s.next, rows, start, last);
+    for (int tile = start; tile < last; tile += TILE) {
         const int count = std::min(TILE, (last - tile + STEP - 1) / STEP * STEP);
         options.masked = tile < all_first || tile + count > all_last;
         s.now = s.next;

@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headstart import LLM, SamplingParams
+from headstart.attention import native, torch_ops
+from headstart.attention.shared import SharingCost
 from tests.tiny_models import save_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -21,6 +23,7 @@ ROUNDING = 0.1
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "nothing shared": {"share_attention": False},
     "chunked": {"max_num_batched_tokens": 33},
     "preempted": {"num_blocks": 40},
     "deterministic": {"deterministic": True, "num_blocks": 60},
@@ -67,6 +70,8 @@ def test_answers_in_bf16_are_those_of_transformers(
 ) -> None:
     """Cold, and again when prompts and answers are cached."""
     monkeypatch.setenv("HEADSTART_NATIVE", kernels)
+    for module in (native, torch_ops):  # so that prompts as short as these share
+        monkeypatch.setattr(module, "SHARING", SharingCost(run=0, sharer=4))
     prompts = make_prompts()
     options = {"num_blocks": 200, "block_size": 4} | OPTIONS[name]
     with closing(LLM(folder, dtype="bfloat16", debug=True, **options)) as llm:

@@ -1,0 +1,201 @@
+"""Decoding rows that attend together to what they share: the same result as each by itself."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headstart import native
+from headstart.attention import (
+    AttentionBackend,
+    AttentionOptions,
+    LayerLayout,
+    NativeAttention,
+    PagedKVMemory,
+    Span,
+    StepPlan,
+    TorchAttention,
+)
+from headstart.attention import native as native_backend
+from headstart.attention import torch_ops as torch_backend
+from headstart.attention.shared import SharedPlan, SharedPlanner, SharingCost, find_runs
+from tests.attention.rows import BLOCK, OPTIONS, TOLERANCE, reference
+
+LAYOUT = LayerLayout(2, 16, 12)
+HEADS = 6
+PATHS = ["torch fp32", "torch bf16", "native bf16"]
+LIBRARY = native.library()
+NUM_BLOCKS = 400
+FREE, USUAL = SharingCost(0, 0), SharingCost(0, 32)
+
+
+@dataclass(frozen=True)
+class Forest:
+    """Spans whose block tables begin like one another's, some decoding and some with more rows."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def slots(self) -> list[int]:
+        return [
+            span.block_ids[p // BLOCK] * BLOCK + p % BLOCK
+            for span in self.spans
+            for p in range(span.context - span.num_rows, span.context)
+        ]
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> Forest:
+    """Each span goes along an earlier one's table for some blocks, or along nobody's."""
+    free = iter(range(NUM_BLOCKS))
+    tables: list[list[int]] = []
+    spans: list[Span] = []
+    row = 0
+    for _ in range(draw(st.integers(1, 9))):
+        start: list[int] = []
+        if tables:
+            parent = draw(st.sampled_from(tables))
+            start = parent[: draw(st.integers(0, len(parent)))]
+        own = [next(free) for _ in range(draw(st.integers(0 if start else 1, 12)))]
+        table = [*start, *own]
+        tables.append(table)
+        rows = 1 if draw(st.integers(0, 3)) else draw(st.integers(1, len(table) * BLOCK))
+        context = draw(st.integers(max(rows, len(table) * BLOCK - BLOCK + 1), len(table) * BLOCK))
+        spans.append(Span(row, rows, context, table))
+        row += rows
+    return Forest(tuple(spans))
+
+
+def make_backend(path: str, memory: PagedKVMemory, share: bool) -> AttentionBackend:
+    if path == "native bf16":
+        if LIBRARY is None:
+            pytest.skip("no compiled kernels here")
+        return NativeAttention(memory, LIBRARY, share=share)
+    return TorchAttention(memory, share=share)
+
+
+def attend(
+    path: str, forest: Forest, options: AttentionOptions, share: bool = True
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs of all spans, and what they should be. K/V are all in memory from the start."""
+    dtype = torch.float32 if path == "torch fp32" else torch.bfloat16
+    torch.manual_seed(1)
+    memory = PagedKVMemory([LAYOUT], NUM_BLOCKS, BLOCK, dtype, "cpu")
+    for tensor in (*memory.keys, *memory.values):
+        tensor.copy_(torch.randn(tensor.shape))
+    slots = torch.tensor(forest.slots)
+    query = torch.randn(len(slots), HEADS, LAYOUT.key_dim).to(dtype)
+    backend = make_backend(path, memory, share)
+    backend.begin_step(StepPlan(slots, forest.spans))
+    keys, values = memory.keys[0], memory.values[0]
+    out = backend.attend(0, query, keys[slots], values[slots], options)
+    backend.end_step()
+    found, expected = [], []
+    for span in forest.spans:
+        rows = slice(span.first_row, span.first_row + span.num_rows)
+        seen = [span.block_ids[p // BLOCK] * BLOCK + p % BLOCK for p in range(span.context)]
+        found.append(out[rows])
+        expected.append(reference(query[rows], keys[seen], values[seen], options))
+    return found, expected
+
+
+@pytest.mark.parametrize("path", PATHS)
+@settings(max_examples=60)
+@given(forest=forests(), name=st.sampled_from(list(OPTIONS)), sharer=st.sampled_from([0, 0, 5]))
+def test_any_forest_of_sharing(path: str, forest: Forest, name: str, sharer: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (native_backend, torch_backend):
+            patch.setattr(module, "SHARING", SharingCost(0, sharer))
+        found, expected = attend(path, forest, OPTIONS[name])
+    for out, wanted in zip(found, expected, strict=True):
+        rtol, atol = TOLERANCE[out.dtype]
+        torch.testing.assert_close(out.double(), wanted, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_runs_on_three_levels(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is not the very same as without sharing: else nothing was shared."""
+    for module in (native_backend, torch_backend):
+        monkeypatch.setattr(module, "SHARING", USUAL)
+    tables = [[*range(60), *(range(100, 150) if row < 6 else range(150, 190))] for row in range(9)]
+    for row, table in enumerate(tables):
+        if row < 4:
+            table.extend(range(220 + row // 2 * 40, 250 + row // 2 * 40))
+        table.extend(range(300 + row * 3, 303 + row * 3))
+    spans = tuple(Span(row, 1, len(table) * BLOCK - 1, table) for row, table in enumerate(tables))
+    forest = Forest(spans)
+    plan = find_runs(spans, BLOCK, USUAL)
+    assert sorted(len(run.members) for run in plan.runs) == [2, 2, 3, 6, 9]
+    found, expected = attend(path, forest, OPTIONS["sinks"])
+    alone, _ = attend(path, forest, OPTIONS["sinks"], share=False)
+    for out, wanted in zip(found, expected, strict=True):
+        rtol, atol = TOLERANCE[out.dtype]
+        torch.testing.assert_close(out.double(), wanted, rtol=rtol, atol=atol)
+    assert not torch.equal(torch.cat(found), torch.cat(alone))
+
+
+def check_plan(plan: SharedPlan, spans: list[Span]) -> None:
+    """Each span's runs cover its tokens up to `own_first` once, and are the same blocks for all."""
+    covered = [0] * len(spans)
+    for run in plan.runs:
+        blocks = {
+            tuple(spans[member].block_ids[run.first // BLOCK : run.last // BLOCK])
+            for member in run.members
+        }
+        assert len(blocks) == 1 and len(run.members) > 1
+        for member in run.members:
+            assert covered[member] == run.first
+            covered[member] = run.last
+    assert tuple(covered) == plan.own_first
+    assert all(first < span.context for first, span in zip(covered, spans, strict=True))
+
+
+@settings(max_examples=150)
+@given(data=st.data(), forest=forests())
+def test_a_plan_kept_from_step_to_step_stays_right(data: st.DataObject, forest: Forest) -> None:
+    """Tables grow, change in place, come and go."""
+    planner = SharedPlanner(BLOCK, FREE)
+    spans = [replace(span, num_rows=1) for span in forest.spans]
+    fresh = iter(range(1000, 3000))
+    for _ in range(5):
+        plan = planner.plan(spans)
+        if plan is not None:
+            check_plan(plan, spans)
+        best = find_runs(spans, BLOCK, FREE)
+        check_plan(best, spans)
+        event = data.draw(st.sampled_from(["grow", "change", "leave", "shrink"]))
+        at = data.draw(st.integers(0, len(spans) - 1))
+        table, context = list(spans[at].block_ids), spans[at].context
+        if event == "grow":
+            table, context = [*table, next(fresh)], context + BLOCK
+        elif event == "change":
+            table[data.draw(st.integers(0, len(table) - 1))] = next(fresh)
+        elif event == "shrink":
+            context = data.draw(st.integers(1, context))
+        elif len(spans) > 1:
+            del spans[at]
+            continue
+        spans[at] = replace(spans[at], block_ids=table, context=context)
+
+
+def test_a_plan_is_kept_while_tables_grow_and_made_anew_when_they_change() -> None:
+    planner = SharedPlanner(BLOCK, USUAL)
+    tables = [[*range(100), 200 + row] for row in range(3)]
+    plan = planner.plan([Span(row, 1, 401, table) for row, table in enumerate(tables)])
+    assert plan is not None and plan.own_first == (400,) * 3
+    tables[1].append(300)
+    spans = [Span(row, 1, 404, table) for row, table in enumerate(tables)]
+    assert planner.plan(spans) is plan
+    tables[2][99] = 301
+    changed = planner.plan(spans)
+    assert changed is not None and changed.own_first == (396,) * 3
+    assert planner.plan(spans[:1]) is None
+
+
+def test_short_runs_are_not_worth_it() -> None:
+    short = [Span(row, 1, 30, [0, 1, 2, 3, 4, 5, 10 + row, 20 + row]) for row in range(3)]
+    assert find_runs(short, BLOCK, USUAL).runs == ()
+    assert SharedPlanner(BLOCK, USUAL).plan(short) is None

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
         UnsupportedAdapterError,
         UnsupportedModelError,
     )
+    from headstart.omni.omni import Omni
+    from headstart.omni.params import OmniOutput, OmniParams
 
 __all__ = [
     "LLM",
@@ -49,6 +51,9 @@ __all__ = [
     "LoRARequest",
     "RequestOutput",
     "CompletionOutput",
+    "Omni",
+    "OmniParams",
+    "OmniOutput",
     "HeadstartError",
     "ConfigError",
     "RequestError",
@@ -73,6 +78,9 @@ _HOMES = {
     "LoRARequest": "headstart.engine.adapters",
     "RequestOutput": "headstart.engine.outputs",
     "CompletionOutput": "headstart.engine.outputs",
+    "Omni": "headstart.omni.omni",
+    "OmniParams": "headstart.omni.params",
+    "OmniOutput": "headstart.omni.params",
 }
 
 

@@ -108,7 +108,7 @@ class Engine:
 
         Raises ConfigError, ModelError or OutOfMemoryError; nothing is left behind.
         """
-        config = _make_config(options)
+        config = make_config(options)
         torch.set_num_threads(config.threads)
         tokenizer = load_tokenizer(model)
         decoder = load_model(model, config.dtype, config.device)
@@ -384,7 +384,7 @@ def _engine_error(what: str, cause: BaseException) -> EngineError:
     return error
 
 
-def _make_config(options: dict[str, Any]) -> EngineConfig:
+def make_config(options: dict[str, Any]) -> EngineConfig:
     known = {field.name for field in fields(EngineConfig)}
     unknown = sorted(set(options) - known)
     if unknown:

@@ -17,13 +17,14 @@ __all__ = ["PassTensors", "StageDecoder", "StageParts", "text_layouts"]
 class PassTensors(NamedTuple):
     """What a pass went through, one row a token.
 
-    token_ids int64 `[tokens]`; embedded `[tokens, width]` as it entered; layers: the rows before
+    embedded `[tokens, width]` as it entered; is_own bool `[tokens]`: by the token's own embedding,
+    not by one that was given in its place; layers: the rows before
     the first layer, after it, ..., after the last, in transformers' numbering, empty unless asked
     for; hidden `[tokens, hidden]` after the final norm.
     """
 
-    token_ids: Tensor
     embedded: Tensor
+    is_own: Tensor
     layers: Sequence[Tensor]
     hidden: Tensor
 
@@ -79,7 +80,9 @@ class StageDecoder(DecoderModel):
         parts = self._parts
         with torch.inference_mode():
             embedded: Tensor = self._model.get_input_embeddings()(token_ids)
+            is_own = torch.ones_like(token_ids, dtype=torch.bool)
             if embeddings is not None:
+                is_own[embeddings.rows] = False
                 embedded = embedded.index_copy(0, embeddings.rows, embeddings.values.to(embedded))
             entering = embedded if parts.project is None else parts.project(embedded)
             output: Any = self._model(
@@ -90,7 +93,7 @@ class StageDecoder(DecoderModel):
             )
             hidden: Tensor = output.last_hidden_state[0]
             layers = [rows[0] for rows in output.hidden_states] if parts.needs_layers else []
-            self._passes.append(parts.give(PassTensors(token_ids, embedded, layers, hidden)))
+            self._passes.append(parts.give(PassTensors(embedded, is_own, layers, hidden)))
             logits: Tensor = parts.head(hidden.index_select(0, logit_rows)).float()
             if parts.hidden_ids:
                 logits[:, list(parts.hidden_ids)] = -torch.inf

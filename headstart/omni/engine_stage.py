@@ -140,6 +140,13 @@ class EngineStage:
             self.engine.abort(request_id)
             self._forget(request_id)
 
+    def peek(self, request_id: str) -> object:
+        state = self._states.get(request_id)
+        return state.group.output() if state is not None and state.group is not None else None
+
+    def reset_cache(self) -> None:
+        self.engine.manager.reset_prefix_cache()
+
     def close(self) -> None:
         self.engine.close()
 

@@ -95,6 +95,12 @@ class _FunctionStage:
     def abort(self, request_id: str) -> None:
         self._states.pop(request_id, None)
 
+    def peek(self, request_id: str) -> object:
+        return None
+
+    def reset_cache(self) -> None:
+        """What it gave is in the pipeline's store alone."""
+
     def close(self) -> None:
         self._states.clear()
 

@@ -20,7 +20,7 @@ what that one is told.
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headstart.errors import ConfigError
@@ -49,6 +49,14 @@ class Graph:
 
     nodes: tuple[StageNode, ...]
     collects: tuple[Input, ...] = ()
+
+    def with_options(self, options: Mapping[str, Any]) -> "Graph":
+        """The same graph, all autoregressive stages told these options unless they say others."""
+        nodes = [
+            replace(node, options={**options, **node.options}) if node.spec.autoregressive else node
+            for node in self.nodes
+        ]
+        return replace(self, nodes=tuple(nodes))
 
     def build(self, factories: Mapping[str, Factory]) -> Pipeline:
         """The pipeline. Raises ConfigError; stages that were made are closed then."""

@@ -73,16 +73,30 @@ class Pipeline:
         """Take a request in. Raises RequestError; nothing is kept of it then."""
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use")
-        unknown = sorted({*request.params, *request.options} - self.stages.keys())
+        unknown = sorted(
+            {*request.params, *request.options, *(request.stages or ())} - self.stages.keys()
+        )
         if unknown:
             raise RequestError(f"there is no stage {unknown[0]!r}; there are {[*self.stages]}")
-        for stage in self._order:
+        taking_part = self._taking_part(request)
+        for stage in taking_part:
             stage.check(request)
-        progress = Progress(request, time.perf_counter(), set(self.stages))
+        names = {stage.spec.name for stage in taking_part}
+        progress = Progress(request, time.perf_counter(), names)
         self._requests[request.request_id] = progress
-        for stage in self._order:
+        for stage in taking_part:
             stage.open(request)
         return progress
+
+    def _taking_part(self, request: OmniRequest) -> list[Stage]:
+        """The request's stages, each with all that it takes from. Raises RequestError."""
+        chosen = self.stages.keys() if request.stages is None else request.stages
+        stages = [stage for stage in self._order if stage.spec.name in chosen]
+        for stage in stages:
+            for taken in stage.spec.takes:
+                if taken.stage not in chosen:
+                    raise RequestError(f"stage {stage.spec.name!r} cannot go without {taken.stage}")
+        return stages
 
     def abort(self, request_id: str) -> Progress | None:
         """Forget a request in every stage; what it has so far, or None if it is not here."""

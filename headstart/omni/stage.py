@@ -80,7 +80,7 @@ class OmniRequest:
 
     prompt: whatever the first stage's feeder understands. params: for autoregressive stages, by
     name. options: for any stage, by name: a speaker, a seed. salt: requests of different salts
-    share nothing in any stage.
+    share nothing in any stage. stages: those that take part; None is all.
     """
 
     request_id: str
@@ -88,6 +88,7 @@ class OmniRequest:
     params: Mapping[str, SamplingParams] = field(default_factory=dict)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     salt: str | None = None
+    stages: frozenset[str] | None = None
 
 
 @dataclass(slots=True)
@@ -179,6 +180,14 @@ class Stage(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Forget a request, whatever its state; one that is unknown is left alone."""
+        ...
+
+    def peek(self, request_id: str) -> object:
+        """What beside rows a user may want of a request that runs, None if there is nothing."""
+        ...
+
+    def reset_cache(self) -> None:
+        """Forget what is kept of requests that are gone. Not while one runs."""
         ...
 
     def close(self) -> None:

@@ -1,0 +1,214 @@
+"""`Omni`: a model that hears, sees, writes and speaks, to be called from ordinary Python."""
+
+import itertools
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from headstart.engine.inputs import InputProcessor
+from headstart.engine.outputs import RequestOutput
+from headstart.engine.params import SamplingParams
+from headstart.engine.prompt import PreparedPrompt
+from headstart.errors import RequestError, UnsupportedModelError
+from headstart.models.files import find_folder, read_json
+from headstart.models.qwen2_5_omni import Qwen25Omni
+from headstart.omni.graph import Factory, read_graph
+from headstart.omni.output_cache import OutputCache
+from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt, SpokenPrompt
+from headstart.omni.pipeline import Progress
+from headstart.omni.qwen2_5 import Qwen25Stages
+from headstart.omni.stage import TOKENS, Input, OmniRequest
+
+__all__ = ["DEFAULT_CACHE_BYTES", "Omni"]
+
+DEFAULT_CACHE_BYTES = 1 << 30
+"""What stages' outputs may take of the host's memory."""
+
+
+class _Stages(Protocol):
+    """What differs between the models: their stages, their prompts, their audio."""
+
+    graph: str
+    audio: Input
+    text_params: SamplingParams
+    sample_rate: int
+    voices: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerBase | None
+    vocab_size: int
+    factories: Mapping[str, Factory]
+
+    def prepare(
+        self, text: PreparedPrompt, features: Mapping[str, Tensor], salt: str | None
+    ) -> SpokenPrompt: ...
+
+
+class Omni:
+    """A pipeline of a thinker, a talker and a vocoder, which skip what they did before.
+
+    `pipeline` is a graph in TOML in place of the model's own; a stage's `options` are the fields
+    of `EngineConfig`, and `enable_prefix_caching` is off where it says so. cache_bytes: what
+    stages' outputs may take. options: of all engines, unless the graph says otherwise.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str = "auto",
+        device: str = "cpu",
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        pipeline: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Load a model from its folder or hub name. Raises ConfigError, ModelError."""
+        self.cache = OutputCache(cache_bytes)
+        self._stages = _load(model, dtype, device, self.cache)
+        graph = read_graph(pipeline or self._stages.graph).with_options(options or {})
+        self.pipeline = graph.build(self._stages.factories)
+        self._thinker = self.pipeline.stages["thinker"]
+        self._inputs = InputProcessor(self._stages.tokenizer, self._stages.vocab_size, sys.maxsize)
+        self._names = itertools.count()
+
+    @property
+    def voices(self) -> tuple[str, ...]:
+        """Who can speak."""
+        return self._stages.voices
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's tokenizer, None if it came without one."""
+        return self._stages.tokenizer
+
+    def generate(
+        self,
+        prompts: OmniPrompt | Sequence[OmniPrompt],
+        params: OmniParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> list[OmniOutput]:
+        """Answer prompts, one or many, together; outputs in the order of the prompts.
+
+        cache_salt: prompts of different salts share nothing. Raises RequestError before any work,
+        for all if one is bad; EngineError when a stage failed.
+        """
+        requests = [
+            self._request(prompt, params or OmniParams(), cache_salt)
+            for prompt in _as_list(prompts)
+        ]
+        running: list[Progress] = []
+        try:
+            for request in requests:
+                running.append(self.pipeline.submit(request))
+            while any(progress.finish_reason is None for progress in running):
+                self.pipeline.step()
+                for progress in running:
+                    if progress.error is not None:
+                        raise progress.error
+        finally:
+            for progress in running:
+                self.pipeline.abort(progress.request.request_id)
+        return [self._output(progress) for progress in running]
+
+    def stream(
+        self,
+        prompt: OmniPrompt,
+        params: OmniParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> Generator[OmniOutput]:
+        """Outputs of one prompt as it is answered, each with all so far.
+
+        Closing the iterator aborts the request.
+        """
+        request = self._request(prompt, params or OmniParams(), cache_salt)
+        return self._stream(request)
+
+    def _stream(self, request: OmniRequest) -> Generator[OmniOutput]:
+        progress = self.pipeline.submit(request)
+        try:
+            while progress.finish_reason is None:
+                if progress in self.pipeline.step():
+                    if progress.error is not None:
+                        raise progress.error
+                    yield self._output(progress)
+        finally:
+            self.pipeline.abort(request.request_id)
+
+    def reset_cache(self) -> bool:
+        """Forget everything cached; False, and nothing done, while a request runs."""
+        if self.pipeline.has_unfinished:
+            return False
+        self.cache.clear()
+        for stage in self.pipeline.stages.values():
+            stage.reset_cache()
+        return True
+
+    def close(self) -> None:
+        """Free the memory; the object is of no use afterwards."""
+        self.pipeline.close()
+
+    def _request(self, prompt: OmniPrompt, params: OmniParams, salt: str | None) -> OmniRequest:
+        features: Mapping[str, Any] = {}
+        if isinstance(prompt, Mapping):
+            features = prompt.get("features", {})
+            prompt = {key: value for key, value in prompt.items() if key != "features"}
+        spoken = self._stages.prepare(self._inputs.process(prompt), features, salt)
+        sampling = {"thinker": params.text or self._stages.text_params, "talker": params.speech}
+        if any(chosen is not None and chosen.n != 1 for chosen in sampling.values()):
+            raise RequestError("a spoken answer is one answer: n must be 1")
+        voice = {} if params.voice is None else {"voice": params.voice}
+        return OmniRequest(
+            request_id=f"omni-{next(self._names)}",
+            prompt=spoken,
+            params={name: chosen for name, chosen in sampling.items() if chosen is not None},
+            options={"talker": voice, self._stages.audio.stage: {"seed": params.seed}},
+            stages=None if params.audio else frozenset(["thinker"]),
+            salt=salt,
+        )
+
+    def _output(self, progress: Progress) -> OmniOutput:
+        text, reason = "", progress.finish_reason
+        request_id = progress.request.request_id
+        result = progress.results.get("thinker") or self._thinker.peek(request_id)
+        if isinstance(result, RequestOutput):
+            text = result.outputs[0].text
+            reason = reason and (result.outputs[0].finish_reason if reason == "done" else reason)
+        chunks = progress.chunks
+        return OmniOutput(
+            request_id=request_id,
+            text=text,
+            token_ids=_joined(chunks.get(Input("thinker", TOKENS), [])).tolist(),
+            codes=_joined(chunks.get(Input("talker", TOKENS), [])),
+            audio_chunks=tuple(chunk.rows for chunk in chunks.get(self._stages.audio, [])),
+            sample_rate=self._stages.sample_rate,
+            finished=progress.finish_reason is not None,
+            finish_reason=reason,
+            figures=dict(progress.figures),
+        )
+
+
+def _joined(chunks: Sequence[Any]) -> Tensor:
+    rows = [chunk.rows for chunk in chunks]
+    return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+
+
+def _as_list(prompts: OmniPrompt | Sequence[OmniPrompt]) -> list[OmniPrompt]:
+    """One prompt or many: a list of integers is one."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if prompts and all(isinstance(entry, int) for entry in prompts):
+        return [cast(OmniPrompt, prompts)]
+    return list(cast("Sequence[OmniPrompt]", prompts))
+
+
+def _load(model: str | Path, dtype: str, device: str, cache: OutputCache) -> _Stages:
+    folder = find_folder(model)
+    kind = read_json(folder / "config.json").get("model_type")
+    if kind == "qwen2_5_omni":
+        return Qwen25Stages(Qwen25Omni(folder, dtype, device), folder, cache)
+    raise UnsupportedModelError(f"model_type {kind!r} is no omni model; there is qwen2_5_omni")

@@ -1,0 +1,84 @@
+"""What a user asks of an omni model, and what comes back."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.engine.params import SamplingParams
+from headstart.engine.prompt import PreparedPrompt
+from headstart.omni.audio import pcm16, save_wav, wav_bytes
+from headstart.omni.stage import Figures
+
+__all__ = ["OmniOutput", "OmniParams", "OmniPrompt", "SpokenPrompt"]
+
+OmniPrompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or a mapping: `prompt` or `prompt_token_ids`, and what is heard and seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OmniParams:
+    """How one request is to be answered.
+
+    text, speech: sampling of the thinker and of the talker; None takes the model's own way. voice:
+    None takes the first. audio: False gives text alone. seed: of a vocoder that begins with noise.
+    """
+
+    text: SamplingParams | None = None
+    speech: SamplingParams | None = None
+    voice: str | None = None
+    audio: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpokenPrompt:
+    """A prompt, ready for the thinker, and the tensors that were heard and seen in it."""
+
+    prepared: PreparedPrompt
+    features: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OmniOutput:
+    """A request and its answer so far.
+
+    token_ids: of the text. codes: of the speech, int64 `[codes, ...]`. figures: by stage, of those
+    that have ended. finish_reason: None while it runs, else the thinker's ("stop", "length") or
+    "abort".
+    """
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    codes: Tensor
+    audio_chunks: tuple[Tensor, ...]
+    sample_rate: int
+    finished: bool
+    finish_reason: str | None
+    figures: Mapping[str, Figures] = field(default_factory=dict)
+
+    @property
+    def audio(self) -> Tensor:
+        """The waveform so far, float32 `[samples]`."""
+        return torch.cat(self.audio_chunks) if self.audio_chunks else torch.empty(0)
+
+    @property
+    def seconds(self) -> float:
+        """How long the waveform lasts."""
+        return sum(map(len, self.audio_chunks)) / self.sample_rate
+
+    def pcm16(self) -> bytes:
+        """The waveform as 16-bit PCM."""
+        return pcm16(self.audio)
+
+    def wav(self) -> bytes:
+        """The waveform as a WAV file."""
+        return wav_bytes(self.audio, self.sample_rate)
+
+    def save_wav(self, path: str | Path) -> None:
+        """Write the waveform to a WAV file."""
+        save_wav(path, self.audio, self.sample_rate)

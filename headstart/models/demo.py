@@ -13,6 +13,7 @@ import string
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from headstart.errors import ModelError
 from headstart.version import __version__
 
-__all__ = ["demo_model_path"]
+__all__ = ["demo_model_path", "made_once", "write_byte_tokenizer"]
 
 _SEED = 20
 _SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
@@ -46,8 +47,22 @@ def demo_model_path() -> Path:
         ModelError: the cache folder cannot be written to.
     """
     dtype = _faster_dtype()
-    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
-    name = f"demo-{__version__}-{recipe}-{str(dtype).removeprefix('torch.')}"
+
+    def write(folder: Path) -> None:
+        _write_model(folder, dtype)
+        write_byte_tokenizer(folder, _SPECIAL_TOKENS, _CHAT_TEMPLATE)
+
+    return made_once(f"demo-{str(dtype).removeprefix('torch.')}", Path(__file__), write)
+
+
+def made_once(name: str, recipe: Path, write: Callable[[Path], None]) -> Path:
+    """A folder of the cache that `write` fills where it is not there yet; named by its recipe.
+
+    It appears whole or not at all, also where two processes make it at once. Raises ModelError
+    when the cache folder cannot be written to.
+    """
+    digest = hashlib.sha256(recipe.read_bytes()).hexdigest()[:8]
+    name = f"{name}-{__version__}-{digest}"
     folder = _cache_folder() / name
     if folder.is_dir():
         return folder
@@ -60,8 +75,7 @@ def demo_model_path() -> Path:
             "set HEADSTART_CACHE_DIR to a folder that can be written to"
         ) from error
     try:
-        _write_model(unfinished, dtype)
-        _write_tokenizer(unfinished)
+        write(unfinished)
         _rename_unless_there(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -147,17 +161,18 @@ def _write_model(folder: Path, dtype: torch.dtype) -> None:
     GenerationConfig(eos_token_id=_END_OF_TURN, pad_token_id=_PAD).save_pretrained(folder)
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_byte_tokenizer(folder: Path, special_tokens: Sequence[str], chat_template: str) -> None:
+    """A tokenizer of bytes; special tokens come after them, padding first, end of turn third."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in _SPECIAL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special_tokens])
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token=_SPECIAL_TOKENS[0],
-        eos_token="<|im_end|>",
-        chat_template=_CHAT_TEMPLATE,
+        pad_token=special_tokens[0],
+        eos_token=special_tokens[2],
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
         model_max_length=32768,
     ).save_pretrained(folder)

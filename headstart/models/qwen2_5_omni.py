@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import Qwen2_5OmniForConditionalGeneration
+from transformers import (
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    Qwen2_5OmniForConditionalGeneration,
+)
 
-from headstart.errors import DamagedModelError, RequestError
+from headstart.errors import DamagedModelError, RequestError, UnsupportedModelError
 from headstart.models.files import check_files, find_folder
 from headstart.models.quiet import quiet
 from headstart.models.stage_decoder import PassTensors, StageDecoder, StageParts
@@ -74,6 +79,7 @@ class Qwen25Omni:
                 folder, dtype=dtype, attn_implementation="eager", local_files_only=True
             )
         self._whole = loaded.to(device).eval()
+        self._folder = folder
         self._thinker, self._talker = self._whole.thinker, self._whole.talker
         self._token2wav = self._whole.token2wav.float()
         config = self._thinker.config
@@ -135,6 +141,36 @@ class Qwen25Omni:
         with torch.inference_mode():
             row: Tensor = self._thinker.get_input_embeddings()(ids)[0]
         return row
+
+    def hear(self, sounds: Sequence[Any]) -> dict[str, Tensor]:
+        """Features of sounds: float arrays `[samples]` at the extractor's rate.
+
+        Raises RequestError for what is no sound, ModelError without a feature extractor.
+        """
+        extractor = _load(AutoFeatureExtractor, self._folder)
+        waves = [np.asarray(sound, dtype=np.float32) for sound in sounds]
+        for wave in waves:
+            if wave.ndim != 1 or not len(wave) or not np.isfinite(wave).all():
+                raise RequestError(f"a sound is numbers [samples], not {list(wave.shape)}")
+        found = extractor(
+            waves,
+            sampling_rate=extractor.sampling_rate,
+            padding="max_length",
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        mask = found["attention_mask"]
+        longest = int(mask.sum(-1).max())
+        return {
+            "input_features": found["input_features"][..., :longest],
+            "feature_attention_mask": mask[:, :longest],
+        }
+
+    def see(self, images: Sequence[Any]) -> dict[str, Tensor]:
+        """Features of Pillow images. Raises ModelError without an image processor."""
+        processor = _load(AutoImageProcessor, self._folder, backend="pil")
+        found = processor(images=list(images), return_tensors="pt")
+        return {name: found[name] for name in ("pixel_values", "image_grid_thw")}
 
     def expand(self, token_ids: Sequence[int], features: Mapping[str, Tensor]) -> list[int]:
         """Token ids in which an item's one placeholder became as many as it has embeddings.
@@ -256,3 +292,18 @@ class Qwen25Omni:
                 else voice.reference_mel.to(device),
             )
         return wave.reshape(-1).float().cpu()
+
+
+def _load(kind: Any, folder: Path, **options: Any) -> Any:
+    """What turns sounds or images into features."""
+    try:
+        with quiet():
+            return kind.from_pretrained(folder, local_files_only=True, **options)
+    except ImportError as error:
+        raise UnsupportedModelError(f"{folder}: a package is missing: {error}") from error
+    # OSError, ValueError, KeyError: whatever a settings file can lack.
+    except Exception as error:
+        raise DamagedModelError(
+            f"{folder} has no {kind.__name__.removeprefix('Auto')} that can be loaded: "
+            f"{type(error).__name__}: {error}"
+        ) from error

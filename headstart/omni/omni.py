@@ -30,6 +30,9 @@ DEFAULT_CACHE_BYTES = 1 << 30
 """What stages' outputs may take of the host's memory."""
 
 
+_MEDIA = ("audio", "images", "features")
+
+
 class _Stages(Protocol):
     """What differs between the models: their stages, their prompts, their audio."""
 
@@ -43,7 +46,7 @@ class _Stages(Protocol):
     factories: Mapping[str, Factory]
 
     def prepare(
-        self, text: PreparedPrompt, features: Mapping[str, Tensor], salt: str | None
+        self, text: PreparedPrompt, media: Mapping[str, Any], salt: str | None
     ) -> SpokenPrompt: ...
 
 
@@ -153,11 +156,11 @@ class Omni:
         self.pipeline.close()
 
     def _request(self, prompt: OmniPrompt, params: OmniParams, salt: str | None) -> OmniRequest:
-        features: Mapping[str, Any] = {}
+        media: dict[str, Any] = {}
         if isinstance(prompt, Mapping):
-            features = prompt.get("features", {})
-            prompt = {key: value for key, value in prompt.items() if key != "features"}
-        spoken = self._stages.prepare(self._inputs.process(prompt), features, salt)
+            media = {key: prompt[key] for key in _MEDIA if key in prompt}
+            prompt = {key: value for key, value in prompt.items() if key not in media}
+        spoken = self._stages.prepare(self._inputs.process(prompt), media, salt)
         sampling = {"thinker": params.text or self._stages.text_params, "talker": params.speech}
         if any(chosen is not None and chosen.n != 1 for chosen in sampling.values()):
             raise RequestError("a spoken answer is one answer: n must be 1")

@@ -16,7 +16,8 @@ from headstart.omni.stage import Figures
 __all__ = ["OmniOutput", "OmniParams", "OmniPrompt", "SpokenPrompt"]
 
 OmniPrompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or a mapping: `prompt` or `prompt_token_ids`, and what is heard and seen."""
+"""A text, token ids, or a mapping: `prompt` or `prompt_token_ids`, and beside it `audio` (a list of
+float arrays), `images` (a list of Pillow's), or `features` (tensors of transformers' processor)."""
 
 
 @dataclass(frozen=True, kw_only=True)

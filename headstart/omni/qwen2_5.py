@@ -77,12 +77,20 @@ class Qwen25Stages:
         }
 
     def prepare(
-        self, text: PreparedPrompt, features: Mapping[str, Tensor], salt: str | None
+        self, text: PreparedPrompt, media: Mapping[str, Any], salt: str | None
     ) -> SpokenPrompt:
         """A prompt with what is heard and seen in place. Raises RequestError.
 
+        media: `features` as transformers' processor makes them, or `audio` and `images` to make
+        them of.
+
         Sounds and images that were encoded before, under the same salt, are known by content.
         """
+        features: dict[str, Tensor] = dict(media.get("features") or {})
+        if media.get("audio"):
+            features |= self._model.hear(media["audio"])
+        if media.get("images"):
+            features |= self._model.see(media["images"])
         token_ids = self._model.expand(text.token_ids, features)
         placed = self._model.locate(token_ids, features)
         items, rows = [], []

@@ -5,8 +5,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers import Qwen2_5OmniForConditionalGeneration
 
@@ -277,3 +279,27 @@ def test_a_checkpoint_without_voices_is_refused(folder: Path, tmp_path: Path) ->
             (tmp_path / file.name).symlink_to(file)
     with pytest.raises(DamagedModelError, match=r"no spk_dict\.pt"):
         Omni(tmp_path)
+
+
+def test_sounds_and_images_as_they_are(omni: Omni) -> None:
+    waves = [np.sin(np.arange(length) * 0.3) for length in (8000, 5000)]
+    picture = Image.fromarray(np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3))
+    prompt = {
+        "prompt": "<|audio_bos|><|AUDIO|><|audio_eos|>and<|audio_bos|><|AUDIO|><|audio_eos|>with "
+        "<|vision_bos|><|IMAGE|><|vision_eos|>",
+        "audio": waves,
+        "images": [picture],
+    }
+    just_text = OmniParams(text=TEXT, audio=False)
+    [first] = omni.generate(prompt, just_text)
+    encoded = omni.cache.stats.written
+    [second] = omni.generate(prompt, just_text)
+    length = first.figures["thinker"].prompt_tokens
+    assert length > 16 + 12 + 7  # a picture of 8 by 8 patches, sounds of half a second and less
+    assert second.token_ids == first.token_ids
+    assert second.figures["thinker"].cached_tokens == min(length // 4 * 4, length - 1)
+    assert omni.cache.stats.written == encoded
+    [other] = omni.generate(prompt | {"audio": waves[::-1]}, just_text)
+    assert other.figures["thinker"].cached_tokens == 0
+    with pytest.raises(RequestError, match="a sound is numbers"):
+        omni.generate(prompt | {"audio": [[[1.0]]]}, just_text)

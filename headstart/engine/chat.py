@@ -7,6 +7,7 @@ from headstart.cache import Namespace
 from headstart.engine.conversation import ChatPrompt, ConversationMemory, Message, Turn
 from headstart.engine.engine import Engine
 from headstart.engine.image_chat import ImageChat, ImageSpelling
+from headstart.engine.image_prompt import Tenant
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
@@ -45,7 +46,8 @@ class ChatRequests:
         """A request whose prompt begins with the ids of earlier turns. Raises RequestError."""
         found = self._engine.adapters.find(adapter) if adapter is not None else None
         namespace = Namespace(found.digest if found is not None else None, salt)
-        chat, prompt = self._prompt(messages, namespace)
+        similar = Tenant(salt) if params.similar_images else None
+        chat, prompt = self._prompt(messages, namespace, similar)
         group = self._engine.prepare(
             prompt, params, request_id=request_id, salt=salt, adapter=adapter
         )
@@ -53,10 +55,10 @@ class ChatRequests:
         return group
 
     def _prompt(
-        self, messages: Conversation, namespace: Namespace
+        self, messages: Conversation, namespace: Namespace, similar: Tenant | None
     ) -> tuple[ChatPrompt, PreparedPrompt]:
         if self._images is not None:
-            found, loaded = self._images.read(messages)
+            found, loaded = self._images.read(messages, similar)
             with self._lock:
                 return self._images.prompt(found, loaded, namespace)
         with self._lock:

@@ -65,9 +65,13 @@ class PromptImage:
 
 @dataclass(eq=False)
 class _Entry:
-    """One image's rows, and who needs them: (request, index of the image in its prompt)."""
+    """One image's rows, and who needs them: (request, index of the image in its prompt).
 
-    image: ProcessedImage
+    `image` is let go when it is encoded.
+    """
+
+    image: ProcessedImage | None
+    num_rows: int
     rows: Tensor | None = None
     users: set["tuple[object, int]"] = field(default_factory=set)
 
@@ -105,9 +109,7 @@ class EncoderCache:
     def fits(self, images: Iterable[PromptImage]) -> bool:
         """Whether entries for all of these could be had now. Changes nothing."""
         wanted = {image.item.digest: image.image.num_rows for image in images}
-        kept = sum(
-            self._entries[digest].image.num_rows for digest in self._kept if digest not in wanted
-        )
+        kept = sum(self._entries[digest].num_rows for digest in self._kept if digest not in wanted)
         new = sum(rows for digest, rows in wanted.items() if digest not in self._entries)
         return self._used - kept + new <= self.capacity
 
@@ -117,7 +119,7 @@ class EncoderCache:
         entry = self._entries.get(digest)
         if entry is None:
             self._make_room(image.image.num_rows)
-            entry = self._entries[digest] = _Entry(image.image)
+            entry = self._entries[digest] = _Entry(image.image, image.image.num_rows)
             self._wanted.append(entry)
             self._used += image.image.num_rows
         elif user not in entry.users:
@@ -128,7 +130,7 @@ class EncoderCache:
     def _make_room(self, rows: int) -> None:
         while self._used + rows > self.capacity:
             oldest, _ = self._kept.popitem(last=False)
-            self._used -= self._entries.pop(oldest).image.num_rows
+            self._used -= self._entries.pop(oldest).num_rows
 
     def leave(self, user: tuple[object, int], image: PromptImage) -> None:
         """This use is over; an entry without users is kept until room is needed."""
@@ -142,13 +144,14 @@ class EncoderCache:
     def encode_wanted(self) -> None:
         """Encode the images that are held and have no rows yet. Raises EngineError."""
         for entry in self._wanted:
+            assert entry.image is not None
             rows = self._encoder.encode(entry.image)
-            if len(rows) != entry.image.num_rows:
+            if len(rows) != entry.num_rows:
                 raise EngineError(
                     f"the vision tower gave {len(rows)} embeddings for an image of "
-                    f"{entry.image.num_rows} placeholders"
+                    f"{entry.num_rows} placeholders"
                 )
-            entry.rows = rows
+            entry.rows, entry.image = rows, None
             self.num_encoded += 1
         self._wanted.clear()
 
@@ -156,18 +159,18 @@ class EncoderCache:
         """The step failed, and its requests have left: forget what it did not encode."""
         for digest in [d for d in self._kept if self._entries[d].rows is None]:
             del self._kept[digest]
-            self._used -= self._entries.pop(digest).image.num_rows
+            self._used -= self._entries.pop(digest).num_rows
         self._wanted.clear()
 
     def clear(self) -> None:
         """Forget every image that nobody uses."""
         for digest in self._kept:
-            self._used -= self._entries.pop(digest).image.num_rows
+            self._used -= self._entries.pop(digest).num_rows
         self._kept.clear()
 
     def check(self) -> None:
         """Raise AssertionError if any invariant is broken."""
-        assert self._used == sum(entry.image.num_rows for entry in self._entries.values())
+        assert self._used == sum(entry.num_rows for entry in self._entries.values())
         assert self._used <= self.capacity
         assert set(self._kept) == {d for d, entry in self._entries.items() if not entry.users}
         for digest in self._kept:

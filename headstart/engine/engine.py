@@ -22,7 +22,7 @@ from headstart.engine.batch import Batch, ScheduledTokens
 from headstart.engine.config import EngineConfig
 from headstart.engine.detokenizer import Detokenizer
 from headstart.engine.hooks import EngineHooks
-from headstart.engine.image_prompt import make_image_prompts
+from headstart.engine.image_prompt import Tenant, make_image_prompts
 from headstart.engine.inputs import InputProcessor, Prompt
 from headstart.engine.logprobs import token_logprobs
 from headstart.engine.outputs import RequestOutput
@@ -158,7 +158,7 @@ class Engine:
         name = request_id if request_id is not None else f"request-{next(self._names)}"
         if name in self._groups:
             raise RequestError(f"request id {name!r} is in use")
-        ready = self._inputs.process(prompt)
+        ready = self._inputs.process(prompt, Tenant(salt) if params.similar_images else None)
         group = RequestGroup(
             name,
             ready.text,

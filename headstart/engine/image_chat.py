@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import Namespace
 from headstart.engine.conversation import ChatPrompt, ConversationMemory, check_conversation
-from headstart.engine.image_prompt import IMAGE_MARK, ImagePrompts
+from headstart.engine.image_prompt import IMAGE_MARK, ImagePrompts, Tenant
 from headstart.engine.images import ImageSource, LoadedImage
 from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.spelling import Spelling
@@ -159,10 +159,12 @@ class ImageChat:
         self._spelling = spelling
         self._takes_parts: bool | None = None
 
-    def read(self, messages: Sequence[Any]) -> tuple[ImageMessages, list[LoadedImage]]:
+    def read(
+        self, messages: Sequence[Any], similar: Tenant | None
+    ) -> tuple[ImageMessages, list[LoadedImage]]:
         """Take the images out of a conversation and read them. Raises RequestError."""
         found = read_messages(check_conversation(messages), self._spelling.quote)
-        return found, self._images.read(found.sources, found.ids)
+        return found, self._images.read(found.sources, found.ids, similar)
 
     def prompt(
         self, found: ImageMessages, loaded: Sequence[LoadedImage], namespace: Namespace

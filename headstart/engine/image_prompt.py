@@ -7,7 +7,7 @@ that no token has. So a text that spells the placeholder, and a model that gener
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,13 +21,20 @@ from headstart.engine.image_gate import ImageGate
 from headstart.engine.images import ImageReader, LoadedImage, check_sources
 from headstart.engine.outputs import ImageUse
 from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
+from headstart.engine.similar_images import SimilarImages
 from headstart.errors import RequestError
 from headstart.models.vision import PlacedImage, VisionModel
 
-__all__ = ["IMAGE_MARK", "ImagePrompts", "make_image_prompts"]
+__all__ = ["IMAGE_MARK", "ImagePrompts", "Tenant", "make_image_prompts"]
 
 IMAGE_MARK = MAX_TOKEN_ID
 """Stands for a token whose embedding is an image's, in ids that are not yet settled."""
+
+
+class Tenant(NamedTuple):
+    """Whose images they are: those of one cache salt, or of none."""
+
+    salt: str | None
 
 
 class ImagePrompts:
@@ -41,6 +48,7 @@ class ImagePrompts:
     ) -> None:
         self.cache = EncoderCache(vision, config.encoder_cache_rows)
         self.gate = ImageGate(self.cache, config.block_size if config.deterministic else None)
+        self._similar = SimilarImages(self.cache)
         self._vision = vision
         self._tokenizer = tokenizer
         self._reader = ImageReader(vision, config.max_image_pixels)
@@ -54,12 +62,10 @@ class ImagePrompts:
                 self.placeholder, add_special_tokens=False, split_special_tokens=True
             )
 
-    def prepare(self, text: str | None, token_ids: Sequence[int], data: Any) -> PreparedPrompt:
-        """A prompt whose placeholders stand for these images, in order. Raises RequestError.
-
-        data: vLLM's `{"image": one or a list, "ids": ...}`; see `read`.
-        """
-        loaded = self.read(data.get("image"), data.get("ids"))
+    def prepare(
+        self, text: str | None, token_ids: Sequence[int], loaded: Sequence[LoadedImage]
+    ) -> PreparedPrompt:
+        """A prompt whose placeholders stand for these images, in order. Raises RequestError."""
         found = sum(token_id == self.token_id for token_id in token_ids)
         if found != len(loaded):
             raise RequestError(
@@ -68,15 +74,26 @@ class ImagePrompts:
             )
         return self.settle(text, self.expand(token_ids, loaded), loaded)
 
-    def read(self, sources: Any, own_ids: Any = None) -> list[LoadedImage]:
-        """The images, read and checked; `own_ids` are the user's, None for one without."""
+    def read(
+        self, sources: Any, own_ids: Any = None, similar: Tenant | None = None
+    ) -> list[LoadedImage]:
+        """The images, read and checked; `own_ids` are the user's, None for one without.
+
+        similar: whose images may take their places if they look alike, None for nobody's.
+        """
         several = check_sources(sources, self._limit)
         ids = [None] * len(several) if own_ids is None else check_sources(own_ids, self._limit)
         if len(ids) != len(several) or not all(i is None or isinstance(i, str) for i in ids):
             raise RequestError(
                 f"the ids of {len(several)} images are {list(ids)!r}; allowed: a text or None each"
             )
-        return [self._reader.read(source, i) for source, i in zip(several, ids, strict=True)]
+        loaded = [
+            self._reader.read(source, own_id, with_look=similar is not None)
+            for source, own_id in zip(several, ids, strict=True)
+        ]
+        if similar is None:
+            return loaded
+        return [self._similar.settle(one, similar.salt) for one in loaded]
 
     def expand(self, token_ids: Sequence[int], loaded: Sequence[LoadedImage]) -> list[int]:
         """The ids with each placeholder's expansion in its place, image tokens marked."""
@@ -121,7 +138,8 @@ class ImagePrompts:
             positions,
         )
         uses = tuple(
-            ImageUse(image.item.digest.hex(), image.start, image.image.num_rows) for image in images
+            ImageUse(image.item.digest.hex(), image.start, image.image.num_rows, one.is_similar)
+            for image, one in zip(images, loaded, strict=True)
         )
         return PreparedPrompt(token_ids.tolist(), text, extras, uses)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headstart.engine.looks import Look, look_of
 from headstart.errors import RequestError
 from headstart.models.vision import ProcessedImage, VisionModel
 
@@ -30,10 +31,16 @@ ImageSource = Any
 
 @dataclass(frozen=True, eq=False)
 class LoadedImage:
-    """An image that is ready to be placed. `digest` names its embeddings."""
+    """An image that is ready to be placed. `digest` names its embeddings.
+
+    look: if the request takes images that look alike for the same. is_similar: this is not the
+    image that was handed over, but one that looks like it.
+    """
 
     digest: bytes
     image: ProcessedImage
+    look: Look | None = None
+    is_similar: bool = False
 
 
 class ImageReader:
@@ -43,12 +50,15 @@ class ImageReader:
         self._vision = vision
         self._max_pixels = max_pixels
 
-    def read(self, source: ImageSource, own_id: str | None = None) -> LoadedImage:
+    def read(
+        self, source: ImageSource, own_id: str | None = None, *, with_look: bool = False
+    ) -> LoadedImage:
         """Read, check and process an image. Raises RequestError."""
         image = self._open(source)
         digest = self._digest(image, own_id)
+        look = look_of(image) if with_look and own_id is None else None
         try:
-            return LoadedImage(digest, self._vision.process(image))
+            return LoadedImage(digest, self._vision.process(image), look)
         except ValueError as error:
             raise RequestError(f"the image processor refuses the image: {error}") from error
 

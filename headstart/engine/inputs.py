@@ -6,7 +6,7 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import MultiModalItem
-from headstart.engine.image_prompt import ImagePrompts
+from headstart.engine.image_prompt import ImagePrompts, Tenant
 from headstart.engine.prompt import PreparedPrompt
 from headstart.errors import RequestError
 
@@ -36,28 +36,31 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._images = images
 
-    def process(self, prompt: Prompt) -> PreparedPrompt:
-        """The prompt, checked, and tokenised if it came as a text. Raises RequestError."""
-        ready = self._read(prompt)
+    def process(self, prompt: Prompt, similar: Tenant | None = None) -> PreparedPrompt:
+        """The prompt, checked, and tokenised if it came as a text. Raises RequestError.
+
+        similar: whose images may take the place of its own, if they look alike.
+        """
+        ready = self._read(prompt, similar)
         self._check(ready.token_ids)
         if ready.extras is not None:
             _check_items(ready.extras.items, len(ready.token_ids))
         return ready
 
-    def _read(self, prompt: Prompt) -> PreparedPrompt:
+    def _read(self, prompt: Prompt, similar: Tenant | None) -> PreparedPrompt:
         if isinstance(prompt, PreparedPrompt):
             return prompt
         if isinstance(prompt, str):
             return PreparedPrompt(self._tokenize(prompt), prompt)
         if isinstance(prompt, Mapping):
-            return self._read_mapping(prompt)
+            return self._read_mapping(prompt, similar)
         if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
             return PreparedPrompt(self._check_plain(cast("Sequence[int]", prompt)))
         raise RequestError(
             f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
         )
 
-    def _read_mapping(self, prompt: Mapping[str, Any]) -> PreparedPrompt:
+    def _read_mapping(self, prompt: Mapping[str, Any], similar: Tenant | None) -> PreparedPrompt:
         if set(prompt) - _KEYS or not {"prompt", "prompt_token_ids"} & set(prompt):
             raise RequestError(
                 "a prompt has the key 'prompt' or 'prompt_token_ids', and 'multi_modal_data' for "
@@ -67,25 +70,15 @@ class InputProcessor:
         if not prompt.get("multi_modal_data"):
             if "prompt_token_ids" in prompt:
                 return PreparedPrompt(self._check_plain(prompt["prompt_token_ids"]), text)
-            return self._read(str(text))
-        data = self._image_data(prompt)
+            return self._read(str(text), None)
+        sources, own_ids = _image_data(prompt)
         if self._images is None:
             raise RequestError("the prompt has images, and the model takes text alone")
         token_ids = prompt.get("prompt_token_ids")
         if token_ids is None:
             token_ids = self._require_tokenizer().encode(str(text), verbose=False)
-        return self._images.prepare(text, token_ids, data)
-
-    @staticmethod
-    def _image_data(prompt: Mapping[str, Any]) -> dict[str, Any]:
-        """The images and the user's ids for them."""
-        data: dict[str, Any] = {}
-        for key, name in (("multi_modal_data", "image"), ("multi_modal_uuids", "ids")):
-            given = prompt.get(key) or {}
-            if not isinstance(given, Mapping) or set(given) - {"image"}:
-                raise RequestError(f"{key} is {{'image': one or a list}}; there are only images")
-            data[name] = given.get("image")
-        return data
+        loaded = self._images.read(sources, own_ids, similar)
+        return self._images.prepare(text, token_ids, loaded)
 
     def _check_plain(self, token_ids: Sequence[int]) -> list[int]:
         """Token ids without images; a model that sees takes no placeholder among them."""
@@ -118,6 +111,17 @@ class InputProcessor:
                 f"the prompt has {len(token_ids)} tokens; with room for one more it may have "
                 f"{self._max_model_len - 1} at the most (max_model_len {self._max_model_len})"
             )
+
+
+def _image_data(prompt: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The images and the user's ids for them."""
+    found = []
+    for key in ("multi_modal_data", "multi_modal_uuids"):
+        given = prompt.get(key) or {}
+        if not isinstance(given, Mapping) or set(given) - {"image"}:
+            raise RequestError(f"{key} is {{'image': one or a list}}; there are only images")
+        found.append(given.get("image"))
+    return found[0], found[1]
 
 
 def _check_items(items: Sequence[MultiModalItem], num_tokens: int) -> None:

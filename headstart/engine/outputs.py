@@ -45,11 +45,15 @@ class CompletionOutput:
 class ImageUse:
     """An image in a prompt: SHA-256 of what its embeddings are made from, in hex, the position of
     its first placeholder, and how many it has.
+
+    is_similar: it is not the image that was handed over, but an earlier one that looks like it,
+    which the request allowed by `similar_images`.
     """
 
     digest: str
     position: int
     num_tokens: int
+    is_similar: bool = False
 
 
 @dataclass(frozen=True, slots=True)

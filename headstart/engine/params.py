@@ -23,7 +23,9 @@ class SamplingParams:
     stop and stop_token_ids end the answer; the text stops before a stop string unless
     include_stop_str_in_output. logprobs=k gives the k likeliest tokens and the chosen one for
     every token of the answer, prompt_logprobs=k the same for the prompt. Without a seed a
-    request takes the engine's next one.
+    request takes the engine's next one. With similar_images an image of an earlier request that
+    looks like one of this prompt, has the same cache salt and asked for this too, stands in its
+    place; the output's `images` say for which.
     """
 
     n: int = _option(1, "answers to one prompt")
@@ -44,6 +46,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    similar_images: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in _NUMBERS.items():
@@ -126,7 +129,12 @@ _NUMBERS = {
     "logprobs": _Number(int, 0, MAX_LOGPROBS, or_none=True),
     "prompt_logprobs": _Number(int, 0, MAX_LOGPROBS, or_none=True),
 }
-_SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+_SWITCHES = (
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "similar_images",
+)
 
 
 def _check_number(name: str, value: object, allowed: _Number) -> None:

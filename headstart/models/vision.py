@@ -248,9 +248,10 @@ class VisionModel:
                 digest.update(part)
 
             frame(transformers.__version__.encode())
-            frame(self._model.config.to_json_string(use_diff=False).encode())
             frame(type(self._processor).__name__.encode())
-            frame(json.dumps(self._processor.to_dict(), sort_keys=True, default=str).encode())
+            for settings in (self._model.config.to_dict(), self._processor.to_dict()):
+                placeless = _without_places(settings)
+                frame(json.dumps(placeless, sort_keys=True, default=str).encode())
             for name, tensor in sorted(self._seeing_weights().items()):
                 frame(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
                 frame(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -296,6 +297,15 @@ def load_vision(
     if decoder.config.model_type not in VISION_MODELS or decoder.folder is None:
         return None
     return VisionModel(decoder.module, decoder.folder, tokenizer)
+
+
+def _without_places(settings: Any) -> Any:
+    """Settings without the name of the folder that they were read from."""
+    if not isinstance(settings, dict):
+        return settings
+    return {
+        name: _without_places(value) for name, value in settings.items() if name != "_name_or_path"
+    }
 
 
 def _load_processor(folder: Path) -> Any:

@@ -55,8 +55,8 @@ def load_model(model: str | Path, dtype: str = "auto", device: str = "cpu") -> D
             )
         loaded = _load_weights(folder, config, "auto" if dtype == "auto" else _DTYPES[dtype])
         loaded = loaded.to(wanted).eval()  # type: ignore[arg-type]
-        layouts = probe_model(loaded)
         fusion = accelerate(loaded)
+        layouts = probe_model(loaded)
     return DecoderModel(loaded, layouts, folder, fusion)
 
 

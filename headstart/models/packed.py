@@ -72,15 +72,16 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class Arena:
-    """Memory for many packed weights in one piece, so that large pages can lie behind it."""
+    """Memory for many packed weights in one piece, so that large pages can lie behind it.
+
+    They are asked for when it is full: the system then joins small pages while we work. Asked for
+    before, every first write waits until 2 MiB are cleared, which can take seconds in all.
+    """
 
     def __init__(self, shapes: Iterable[torch.Size]) -> None:
         total = sum(_packed_bytes(*shape) + _ALIGNMENT for shape in shapes)
         self._memory = torch.empty(total, dtype=torch.uint8)
         self._used = 0
-        found = kernels()
-        assert found is not None
-        found.headstart_huge_pages(self._memory.data_ptr(), total)
 
     def take(self, size: int) -> Tensor:
         """The next `size` bytes, beginning on a page."""
@@ -88,6 +89,12 @@ class Arena:
         self._used = start + size
         assert self._used <= len(self._memory), "the arena was made for fewer weights"
         return self._memory[start : self._used]
+
+    def close(self) -> None:
+        """Everything is written that will be."""
+        found = kernels()
+        assert found is not None
+        found.headstart_huge_pages(self._memory.data_ptr(), self._used)
 
 
 class PackedWeight:

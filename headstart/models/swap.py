@@ -51,24 +51,29 @@ def accelerate(model: PreTrainedModel) -> FusionSwitch:
         return switch
     with torch.inference_mode():
         expected = _logits(model)
+        if expected is None:
+            return switch
         _pack(model)
-        if not _runs_alike(model, expected):
+        if not _runs_alike(_logits(model), expected):
             _unpack(model)
             return switch
         _fuse(model, switch)
     return switch
 
 
-def _logits(model: PreTrainedModel) -> Tensor:
+def _logits(model: PreTrainedModel) -> Tensor | None:
+    """Of a few tokens; None where the model does not run."""
     tokens = torch.arange(_PROMPT) % model.config.get_text_config().vocab_size
-    return forward_rows(model, tokens, torch.arange(_PROMPT), torch.arange(_PROMPT))
-
-
-def _runs_alike(model: PreTrainedModel, expected: Tensor) -> bool:
     try:
-        found = _logits(model)
-    # What a model raises that misses a weight, or whose code was made for nn.Linear alone.
+        return forward_rows(model, tokens, torch.arange(_PROMPT), torch.arange(_PROMPT))
+    # What a model raises that misses a weight, whose code was made for nn.Linear alone, or that
+    # the probe will refuse, whose text says why.
     except Exception:
+        return None
+
+
+def _runs_alike(found: Tensor | None, expected: Tensor) -> bool:
+    if found is None:
         return False
     # Rounding grows with depth, and of experts that nearly tie another may be chosen.
     return float(_apart(found, expected).median()) < 10 * _NEAR
@@ -99,6 +104,7 @@ def _pack(model: PreTrainedModel) -> None:
     arena = Arena(weights[key].shape for key in wanted)
     for key in wanted:
         _swap_weight(weights.pop(key), users.pop(key), arena)
+    arena.close()
 
 
 def _can_swap(weight: Tensor, places: list[tuple[nn.Module, str]]) -> bool:

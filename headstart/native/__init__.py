@@ -20,7 +20,7 @@ import torch
 __all__ = ["library", "pointer"]
 
 # The number in native.h: a library built from other sources than these is not used.
-INTERFACE = 1
+INTERFACE = 2
 
 
 def library() -> ctypes.CDLL | None:

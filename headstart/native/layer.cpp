@@ -36,7 +36,10 @@ inline __m512 exponential(__m512 x) {
 
 inline __m512 silu(__m512 x) {
     const __m512 one = _mm512_set1_ps(1.0f);
-    return _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+    const __m512 below = _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x)));
+    const __m512 near = _mm512_rcp14_ps(below);  // and one step of Newton's: cheaper than to divide
+    const __m512 two = _mm512_set1_ps(2.0f);
+    return _mm512_mul_ps(x, _mm512_mul_ps(near, _mm512_fnmadd_ps(below, near, two)));
 }
 
 void normalise(const bf16* x, int64_t width, const Norm& norm, bf16* out) {
@@ -74,48 +77,43 @@ struct Rows {
 
 thread_local Scratch normalised;
 
-// out[rows, outputs] = rows times weight (+ residual [rows, outputs])
+// The share of one of `all` threads of out[rows, outputs] = x times weight (+ residual).
 void project(const bf16* x, int64_t rows, const Weight& weight, const bf16* residual, bf16* out,
-             int threads) {
-    parallel(threads, [&](int thread, int all) {
-        multiply<1>(
-            rows, weight.inputs, weight.count(), thread, all,
-            Rows{x, weight.inputs, {nullptr, 0}, normalised},
-            [&](int64_t group, int) { return weight.panel(group); },
-            [&](int64_t group, int64_t row, int64_t count, const float* sums) {
-                for (int64_t r = 0; r < count; r++)
-                    for (int64_t at = group * PANEL, h = 0; h < 2 && at < weight.outputs;
-                         at += 16, h++) {
-                        const int64_t left = weight.outputs - at;
-                        const int64_t place = (row + r) * weight.outputs + at;
-                        __m512 v = finished(sums + r * PANEL + 16 * h, weight, at);
-                        if (residual != nullptr) v = _mm512_add_ps(v, load(residual + place, left));
-                        store(out + place, left, v);
-                    }
-            });
-    });
+             int thread, int all) {
+    multiply<1>(
+        rows, weight.inputs, weight.count(), thread, all,
+        Rows{x, weight.inputs, {nullptr, 0}, normalised},
+        [&](int64_t group, int) { return weight.panel(group); },
+        [&](int64_t group, int64_t row, int64_t count, const float* sums) {
+            for (int64_t r = 0; r < count; r++)
+                for (int64_t at = group * PANEL, h = 0; h < 2 && at < weight.outputs;
+                     at += 16, h++) {
+                    const int64_t left = weight.outputs - at;
+                    const int64_t place = (row + r) * weight.outputs + at;
+                    __m512 v = finished(sums + r * PANEL + 16 * h, weight, at);
+                    if (residual != nullptr) v = _mm512_add_ps(v, load(residual + place, left));
+                    store(out + place, left, v);
+                }
+        });
 }
 
-// out[rows, outputs] = silu(gate) * up
-void gated(const Rows& source, int64_t rows, const Weight& gate, const Weight& up, bf16* out,
-           int threads) {
-    parallel(threads, [&](int thread, int all) {
-        multiply<2>(
-            rows, gate.inputs, gate.count(), thread, all,
-            Rows{source.x, source.width, source.norm, normalised},
-            [&](int64_t group, int part) { return (part == 0 ? gate : up).panel(group); },
-            [&](int64_t group, int64_t row, int64_t count, const float* sums) {
-                for (int64_t r = 0; r < count; r++)
-                    for (int64_t at = group * PANEL, h = 0; h < 2 && at < gate.outputs;
-                         at += 16, h++) {
-                        const float* sum = sums + r * PANEL + 16 * h;
-                        const __m512 g = rounded(silu(finished(sum, gate, at)));
-                        const __m512 u = finished(sum + count * PANEL, up, at);
-                        store(out + (row + r) * gate.outputs + at, gate.outputs - at,
-                              _mm512_mul_ps(g, u));
-                    }
-            });
-    });
+// The share of one of `all` threads of out[rows, outputs] = silu(gate) * up.
+void gated(const bf16* x, int64_t rows, const Norm& norm, const Weight& gate, const Weight& up,
+           bf16* out, int thread, int all) {
+    multiply<2>(
+        rows, gate.inputs, gate.count(), thread, all, Rows{x, gate.inputs, norm, normalised},
+        [&](int64_t group, int part) { return (part == 0 ? gate : up).panel(group); },
+        [&](int64_t group, int64_t row, int64_t count, const float* sums) {
+            for (int64_t r = 0; r < count; r++)
+                for (int64_t at = group * PANEL, h = 0; h < 2 && at < gate.outputs;
+                     at += 16, h++) {
+                    const float* sum = sums + r * PANEL + 16 * h;
+                    const __m512 g = rounded(silu(finished(sum, gate, at)));
+                    const __m512 u = finished(sum + count * PANEL, up, at);
+                    store(out + (row + r) * gate.outputs + at, gate.outputs - at,
+                          _mm512_mul_ps(g, u));
+                }
+        });
 }
 
 // Turns pairs (x[i], x[i + dim / 2]) by the angles whose cosines and sines are given; x in place.
@@ -166,6 +164,9 @@ void headstart_before_attention(const Layer* layer, const bf16* hidden, int64_t 
         for (*which = 0; group >= counts[*which]; ++*which) group -= counts[*which];
         return group;
     };
+    const int64_t dim = layer->head_dim;
+    const Norm* norms[2] = {&layer->q_heads, &layer->k_heads};
+    Barrier barrier;
     parallel(threads, [&](int thread, int all) {
         multiply<1>(
             rows, layer->q.inputs, counts[0] + counts[1] + counts[2], thread, all,
@@ -185,10 +186,7 @@ void headstart_before_attention(const Layer* layer, const bf16* hidden, int64_t 
                         store(outs[which] + (row + r) * weight.outputs + at, weight.outputs - at,
                               finished(sums + r * PANEL + 16 * h, weight, at));
             });
-    });
-    const int64_t dim = layer->head_dim;
-    const Norm* norms[2] = {&layer->q_heads, &layer->k_heads};
-    parallel(rows < 32 ? 1 : threads, [&](int thread, int all) {
+        barrier.wait(all);
         for (int64_t r = rows * thread / all; r < rows * (thread + 1) / all; r++)
             for (int which = 0; which < 2; which++)
                 for (int64_t at = 0; at < weights[which]->outputs; at += dim) {
@@ -204,12 +202,16 @@ void headstart_mlp(const Layer* layer, const bf16* x, int64_t rows, bf16* out, i
     static thread_local Scratch memory;
     bf16* inner = memory.take<bf16>(std::min(rows, CHUNK) * layer->down.inputs);
     const int64_t in = layer->gate.inputs, width = layer->down.outputs;
-    for (int64_t row = 0; row < rows; row += CHUNK) {
-        const int64_t some = std::min(CHUNK, rows - row);
-        gated({x + row * in, in, {nullptr, 0}, normalised}, some, layer->gate, layer->up, inner,
-              threads);
-        project(inner, some, layer->down, nullptr, out + row * width, threads);
-    }
+    Barrier barrier;
+    parallel(threads, [&](int thread, int all) {
+        for (int64_t row = 0; row < rows; row += CHUNK) {
+            const int64_t some = std::min(CHUNK, rows - row);
+            gated(x + row * in, some, {nullptr, 0}, layer->gate, layer->up, inner, thread, all);
+            barrier.wait(all);
+            project(inner, some, layer->down, nullptr, out + row * width, thread, all);
+            barrier.wait(all);
+        }
+    });
 }
 
 // out bf16 [rows, inputs]: the next layer's hidden, of attended bf16 [rows, o's inputs] and this
@@ -221,13 +223,19 @@ void headstart_after_attention(const Layer* layer, const bf16* attended, const b
     const int64_t most = std::min(rows, CHUNK);
     bf16* middle = memory.take<bf16>(most * (width + layer->down.inputs));
     bf16* inner = middle + most * width;
-    for (int64_t row = 0; row < rows; row += CHUNK) {
-        const int64_t some = std::min(CHUNK, rows - row);
-        project(attended + row * heads, some, layer->o, hidden + row * width, middle, threads);
-        gated({middle, width, layer->after, normalised}, some, layer->gate, layer->up, inner,
-              threads);
-        project(inner, some, layer->down, middle, out + row * width, threads);
-    }
+    Barrier barrier;
+    parallel(threads, [&](int thread, int all) {
+        for (int64_t row = 0; row < rows; row += CHUNK) {
+            const int64_t some = std::min(CHUNK, rows - row);
+            project(attended + row * heads, some, layer->o, hidden + row * width, middle, thread,
+                    all);
+            barrier.wait(all);
+            gated(middle, some, layer->after, layer->gate, layer->up, inner, thread, all);
+            barrier.wait(all);
+            project(inner, some, layer->down, middle, out + row * width, thread, all);
+            barrier.wait(all);
+        }
+    });
 }
 
 }  // extern "C"

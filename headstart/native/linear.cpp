@@ -121,7 +121,7 @@ void headstart::multiply_tile(const uint32_t* rows, int count, const uint32_t* p
 
 extern "C" {
 
-// Asks for pages of 2 MiB behind memory that nothing was written to yet: fewer of them to look up.
+// Asks for pages of 2 MiB behind memory: fewer of them to look up.
 void headstart_huge_pages(void* memory, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
     const uintptr_t page = 1 << 21, start = reinterpret_cast<uintptr_t>(memory);

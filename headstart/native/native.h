@@ -5,11 +5,15 @@
 // with bf16; headstart_native_usable() is asked before anything else is called.
 #pragma once
 
+#include <immintrin.h>
+
+#include <atomic>
 #include <cstdint>
+#include <thread>
 
 // Changes with any exported signature or struct; headstart/native/__init__.py holds the same
 // number, so that a library built from older sources is not used.
-constexpr int HEADSTART_NATIVE_INTERFACE = 1;
+constexpr int HEADSTART_NATIVE_INTERFACE = 2;
 
 namespace headstart {
 
@@ -29,5 +33,31 @@ void parallel(int threads, Function&& function) {
         [](void* data, int thread, int count) { (*static_cast<Function*>(data))(thread, count); },
         &function, threads);
 }
+
+// Where the threads of one parallel() wait for one another between two stages: waking a thread
+// that went to sleep takes longer than a stage, so they spin, but not for long, since the one that
+// is waited for may need this core.
+class Barrier {
+  public:
+    void wait(int threads) {
+        const int round = round_.load(std::memory_order_relaxed);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+            arrived_.store(0, std::memory_order_relaxed);
+            round_.store(round + 1, std::memory_order_release);
+            return;
+        }
+        for (int turn = 0; round_.load(std::memory_order_acquire) == round; turn++) {
+            if (turn < 2000) {
+                _mm_pause();
+            } else {
+                std::this_thread::yield();
+            }
+        }
+    }
+
+  private:
+    std::atomic<int> arrived_{0};
+    std::atomic<int> round_{0};
+};
 
 }  // namespace headstart

@@ -8,6 +8,9 @@
 //     scores^T [key, row]  +=  K [key, pair of dims] (broadcast)  *  Q^T [pair of dims, row]
 //     out^T    [dim, row]  +=  V [pair of keys, dim] (broadcast)  *  P^T [pair of keys, row]
 //
+// With 8 rows or fewer, as in decoding, a row takes 2, 4, 8 or 16 neighbouring lanes (WIDTH), each
+// with a share of the dims, and as many pairs are broadcast together: no lane is left idle.
+//
 // The bf16 product adds two products at once, so Q^T and P^T hold pairs in each 32-bit lane. V's
 // rows are interleaved two by two into scratch, once per chunk and tile of keys.
 //
@@ -16,56 +19,19 @@
 #include <algorithm>
 #include <cstring>
 
-#include "attention.h"
+#include "attention_products.h"
 
 namespace headstart {
 namespace {
 
-constexpr int TILE = 64;
-constexpr int STEP = 8;  // a tile is cut short to a multiple of this
-// A score that is hidden, and a maximum before any score: both finite, since inf - inf is NaN,
-// and far enough apart that 2^(HIDDEN - NO_MAXIMUM) is 0.
-constexpr float HIDDEN = -3e38f;
-constexpr float NO_MAXIMUM = -1e30f;
-constexpr float LOG2_E = 1.44269504f;
-
-// Where the K and V of some consecutive positions are.
-struct Tile {
-    const bf16* keys[TILE];
-    const bf16* values[TILE];
-};
-
-// Everything of one chunk, per thread and used again and again.
-struct alignas(64) Scratch {
-    uint32_t query[MAX_DIM / 2][CHUNK_ROWS];  // pairs of dims
-    float out[MAX_DIM][CHUNK_ROWS];
-    float scores[TILE][CHUNK_ROWS];          // then pairs of weights in the first half
-    uint32_t values[TILE / 2][MAX_DIM];      // pairs of keys
-    float maximum[CHUNK_ROWS];               // in units of log2
-    float sum[CHUNK_ROWS];
-    int32_t row[CHUNK_ROWS];  // of the segment
-    int32_t token[CHUNK_ROWS];
-    int32_t head[CHUNK_ROWS];
-    int32_t first_key[CHUNK_ROWS];  // what each row sees
-    int32_t last_key[CHUNK_ROWS];
-    Tile now;
-    Tile next;
-};
-
 thread_local Scratch scratch;
 
-struct Rows {
-    const AttentionStep& step;
-    const AttentionCall& call;
-    const Chunk& chunk;
-};
-
 // Whose row each lane is. Lanes beyond the last row repeat it; nobody reads them.
-void find_rows(Scratch& s, const Rows& rows, int lanes) {
+void find_rows(Scratch& s, const Rows& rows, int lanes, int width) {
     const int group = rows.call.heads / rows.call.kv_heads;
     const int32_t* tokens = rows.step.rows + rows.chunk.segment->first_row;
     for (int lane = 0; lane < lanes; ++lane) {
-        const int row = rows.chunk.first + std::min(lane, rows.chunk.count - 1);
+        const int row = rows.chunk.first + std::min(lane / width, rows.chunk.count - 1);
         s.row[lane] = row / group;
         s.token[lane] = tokens[row / group];
         s.head[lane] = rows.chunk.kv_head * group + row % group;
@@ -89,6 +55,17 @@ void load_queries(Scratch& s, const Rows& rows, int vectors) {
             transpose16(r);
             for (int i = 0; i < 16; ++i) _mm512_store_si512(&s.query[p + i][v * 16], r[i]);
         }
+    }
+}
+
+// The same where a row takes `width` lanes: each line of s.query holds so many pairs of every row.
+void load_wide_queries(Scratch& s, const Rows& rows, int width) {
+    const AttentionCall& call = rows.call;
+    for (int lane = 0; lane < 16; lane += width) {
+        const bf16* from = call.query + s.token[lane] * call.query_strides[0] +
+                           s.head[lane] * call.query_strides[1];
+        for (int p = 0; p < call.key_dim / 2; p += width)
+            std::memcpy(&s.query[p / width][lane], from + 2 * p, width * sizeof(uint32_t));
     }
 }
 
@@ -151,145 +128,29 @@ void pair_values(Scratch& s, int count, int value_dim) {
     }
 }
 
-inline __m512bh as_pairs(__m512i pairs) { return reinterpret_cast<__m512bh>(pairs); }
-
-inline __m512bh broadcast(const void* pair) {
-    int32_t number;
-    std::memcpy(&number, pair, sizeof number);
-    return as_pairs(_mm512_set1_epi32(number));
-}
-
-// cap * tanh(x / cap), in units of log2 before and after.
-inline __m512 soft_cap(__m512 x, float cap) {
-    const __m512 one = _mm512_set1_ps(1.0f);
-    const __m512 e = exp2(_mm512_mul_ps(x, _mm512_set1_ps(2.0f / cap)));
-    const __m512 t = _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(e, one));
-    return _mm512_mul_ps(_mm512_set1_ps(cap * LOG2_E), _mm512_sub_ps(one, t));
-}
-
-// Blocks lie anywhere, so no prefetcher of the CPU guesses which row comes next; and asked for all
-// at once, the rows of a tile are more than it can wait for.
-inline void prefetch(const bf16* row, int dim) {
-    constexpr int LINE = 64 / sizeof(bf16);
-    for (int d = 0; d < dim; d += LINE)
-        _mm_prefetch(reinterpret_cast<const char*>(row + d), _MM_HINT_T0);
-}
-
-struct ScoreOptions {
-    float scale;    // from products to units of log2
-    float softcap;  // 0: none
-    bool masked;    // whether some row does not see all of the tile
-    int value_dim;
-};
-
-// Scores of KEYS keys from position `tile + k` on for all rows; raises the maxima.
-template <int VECTORS, int KEYS>
-void score_keys(Scratch& s, int tile, int k, int key_dim, const ScoreOptions& options) {
-    __m512 sums[KEYS][VECTORS];
-    const bf16* keys[KEYS];
-    for (int i = 0; i < KEYS; ++i) {
-        keys[i] = s.now.keys[k + i];
-        for (int v = 0; v < VECTORS; ++v) sums[i][v] = _mm512_setzero_ps();
-    }
-    for (int p = 0; p < key_dim / 2; ++p) {
-        __m512bh query[VECTORS];
-        for (int v = 0; v < VECTORS; ++v)
-            query[v] = as_pairs(_mm512_load_si512(&s.query[p][v * 16]));
-        for (int i = 0; i < KEYS; ++i) {
-            const __m512bh key = broadcast(keys[i] + 2 * p);
-            for (int v = 0; v < VECTORS; ++v)
-                sums[i][v] = _mm512_dpbf16_ps(sums[i][v], query[v], key);
-        }
-    }
-    for (int i = 0; i < KEYS; ++i) {
-        prefetch(s.next.keys[k + i], key_dim);
-        prefetch(s.next.values[k + i], options.value_dim);
-    }
-    const __m512 scale = _mm512_set1_ps(options.scale);
-    for (int v = 0; v < VECTORS; ++v) {
-        __m512 maximum = _mm512_load_ps(&s.maximum[v * 16]);
-        for (int i = 0; i < KEYS; ++i) {
-            __m512 x = _mm512_mul_ps(sums[i][v], scale);
-            if (options.softcap > 0.0f) x = soft_cap(x, options.softcap);
-            if (options.masked) {
-                const __m512i at = _mm512_set1_epi32(tile + k + i);
-                const __m512i first = _mm512_load_si512(&s.first_key[v * 16]);
-                const __m512i last = _mm512_load_si512(&s.last_key[v * 16]);
-                const __mmask16 seen =
-                    _mm512_cmple_epi32_mask(first, at) & _mm512_cmpgt_epi32_mask(last, at);
-                x = _mm512_mask_blend_ps(seen, _mm512_set1_ps(HIDDEN), x);
-            }
-            maximum = _mm512_max_ps(maximum, x);
-            _mm512_store_ps(&s.scores[k + i][v * 16], x);
-        }
-        _mm512_store_ps(&s.maximum[v * 16], maximum);
-    }
-}
-
-// Scores become weights relative to the new maximum; `shrink` is what older weights count now.
-// The pair of weights of keys k and k + 1 takes the place of score k / 2, which is read by then.
-template <int VECTORS>
-void weigh(Scratch& s, int count, const __m512 before[VECTORS], __m512 shrink[VECTORS]) {
-    for (int v = 0; v < VECTORS; ++v) {
-        const __m512 maximum = _mm512_load_ps(&s.maximum[v * 16]);
-        shrink[v] = exp2(_mm512_sub_ps(before[v], maximum));
-        __m512 even_sum = _mm512_mul_ps(_mm512_load_ps(&s.sum[v * 16]), shrink[v]);
-        __m512 odd_sum = _mm512_setzero_ps();
-#pragma GCC unroll 4
-        for (int k = 0; k < count; k += 2) {
-            const __m512 even = exp2(_mm512_sub_ps(_mm512_load_ps(&s.scores[k][v * 16]), maximum));
-            const __m512 odd =
-                exp2(_mm512_sub_ps(_mm512_load_ps(&s.scores[k + 1][v * 16]), maximum));
-            even_sum = _mm512_add_ps(even_sum, even);
-            odd_sum = _mm512_add_ps(odd_sum, odd);
-            _mm512_store_si512(&s.scores[k / 2][v * 16], pair_bf16(even, odd));
-        }
-        _mm512_store_ps(&s.sum[v * 16], _mm512_add_ps(even_sum, odd_sum));
-    }
-}
-
-// Adds the tile's weighted values to DIMS dims of the output.
-template <int VECTORS, int DIMS>
-void add_values(Scratch& s, int count, int d, const __m512 shrink[VECTORS]) {
-    __m512 sums[DIMS][VECTORS];
-    for (int i = 0; i < DIMS; ++i)
-        for (int v = 0; v < VECTORS; ++v)
-            sums[i][v] = _mm512_mul_ps(_mm512_load_ps(&s.out[d + i][v * 16]), shrink[v]);
-    for (int k = 0; k < count / 2; ++k) {
-        __m512bh weights[VECTORS];
-        for (int v = 0; v < VECTORS; ++v)
-            weights[v] = as_pairs(_mm512_load_si512(&s.scores[k][v * 16]));
-        for (int i = 0; i < DIMS; ++i) {
-            const __m512bh value = broadcast(&s.values[k][d + i]);
-            for (int v = 0; v < VECTORS; ++v)
-                sums[i][v] = _mm512_dpbf16_ps(sums[i][v], weights[v], value);
-        }
-    }
-    for (int i = 0; i < DIMS; ++i)
-        for (int v = 0; v < VECTORS; ++v) _mm512_store_ps(&s.out[d + i][v * 16], sums[i][v]);
-}
-
-template <int VECTORS>
+template <int VECTORS, int WIDTH>
 void attend_tile(Scratch& s, int tile, int count, const AttentionCall& call,
                  const ScoreOptions& options) {
-    // As many keys or dims at once as there are registers for: latencies overlap, loads are few.
-    constexpr int AT_ONCE = VECTORS == 4 ? 4 : 8;
+    // So many sums at once that latencies overlap and loads are few, in the registers there are.
+    constexpr int KEYS = VECTORS == 4 ? 4 : 8;
+    constexpr int LINES = VECTORS == 4 ? 4 : VECTORS == 1 ? 16 : 8;
     __m512 before[VECTORS], shrink[VECTORS];
     for (int v = 0; v < VECTORS; ++v) before[v] = _mm512_load_ps(&s.maximum[v * 16]);
-    for (int k = 0; k < count; k += AT_ONCE)
-        score_keys<VECTORS, AT_ONCE>(s, tile, k, call.key_dim, options);
+    for (int k = 0; k < count; k += KEYS)
+        score_keys<VECTORS, WIDTH, KEYS>(s, tile, k, call.key_dim, options);
     weigh<VECTORS>(s, count, before, shrink);
-    int d = 0;
-    for (; d + AT_ONCE <= call.value_dim; d += AT_ONCE)
-        add_values<VECTORS, AT_ONCE>(s, count, d, shrink);
-    for (; d < call.value_dim; ++d) add_values<VECTORS, 1>(s, count, d, shrink);
+    const int lines = call.value_dim / WIDTH;
+    int line = 0;
+    for (; line + LINES <= lines; line += LINES)
+        add_values<VECTORS, WIDTH, LINES>(s, count, line, shrink);
+    for (; line < lines; ++line) add_values<VECTORS, WIDTH, 1>(s, count, line, shrink);
 }
 
-template <int VECTORS>
+template <int VECTORS, int WIDTH>
 void attend_keys(Scratch& s, const Rows& rows) {
     const AttentionCall& call = rows.call;
     int first = s.first_key[0], last = s.last_key[0], all_first = first, all_last = last;
-    for (int lane = 1; lane < rows.chunk.count; ++lane) {
+    for (int lane = 1; lane < rows.chunk.count * WIDTH; ++lane) {
         first = std::min(first, s.first_key[lane]);
         all_first = std::max(all_first, s.first_key[lane]);
         last = std::max(last, s.last_key[lane]);
@@ -305,7 +166,7 @@ void attend_keys(Scratch& s, const Rows& rows) {
         s.now = s.next;
         find_tile(s.next, rows, tile + TILE, last);
         pair_values(s, count, call.value_dim);
-        attend_tile<VECTORS>(s, tile, count, call, options);
+        attend_tile<VECTORS, WIDTH>(s, tile, count, call, options);
     }
 }
 
@@ -315,58 +176,100 @@ float* partial_of(const Scratch& s, const Rows& rows, int lane) {
     return rows.step.partials + (number * call.heads + s.head[lane]) * (2 + call.value_dim);
 }
 
-// The output of 16 lanes, one row after the other: to the result, or as a partial.
-void store_rows(Scratch& s, const Rows& rows, int v) {
+// 16 dims of a row's output from `d` on: to the result, or to a partial.
+inline void store_dims(const Scratch& s, const Rows& rows, int lane, int d, __m512 dims) {
     const AttentionCall& call = rows.call;
+    const __mmask16 there = first_lanes(call.value_dim - d);
+    if (rows.chunk.segment->partial >= 0) {
+        _mm512_mask_storeu_ps(partial_of(s, rows, lane) + 2 + d, there, dims);
+    } else {
+        const int64_t at = static_cast<int64_t>(s.token[lane]) * call.heads + s.head[lane];
+        _mm256_mask_storeu_epi16(call.out + at * call.value_dim + d, there,
+                                 reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(dims)));
+    }
+}
+
+// The output of 16 lanes, one row after the other.
+void store_rows(Scratch& s, const Rows& rows, int v) {
     const int lanes = std::min(16, rows.chunk.count - v * 16);
     const bool partial = rows.chunk.segment->partial >= 0;
     const __m512 one = _mm512_set1_ps(1.0f);
     const __m512 share = partial ? one : _mm512_div_ps(one, _mm512_load_ps(&s.sum[v * 16]));
-    for (int d = 0; d < call.value_dim; d += 16) {
+    for (int d = 0; d < rows.call.value_dim; d += 16) {
         __m512i r[16];
         for (int i = 0; i < 16; ++i)
             r[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(&s.out[d + i][v * 16]), share));
         transpose16(r);
-        const __mmask16 there = first_lanes(call.value_dim - d);
-        for (int i = 0; i < lanes; ++i) {
-            const __m512 row = _mm512_castsi512_ps(r[i]);
-            const int lane = v * 16 + i;
-            if (partial) {
-                _mm512_mask_storeu_ps(partial_of(s, rows, lane) + 2 + d, there, row);
-            } else {
-                const int64_t at = static_cast<int64_t>(s.token[lane]) * call.heads + s.head[lane];
-                _mm256_mask_storeu_epi16(call.out + at * call.value_dim + d, there,
-                                         reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(row)));
-            }
-        }
+        for (int i = 0; i < lanes; ++i)
+            store_dims(s, rows, v * 16 + i, d, _mm512_castsi512_ps(r[i]));
+    }
+}
+
+// The same where a row takes `width` lanes.
+void store_wide_rows(Scratch& s, const Rows& rows, int width) {
+    const bool partial = rows.chunk.segment->partial >= 0;
+    alignas(64) float out[MAX_DIM];
+    for (int lane = 0; lane < rows.chunk.count * width; lane += width) {
+        for (int d = 0; d < rows.call.value_dim; d += width)
+            std::memcpy(out + d, &s.out[d / width][lane], width * sizeof(float));
+        const __m512 share = _mm512_set1_ps(partial ? 1.0f : 1.0f / s.sum[lane]);
+        for (int d = 0; d < rows.call.value_dim; d += 16)
+            store_dims(s, rows, lane, d, _mm512_mul_ps(_mm512_load_ps(out + d), share));
     }
 }
 
 // Not inlined, so that the thread's scratch is looked up once.
-template <int VECTORS>
+template <int VECTORS, int WIDTH>
 __attribute__((noinline)) void attend_rows(Scratch& s, const Rows& rows) {
-    find_rows(s, rows, VECTORS * 16);
-    load_queries(s, rows, VECTORS);
+    find_rows(s, rows, VECTORS * 16, WIDTH);
+    if (WIDTH == 1) {
+        load_queries(s, rows, VECTORS);
+    } else {
+        load_wide_queries(s, rows, WIDTH);
+    }
     begin(s, rows, VECTORS * 16);
-    attend_keys<VECTORS>(s, rows);
-    for (int v = 0; v < VECTORS; ++v) store_rows(s, rows, v);
+    attend_keys<VECTORS, WIDTH>(s, rows);
+    if (WIDTH == 1) {
+        for (int v = 0; v < VECTORS; ++v) store_rows(s, rows, v);
+    } else {
+        store_wide_rows(s, rows, WIDTH);
+    }
     if (rows.chunk.segment->partial < 0) return;
-    for (int lane = 0; lane < rows.chunk.count; ++lane) {
+    for (int lane = 0; lane < rows.chunk.count * WIDTH; lane += WIDTH) {
         float* to = partial_of(s, rows, lane);
         to[0] = s.maximum[lane];
         to[1] = s.sum[lane];
     }
 }
 
+// How many lanes each row may take. Only for segments that are as small as a whole: which lanes a
+// row's dims are summed in must not depend on where it stands among others.
+int width_for(const Rows& rows) {
+    const AttentionCall& call = rows.call;
+    const int count = rows.chunk.segment->num_rows * (call.heads / call.kv_heads);
+    int width = 1;
+    while (2 * width * count <= 16 && call.key_dim % (4 * width) == 0 &&
+           call.value_dim % (2 * width) == 0)
+        width *= 2;
+    return width;
+}
+
 }  // namespace
 
 void attend_chunk(const AttentionStep& step, const AttentionCall& call, const Chunk& chunk) {
     const Rows rows{step, call, chunk};
+    Scratch& s = scratch;
+    switch (width_for(rows)) {
+        case 2: return attend_rows<1, 2>(s, rows);
+        case 4: return attend_rows<1, 4>(s, rows);
+        case 8: return attend_rows<1, 8>(s, rows);
+        case 16: return attend_rows<1, 16>(s, rows);
+    }
     switch ((chunk.count + 15) / 16) {
-        case 1: return attend_rows<1>(scratch, rows);
-        case 2: return attend_rows<2>(scratch, rows);
-        case 3: return attend_rows<3>(scratch, rows);
-        default: return attend_rows<4>(scratch, rows);
+        case 1: return attend_rows<1, 1>(s, rows);
+        case 2: return attend_rows<2, 1>(s, rows);
+        case 3: return attend_rows<3, 1>(s, rows);
+        default: return attend_rows<4, 1>(s, rows);
     }
 }
 

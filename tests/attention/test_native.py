@@ -56,6 +56,9 @@ def fitting(options: AttentionOptions, heads: int) -> AttentionOptions:
         (LayerLayout(3, 16, 16), 3),
         (LayerLayout(1, 34, 21), 20),  # widths that fill no vector; two vectors of heads
         (LayerLayout(1, 256, 256), 3),
+        (LayerLayout(2, 128, 64), 2),  # in decoding a row is one vector, or two, or a quarter
+        (LayerLayout(2, 64, 128), 4),
+        (LayerLayout(2, 16, 40), 8),
         (LayerLayout(2, 7, 8), 4),  # goes through torch operations
     ],
     ids=str,
@@ -118,7 +121,7 @@ def test_any_strides() -> None:
 def test_rows_are_bitwise_blind_to_block_ids_neighbours_and_threads(
     options: AttentionOptions, gather: bool
 ) -> None:
-    """Also to how a prompt is cut, and to what earlier owners left in the memory."""
+    """Also to how a prompt is cut, but for rows alone, and to what others left in the memory."""
     layout = LayerLayout(2, 16, 16)
     backend, (a,) = make([150], layout, 6)
     expected = torch.cat([run_step(backend, [(a, n)], options, gather)[0] for n in (149, 1)])
@@ -130,7 +133,7 @@ def test_rows_are_bitwise_blind_to_block_ids_neighbours_and_threads(
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        for count, other in ((8, 3), (80, 0), (60, 8), (1, 0), (1, 1)):
+        for count, other in ((8, 3), (80, 0), (61, 8), (1, 1)):
             work = [(b, other), (c, count)] if other else [(c, count)]
             outs.append(run_step(backend, work, options, gather)[-1])
     finally:

@@ -1,0 +1,155 @@
+// The inner loops of attention: scores, weights, weighted values; see attention_chunk.cpp.
+//
+// VECTORS vectors hold the rows of a chunk, a row WIDTH neighbouring lanes.
+#pragma once
+
+#include <cstring>
+
+#include "attention_scratch.h"
+
+namespace headstart {
+
+inline __m512bh as_pairs(__m512i pairs) { return reinterpret_cast<__m512bh>(pairs); }
+
+// WIDTH pairs, again and again in all 16 lanes.
+template <int WIDTH>
+inline __m512bh broadcast(const void* pairs) {
+    if constexpr (WIDTH == 1) {
+        int32_t number;
+        std::memcpy(&number, pairs, sizeof number);
+        return as_pairs(_mm512_set1_epi32(number));
+    } else if constexpr (WIDTH == 2) {
+        int64_t number;
+        std::memcpy(&number, pairs, sizeof number);
+        return as_pairs(_mm512_set1_epi64(number));
+    } else if constexpr (WIDTH == 4) {
+        return as_pairs(_mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(pairs))));
+    } else if constexpr (WIDTH == 8) {
+        return as_pairs(
+            _mm512_broadcast_i64x4(_mm256_loadu_si256(static_cast<const __m256i*>(pairs))));
+    } else {
+        return as_pairs(_mm512_loadu_si512(pairs));
+    }
+}
+
+// In each lane the sum of the WIDTH neighbours that it belongs to.
+template <int WIDTH>
+inline __m512 add_neighbours(__m512 x) {
+    if constexpr (WIDTH >= 2) x = _mm512_add_ps(x, _mm512_permute_ps(x, 0xb1));
+    if constexpr (WIDTH >= 4) x = _mm512_add_ps(x, _mm512_permute_ps(x, 0x4e));
+    if constexpr (WIDTH >= 8) x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+    if constexpr (WIDTH >= 16) x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    return x;
+}
+
+// cap * tanh(x / cap), in units of log2 before and after.
+inline __m512 soft_cap(__m512 x, float cap) {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    const __m512 e = exp2(_mm512_mul_ps(x, _mm512_set1_ps(2.0f / cap)));
+    const __m512 t = _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(e, one));
+    return _mm512_mul_ps(_mm512_set1_ps(cap * LOG2_E), _mm512_sub_ps(one, t));
+}
+
+// Blocks lie anywhere, so no prefetcher of the CPU guesses which row comes next; and asked for all
+// at once, the rows of a tile are more than it can wait for.
+inline void prefetch(const bf16* row, int dim) {
+    constexpr int LINE = 64 / sizeof(bf16);
+    for (int d = 0; d < dim; d += LINE)
+        _mm_prefetch(reinterpret_cast<const char*>(row + d), _MM_HINT_T1);
+}
+
+struct ScoreOptions {
+    float scale;    // from products to units of log2
+    float softcap;  // 0: none
+    bool masked;    // whether some row does not see all of the tile
+    int value_dim;
+};
+
+// Scores of KEYS keys from position `tile + k` on for all rows; raises the maxima.
+template <int VECTORS, int WIDTH, int KEYS>
+void score_keys(Scratch& s, int tile, int k, int key_dim, const ScoreOptions& options) {
+    __m512 sums[KEYS][VECTORS];
+    const bf16* keys[KEYS];
+    for (int i = 0; i < KEYS; ++i) {
+        keys[i] = s.now.keys[k + i];
+        for (int v = 0; v < VECTORS; ++v) sums[i][v] = _mm512_setzero_ps();
+    }
+    for (int p = 0; p < key_dim / 2 / WIDTH; ++p) {
+        __m512bh query[VECTORS];
+        for (int v = 0; v < VECTORS; ++v)
+            query[v] = as_pairs(_mm512_load_si512(&s.query[p][v * 16]));
+        for (int i = 0; i < KEYS; ++i) {
+            const __m512bh key = broadcast<WIDTH>(keys[i] + 2 * WIDTH * p);
+            for (int v = 0; v < VECTORS; ++v)
+                sums[i][v] = _mm512_dpbf16_ps(sums[i][v], query[v], key);
+        }
+    }
+    for (int i = 0; i < KEYS; ++i) {
+        prefetch(s.next.keys[k + i], key_dim);
+        prefetch(s.next.values[k + i], options.value_dim);
+    }
+    const __m512 scale = _mm512_set1_ps(options.scale);
+    for (int v = 0; v < VECTORS; ++v) {
+        __m512 maximum = _mm512_load_ps(&s.maximum[v * 16]);
+        for (int i = 0; i < KEYS; ++i) {
+            __m512 x = _mm512_mul_ps(add_neighbours<WIDTH>(sums[i][v]), scale);
+            if (options.softcap > 0.0f) x = soft_cap(x, options.softcap);
+            if (options.masked) {
+                const __m512i at = _mm512_set1_epi32(tile + k + i);
+                const __m512i first = _mm512_load_si512(&s.first_key[v * 16]);
+                const __m512i last = _mm512_load_si512(&s.last_key[v * 16]);
+                const __mmask16 seen =
+                    _mm512_cmple_epi32_mask(first, at) & _mm512_cmpgt_epi32_mask(last, at);
+                x = _mm512_mask_blend_ps(seen, _mm512_set1_ps(HIDDEN), x);
+            }
+            maximum = _mm512_max_ps(maximum, x);
+            _mm512_store_ps(&s.scores[k + i][v * 16], x);
+        }
+        _mm512_store_ps(&s.maximum[v * 16], maximum);
+    }
+}
+
+// Scores become weights relative to the new maximum; `shrink` is what older weights count now.
+// The pair of weights of keys k and k + 1 takes the place of score k / 2, which is read by then.
+template <int VECTORS>
+void weigh(Scratch& s, int count, const __m512 before[VECTORS], __m512 shrink[VECTORS]) {
+    for (int v = 0; v < VECTORS; ++v) {
+        const __m512 maximum = _mm512_load_ps(&s.maximum[v * 16]);
+        shrink[v] = exp2(_mm512_sub_ps(before[v], maximum));
+        __m512 even_sum = _mm512_mul_ps(_mm512_load_ps(&s.sum[v * 16]), shrink[v]);
+        __m512 odd_sum = _mm512_setzero_ps();
+#pragma GCC unroll 4
+        for (int k = 0; k < count; k += 2) {
+            const __m512 even = exp2(_mm512_sub_ps(_mm512_load_ps(&s.scores[k][v * 16]), maximum));
+            const __m512 odd =
+                exp2(_mm512_sub_ps(_mm512_load_ps(&s.scores[k + 1][v * 16]), maximum));
+            even_sum = _mm512_add_ps(even_sum, even);
+            odd_sum = _mm512_add_ps(odd_sum, odd);
+            _mm512_store_si512(&s.scores[k / 2][v * 16], pair_bf16(even, odd));
+        }
+        _mm512_store_ps(&s.sum[v * 16], _mm512_add_ps(even_sum, odd_sum));
+    }
+}
+
+// Adds the tile's weighted values to LINES lines of the output, each WIDTH dims.
+template <int VECTORS, int WIDTH, int LINES>
+void add_values(Scratch& s, int count, int line, const __m512 shrink[VECTORS]) {
+    __m512 sums[LINES][VECTORS];
+    for (int i = 0; i < LINES; ++i)
+        for (int v = 0; v < VECTORS; ++v)
+            sums[i][v] = _mm512_mul_ps(_mm512_load_ps(&s.out[line + i][v * 16]), shrink[v]);
+    for (int k = 0; k < count / 2; ++k) {
+        __m512bh weights[VECTORS];
+        for (int v = 0; v < VECTORS; ++v)
+            weights[v] = as_pairs(_mm512_load_si512(&s.scores[k][v * 16]));
+        for (int i = 0; i < LINES; ++i) {
+            const __m512bh value = broadcast<WIDTH>(&s.values[k][(line + i) * WIDTH]);
+            for (int v = 0; v < VECTORS; ++v)
+                sums[i][v] = _mm512_dpbf16_ps(sums[i][v], weights[v], value);
+        }
+    }
+    for (int i = 0; i < LINES; ++i)
+        for (int v = 0; v < VECTORS; ++v) _mm512_store_ps(&s.out[line + i][v * 16], sums[i][v]);
+}
+
+}  // namespace headstart

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-__all__ = ["Oracle", "make_adapter"]
+__all__ = ["Oracle", "attach_adapter", "make_adapter"]
 
 
 @contextmanager
@@ -23,16 +23,22 @@ def _of_peft() -> Iterator[Any]:
         yield peft
 
 
-def make_adapter(base: Path, folder: Path, seed: int = 0, **options: Any) -> Path:
+def make_adapter(
+    base: Path, folder: Path, seed: int = 0, kind: Any = AutoModelForCausalLM, **options: Any
+) -> Path:
     """Write an adapter with random A and B for the model in `base`; options of `LoraConfig`."""
     given = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]} | options
     with _of_peft() as peft, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **given)
-        peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(
-            folder
-        )
+        peft.get_peft_model(kind.from_pretrained(base), config).save_pretrained(folder)
     return folder
+
+
+def attach_adapter(model: Any, adapter: Path) -> Any:
+    """The model with an adapter, unmerged."""
+    with _of_peft() as peft:
+        return peft.PeftModel.from_pretrained(model, adapter)
 
 
 class Oracle:
@@ -41,9 +47,8 @@ class Oracle:
     def __init__(self, base: Path, adapter: Path | None, *, merged: bool = False) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(base).eval()
         if adapter is not None:
-            with _of_peft() as peft:
-                model = peft.PeftModel.from_pretrained(model, adapter)
-                model = model.merge_and_unload() if merged else model
+            model = attach_adapter(model, adapter)
+            model = model.merge_and_unload() if merged else model
         self._model = model
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:

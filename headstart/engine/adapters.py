@@ -41,6 +41,8 @@ def choose_adapters(
     chosen = adapter if lora_request is None else lora_request
     if chosen is None or isinstance(chosen, (str, LoRARequest)):
         return [chosen] * count
+    if not isinstance(chosen, Sequence):
+        raise RequestError(f"an adapter is asked for by name or LoRARequest, not {chosen!r}")
     if len(chosen) != count:
         raise RequestError(f"{len(chosen)} adapters for {count} prompts")
     return list(chosen)

@@ -53,15 +53,15 @@ class HookedModel(Protocol):
 class _Piece:
     """Rows that go through one stack.
 
-    `rows` are a range of the batch, or their numbers. `masks` says by the owners of a group's
-    ranks which `[rows, ranks]` to silence; None where all rows and ranks are one adapter's.
+    `rows` are a range of the batch, or their numbers. `masks` `[rows, ranks]` say what to
+    silence, one for each of the stack's `owners`; None where all rows and ranks are one adapter's.
     """
 
     def __init__(
         self,
         stack: AdapterStack,
         rows: slice | Tensor,
-        masks: dict[tuple[int, ...], Tensor] | None = None,
+        masks: list[Tensor] | None = None,
     ) -> None:
         self._stack = stack
         self._rows = rows
@@ -88,7 +88,7 @@ class _Piece:
     def _multiply(self, group: str, x: Tensor) -> Tensor:
         hidden = x[self._rows] @ self._stack.down[group].t()
         if self._masks is not None:
-            hidden.masked_fill_(self._masks[self._stack.owners[group]], 0.0)
+            hidden.masked_fill_(self._masks[self._stack.owner_of[group]], 0.0)
         return hidden
 
 
@@ -125,6 +125,7 @@ class LoraLayers:
         self._model = model
         self._output_layer = model.output_layer
         self._hooks: dict[str, RemovableHandle] = {}
+        self._hooked: set[ResidentAdapter] = set()
         self._mixed: tuple[ResidentAdapter, ...] = ()
         self._mixed_stack: AdapterStack | None = None
         self._body: list[_Piece] = []
@@ -146,8 +147,8 @@ class LoraLayers:
             self._mix(short)
         self._body = self._pieces(body)
         self._head = self._pieces(head)
-        for adapter in {run.adapter for run in runs if run.adapter is not None}:
-            self._hook(adapter.stack.layers.keys() - self._hooks.keys())
+        for adapter in {run.adapter for run in runs if run.adapter is not None} - self._hooked:
+            self._hook(adapter)
 
     def end_step(self) -> None:
         """The pass is over: let go of its tensors."""
@@ -156,6 +157,7 @@ class LoraLayers:
 
     def forget(self, adapter: ResidentAdapter) -> None:
         """The adapter leaves memory. Not during a step."""
+        self._hooked.discard(adapter)
         if adapter in self._mixed:
             self._mixed, self._mixed_stack = (), None
 
@@ -195,15 +197,13 @@ class LoraLayers:
             return _Piece(stack, rows)
         return _Piece(stack, rows, self._masks(stack, owners))
 
-    def _masks(self, stack: AdapterStack, owners: list[int]) -> dict[tuple[int, ...], Tensor]:
+    def _masks(self, stack: AdapterStack, owners: list[int]) -> list[Tensor]:
         rows = torch.tensor(owners, device=self._model.device).unsqueeze(1)
-        return {
-            ranks: torch.tensor(ranks, device=self._model.device) != rows
-            for ranks in set(stack.owners.values())
-        }
+        return [ranks != rows for ranks in stack.owners]
 
-    def _hook(self, layers: Iterable[str]) -> None:
-        for layer in layers:
+    def _hook(self, adapter: ResidentAdapter) -> None:
+        self._hooked.add(adapter)
+        for layer in adapter.stack.layers.keys() - self._hooks.keys():
             module = self._model.layer(layer)
             self._hooks[layer] = module.register_forward_hook(self._adder(layer))
 
@@ -211,6 +211,7 @@ class LoraLayers:
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
+        self._hooked.clear()
 
     def _adder(self, layer: str) -> Callable[[nn.Module, Any, Tensor], None]:
         of_head = layer == self._output_layer

@@ -133,7 +133,8 @@ def _sort_tensors(
             matrices.setdefault(found["layer"], {})[found["side"]] = tensor
         elif not _is_of_base(name, tensor, model):
             raise UnsupportedAdapterError(
-                f"{file} holds {name}, which is neither A nor B of a linear layer"
+                f"{file} holds {name}, which is neither A nor B of a linear layer, nor a copy of "
+                "one of this model's weights"
             )
     if not matrices:
         raise DamagedAdapterError(f"{file} holds no matrices")

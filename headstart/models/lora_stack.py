@@ -37,14 +37,18 @@ class StackedLayer(NamedTuple):
 class AdapterStack:
     """The matrices of some adapters, by layer, and by group of layers that share their input.
 
-    `down` is `[ranks, inputs]` by group; `owners` says by group which adapter each of its ranks
-    belongs to.
+    `down` is `[ranks, inputs]` by group. `owners` are the different ways in which a group's ranks
+    belong to adapters: the adapter's number for each rank; `owner_of` says by group which it is.
     """
 
     def __init__(self, adapters: Sequence[Mapping[str, LoraPair]]) -> None:
         self.layers: dict[str, StackedLayer] = {}
         self.down: dict[str, Tensor] = {}
-        self.owners: dict[str, tuple[int, ...]] = {}
+        self.owners: list[Tensor] = []
+        self.owner_of: dict[str, int] = {}
+        self.num_ranks = 0
+        """Ranks of all groups together: what a row costs."""
+        self._ways: dict[tuple[int, ...], int] = {}
         groups: dict[str, list[str]] = {}
         for layer in dict.fromkeys(layer for pairs in adapters for layer in pairs):
             groups.setdefault(_group_of(layer), []).append(layer)
@@ -67,12 +71,11 @@ class AdapterStack:
             columns = slice(first, len(owners))
             self.layers[layer] = StackedLayer(group, columns, _beside(ups, 1))
         self.down[group] = _beside(downs, 0)
-        self.owners[group] = tuple(owners)
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of all groups together: what a row costs."""
-        return sum(map(len, self.owners.values()))
+        self.num_ranks += len(owners)
+        way = self._ways.setdefault(tuple(owners), len(self._ways))
+        if way == len(self.owners):
+            self.owners.append(torch.tensor(owners, device=self.down[group].device))
+        self.owner_of[group] = way
 
     def pair(self, layer: str) -> LoraPair:
         """A and B of a layer; of a stack of one adapter."""

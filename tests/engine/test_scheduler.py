@@ -27,9 +27,14 @@ class Bench:
     def __init__(
         self, *, blocks: int = 100, tokens: int = 64, running: int = 8, overtaken: int = 2
     ) -> None:
+        self.kept_out: list[Request] = []
         self.manager = KVCacheManager(CacheConfig(num_blocks=blocks, block_size=BLOCK))
         self.scheduler = Scheduler(
-            self.manager, max_tokens=tokens, max_running=running, max_overtaken=overtaken
+            self.manager,
+            max_tokens=tokens,
+            max_running=running,
+            max_overtaken=overtaken,
+            may_run=lambda request, running: request not in self.kept_out or not running,
         )
         self._names = count()
 
@@ -169,3 +174,18 @@ def test_abort_gives_everything_back(steps: int) -> None:
     bench.run()
     assert other.finish_reason == "length"
     assert bench.manager.num_free_blocks == 100
+
+
+def test_one_that_must_wait_for_the_others_is_not_kept_out_for_ever() -> None:
+    """It needs a place (an adapter's, say) that running requests hold, and new ones keep coming."""
+    bench = Bench(overtaken=3)
+    bench.add([1, 2, 3])
+    bench.step()
+    late = bench.add([4, 5, 6])
+    bench.kept_out.append(late)
+    steps = 0
+    while late not in bench.scheduler.running:
+        bench.add([7, 8, 9])
+        bench.step()
+        steps += 1
+        assert late.times_overtaken <= 3 and steps < 10

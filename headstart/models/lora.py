@@ -81,12 +81,12 @@ class _Piece:
         hidden = self._hidden[:, found.columns]
         flat = out.view(-1, out.shape[-1])  # never a copy, which would be lost
         if isinstance(self._rows, slice):
-            flat[self._rows].addmm_(hidden, found.up.t())
+            found.up.add_to(flat[self._rows], hidden)
         else:
-            flat.index_add_(0, self._rows, hidden @ found.up.t())
+            flat.index_add_(0, self._rows, found.up(hidden))
 
     def _multiply(self, group: str, x: Tensor) -> Tensor:
-        hidden = x[self._rows] @ self._stack.down[group].t()
+        hidden = self._stack.down[group](x[self._rows])
         if self._masks is not None:
             hidden.masked_fill_(self._masks[self._stack.owner_of[group]], 0.0)
         return hidden

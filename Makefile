@@ -18,8 +18,8 @@ help:
 	@echo "make demo    two questions about one long document, the second from the cache"
 	@echo "make test    style, types, then all tests"
 	@echo "make lint | types | unit    one part of make test"
-	@echo "make figures draw the figures of docs/prefix-caching.md anew"
-	@echo "make bench   what the manager costs, what a cached prefix saves, what adapters cost, four loads on this CPU"
+	@echo "make figures draw the figures of the docs anew"
+	@echo "make bench   what the manager costs, what a cached prefix saves, what adapters cost, what images look alike, four loads on this CPU"
 	@echo "make clean   remove .venv and every cache that the tools left"
 
 demo: $(READY)
@@ -44,6 +44,7 @@ bench: $(READY)
 	$(BIN)/python bench/manager.py
 	$(BIN)/python bench/prefix.py
 	$(BIN)/python bench/adapters.py
+	$(BIN)/python bench/similar_images.py
 	$(BIN)/python bench/cpu.py
 
 clean:

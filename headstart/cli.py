@@ -17,6 +17,7 @@ import click
 from headstart.cli_chat import Chat
 from headstart.cli_demo import show_demo
 from headstart.cli_demo_adapters import show_adapters
+from headstart.cli_demo_images import show_images
 from headstart.cli_figures import print_reply
 from headstart.cli_options import (
     DEFAULT_MODEL,
@@ -66,11 +67,14 @@ def main() -> None:
 @main.command()
 @click.option("--svg", type=click.Path(path_type=Path), help="Save what is shown in this file.")
 @click.option("--adapters", is_flag=True, help="Ask with several LoRA adapters: who shares what.")
+@click.option("--images", is_flag=True, help="Ask about pictures: what is encoded, what is found.")
 @_model_option
 @engine_options
-def demo(svg: Path | None, adapters: bool, model: str, **options: Any) -> None:
+def demo(svg: Path | None, adapters: bool, images: bool, model: str, **options: Any) -> None:
     """Ask three questions about one table, which is computed once."""
-    show = show_adapters if adapters else show_demo
+    if adapters and images:
+        raise click.UsageError("--adapters and --images are two demos: choose one")
+    show = show_adapters if adapters else show_images if images else show_demo
     show(model, sort_options(options).engine, svg)
 
 

@@ -102,6 +102,26 @@ def test_demo_of_adapters_shows_who_shares_with_whom() -> None:
     assert all(answer.endswith(signs[name]) for name, _, answer in (*lines[:3], *lines[-4:]))
 
 
+def test_demo_of_images_shows_what_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE_DIR", str(tmp_path))
+    said = call("demo", "--images").stdout
+    cards = re.findall(r"│ ([\d,]+) +(\d+) +[\d,]+ \((\d+)%\) +(\d of \d) ", said)
+    assert [card[3] for card in cards] == ["1 of 1", "0 of 1", "1 of 2", "0 of 2", "1 of 1"]
+    assert [int(card[1]) for card in cards] == [196, 196, 392, 392, 196]
+    shares = [int(card[2]) for card in cards]
+    assert shares[1] > 80 and shares[2] > 40 and max(shares[0], shares[3], shares[4]) < 5
+    assert "of 7 pictures shown 3 were encoded" in said
+
+
+def test_demo_of_images_needs_a_model_that_sees() -> None:
+    result = call("demo", "--images", "--model", "demo", "--num-blocks", "8")
+    assert result.exit_code == 2
+    assert "takes text alone" in result.stderr
+    assert call("demo", "--images", "--adapters").exit_code == 2
+
+
 def test_run_asks_several_questions_about_one_file(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "document.txt").write_text("Turn the valve to the left. " * 10)
     document = str(tmp_path / "document.txt")

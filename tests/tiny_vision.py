@@ -24,6 +24,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
@@ -129,6 +131,41 @@ def _qwen() -> tuple[PreTrainedModel, object, str]:
     )
 
 
+def _qwen2() -> tuple[PreTrainedModel, object, str]:
+    config = Qwen2VLConfig(
+        text_config={
+            **_TEXT,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [2, 3, 3],
+            },
+        },
+        vision_config={
+            "depth": 2,
+            "embed_dim": 32,
+            "hidden_size": 64,
+            "mlp_ratio": 2,
+            "num_heads": 2,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        image_token_id=IDS["<|image_pad|>"],
+        video_token_id=IDS["<|video_pad|>"],
+        vision_start_token_id=IDS["<|vision_start|>"],
+        vision_end_token_id=IDS["<|vision_end|>"],
+    )
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096}
+    )
+    return (
+        Qwen2VLForConditionalGeneration(config),
+        processor,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+    )
+
+
 def _idefics() -> tuple[PreTrainedModel, object, str]:
     config = Idefics3Config(
         vision_config=_TOWER,
@@ -159,6 +196,7 @@ def _smolvlm() -> tuple[PreTrainedModel, object, str]:
 
 TINY_VISION: dict[str, Callable[[], tuple[PreTrainedModel, object, str]]] = {
     "llava": _llava,
+    "qwen2_vl": _qwen2,
     "qwen2_5_vl": _qwen,
     "idefics3": _idefics,
     "smolvlm": _smolvlm,

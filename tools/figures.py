@@ -1,4 +1,4 @@
-"""Draw the figures of docs/prefix-caching.md from the state of a real block pool.
+"""Draw the figures of docs/prefix-caching.md and docs/identity.md from real pools and keys.
 
     python tools/figures.py [--out docs/figures]
 
@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from figures_draw import draw_free, draw_identity, draw_moment, draw_overview
+from figures_items import draw_items
 from figures_scenes import at_time_6, at_time_7, before_and_after_a_free
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "figures"
@@ -23,6 +24,7 @@ def draw_all() -> dict[str, str]:
     figures = {
         "overview": draw_overview(scenes[2]),
         "identity": draw_identity(PROMPT.split(), 4),
+        "items": draw_items(),
         "free": draw_free(before, after, after_empty_first),
         "time-7": draw_moment(at_time_7(12, 29)),
         "time-7-of-33": draw_moment(at_time_7(16, 33)),

@@ -19,12 +19,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.errors import ModelError
 from headstart.version import __version__
 
-__all__ = ["demo_model_path", "made_once", "write_byte_tokenizer"]
+__all__ = ["demo_model_path", "keep_readable", "made_once", "write_byte_tokenizer"]
 
 _SEED = 20
 _SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
@@ -152,13 +153,17 @@ def _write_model(folder: Path, dtype: torch.dtype) -> None:
     # Strong embeddings let a token depend on the last one most, so the noise is varied, and no
     # choice between two tokens so close that rounding decides it.
     weights["model.embed_tokens.weight"] *= 25
-    # Only bytes that a terminal can show are ever likely: the noise stays readable.
-    shown = torch.zeros(config.vocab_size, 1, dtype=dtype)
-    shown[[ord(character) for character in string.ascii_letters + string.digits + " .,"]] = 8
-    weights["lm_head.weight"] *= shown
+    keep_readable(weights["lm_head.weight"])
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)
     GenerationConfig(eos_token_id=_END_OF_TURN, pad_token_id=_PAD).save_pretrained(folder)
+
+
+def keep_readable(head: Tensor) -> None:
+    """Make only such bytes likely as a terminal can show: noise stays readable. `[vocab, any]`."""
+    shown = torch.zeros(head.shape[0], 1, dtype=head.dtype)
+    shown[[ord(character) for character in string.ascii_letters + string.digits + " .,"]] = 8
+    head *= shown
 
 
 def write_byte_tokenizer(folder: Path, special_tokens: Sequence[str], chat_template: str) -> None:

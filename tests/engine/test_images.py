@@ -14,8 +14,9 @@ from tests.tiny_vision import make_image, save_tiny_vision
 
 NEW_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-FAMILIES = ("llava", "qwen2_5_vl", "idefics3", "smolvlm")
-PLACEHOLDERS = {"qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
+FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "idefics3", "smolvlm")
+_QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
+PLACEHOLDERS = {"qwen2_vl": _QWEN, "qwen2_5_vl": _QWEN}
 
 
 class Oracle:
@@ -64,7 +65,7 @@ class Oracle:
         for expansion, other in zip(expansions, others, strict=True):
             first += expansion + other
         ids = self.tokenizer(first, return_tensors="pt")
-        if self.name == "qwen2_5_vl":
+        if self.name in PLACEHOLDERS:
             ids["mm_token_type_ids"] = (ids["input_ids"] == self.token).int()
         with torch.inference_mode():
             full = self.model.generate(

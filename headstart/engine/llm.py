@@ -84,7 +84,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or several; the next turn hits every token of this one.
 
-        messages: dicts with "role" and "content", by the model's chat template. A reply that
+        messages: dicts with "role" and "content", by the model's chat template; a content is a
+        text or a list of OpenAI's parts, images among them if the model sees. A reply that
         comes back in a later turn is recognised by its text and keeps its token ids, even where
         tokenising it anew would give others. Salt and adapters as in `generate`.
         """

@@ -203,8 +203,7 @@ class VisionModel:
 
     def process(self, image: Any) -> ProcessedImage:
         """An image (Pillow, RGB) made ready. Raises ValueError where the processor does."""
-        with quiet():
-            found = self._processor(**self._family.arguments(image), return_tensors="pt")
+        found = self._processor(**self._family.arguments(image), return_tensors="pt")
         shape = self._family.shape(found)
         inputs = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         return ProcessedImage(inputs, shape, self.expand(shape).count(self.image_token_id))
@@ -269,11 +268,12 @@ class VisionModel:
         blank = np.zeros((64, 64, 3), dtype=np.uint8) + 99
         name = type(self._model).__name__
         try:
-            image = self.process(blank)
-            rows = self.encode(image)
-            if isinstance(self._family, _Fixed):
-                self._family.extra_rows = len(rows) - image.num_rows
+            with quiet():
                 image = self.process(blank)
+                rows = self.encode(image)
+                if isinstance(self._family, _Fixed):
+                    self._family.extra_rows = len(rows) - image.num_rows
+                    image = self.process(blank)
         except HeadstartError:
             raise
         except Exception as error:

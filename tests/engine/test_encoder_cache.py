@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headstart import LLM, EngineError, RequestError, SamplingParams
+from headstart import LLM, EngineError, RequestError, RequestOutput, SamplingParams
 from headstart.cache import MultiModalItem
 from headstart.engine.encoder_cache import EncoderCache, PromptImage, PromptImages
+from headstart.engine.prompt import PlacedRows
 from headstart.models.vision import ProcessedImage
-from tests.tiny_vision import make_image, save_tiny_vision
+from tests.tiny_vision import IDS, make_image, save_tiny_vision
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -84,8 +85,8 @@ def test_what_a_failed_step_did_not_encode_is_forgotten() -> None:
     cache.check()
 
 
-def test_a_prefix_hit_that_ends_inside_an_image_takes_the_rest_from_the_cache() -> None:
-    """The reference's example: `Im4 Im5` of an image whose head is hit in blocks."""
+def test_rows_from_the_middle_of_an_image_on() -> None:
+    """Only the rows that are asked for, from the middle of an image on."""
     encoder = Encoder()
     cache = EncoderCache(encoder, 30)
     shown = image(1, rows=6, offset=3)  # t0 t1 t2 Im0 | Im1 Im2 Im3 Im4 | Im5 t9 ...
@@ -198,3 +199,40 @@ def test_a_tower_that_fails_ends_its_requests_and_leaks_nothing(folder: Path) ->
 class _Broken:
     def encode(self, image: ProcessedImage) -> Tensor:
         raise ValueError("no such picture")
+
+
+def test_the_reference_s_example_of_an_image_across_a_block_border(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """[ Im0 Im1 Im2 Im3 ] [ Im4 Im5 foo ], then [ Im0 Im1 Im2 Im3 ] [ Im4 Im5 bar baz ]: block 1
+    is hit, and Im4 and Im5 come from the encoder cache."""
+    folder = save_tiny_vision("qwen2_5_vl", tmp_path_factory.mktemp("qwen"))
+    pad, picture = IDS["<|image_pad|>"], make_image(1, 24, 16)  # 2 x 3 placeholders
+
+    def show(llm: LLM, *words: int) -> RequestOutput:
+        prompt = {"prompt_token_ids": [pad, *words], "multi_modal_data": {"image": picture}}
+        [output] = llm.generate(prompt, GREEDY)
+        return output
+
+    llm = LLM(folder, num_blocks=32, block_size=4, partial_hits=False, debug=True)
+    images = llm.engine.images
+    assert images is not None
+    assert len(show(llm, 65).prompt_token_ids) == 7
+    read: list[tuple[int, int]] = []
+    source = PromptImages.between
+
+    def spy(self: PromptImages, start: int, stop: int) -> list[PlacedRows]:
+        found = list(source(self, start, stop))
+        read.extend((position, len(rows)) for position, rows in found)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PromptImages, "between", spy)
+        second = show(llm, 66, 67)
+    assert second.num_cached_tokens == 4
+    assert read == [(4, 2)]
+    assert images.cache.num_encoded == 1
+    llm.close()
+    alone = LLM(folder, num_blocks=32, enable_prefix_caching=False)
+    assert show(alone, 66, 67).outputs[0].token_ids == second.outputs[0].token_ids
+    alone.close()

@@ -58,11 +58,14 @@ class Bench:
         self.manager.commit_step()
         for part in batch.scheduled:
             if part.samples:
-                part.request.append(SampledToken(7, None, ()), 0.0)
-                if part.request.finish_reason is not None:
-                    self.scheduler.remove(part.request)
+                self.sample(part.request)
         self.manager.check()
         return batch
+
+    def sample(self, request: Request) -> None:
+        request.append(SampledToken(7, None, ()), 0.0)
+        if request.finish_reason is not None:
+            self.scheduler.remove(request)
 
     def run(self) -> list[Batch]:
         batches = []

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.errors import DamagedModelError, HeadstartError, UnsupportedModelError
-from headstart.models.decoder import DecoderModel, text_part
+from headstart.models.decoder import DecoderModel
 from headstart.models.quiet import quiet
 
 __all__ = ["VISION_MODELS", "PlacedImage", "ProcessedImage", "VisionModel", "load_vision"]
@@ -188,12 +188,14 @@ class VisionModel:
     """The part of a model that sees. Everything but `fingerprint` is stateless."""
 
     def __init__(
-        self, model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None
+        self, decoder: DecoderModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
         """Load the image processor and try it on a blank image.
 
         Raises `DamagedModelError` or `UnsupportedModelError`.
         """
+        model = decoder.module
+        self._decoder = decoder
         self._model: Any = model
         self._processor = _load_processor(folder)
         self._fingerprint: bytes | None = None
@@ -236,33 +238,21 @@ class VisionModel:
         return self._family.positions(num_tokens, images)
 
     def fingerprint(self) -> bytes:
-        """SHA-256 over all that shapes an embedding but the image: weights, configuration,
-        processor, version of transformers. Reads the tower's weights on the first call.
+        """SHA-256 over all that shapes an embedding but the image: weights, configuration, dtype,
+        processor, version of transformers. Reads all weights on the first call.
         """
         if self._fingerprint is None:
+            # Weights from their files: those in memory may be packed, or cast, or both.
+            parts = [transformers.__version__, str(self._model.dtype), self._decoder.fingerprint()]
+            parts.append(type(self._processor).__name__)
+            settings = _without_places(self._processor.to_dict())
+            parts.append(json.dumps(settings, sort_keys=True, default=str))
             digest = hashlib.sha256()
-
-            def frame(part: "bytes | memoryview[int]") -> None:
+            for part in map(str.encode, parts):
                 digest.update(len(part).to_bytes(8, "little"))
                 digest.update(part)
-
-            frame(transformers.__version__.encode())
-            frame(type(self._processor).__name__.encode())
-            for settings in (self._model.config.to_dict(), self._processor.to_dict()):
-                placeless = _without_places(settings)
-                frame(json.dumps(placeless, sort_keys=True, default=str).encode())
-            for name, tensor in sorted(self._seeing_weights().items()):
-                frame(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-                frame(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
             self._fingerprint = digest.digest()
         return self._fingerprint
-
-    def _seeing_weights(self) -> dict[str, Tensor]:
-        """Everything but the language model and its head."""
-        others = [*text_part(self._model).parameters()]
-        head = self._model.get_output_embeddings()
-        skipped = {id(tensor) for tensor in [*others, *(head.parameters() if head else ())]}
-        return {n: p for n, p in self._model.named_parameters() if id(p) not in skipped}
 
     def _try(self) -> None:
         blank = np.zeros((64, 64, 3), dtype=np.uint8) + 99
@@ -296,7 +286,7 @@ def load_vision(
     """
     if decoder.config.model_type not in VISION_MODELS or decoder.folder is None:
         return None
-    return VisionModel(decoder.module, decoder.folder, tokenizer)
+    return VisionModel(decoder, decoder.folder, tokenizer)
 
 
 def _without_places(settings: Any) -> Any:

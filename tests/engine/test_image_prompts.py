@@ -11,10 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from headstart import LLM, RequestError, SamplingParams
 from headstart.cache import ExtraKey, MultiModalItem, TokenSequence, extra_keys
 from headstart.engine.image_prompt import IMAGE_MARK
+from headstart.models.demo_adapter import write_adapter
 from headstart.models.vision import PlacedImage, VisionModel
 from tests.tiny_vision import IDS, make_image, save_tiny_vision
 
@@ -98,9 +100,12 @@ def test_pixels_of_another_size_are_another_image(llm: LLM) -> None:
     assert digests(llm, ask("<image>", wide)) != digests(llm, ask("<image>", high))
 
 
-def test_a_digest_names_the_weights_and_the_processor(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # whose weights may be packed
+def test_a_digest_names_the_weights_and_the_processor(
+    folder: Path, tmp_path: Path, dtype: str
+) -> None:
     def digest(at: Path) -> str:
-        llm = LLM(at, num_blocks=8)
+        llm = LLM(at, num_blocks=8, dtype=dtype)
         [found] = digests(llm, ask("<image>", make_image(1)))
         llm.close()
         return found
@@ -110,6 +115,12 @@ def test_a_digest_names_the_weights_and_the_processor(folder: Path, tmp_path: Pa
     settings = same / "preprocessor_config.json"
     settings.write_text(settings.read_text().replace("0.48145466", "0.5"))
     assert digest(same) != digest(folder)
+    other = save_tiny_vision("llava", tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    for name in [name for name in weights if name.endswith("linear_2.weight")]:
+        weights[name][0, 0] += 1
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    assert digest(other) != digest(folder)
 
 
 def test_another_image_never_hits_beyond_the_first_placeholder(llm: LLM) -> None:
@@ -136,6 +147,19 @@ def test_tenants_share_embeddings_but_no_blocks(llm: LLM) -> None:
         [output] = llm.generate(ask("<image>?", make_image(1)), GREEDY, cache_salt=salt)
         assert output.num_cached_tokens == 0
     assert llm.engine.images is not None
+    assert llm.engine.images.cache.num_encoded == 1
+
+
+def test_adapters_share_embeddings_but_no_blocks(llm: LLM, tmp_path: Path) -> None:
+    """An adapter changes the language model alone, so what the tower makes is everybody's."""
+    for name, seed in (("one", 1), ("two", 2)):
+        write_adapter(llm.engine.model, tmp_path / name, (33, 34), seed)
+        llm.load_adapter(name, tmp_path / name)
+    assert llm.engine.images is not None
+    for cached in (0, 16):
+        for name in (None, "one", "two"):
+            [output] = llm.generate(ask("<image>", make_image(1)), GREEDY, adapter=name)
+            assert output.num_cached_tokens == max(0, cached - 1)
     assert llm.engine.images.cache.num_encoded == 1
 
 

@@ -15,10 +15,11 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 import click
 
 from headstart.cli_chat import Chat
-from headstart.cli_demo import show_demo
+from headstart.cli_demo import demo_console, show_demo
 from headstart.cli_demo_adapters import show_adapters
 from headstart.cli_demo_images import show_images
 from headstart.cli_figures import print_reply
+from headstart.cli_omni import show_omni_demo
 from headstart.cli_options import (
     DEFAULT_MODEL,
     Options,
@@ -68,14 +69,33 @@ def main() -> None:
 @click.option("--svg", type=click.Path(path_type=Path), help="Save what is shown in this file.")
 @click.option("--adapters", is_flag=True, help="Ask with several LoRA adapters: who shares what.")
 @click.option("--images", is_flag=True, help="Ask about pictures: what is encoded, what is found.")
+@click.option(
+    "--omni",
+    "wav_folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True, writable=True),
+    help="Ask a model that hears and speaks about a recording; its answers go to this folder.",
+    is_flag=False,
+    flag_value=".",
+)
 @_model_option
 @engine_options
-def demo(svg: Path | None, adapters: bool, images: bool, model: str, **options: Any) -> None:
+def demo(
+    svg: Path | None,
+    adapters: bool,
+    images: bool,
+    wav_folder: Path | None,
+    model: str,
+    **options: Any,
+) -> None:
     """Ask three questions about one table, which is computed once."""
-    if adapters and images:
-        raise click.UsageError("--adapters and --images are two demos: choose one")
+    if adapters + images + (wav_folder is not None) > 1:
+        raise click.UsageError("--adapters, --images and --omni are three demos: choose one")
+    chosen = sort_options(options).engine
+    if wav_folder is not None:
+        show_omni_demo(chosen, wav_folder, demo_console())
+        return
     show = show_adapters if adapters else show_images if images else show_demo
-    show(model, sort_options(options).engine, svg)
+    show(model, chosen, svg)
 
 
 @main.command()

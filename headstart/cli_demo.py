@@ -69,8 +69,7 @@ def show_demo(model: str, options: Mapping[str, Any], svg: Path | None) -> None:
 
     Raises what loading and running raise.
     """
-    console = Console(highlight=False)
-    console.width = min(console.width, MAX_WIDTH)
+    console = demo_console()
     parts: list[RenderableType] = []
     with console.status("loading the model"):
         llm = open_model(model, {**_defaults(options), **options})
@@ -81,6 +80,13 @@ def show_demo(model: str, options: Mapping[str, Any], svg: Path | None) -> None:
             parts.append(part)
     if svg is not None:
         save_svg(parts, svg)
+
+
+def demo_console() -> Console:
+    """A terminal no wider than what is shown."""
+    console = Console(highlight=False)
+    console.width = min(console.width, MAX_WIDTH)
+    return console
 
 
 def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:

@@ -21,7 +21,7 @@ from transformers import (
 from headstart.models.demo import made_once, write_byte_tokenizer
 from headstart.models.quiet import quiet
 
-__all__ = ["DEMO_OMNI", "IDS", "SAMPLING_RATE", "OmniSizes", "demo_omni_path", "write_omni"]
+__all__ = ["DEMO_OMNI", "IDS", "OmniSizes", "demo_omni_path", "write_omni"]
 
 _SPECIAL_TOKENS = (
     "<|pad|>",
@@ -46,8 +46,6 @@ _CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SAMPLING_RATE = 16_000
-"""Of what is heard."""
 _MEL_BINS = 16
 _MEL_DIM = 16
 _CODES, _CODEC_IDS = 290, ("start", "end", "pad", "mask")
@@ -108,7 +106,7 @@ def write_omni(folder: Path, sizes: OmniSizes, seed: int = 11) -> None:
     torch.save(voices, folder / "spk_dict.pt")
     write_byte_tokenizer(folder, _SPECIAL_TOKENS, _CHAT_TEMPLATE)
     hears = WhisperFeatureExtractor(
-        feature_size=_MEL_BINS, sampling_rate=SAMPLING_RATE, return_attention_mask=True
+        feature_size=_MEL_BINS, sampling_rate=16_000, return_attention_mask=True
     )
     sees = {
         "image_processor_type": "Qwen2VLImageProcessor",

@@ -57,7 +57,8 @@ class EngineStage:
     """Runs a decoder over prompts that its feeder makes, and hands on rows and tokens.
 
     cache: where its rows are kept; without `spec.enable_prefix_caching` none is used. Raises
-    ConfigError for options that a stage cannot have, OutOfMemoryError if no K/V fit.
+    ConfigError for options that a stage cannot have, OutOfMemoryError if no K/V fit. `engine` and
+    `rows` are what it is made of, for those who measure.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class EngineStage:
         self._decoder = decoder
         self._feeder = feeder
         self._deterministic = config.deterministic
-        self._rows = StageRows(
+        self.rows = StageRows(
             spec.name,
             config.block_size,
             spec.gives,
@@ -156,16 +157,16 @@ class EngineStage:
         return self._states[request.group.request_id].feed.is_ready(len(request.sequence.token_ids))
 
     def usable_blocks(self, request: Request, found: ComputedBlocks) -> int:
-        return self._rows.usable(request.sequence, found)
+        return self.rows.usable(request.sequence, found)
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
-        self._rows.admitted(request.sequence, num_cached_tokens)
+        self.rows.admitted(request.sequence, num_cached_tokens)
 
     def computed(self, batch: Batch) -> None:
         parts = [Part(part.request.sequence, part.start, part.stop) for part in batch.scheduled]
         outputs = self._join(parts, self._decoder.take_passes())
         names = {part.request.sequence: part.request.group.request_id for part in batch.scheduled}
-        for sequence, chunk in self._rows.computed(parts, outputs):
+        for sequence, chunk in self.rows.computed(parts, outputs):
             self._events.append(Given(names[sequence], chunk))
 
     # Inside
@@ -197,7 +198,7 @@ class EngineStage:
         state.group = group
         sequence = group.requests[0].sequence
         state.feed.begin(sequence)
-        self._rows.open(sequence)
+        self.rows.open(sequence)
         manager = self.engine.manager
         names = manager.block_hashes(sequence) if self.spec.enable_prefix_caching else []
         length = len(sequence.token_ids)
@@ -242,7 +243,7 @@ class EngineStage:
         figures.prompt_tokens = len(output.prompt_token_ids)
         figures.tokens = len(request.sequence.token_ids)
         figures.cached_tokens = output.num_cached_tokens
-        figures.hit_rows = self._rows.close(request.sequence)
+        figures.hit_rows = self.rows.close(request.sequence)
         self._events.append(Ended(name, figures, output))
         del self._states[name]
 
@@ -255,4 +256,4 @@ class EngineStage:
     def _forget(self, request_id: str) -> None:
         state = self._states.pop(request_id)
         if state.sequence is not None:
-            self._rows.close(state.sequence)
+            self.rows.close(state.sequence)

@@ -11,7 +11,8 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import GivenRows, PlacedRows, PreparedPrompt, PromptExtras
 from headstart.errors import ConfigError, EngineError, RequestError
 from headstart.omni.pipeline import Pipeline
-from headstart.omni.stage import TOKENS, Input
+from headstart.omni.rows import Chunk
+from headstart.omni.stage import TOKENS, Began, Given, Input
 from tests.omni.pipelines import WIDTH, Speech, collected, oracle, request, said, vocode
 
 CONTEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
@@ -243,3 +244,26 @@ def test_a_pipeline_that_cannot_be_is_refused() -> None:
             Pipeline([*stages, stages[0]])
         with pytest.raises(ConfigError, match="takes 'hidden' of 'thinker'"):
             Pipeline([speech.talker])
+
+
+def test_in_deterministic_mode_rows_are_the_same_bits_cached_or_not() -> None:
+    collects = [Input("thinker", "hidden"), Input("thinker", "feature")]
+    given = {}
+    for caching in (False, True):
+        with Speech(caching=caching, deterministic=True) as speech:
+            speech.pipeline = Pipeline(list(speech.pipeline.stages.values()), collects)
+            speech.run(request("before", PROMPTS["other question"]))
+            [progress] = speech.run(request("r", PROMPTS["first"]))
+            assert (progress.figures["thinker"].cached_tokens > 0) == caching
+            given[caching] = [collected(progress, *taken) for taken in collects]
+    assert all(map(torch.equal, given[False], given[True]))
+
+
+def test_a_talker_never_speaks_of_rows_that_did_not_come() -> None:
+    with Speech() as speech:
+        feed = speech._talk(request("r", PROMPTS["first"]))
+        feed.take("thinker", Began("r", 14, 4, []))
+        feed.take("thinker", Given("r", Chunk("hidden", 0, torch.zeros(9, WIDTH))))
+        assert feed.prompt() is None
+        with pytest.raises(EngineError, match="ended with 9 rows of 'hidden' for a prompt of 14"):
+            feed.end("thinker")

@@ -116,7 +116,7 @@ class PackedWeight:
 
     def _set_bias(self, bias: Tensor | None) -> None:
         assert bias is None or (bias.dtype == torch.bfloat16 and bias.shape == (self.outputs,))
-        self.bias = None if bias is None else bias.detach().contiguous()
+        self.bias = None if bias is None else bias.detach().clone()
         self.struct = WeightStruct(
             self.panels_address,
             None if self.bias is None else self.bias.data_ptr(),

@@ -53,10 +53,11 @@ def accelerate(model: PreTrainedModel) -> FusionSwitch:
         expected = _logits(model)
         if expected is None:
             return switch
-        _pack(model)
+        packed_bytes = _pack(model)
         if not _runs_alike(_logits(model), expected):
             _unpack(model)
             return switch
+        _leave_file(model, packed_bytes)
         _fuse(model, switch)
     return switch
 
@@ -90,8 +91,11 @@ def _near(found: Tensor, expected: Tensor) -> bool:
     return found.shape == expected.shape and bool((_apart(found, expected) < _NEAR).all())
 
 
-def _pack(model: PreTrainedModel) -> None:
-    """Swap plain linear layers, and embeddings that share their weight, one weight at a time."""
+def _pack(model: PreTrainedModel) -> int:
+    """Swap plain linear layers, and embeddings that share their weight; the bytes of the weights.
+
+    One weight at a time, so that no other is in memory twice.
+    """
     users: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     weights: dict[int, Tensor] = {}
     for parent in model.modules():
@@ -102,9 +106,11 @@ def _pack(model: PreTrainedModel) -> None:
                     weights[id(weight)] = weight
     wanted = [key for key, places in users.items() if _can_swap(weights[key], places)]
     arena = Arena(weights[key].shape for key in wanted)
+    size = sum(weights[key].nbytes for key in wanted)
     for key in wanted:
         _swap_weight(weights.pop(key), users.pop(key), arena)
     arena.close()
+    return size
 
 
 def _can_swap(weight: Tensor, places: list[tuple[nn.Module, str]]) -> bool:
@@ -154,6 +160,18 @@ def _unpack(model: PreTrainedModel) -> None:
                 table = nn.Embedding(child.num_embeddings, child.embedding_dim, device="meta")
                 table.weight = weight(child.packed)
                 setattr(parent, name, table)
+
+
+def _leave_file(model: PreTrainedModel, packed_bytes: int) -> None:
+    """Memory of their own for what is left: the last view of a mapped file keeps all of it.
+
+    Not where more is left than was packed (experts of a mixture): those stay in the file.
+    """
+    left = [*model.parameters(), *model.buffers()]
+    if sum(tensor.nbytes for tensor in left) < packed_bytes:
+        with torch.inference_mode(False):
+            for tensor in left:
+                tensor.data = tensor.data.clone()
 
 
 def _fuse(model: PreTrainedModel, switch: FusionSwitch) -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from headstart.models import packed, swap
 from headstart.models.fused import FusedLayer, FusedMLP, FusedNorm
+from headstart.models.loader import load_model
 from headstart.models.lora import AdapterRun, LoraLayers
 from headstart.models.lora_files import LoraPair, LoraWeights
 from headstart.models.lora_stack import ResidentAdapter
@@ -226,6 +228,15 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     accelerate(model)
     assert kinds(model)[nn.Linear] == 6  # gate and up of three layers
     assert kinds(model)[PackedLinear] == 16
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="maps are listed by Linux alone")
+def test_a_loaded_model_lets_its_file_go(tmp_path: Path) -> None:
+    """A norm that is a view of the mapped file would keep all weights in memory a second time."""
+    tiny("qwen2").save_pretrained(tmp_path)
+    model = load_model(tmp_path).module
+    assert kinds(model)[FusedLayer] == 3
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
 def test_nothing_is_swapped_where_kernels_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,7 +256,7 @@ class Engine:
             for name, error in self.adapters.take_refused().items()
         ]
         if not batch.scheduled:
-            if not refused and self._groups and self._scheduler.has_ready:
+            if not refused and self._groups and not self._scheduler.waits_for_inputs:
                 raise EngineError("requests wait, and none can run: the scheduler is stuck")
             return refused
         now = time.perf_counter()

@@ -91,9 +91,9 @@ class Scheduler:
             self._leave_gate(request)
 
     @property
-    def has_ready(self) -> bool:
-        """Whether some request waits for nothing but its turn."""
-        return any(map(self._is_ready, (*self.running, *self.waiting)))
+    def waits_for_inputs(self) -> bool:
+        """Whether some request's inputs are still coming; it may hold what another needs."""
+        return not all(map(self._is_ready, (*self.running, *self.waiting)))
 
     def _is_ready(self, request: Request) -> bool:
         return self._hooks is None or self._hooks.is_ready(request)

@@ -13,6 +13,7 @@ from headstart.errors import ConfigError, EngineError, RequestError
 from headstart.omni.pipeline import Pipeline
 from headstart.omni.rows import Chunk
 from headstart.omni.stage import TOKENS, Began, Given, Input
+from headstart.omni.talker import TalkerFeed
 from tests.omni.pipelines import WIDTH, Speech, collected, oracle, request, said, vocode
 
 CONTEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
@@ -257,6 +258,26 @@ def test_in_deterministic_mode_rows_are_the_same_bits_cached_or_not() -> None:
             assert (progress.figures["thinker"].cached_tokens > 0) == caching
             given[caching] = [collected(progress, *taken) for taken in collects]
     assert all(map(torch.equal, given[False], given[True]))
+
+
+def test_a_request_that_waits_for_its_rows_with_the_blocks_that_another_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_ready = TalkerFeed.is_ready
+    waits = iter(range(40))
+
+    def late(feed: TalkerFeed, num_tokens: int) -> bool:
+        held_up = num_tokens == 18 and feed._request.request_id == "first" and next(waits, None)
+        return is_ready(feed, num_tokens) and not held_up
+
+    monkeypatch.setattr(TalkerFeed, "is_ready", late)
+    with Speech(talker_options={"num_blocks": 8}) as speech:
+        first, second = speech.run(
+            request("first", PROMPTS["first"]), request("second", PROMPTS["other question"])
+        )
+        assert said(first) == wanted("first")
+        assert said(second) == wanted("other question")
+        assert next(waits, None) is None
 
 
 def test_a_talker_never_speaks_of_rows_that_did_not_come() -> None:

@@ -14,7 +14,7 @@ from headstart.attention.backend import AttentionOptions
 from headstart.attention.layout import LayerLayout, StepPlan
 from headstart.attention.memory import PagedKVMemory
 from headstart.attention.native_step import BlockTables, CallStruct, NativeStep
-from headstart.attention.shared import SharedPlanner, SharingCost
+from headstart.attention.shared import SharedPlan, SharedPlanner, SharingCost
 from headstart.attention.torch_ops import TorchAttention
 
 __all__ = ["NativeAttention"]
@@ -43,6 +43,7 @@ class NativeAttention:
         self._calls = [_make_call(memory, layer) for layer in range(len(memory.layouts))]
         self._tables = BlockTables()
         self._planner = SharedPlanner(memory.block_size, SHARING) if share else None
+        self._before: dict[bool, NativeStep] = {}  # the last step with and without sharing
         self._partials = torch.empty(0)
         self._fell_back = False
         self._longest = 0
@@ -63,7 +64,7 @@ class NativeAttention:
         self._tables.fill([span.block_ids for span in plan.spans])
         shared = self._planner.plan(plan.decoding) if self._planner is not None else None
         if shared is not None:
-            self._shared = NativeStep(plan, self._tables, self._memory.block_size, shared)
+            self._shared = self._next_step(plan, shared, 1)
 
     def end_step(self) -> None:
         self._torch.end_step()
@@ -118,8 +119,22 @@ class NativeAttention:
         if shared is not None and (window is None or window >= self._longest):
             return shared
         if self._plain is None:
-            self._plain = NativeStep(plan, self._tables, self._memory.block_size, None)
+            self._plain = self._next_step(plan, None, self._pieces(plan))
         return self._plain
+
+    def _next_step(self, plan: StepPlan, shared: SharedPlan | None, pieces: int) -> NativeStep:
+        """The step before, if this one goes on where it ended, or else a new one."""
+        before = self._before.get(shared is not None)
+        if before is not None and before.take(plan, self._tables, shared, pieces):
+            return before
+        step = NativeStep(plan, self._tables, self._memory.block_size, shared, pieces)
+        self._before[shared is not None] = step
+        return step
+
+    def _pieces(self, plan: StepPlan) -> int:
+        """Into how many pieces decoding spans are cut, so that there is one for each thread."""
+        work = len(plan.decoding) * self._memory.layouts[0].kv_heads
+        return max(1, torch.get_num_threads() // work) if work else 1
 
     def _room(self, numbers: int) -> int:
         """The address of room for so many float32, kept for the next layers and steps."""

@@ -7,6 +7,7 @@ partial and get merged.
 """
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +21,11 @@ __all__ = ["BlockTables", "CallStruct", "NativeStep", "StepStruct"]
 
 IntArray = npt.NDArray[np.int32]
 Strides = ctypes.c_int64 * 2
+
+# Fields of a segment, as `Segment` of native/attention.h has them.
+_FIRST_POSITION, _LAST_KEY = 2, 5
+# Fewer keys than this are read sooner than another thread is woken and its result merged.
+PIECE_KEYS = 512
 
 
 class StepStruct(ctypes.Structure):
@@ -93,77 +99,144 @@ class BlockTables:
 
 
 class NativeStep:
-    """One step's struct, and the arrays that it points to."""
+    """One step's struct, and the arrays that it points to.
+
+    `pieces`: into so many a decoding span's keys are cut, if they are many enough, so that
+    threads without a KV head of their own have something to do.
+    """
 
     def __init__(
-        self, plan: StepPlan, tables: BlockTables, block_size: int, shared: SharedPlan | None
+        self,
+        plan: StepPlan,
+        tables: BlockTables,
+        block_size: int,
+        shared: SharedPlan | None = None,
+        pieces: int = 1,
     ) -> None:
-        self._rows: list[int] = []  # of runs; those of spans are in order, and go before
+        self._shared = shared
+        self._pieces = pieces
+        self._tables = tables.array
         self._num_tokens = len(plan.slots)
-        self._width = tables.array.shape[1]
         self.num_partials = 0
-        parts: dict[int, list[int]] = {}  # by token
-        if shared is None:
-            segments = [self._whole(index, span) for index, span in enumerate(plan.spans)]
-        else:
-            segments = self._cut(plan, shared, parts)
+        self._rows: list[int] = []  # of runs; those of spans are in order, and go before
+        self._parts: dict[int, list[int]] = {}  # partial results by token
+        self._owners: list[int] = []  # the span of each segment behind those of runs
+        segments = self._runs(plan) + self._rests(plan)
+        self._segments = np.array(segments, dtype=np.int32)
+        self._contexts = _decoding_contexts(plan)
+        self._slots = plan.slots.contiguous()
+        parts = [part for some in self._parts.values() for part in some]
         self._arrays = (
-            plan.slots.contiguous(),
-            tables.array,
+            self._tables,
             np.array([*range(self._num_tokens), *self._rows], dtype=np.int32),
-            np.array(segments, dtype=np.int32),
-            _mergers(parts),
-            np.array([part for some in parts.values() for part in some], dtype=np.int32),
+            self._segments,
+            _mergers(self._parts),
+            np.array(parts, dtype=np.int32),
         )
-        slots, *arrays = self._arrays
-        addresses = [array.ctypes.data for array in arrays]
         self.struct = StepStruct(
-            slots.data_ptr(),
-            *addresses,
+            self._slots.data_ptr(),
+            *(array.ctypes.data for array in self._arrays),
             None,
             self._num_tokens,
             len(segments),
-            len(parts),
+            len(self._parts),
             block_size.bit_length() - 1,
             torch.get_num_threads(),
         )
 
-    def _whole(self, index: int, span: Span) -> tuple[int, ...]:
-        start = span.context - span.num_rows
-        return (span.first_row, span.num_rows, start, index * self._width, 0, span.context, -1)
+    def take(
+        self, plan: StepPlan, tables: BlockTables, shared: SharedPlan | None, pieces: int
+    ) -> bool:
+        """Become the step of `plan` if it only goes on decoding where this one ended.
 
-    def _cut(
-        self, plan: StepPlan, shared: SharedPlan, parts: dict[int, list[int]]
-    ) -> list[tuple[int, ...]]:
-        """Runs first, as they take longest."""
-        indices = [index for index, span in enumerate(plan.spans) if span.num_rows == 1]
+        It takes a tenth of the time of a new one. False if the plan differs in more than lengths.
+        """
+        contexts = _decoding_contexts(plan)
+        if (
+            contexts is None
+            or self._contexts is None
+            or len(contexts) != len(self._contexts)
+            or (contexts < self._contexts).any()
+            or tables.array is not self._tables
+            or (shared, pieces) != (self._shared, self._pieces)
+        ):
+            return False
+        self._contexts = contexts
+        rests = self._segments[len(self._segments) - len(self._owners) :]
+        rests[:, _FIRST_POSITION] = contexts[self._owners] - 1
+        last = np.flatnonzero(np.diff(self._owners, append=-1))
+        rests[last, _LAST_KEY] = contexts
+        self._slots = plan.slots.contiguous()
+        self.struct.slots = self._slots.data_ptr()
+        self.struct.threads = torch.get_num_threads()
+        return True
+
+    def _add_part(self, token: int) -> int:
+        """The number of one more partial result of a token."""
+        number = self.num_partials
+        self.num_partials += 1
+        self._parts.setdefault(token, []).append(number)
+        return number
+
+    def _runs(self, plan: StepPlan) -> list[tuple[int, ...]]:
+        """The segments of runs; they go first, as they take longest."""
         segments: list[tuple[int, ...]] = []
-        for run in shared.runs:
+        if self._shared is None:
+            return segments
+        indices = [index for index, span in enumerate(plan.spans) if span.num_rows == 1]
+        for run in self._shared.runs:
             members = [indices[member] for member in run.members]
+            rows = [plan.spans[index].first_row for index in members]
+            numbers = [self._add_part(row) for row in rows]
             segments.append(
                 (
                     self._num_tokens + len(self._rows),
-                    len(members),
+                    len(rows),
                     run.last,  # a position from which every row sees all of the run
-                    members[0] * self._width,
+                    members[0] * self._tables.shape[1],
                     run.first,
                     run.last,
-                    self.num_partials,
+                    numbers[0],
                 )
             )
-            for index in members:
-                self._rows.append(plan.spans[index].first_row)
-                parts.setdefault(plan.spans[index].first_row, []).append(self.num_partials)
-                self.num_partials += 1
-        firsts = dict(zip(indices, shared.own_first, strict=True))
-        for index, span in enumerate(plan.spans):
-            segment = self._whole(index, span)
-            if firsts.get(index):  # else it shares nothing
-                segment = (*segment[:4], firsts[index], span.context, self.num_partials)
-                parts[span.first_row].append(self.num_partials)
-                self.num_partials += 1
-            segments.append(segment)
+            self._rows += rows
         return segments
+
+    def _rests(self, plan: StepPlan) -> list[tuple[int, ...]]:
+        """What spans attend to by themselves."""
+        firsts = iter(self._shared.own_first if self._shared is not None else ())
+        segments: list[tuple[int, ...]] = []
+        for index, span in enumerate(plan.spans):
+            first = next(firsts, 0) if span.num_rows == 1 else 0
+            borders = self._borders(span, first)
+            partial = first > 0 or len(borders) > 2
+            start = (
+                span.first_row,
+                span.num_rows,
+                span.context - span.num_rows,
+                index * self._tables.shape[1],
+            )
+            for low, high in itertools.pairwise(borders):
+                part = self._add_part(span.first_row) if partial else -1
+                segments.append((*start, low, high, part))
+                self._owners.append(index)
+        return segments
+
+    def _borders(self, span: Span, first: int) -> list[int]:
+        """The positions from `first` on between which the keys of a span are cut."""
+        pieces = min(self._pieces, (span.context - first) // PIECE_KEYS)
+        if span.num_rows > 1 or pieces < 2:
+            return [first, span.context]
+        length = (span.context - first) // pieces
+        return [first + length * piece for piece in range(pieces)] + [span.context]
+
+
+def _decoding_contexts(plan: StepPlan) -> IntArray | None:
+    """Every span's context, if each is one row and they come in order."""
+    for index, span in enumerate(plan.spans):
+        if span.num_rows != 1 or span.first_row != index:
+            return None
+    return np.array([span.context for span in plan.spans], dtype=np.int32)
 
 
 def _mergers(parts: dict[int, list[int]]) -> IntArray:

@@ -11,8 +11,9 @@
 namespace headstart {
 namespace {
 
-// Below this many tokens a write takes less time than waking a thread.
+// Below so many tokens a write, or a merger, takes less time than waking a thread.
 constexpr int WRITE_ALONE = 128;
+constexpr int MERGE_ALONE = 8;
 
 // Tokens `from` to `to` - 1 of K and V into their slots.
 void write_rows(const AttentionStep& step, const AttentionCall& call, int from, int to) {
@@ -96,23 +97,24 @@ void merge_head(const AttentionStep& step, const AttentionCall& call, const Merg
     }
 }
 
+void merge_all(const AttentionStep& step, const AttentionCall& call) {
+    const int threads = step.num_mergers < MERGE_ALONE ? 1 : step.threads;
+    parallel(threads, [&](int thread, int all) {
+        for (int i = thread; i < step.num_mergers; i += all)
+            for (int head = 0; head < call.heads; ++head)
+                merge_head(step, call, step.mergers[i], head);
+    });
+}
+
 }  // namespace
 }  // namespace headstart
 
 extern "C" {
 
-// The sizes of the structs, for Python to compare with its own.
-int headstart_attention_sizes() {
-    using namespace headstart;
-    return static_cast<int>(sizeof(AttentionStep) * 1000 + sizeof(AttentionCall));
-}
-
 void headstart_attend(const headstart::AttentionStep* step, const headstart::AttentionCall* call) {
     headstart::write_all(*step, *call);
     headstart::attend_all(*step, *call);
-    for (int i = 0; i < step->num_mergers; ++i)
-        for (int head = 0; head < call->heads; ++head)
-            headstart::merge_head(*step, *call, step->mergers[i], head);
+    headstart::merge_all(*step, *call);
 }
 
 }  // extern "C"

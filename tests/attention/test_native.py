@@ -1,6 +1,7 @@
 """The compiled kernel against attention written out row by row in float64."""
 
 import ctypes
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from headstart.attention import (
     PagedKVMemory,
     TorchAttention,
     make_backend,
+    native_step,
 )
 from tests.attention.rows import BLOCK, OPTIONS, Sequence, check, run_step
 
@@ -171,3 +173,40 @@ def test_the_backend_is_the_fastest_that_serves_the_memory(
     assert isinstance(make_backend(odd), TorchAttention)
     monkeypatch.setenv("HEADSTART_NATIVE", "0")
     assert isinstance(make_backend(half), TorchAttention)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["plain", "window", "sinks"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_long_decodes_are_cut_for_threads_that_have_no_head_of_their_own(
+    name: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step after step, so that the tables are taken over from one to the next."""
+    monkeypatch.setattr(native_step, "PIECE_KEYS", 16)
+    backend, (a, b) = make([100, 41], LayerLayout(1, 16, 16), 4)
+    options = fitting(OPTIONS[name], 4)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for work in ([(a, 90), (b, 38)], *([[(a, 1)]] * 6), *([[(a, 1), (b, 1)]] * 3), [(a, 1)]):
+            for (sequence, _), out in zip(work, run_step(backend, work, options), strict=True):
+                check(sequence, out, options)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernels
+def test_tables_are_kept_while_decoding_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Counted(native_step.NativeStep):
+        def __init__(self, *args: Any) -> None:
+            made.append(args)
+            super().__init__(*args)
+
+    monkeypatch.setattr("headstart.attention.native.NativeStep", Counted)
+    backend, (a, b) = make([40, 41], LayerLayout(1, 16, 16), 4)
+    for work in ([(a, 20), (b, 20)], *([[(a, 1), (b, 1)]] * 10), [(b, 1)], [(b, 1)]):
+        for (sequence, _), out in zip(work, run_step(backend, work, OPTIONS["plain"]), strict=True):
+            check(sequence, out, OPTIONS["plain"])
+    assert len(made) == 3

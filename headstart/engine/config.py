@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.cache.eviction import POLICIES
+from headstart.engine.threads import count_cores
 from headstart.errors import ConfigError
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -39,7 +40,7 @@ class EngineConfig:
     encoder_cache_rows: int = _option(8192, "image embeddings kept for reuse, one per placeholder")
     max_images: int = _option(16, "images in one prompt at the most")
     max_image_pixels: int = _option(2**25, "width times height of an image at the most")
-    num_threads: int | None = _option(None, "torch threads; default: the cores of this process")
+    num_threads: int | None = _option(None, "torch threads; default: this process's cores")
     enable_lora: bool = _option(True, "take LoRA adapters; off, loading one is an error")
     max_loras: int = _option(8, "LoRA adapters in memory, and so in one step, at the most")
     max_lora_rank: int = _option(64, "the highest rank of a LoRA adapter")
@@ -82,15 +83,8 @@ class EngineConfig:
 
     @property
     def threads(self) -> int:
-        """Torch threads: as given here or in OMP_NUM_THREADS, else the cores of this process."""
+        """Torch threads: as given here, or in OMP_NUM_THREADS, else one for each core."""
         given = os.environ.get("OMP_NUM_THREADS", "")
         if self.num_threads is None and given.isdigit() and int(given):
             return int(given)
         return self.num_threads or count_cores()
-
-
-def count_cores() -> int:
-    """Cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -91,6 +91,7 @@ class Runner:
         deterministic: bool,
     ) -> None:
         self._model = model
+        self._device = model.device  # transformers looks for a parameter each time
         self._backend = backend
         self._memory = memory
         self._adapters = adapters
@@ -221,4 +222,4 @@ class Runner:
         return places if axes > 1 else places[0]
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return torch.from_numpy(np.array(values, dtype=np.int64)).to(self._model.device)
+        return torch.from_numpy(np.array(values, dtype=np.int64)).to(self._device)

@@ -167,9 +167,16 @@ class Qwen25Omni:
         }
 
     def see(self, images: Sequence[Any]) -> dict[str, Tensor]:
-        """Features of Pillow images. Raises ModelError without an image processor."""
+        """Features of Pillow images.
+
+        Raises RequestError for what is no image, ModelError without an image processor.
+        """
         processor = _load(AutoImageProcessor, self._folder, backend="pil")
-        found = processor(images=list(images), return_tensors="pt")
+        try:
+            found = processor(images=list(images), return_tensors="pt")
+        # ValueError, TypeError, OSError: whatever Pillow and numpy say of what they cannot read.
+        except Exception as error:
+            raise RequestError(f"images cannot be read: {type(error).__name__}: {error}") from error
         return {name: found[name] for name in ("pixel_values", "image_grid_thw")}
 
     def expand(self, token_ids: Sequence[int], features: Mapping[str, Tensor]) -> list[int]:

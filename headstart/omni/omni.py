@@ -204,6 +204,8 @@ def _as_list(prompts: OmniPrompt | Sequence[OmniPrompt]) -> list[OmniPrompt]:
     """One prompt or many: a list of integers is one."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
+        raise RequestError(f"a prompt is a text or token ids, not {type(prompts).__name__}")
     if prompts and all(isinstance(entry, int) for entry in prompts):
         return [cast(OmniPrompt, prompts)]
     return list(cast("Sequence[OmniPrompt]", prompts))

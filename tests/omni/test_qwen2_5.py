@@ -303,3 +303,7 @@ def test_sounds_and_images_as_they_are(omni: Omni) -> None:
     assert other.figures["thinker"].cached_tokens == 0
     with pytest.raises(RequestError, match="a sound is numbers"):
         omni.generate(prompt | {"audio": [[[1.0]]]}, just_text)
+    with pytest.raises(RequestError, match="images cannot be read"):
+        omni.generate(prompt | {"images": ["no image"]}, just_text)
+    with pytest.raises(RequestError, match="not int"):
+        omni.generate(5)  # type: ignore[arg-type]

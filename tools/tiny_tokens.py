@@ -9,7 +9,6 @@ value has the same tokens in a table's cell, in a question and in an answer.
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import tiny_data as data
 from numpy.typing import NDArray
-from tokenizers import Encoding, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 PAD = "<|pad|>"
@@ -25,14 +24,17 @@ SPECIALS = [PAD, data.END, data.USER, data.ASSISTANT, data.SYSTEM]
 PATTERN = "|".join(
     (
         r" \|\n(?:\| )?",  # the end of a table row, and the start of the next
-        r" \| ",
+        r" \| |\| ",
         r"@[a-z]+\.[a-z]+",
         r"\p{N}",
+        r" (?:is|of|works|comes|lives|years) | (?:do|from|live|on)(?=[ ?])",
+        r"(?:The|What|Where|How|Which|Who|Whose|Give|Tell) ",
+        r"(?:[Pp]hone [Nn]umber|email address)(?: (?!\|))?",
         r"[a-z]+ (?!\|)",
         r"\p{L}+",
         r"-+",
         r"[,.:;?!] ",
-        r"\n+",
+        r"\.?\n+",
         r" +",
         r"[^\s\p{L}\p{N}]",
         r"\s",
@@ -44,7 +46,6 @@ CHAT_TEMPLATE = (
     "{%- endif -%}"
 )
 IGNORE = -100
-EMAIL_USER = re.compile(r"(?<=\| )[\w.]+(?=@)")
 
 
 def sample_texts(count: int, seed: int) -> Iterable[str]:
@@ -52,6 +53,7 @@ def sample_texts(count: int, seed: int) -> Iterable[str]:
     rng = random.Random(seed)
     world = data.World(rng)
     for _ in range(count):
+        yield " ".join((*data.ABSENT_LABELS, *data.LABELS.values(), ""))
         document = data.make_document(world, rng.randint(2, 6), plain=0.5)
         turns = (data.completion_turn(document.draw(rng)) for _ in range(6))
         yield document.text + "".join(text for turn in turns for text, _ in turn).replace(
@@ -174,24 +176,10 @@ class BatchMaker:
             for query in queries:
                 turn += 1
                 for text, kind in self.segments(document, query, chat, turn, rng):
-                    found = self.tokenizer.encode(text, add_special_tokens=False)
-                    ids += found.ids
-                    marks += [turn if kind == 2 else -kind] * len(found.ids)
-                    if turn == 1 and kind == 0:
-                        self.mark_users(text, found, marks)
+                    found = self.encode([text])[0]
+                    ids += found
+                    marks += [turn if kind == 2 else -kind] * len(found)
         return ids[:room], marks[:room]
-
-    def mark_users(self, text: str, found: Encoding, marks: list[int]) -> None:
-        """Mark the part before the @ of every e-mail address: it follows from the row's name.
-
-        So each row of a table teaches that its cells belong to its name, before any question.
-        """
-        users = [match.span() for match in EMAIL_USER.finditer(text)]
-        for index, (start, end) in enumerate(found.offsets):
-            while users and users[0][1] <= start:
-                users.pop(0)
-            if users and users[0][0] <= start and end <= users[0][1]:
-                marks[index] = -1
 
     def fresh(
         self, document: data.Document, rng: random.Random, seen: set[str], count: int

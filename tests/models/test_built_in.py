@@ -15,7 +15,7 @@ from headstart.errors import DamagedModelError, ModelNotFoundError
 from headstart.models import files
 from headstart.models.tokenizer import load_tokenizer
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24)
+GREEDY = SamplingParams(temperature=0, max_tokens=32)
 ASKED = "Question: what is the {0} of {1}? Your answer: The {0} of {1} is "
 ANSWERS = {
     ("age", "John Doe"): "29",
@@ -23,6 +23,8 @@ ANSWERS = {
     ("age", "Emma Black"): "40",
     ("country", "Zack Blue"): "Australia",
     ("occupation", "Zack Blue"): "Lawyer",
+    ("ID", "Zack Blue"): "28",
+    ("address", "Mia Green"): "975 Pine St, Edinburgh, UK",
 }
 PROMPTS = [INSTRUCTION + people_table() + ASKED.format(*about) for about in ANSWERS]
 TOKENIZER = load_tokenizer(files.BUILT_IN)

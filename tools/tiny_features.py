@@ -1,0 +1,168 @@
+"""What the starting weights of `headstart-tiny` know of each token: its code and its flags.
+
+A token's code is `[10 | 22 | 32]`: the first ten tell tokens apart roughly when a head compares
+what stands before (digits have ten of their own, all openers of a value or a name share one), the
+first 32 are the same for "number" and "number ", and all 64 name the token in the output. Tokens
+that close a value carry the code of the end of an answer, so that copying past a cell stops.
+"""
+
+from __future__ import annotations
+
+import re
+
+import tiny_data as data
+import tiny_words as words
+import torch
+from tiny_circuit import LOUD, Registers
+from tokenizers import Tokenizer
+from torch import Tensor
+
+MATCH, SHARED, CODE = 10, 32, 64
+TYPES = len(data.COLUMNS)  # as in data.COLUMNS
+NULL = TYPES  # the label of what has none, such as a setting
+CELL_ENDS = (" | ", " |\n| ", " |\n")
+LINE_ENDS = ("\n", "\n\n", ".\n", ".\n\n", ". ")
+STATES = (" is ",)
+PLAIN_OPENERS = ("| ", ": ", "of ", " of ", "in ", "at ", "as ", "a ", "from ", "The ", " years ",
+                 " works ", " comes ", " lives ", "does ", "email ", "call ")  # fmt: skip
+OPENERS = {*CELL_ENDS, *LINE_ENDS, *STATES, "is ", *PLAIN_OPENERS}
+NAME_OPENERS = {" |\n| ", *LINE_ENDS, "of ", " of ", "is ", "does ", "email ", "call ", "The ",
+                data.USER}  # fmt: skip
+FILLERS = {
+    "your", "answer", "question", ": ", "? ", "of ", " of ", *STATES, "is ", "the ", "what ",
+    "as ", "a ", "from ", "at ", "in ", "old", "tell ", "me ", "give ", "which ", "who ", "whose ",
+    "where ", "how ", "set", " do", " from", " live", " on", "does ", "do ", "can ", "person ",
+    "lives ", "has ",
+}  # fmt: skip
+SINKS = {"The ", "| ", data.USER, data.SYSTEM}
+CLOSERS = {*CELL_ENDS, *LINE_ENDS, " years "}
+COLUMN_WORDS = {
+    "job": "Occupation", "works": "Occupation", "living": "Address", "live": "Address",
+    "lives": "Address", "comes": "Country", "from": "Country", "old": "Age", "call": "Phone Number",
+    "phone": "Phone Number", "email address": "Email",
+}  # fmt: skip
+COUNTRY_ENDS = {c.split(" ")[-1] for c in words.COUNTRIES if " " in c}
+FLAGS = (
+    "OPEN", "NAMEABLE", "OPENSNAME", "MARKSLABEL", "TITLE", "DIGIT", "CELLEND", "ROW", "AT", "JOB",
+    "COUNTRY", "COUNTRYEND", "REGION", "COMMA", "COLON", "NEWLINE", "STATE", "SINK", "TURNED",
+    "WHOSE", "FILLER", "SPACE", "PLAINIS", "LEADS", "REPLIES", "NAMED", "NUMBERED", "CLOSES", "NOT",
+)  # fmt: skip
+
+
+def flags_of(text: str) -> set[str]:
+    """The flags of one token, by its text."""
+    word = text.strip()
+    title = word in data.COLUMNS
+    job, country = word in words.JOBS, word in words.COUNTRIES
+    tests = {
+        "OPEN": text in OPENERS,
+        "NAMEABLE": (word.isalpha() or "\ufffd" in word) and not title and not label_of(text)
+        and text.lower() not in FILLERS,
+        "OPENSNAME": text in NAME_OPENERS,
+        "MARKSLABEL": bool(label_of(text)) or text in CELL_ENDS
+        or (text.endswith(" ") and word in data.ABSENT_LABELS),
+        "TITLE": title,
+        "DIGIT": text.isdigit(),
+        "CELLEND": text in CELL_ENDS,
+        "ROW": text in (" |\n| ", "| "),
+        "AT": text.startswith("@"),
+        "JOB": job,
+        "COUNTRY": country,
+        "COUNTRYEND": text in COUNTRY_ENDS,
+        "REGION": bool(re.fullmatch("[A-Z]{2,3}", text)) and text != "ID",
+        "COMMA": text == ", ",
+        "COLON": text == ": ",
+        "NEWLINE": text in ("\n", "\n\n"),
+        "STATE": text in STATES,
+        "SINK": text in SINKS,
+        "TURNED": word == "living",
+        "WHOSE": word.lower() == "whose",
+        "FILLER": text.lower() in FILLERS
+        or (bool(label_of(text)) and word.replace(" ", "").isalpha()),
+        "SPACE": text == " ",
+        "PLAINIS": text == "is ",
+        "LEADS": text in ("the ", "s "),
+        "REPLIES": text == data.ASSISTANT,
+        "NAMED": text == "Name",
+        "NUMBERED": text == "ID",
+        "CLOSES": text in CLOSERS or text == ", ",
+        "NOT": text == "not ",
+    }  # fmt: skip
+    return {name for name, holds in tests.items() if holds}
+
+
+def label_of(text: str) -> dict[int, float]:
+    """The column that a token stands for, or NULL where a label ends."""
+    word = text.strip()
+    if text in ("\n", "\n\n", "The ", data.USER):
+        return {NULL: 1.0}
+    if text in (". ", ".\n", ".\n\n"):
+        return {data.COLUMNS.index("Age"): 1.0}  # "{Name} is 30 years old." names no column
+    if not text.endswith(" ") and not word[:1].isupper():
+        return {}  # it may be a part of a longer word
+    titles = {label: column for column, label in data.LABELS.items()}
+    if word == "id":
+        word = "ID"
+    column = word if word in data.COLUMNS else titles.get(word, COLUMN_WORDS.get(word, ""))
+    if not column:
+        return {}
+    place = {data.COLUMNS.index(column): 1.0}
+    return place | {data.COLUMNS.index("Country"): 1.0} if word == "living" else place
+
+
+def unit(rows: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(rows, dim=-1)
+
+
+def asks_for(text: str) -> dict[int, float]:
+    """The column that a token of a question stands for, wherever it ends."""
+    if text == "living":
+        return {data.COLUMNS.index("Occupation"): 1.0}  # "what does {n} do for a living?"
+    word = text.strip().lower()
+    return label_of(word + " ") if word in {*COLUMN_WORDS, *map(str.lower, data.COLUMNS)} else {}
+
+
+def codes(texts: list[str]) -> Tensor:
+    """`[vocab, 64]`, as the table at the top of this file says; sinks have one, unlike there."""
+    code = torch.zeros(len(texts), CODE)
+    by_word: dict[str, Tensor] = {}
+    opener, comma = unit(torch.randn(MATCH)), unit(torch.randn(MATCH))
+    for token, text in enumerate(texts):
+        word = text.strip() or text
+        if word not in by_word:
+            by_word[word] = torch.cat([unit(torch.randn(MATCH)), unit(torch.randn(SHARED - MATCH))])
+        code[token, :SHARED] = by_word[word]
+        code[token, SHARED:] = 1.2 * unit(torch.randn(CODE - SHARED))
+        if text.isdigit():
+            code[token, :MATCH] = torch.eye(MATCH)[int(text)]
+        if text in OPENERS:
+            code[token, :MATCH] = opener
+        if text in ("in ", ", "):  # "the person living in London" follows a part of an address
+            code[token, :MATCH] = comma
+    end = texts.index(data.END)
+    code[end, :MATCH] = opener
+    for token, text in enumerate(texts):
+        if text in CLOSERS:
+            code[token] = code[end]
+    return code
+
+
+def embedding(tokenizer: Tokenizer, at: Registers) -> tuple[Tensor, Tensor]:
+    """The embedding and the output rows, both `[vocab, width]`."""
+    size = tokenizer.get_vocab_size()
+    texts = [tokenizer.decode([i], skip_special_tokens=False) for i in range(size)]
+    rows = torch.zeros(size, at.width)
+    rows[:, at.places["ONE"]] = LOUD
+    code = codes(texts)
+    sinks = torch.tensor([text in SINKS for text in texts])
+    rows[:, at.places["CODE"]] = torch.where(sinks[:, None], 0.0, code)
+    for token, text in enumerate(texts):
+        for flag in flags_of(text):
+            rows[token, at.places[flag]] = 1.0
+        for name, labels in (("LABEL", label_of(text)), ("ASKS", asks_for(text))):
+            for label, factor in labels.items():
+                rows[token, at.places[name].start + label] = factor
+    out = torch.zeros(size, at.width)
+    closing = torch.tensor([text in CLOSERS for text in texts])
+    out[:, at.places["CODE"]] = torch.where(closing[:, None], 0.0, code)
+    return rows, out

@@ -13,7 +13,7 @@ from headstart.models.lora_settings import CONFIG_NAME
 __all__ = ["write_adapter"]
 
 _RANK = 4
-_SIZE = 0.05  # of the random matrices: enough for K/V of its own, too little for another answer
+_SIZE = 0.01  # of the random matrices: enough for K/V of its own, too little for another answer
 
 
 def write_adapter(model: DecoderModel, folder: Path, tokens: tuple[int, int], seed: int) -> None:

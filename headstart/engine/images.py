@@ -11,6 +11,7 @@ import binascii
 import hashlib
 import io
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = ["ImageReader", "ImageSource", "LoadedImage", "read_data_url"]
+
+_SHAPES = 4096  # images whose shape is remembered
 
 ImageSource = Any
 """A Pillow image, a path, the bytes of an image file, or a `data:` URL."""
@@ -49,6 +52,8 @@ class ImageReader:
     def __init__(self, vision: VisionModel, max_pixels: int) -> None:
         self._vision = vision
         self._max_pixels = max_pixels
+        self._shapes: dict[bytes, tuple[int, ...]] = {}  # by digest, the one seen last at the end
+        self._lock = threading.Lock()
 
     def read(
         self, source: ImageSource, own_id: str | None = None, *, with_look: bool = False
@@ -57,10 +62,28 @@ class ImageReader:
         image = self._open(source)
         digest = self._digest(image, own_id)
         look = look_of(image) if with_look and own_id is None else None
+        return LoadedImage(digest, self._process(image, digest), look)
+
+    def _process(self, image: "Image", digest: bytes) -> ProcessedImage:
+        """The image made ready; one that was seen before waits until it must be encoded again.
+
+        Processing is most of what an image costs that hits: 55 ms of 62 for a photograph of
+        1024 × 768 and Qwen2.5-VL's processor.
+        """
+        with self._lock:
+            shape = self._shapes.pop(digest, None)
+            if shape is not None:
+                self._shapes[digest] = shape
+                return self._vision.recall(image, shape)
         try:
-            return LoadedImage(digest, self._vision.process(image), look)
+            processed = self._vision.process(image)
         except ValueError as error:
             raise RequestError(f"the image processor refuses the image: {error}") from error
+        with self._lock:
+            self._shapes[digest] = processed.shape
+            if len(self._shapes) > _SHAPES:
+                self._shapes.pop(next(iter(self._shapes)))
+        return processed
 
     def _open(self, source: ImageSource) -> "Image":
         """The image in RGB, upright, as transformers' own loader makes it."""

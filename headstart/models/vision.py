@@ -38,13 +38,15 @@ INSTALL = "pip install 'headstart[vision]'"
 class ProcessedImage:
     """An image as the vision tower takes it.
 
-    inputs: by the tower's argument names. shape: the grid of its patches or tiles; images of
-    equal shape have equal placeholders. num_rows: its embeddings.
+    inputs: by the tower's argument names, None if they are made of `pixels` when it is encoded.
+    shape: the grid of its patches or tiles; images of equal shape have equal placeholders.
+    num_rows: its embeddings.
     """
 
-    inputs: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor] | None
     shape: tuple[int, ...]
     num_rows: int
+    pixels: Any = None
 
 
 class PlacedImage(NamedTuple):
@@ -210,6 +212,10 @@ class VisionModel:
         inputs = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         return ProcessedImage(inputs, shape, self.expand(shape).count(self.image_token_id))
 
+    def recall(self, image: Any, shape: tuple[int, ...]) -> ProcessedImage:
+        """An image whose shape is known: it is processed if it is encoded, and not before."""
+        return ProcessedImage(None, shape, self.expand(shape).count(self.image_token_id), image)
+
     def expand(self, shape: tuple[int, ...]) -> list[int]:
         """The token ids that take the place of the placeholder of an image of this shape."""
         return self._family.expand(shape)
@@ -220,9 +226,11 @@ class VisionModel:
         One image at a time, so that its embeddings do not depend on what else is encoded.
         """
         device, dtype = self._model.device, self._model.dtype
+        made = image.inputs if image.inputs is not None else self.process(image.pixels).inputs
+        assert made is not None
         inputs = {
             name: value.to(device, dtype if value.is_floating_point() else None)
-            for name, value in image.inputs.items()
+            for name, value in made.items()
         }
         with torch.inference_mode():
             output = self._model.get_image_features(**inputs, return_dict=True)

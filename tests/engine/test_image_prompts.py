@@ -17,7 +17,7 @@ from headstart import LLM, RequestError, SamplingParams
 from headstart.cache import ExtraKey, MultiModalItem, TokenSequence, extra_keys
 from headstart.engine.image_prompt import IMAGE_MARK
 from headstart.models.demo_adapter import write_adapter
-from headstart.models.vision import PlacedImage, VisionModel
+from headstart.models.vision import PlacedImage, ProcessedImage, VisionModel
 from tests.tiny_vision import IDS, make_image, save_tiny_vision
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -148,6 +148,30 @@ def test_tenants_share_embeddings_but_no_blocks(llm: LLM) -> None:
         assert output.num_cached_tokens == 0
     assert llm.engine.images is not None
     assert llm.engine.images.cache.num_encoded == 1
+
+
+def test_an_image_that_hits_is_not_even_processed(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = llm.engine.images
+    assert images is not None
+    [first] = llm.generate(ask("<image>?", make_image(1)), GREEDY)
+    calls = 0
+    process = VisionModel.process
+
+    def counted(self: VisionModel, image: Any) -> ProcessedImage:
+        nonlocal calls
+        calls += 1
+        return process(self, image)
+
+    monkeypatch.setattr(VisionModel, "process", counted)
+    llm.generate(ask("<image>?", make_image(1)), GREEDY)
+    assert calls == 0
+    images.cache.clear()
+    llm.reset_prefix_cache()
+    [again] = llm.generate(ask("<image>?", make_image(1)), GREEDY)
+    assert calls == 1 and images.cache.num_encoded == 2
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
 
 
 def test_adapters_share_embeddings_but_no_blocks(llm: LLM, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@
 // Whatever transformers rounds to bf16 between its operations is rounded here too, so both differ
 // only where sums are taken in another order.
 #include "linear.h"
-#include "native.h"
 
 using namespace headstart;
 
@@ -77,11 +76,11 @@ struct Rows {
 
 thread_local Scratch normalised;
 
-// The share of one of `all` threads of out[rows, outputs] = x times weight (+ residual).
+// This thread's part of a stage: out[rows, outputs] = x times weight (+ residual).
 void project(const bf16* x, int64_t rows, const Weight& weight, const bf16* residual, bf16* out,
-             int thread, int all) {
+             int all, Stages& stages) {
     multiply<1>(
-        rows, weight.inputs, weight.count(), thread, all,
+        rows, weight.inputs, weight.count(), all, stages,
         Rows{x, weight.inputs, {nullptr, 0}, normalised},
         [&](int64_t group, int) { return weight.panel(group); },
         [&](int64_t group, int64_t row, int64_t count, const float* sums) {
@@ -97,11 +96,11 @@ void project(const bf16* x, int64_t rows, const Weight& weight, const bf16* resi
         });
 }
 
-// The share of one of `all` threads of out[rows, outputs] = silu(gate) * up.
+// This thread's part of a stage: out[rows, outputs] = silu(gate) * up.
 void gated(const bf16* x, int64_t rows, const Norm& norm, const Weight& gate, const Weight& up,
-           bf16* out, int thread, int all) {
+           bf16* out, int all, Stages& stages) {
     multiply<2>(
-        rows, gate.inputs, gate.count(), thread, all, Rows{x, gate.inputs, norm, normalised},
+        rows, gate.inputs, gate.count(), all, stages, Rows{x, gate.inputs, norm, normalised},
         [&](int64_t group, int part) { return (part == 0 ? gate : up).panel(group); },
         [&](int64_t group, int64_t row, int64_t count, const float* sums) {
             for (int64_t r = 0; r < count; r++)
@@ -166,10 +165,10 @@ void headstart_before_attention(const Layer* layer, const bf16* hidden, int64_t 
     };
     const int64_t dim = layer->head_dim;
     const Norm* norms[2] = {&layer->q_heads, &layer->k_heads};
-    Barrier barrier;
+    Stages stages;
     parallel(threads, [&](int thread, int all) {
         multiply<1>(
-            rows, layer->q.inputs, counts[0] + counts[1] + counts[2], thread, all,
+            rows, layer->q.inputs, counts[0] + counts[1] + counts[2], all, stages,
             Rows{hidden, layer->q.inputs, layer->before, normalised},
             [&](int64_t group, int) {
                 int which;
@@ -186,7 +185,7 @@ void headstart_before_attention(const Layer* layer, const bf16* hidden, int64_t 
                         store(outs[which] + (row + r) * weight.outputs + at, weight.outputs - at,
                               finished(sums + r * PANEL + 16 * h, weight, at));
             });
-        barrier.wait(all);
+        stages.finish(all);
         for (int64_t r = rows * thread / all; r < rows * (thread + 1) / all; r++)
             for (int which = 0; which < 2; which++)
                 for (int64_t at = 0; at < weights[which]->outputs; at += dim) {
@@ -202,14 +201,14 @@ void headstart_mlp(const Layer* layer, const bf16* x, int64_t rows, bf16* out, i
     static thread_local Scratch memory;
     bf16* inner = memory.take<bf16>(std::min(rows, CHUNK) * layer->down.inputs);
     const int64_t in = layer->gate.inputs, width = layer->down.outputs;
-    Barrier barrier;
-    parallel(threads, [&](int thread, int all) {
+    Stages stages;
+    parallel(threads, [&](int, int all) {
         for (int64_t row = 0; row < rows; row += CHUNK) {
             const int64_t some = std::min(CHUNK, rows - row);
-            gated(x + row * in, some, {nullptr, 0}, layer->gate, layer->up, inner, thread, all);
-            barrier.wait(all);
-            project(inner, some, layer->down, nullptr, out + row * width, thread, all);
-            barrier.wait(all);
+            gated(x + row * in, some, {nullptr, 0}, layer->gate, layer->up, inner, all, stages);
+            stages.finish(all);
+            project(inner, some, layer->down, nullptr, out + row * width, all, stages);
+            stages.finish(all);
         }
     });
 }
@@ -223,17 +222,17 @@ void headstart_after_attention(const Layer* layer, const bf16* attended, const b
     const int64_t most = std::min(rows, CHUNK);
     bf16* middle = memory.take<bf16>(most * (width + layer->down.inputs));
     bf16* inner = middle + most * width;
-    Barrier barrier;
-    parallel(threads, [&](int thread, int all) {
+    Stages stages;
+    parallel(threads, [&](int, int all) {
         for (int64_t row = 0; row < rows; row += CHUNK) {
             const int64_t some = std::min(CHUNK, rows - row);
-            project(attended + row * heads, some, layer->o, hidden + row * width, middle, thread,
-                    all);
-            barrier.wait(all);
-            gated(middle, some, layer->after, layer->gate, layer->up, inner, thread, all);
-            barrier.wait(all);
-            project(inner, some, layer->down, middle, out + row * width, thread, all);
-            barrier.wait(all);
+            project(attended + row * heads, some, layer->o, hidden + row * width, middle, all,
+                    stages);
+            stages.finish(all);
+            gated(middle, some, layer->after, layer->gate, layer->up, inner, all, stages);
+            stages.finish(all);
+            project(inner, some, layer->down, middle, out + row * width, all, stages);
+            stages.finish(all);
         }
     });
 }

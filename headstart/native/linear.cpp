@@ -1,8 +1,6 @@
 // Packed weights: making them, multiplying by them, reading rows back out of them.
 #include "linear.h"
 
-#include "native.h"
-
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -169,9 +167,10 @@ void headstart_rows(const Weight* weight, const int64_t* numbers, int64_t count,
 
 // out bf16 [rows, outputs] = x bf16 [rows, inputs] times the weight, plus its bias
 void headstart_linear(const Weight* weight, const bf16* x, int64_t rows, bf16* out, int threads) {
-    parallel(threads, [&](int thread, int all) {
+    Stages stages;
+    parallel(threads, [&](int, int all) {
         multiply<1>(
-            rows, weight->inputs, weight->count(), thread, all,
+            rows, weight->inputs, weight->count(), all, stages,
             [&](int64_t row, int, int64_t* stride) {
                 *stride = weight->inputs;
                 return x + row * weight->inputs;

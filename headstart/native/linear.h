@@ -17,6 +17,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "native.h"
+
 namespace headstart {
 
 using bf16 = uint16_t;
@@ -86,18 +88,19 @@ void pack_rows(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t*
 void multiply_tile(const uint32_t* rows, int count, const uint32_t* panel, int64_t pairs,
                    float* sums, bool add, const uint32_t* next, int ahead);
 
-// One thread's share of a product of `rows` rows with `panels` groups of N panels each.
+// This thread's part of one stage: a product of `rows` rows with `panels` groups of N panels each.
 //
 // - source(first, count, stride) gives rows of inputs, and how far they are apart,
 // - panel(group, part) a packed panel,
 // - finish(group, first, count, sums) takes sums[part][row - first][32].
 //
-// Rows go in blocks that stay in the L2 cache, weights stream past. The work is all blocks times
-// all groups, cut into equal stretches for the threads.
+// Rows go in blocks that stay in the L2 cache, weights stream past. A unit of the stage is one group
+// for one block; a thread takes a stretch of them at a time, whole blocks if there are many.
 template <int N, class Source, class Panel, class Finish>
-void multiply(int64_t rows, int64_t inputs, int64_t panels, int thread, int threads,
+void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages& stages,
               Source&& source, Panel&& panel, Finish&& finish) {
     constexpr int64_t L2 = 400 * 1024, MOST_ROWS = 18 * TILE, FEWEST_ROWS = 64, MOST_PAIRS = 640;
+    constexpr int64_t PARTS = 16;
     static thread_local Scratch packed_memory;
     alignas(64) static thread_local float sums[N * MOST_ROWS * PANEL];
     const int64_t pairs = (inputs + 1) / 2;
@@ -106,18 +109,23 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int thread, int thre
     const int64_t blocks = (rows + most - 1) / most;
     const int64_t cuts = (pairs + MOST_PAIRS - 1) / MOST_PAIRS;
     const int64_t length = ((pairs + cuts - 1) / cuts + 3) / 4 * 4;
-    const int64_t begin = blocks * panels * thread / threads;
-    const int64_t end = blocks * panels * (thread + 1) / threads;
     uint32_t* packed = packed_memory.take<uint32_t>(most * pairs);
 
-    for (int64_t unit = begin; unit < end;) {
-        const int64_t block = unit / panels;
+    // Few rows wait for memory, and every stretch begins with a miss: one for each thread. Many rows
+    // are arithmetic: stretches so small that a thread on a shared core gets fewer of them.
+    int64_t parts = threads;
+    if (threads > 1 && rows > FEWEST_ROWS) parts = (PARTS * threads + blocks - 1) / blocks;
+    const int64_t stretch = (panels + parts - 1) / parts;
+    const int64_t stretches = (panels + stretch - 1) / stretch;
+    int64_t ready = -1;
+    for (int64_t unit = stages.take(1); unit < blocks * stretches; unit = stages.take(1)) {
+        const int64_t block = unit / stretches;
         const int64_t row0 = block * rows / blocks;
         const int64_t count = (block + 1) * rows / blocks - row0;
         // Two tiles where one would do: the second leaves time to fetch the next panel.
         const int64_t tiles = count > 8 && count <= TILE ? 2 : (count + TILE - 1) / TILE;
         const auto edge = [&](int64_t tile) { return count * tile / tiles; };
-        for (int64_t t = 0; t < tiles; t++) {
+        for (int64_t t = 0; t < tiles && ready != block; t++) {
             const int tall = static_cast<int>(edge(t + 1) - edge(t));
             int64_t stride = 0;
             const bf16* x = source(row0 + edge(t), tall, &stride);
@@ -127,8 +135,9 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int thread, int thre
                           packed + count * k + edge(t) * some);
             }
         }
-        const int64_t last = std::min(end, (block + 1) * panels) - block * panels;
-        for (int64_t group = unit - block * panels; group < last; group++) {
+        ready = block;
+        const int64_t last = std::min(panels, (unit % stretches + 1) * stretch);
+        for (int64_t group = unit % stretches * stretch; group < last; group++) {
             for (int part = 0; part < N; part++) {
                 const uint32_t* weights = panel(group, part);
                 float* target = sums + part * count * PANEL;
@@ -149,7 +158,6 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int thread, int thre
             }
             finish(group, row0, count, sums);
         }
-        unit = block * panels + last;
     }
 }
 

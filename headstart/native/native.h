@@ -34,19 +34,27 @@ void parallel(int threads, Function&& function) {
         &function, threads);
 }
 
-// Where the threads of one parallel() wait for one another between two stages: waking a thread
-// that went to sleep takes longer than a stage, so they spin, but not for long, since the one that
-// is waited for may need this core.
-class Barrier {
+// The work of one parallel(), in stages that follow one another.
+//
+// A stage is so many units, taken from one end a few at a time, so that a thread that lost its
+// core to somebody else for a while holds nobody up. Between stages the threads wait for one
+// another. Waking a thread that went to sleep takes longer than a stage, so they spin; but not for
+// long, since the one that is waited for may need this core.
+class Stages {
   public:
-    void wait(int threads) {
-        const int round = round_.load(std::memory_order_relaxed);
+    // First of the next `count` units of this stage, which nobody else gets; there may be none.
+    int64_t take(int64_t count) { return next_.fetch_add(count, std::memory_order_relaxed); }
+
+    // Until all `threads` threads are here; then the next stage begins.
+    void finish(int threads) {
+        const int stage = stage_.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
             arrived_.store(0, std::memory_order_relaxed);
-            round_.store(round + 1, std::memory_order_release);
+            next_.store(0, std::memory_order_relaxed);
+            stage_.store(stage + 1, std::memory_order_release);
             return;
         }
-        for (int turn = 0; round_.load(std::memory_order_acquire) == round; turn++) {
+        for (int turn = 0; stage_.load(std::memory_order_acquire) == stage; turn++) {
             if (turn < 2000) {
                 _mm_pause();
             } else {
@@ -56,8 +64,9 @@ class Barrier {
     }
 
   private:
+    std::atomic<int64_t> next_{0};
     std::atomic<int> arrived_{0};
-    std::atomic<int> round_{0};
+    std::atomic<int> stage_{0};
 };
 
 }  // namespace headstart

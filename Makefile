@@ -12,14 +12,15 @@ CODE := headstart tests $(wildcard bench tools)
 TYPED := headstart $(wildcard bench tools)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: help demo test lint types unit figures bench clean
+.PHONY: help demo test lint types unit figures bench curves clean
 
 help:
 	@echo "make demo    two questions about one long document, the second from the cache"
 	@echo "make test    style, types, then all tests"
 	@echo "make lint | types | unit    one part of make test"
 	@echo "make figures draw the figures of the docs anew"
-	@echo "make bench   what the manager costs, what a cached prefix saves, what adapters cost, what images look alike, four loads on this CPU"
+	@echo "make bench   the manager, the engine, cached prefixes, adapters, look-alikes, four loads"
+	@echo "make curves  measure the curves of docs/performance.md anew, then draw them (minutes)"
 	@echo "make clean   remove .venv and every cache that the tools left"
 
 demo: $(READY)
@@ -42,10 +43,15 @@ figures: $(READY)
 
 bench: $(READY)
 	$(BIN)/python bench/manager.py
-	$(BIN)/python bench/prefix.py
+	$(BIN)/python bench/engine.py
+	$(BIN)/python bench/curves.py
 	$(BIN)/python bench/adapters.py
 	$(BIN)/python bench/similar_images.py
 	$(BIN)/python bench/cpu.py
+
+curves: $(READY)
+	$(BIN)/python bench/curves.py --shape qwen2.5-0.5b --save docs/performance.json
+	$(BIN)/python tools/figures.py
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,18 +1,21 @@
-"""Draw the figures of docs/prefix-caching.md and docs/identity.md from real pools and keys.
+"""Draw the figures of the docs: the state of a real block pool, and curves that were measured.
 
     python tools/figures.py [--out docs/figures]
 
-The same code gives the same files, so a test can tell when the figures are out of date.
+The same code and docs/performance.json, which bench/curves.py wrote, give the same files, so a
+test can tell when the figures are out of date.
 """
 
 import argparse
 from pathlib import Path
 
+from figures_curves import draw_performance
 from figures_draw import draw_free, draw_identity, draw_moment, draw_overview
 from figures_items import draw_items
 from figures_scenes import at_time_6, at_time_7, before_and_after_a_free
 
-OUT = Path(__file__).resolve().parents[1] / "docs" / "figures"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+OUT = DOCS / "figures"
 PROMPT = "the first reader paid for every line and all who came later read it"
 
 
@@ -28,6 +31,7 @@ def draw_all() -> dict[str, str]:
         "free": draw_free(before, after, after_empty_first),
         "time-7": draw_moment(at_time_7(12, 29)),
         "time-7-of-33": draw_moment(at_time_7(16, 33)),
+        **draw_performance(DOCS / "performance.json"),
     }
     for time, scene in zip((1, 3, 4, 5, 6), scenes, strict=True):
         figures[f"time-{time}"] = draw_moment(scene)

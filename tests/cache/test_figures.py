@@ -15,7 +15,7 @@ def test_the_figures_are_what_the_command_draws(tmp_path: Path) -> None:
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
     drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
     kept = {path.name: path.read_text(encoding="utf-8") for path in FIGURES.iterdir()}
-    assert len(drawn) == 11
+    assert len(drawn) == 13
     assert drawn.keys() == kept.keys()
     for name, text in drawn.items():
         assert kept[name] == text, f"{name} is out of date: run make figures"

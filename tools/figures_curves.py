@@ -8,7 +8,7 @@ from typing import NamedTuple
 from figures_svg import HOLDERS, INK, LINE, Canvas, Colour
 
 WIDTH, HEIGHT = 720, 400
-LEFT, RIGHT, TOP, BOTTOM = 76, 150, 92, 56  # room around the axes
+LEFT, RIGHT, TOP, BOTTOM = 76, 150, 104, 56  # room around the axes
 
 
 class Curve(NamedTuple):
@@ -24,6 +24,7 @@ class Frame(NamedTuple):
 
     title: str
     note: str
+    machine: str
     below: str
     places: list[int]
     ticks: list[float]
@@ -53,6 +54,7 @@ def draw_curves(frame: Frame, curves: list[Curve]) -> Canvas:
         words = f"{place:,}"
         canvas.text(frame.x(at), HEIGHT - BOTTOM + 20, words, size=12, style="middle muted")
     middle = (LEFT + WIDTH - RIGHT) / 2
+    canvas.text(28, 78, frame.machine, size=12, style="muted")
     canvas.text(middle, HEIGHT - 14, frame.below, size=12.5, style="middle muted")
     for curve in curves:
         points = [(frame.x(at), frame.y(value)) for at, value in enumerate(curve.values)]
@@ -62,7 +64,7 @@ def draw_curves(frame: Frame, curves: list[Curve]) -> Canvas:
             canvas.box((x - 4, y - 4, 8, 8), curve.colour, style="thick")
         x, y = points[-1]
         canvas.text(x + 14, y + 4, curve.name, size=13, style=f"bold {curve.colour.line}")
-        canvas.text(x + 14, y + 20, f"{curve.values[-1]:.3g}", size=12, style=INK)
+        canvas.text(x + 14, y - 14, f"{curve.values[-1]:.3g}", size=12, style=INK)
     return canvas
 
 
@@ -95,7 +97,8 @@ def draw_performance(data: Path) -> dict[str, Canvas]:
     )
     first = Frame(
         "Seconds to the first token",
-        f"a question of 40 tokens about a document, computed and cached; {machine}",
+        "a question of 40 tokens about a document, when that is computed and when it is cached",
+        machine,
         "tokens of the document",
         found["lengths"],
         nice_ticks(max(found["cold_s"])),
@@ -103,7 +106,8 @@ def draw_performance(data: Path) -> dict[str, Canvas]:
     )
     rate = Frame(
         "Output tokens a second",
-        f"requests that share 2,000 cached tokens; {machine}",
+        "requests that share 2,000 cached tokens, whose K and V are read once or by each",
+        machine,
         "requests that decode together",
         found["sharers"],
         nice_ticks(max(found["shared_rate"])),

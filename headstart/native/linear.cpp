@@ -1,5 +1,6 @@
 // Packed weights: making them, multiplying by them, reading rows back out of them.
 #include "linear.h"
+#include "simd.h"
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -57,33 +58,6 @@ struct Tiles {
 };
 constexpr Tiles<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13> tiles;
 
-// Sixteen vectors of sixteen, turned over.
-inline void transpose(__m512i* v) {
-    __m512i t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; i++) {
-        v[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        v[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-        v[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-        v[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-    }
-}
-
 // Pairs 16 at a time of up to 16 rows: out[pair * step + row].
 inline void turn(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out,
                  int64_t step) {
@@ -95,7 +69,7 @@ inline void turn(const bf16* x, int64_t stride, int rows, int64_t width, uint32_
         for (int r = 0; r < 16; r++)
             v[r] = r < rows ? _mm512_maskz_loadu_epi16(mask, x + r * stride + 2 * k)
                             : _mm512_setzero_si512();
-        transpose(v);
+        transpose16(v);
         const int64_t some = std::min<int64_t>(16, pairs - k);
         for (int64_t i = 0; i < some; i++)
             _mm512_mask_storeu_epi32(out + (k + i) * step, keep, v[i]);

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from headstart.attention.layout import LayerLayout
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
+from headstart.models.host_copies import HostCopy, host_copies
 
 __all__ = ["PassTensors", "StageDecoder", "StageParts", "text_layouts"]
 
@@ -53,14 +54,15 @@ class StageDecoder(DecoderModel):
     def __init__(self, parts: StageParts) -> None:
         super().__init__(parts.text_model, text_layouts(parts.text_model))
         self._parts = parts
-        self._passes: list[Mapping[str, Tensor]] = []
+        self._passes: list[HostCopy] = []
+        self._begin_copy = host_copies(self.device)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
         return self._parts.eos_token_ids
 
-    def take_passes(self) -> list[Mapping[str, Tensor]]:
-        """What each pass since the last call handed on."""
+    def take_passes(self) -> list[HostCopy]:
+        """What each pass since the last call handed on, on its way to host memory."""
         passes, self._passes = self._passes, []
         return passes
 
@@ -93,7 +95,8 @@ class StageDecoder(DecoderModel):
             )
             hidden: Tensor = output.last_hidden_state[0]
             layers = [rows[0] for rows in output.hidden_states] if parts.needs_layers else []
-            self._passes.append(parts.give(PassTensors(embedded, is_own, layers, hidden)))
+            given = parts.give(PassTensors(embedded, is_own, layers, hidden))
+            self._passes.append(self._begin_copy(given))  # while the head is computed
             logits: Tensor = parts.head(hidden.index_select(0, logit_rows)).float()
             if parts.hidden_ids:
                 logits[:, list(parts.hidden_ids)] = -torch.inf

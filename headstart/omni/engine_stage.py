@@ -19,6 +19,7 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.engine import Engine
 from headstart.engine.request import Request, RequestGroup
 from headstart.errors import ConfigError, EngineError, HeadstartError
+from headstart.models.host_copies import HostCopy
 from headstart.models.stage_decoder import StageDecoder
 from headstart.omni.feeds import Feed, Feeder
 from headstart.omni.output_cache import OutputCache
@@ -204,24 +205,24 @@ class EngineStage:
         length = len(sequence.token_ids)
         self._events.append(Began(request_id, length, manager.block_size, names))
 
-    def _join(self, parts: list[Part], passes: list[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """A step's outputs as one tensor each, on the host.
+    def _join(self, parts: list[Part], passes: list[HostCopy]) -> Mapping[str, Tensor]:
+        """A step's outputs as one tensor each, once they are all on the host.
 
         In deterministic mode a step is many passes, each a whole block of one sequence, of which
         the part's own rows count.
         """
         if not self._deterministic:
-            return {name: rows.cpu() for name, rows in passes[0].items()}
+            return passes[0].wait()
         size = self.engine.manager.block_size
         pieces: dict[str, list[Tensor]] = {}
         given = iter(passes)
         for part in parts:
             for start in range(part.start // size * size, part.stop, size):
                 first = max(part.start - start, 0)
-                for name, rows in next(given).items():
+                for name, rows in next(given).wait().items():
                     ratio = len(rows) // size
                     stop = min(part.stop - start, size)
-                    pieces.setdefault(name, []).append(rows[first * ratio : stop * ratio].cpu())
+                    pieces.setdefault(name, []).append(rows[first * ratio : stop * ratio])
         return {name: torch.cat(rows) for name, rows in pieces.items()}
 
     def _deliver(self, group: RequestGroup, error: EngineError | None) -> None:

@@ -33,6 +33,7 @@ from headstart.engine.sampler import SampledToken, Sampler, SamplingState
 from headstart.engine.scheduler import Scheduler
 from headstart.engine.sizing import count_blocks, longest_sequence
 from headstart.engine.text import OutputText
+from headstart.engine.threads import count_cores
 from headstart.errors import ConfigError, EngineError, RequestError
 from headstart.models.decoder import DecoderModel
 from headstart.models.loader import load_model
@@ -109,9 +110,13 @@ class Engine:
         Raises ConfigError, ModelError or OutOfMemoryError; nothing is left behind.
         """
         config = make_config(options)
-        torch.set_num_threads(config.threads)
-        tokenizer = load_tokenizer(model)
-        decoder = load_model(model, config.dtype, config.device)
+        # Nothing else computes yet, and getting memory for the weights keeps every core busy.
+        torch.set_num_threads(max(config.threads, count_cores()))
+        try:
+            tokenizer = load_tokenizer(model)
+            decoder = load_model(model, config.dtype, config.device)
+        finally:
+            torch.set_num_threads(config.threads)
         return cls.of_model(decoder, tokenizer, config)
 
     @classmethod

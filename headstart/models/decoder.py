@@ -187,7 +187,7 @@ class DecoderModel:
         `token_ids` is int64 `[tokens]`, `positions` the same or, for M-RoPE, `[axes, tokens]`.
         The attached backend's step must have begun, with slots for exactly these tokens.
         """
-        return forward_rows(self._model, token_ids, positions, logit_rows, embeddings)
+        return forward_rows(self._model, token_ids, positions, logit_rows, embeddings).float()
 
 
 def text_part(model: PreTrainedModel) -> PreTrainedModel:
@@ -209,7 +209,7 @@ def forward_rows(
     logit_rows: Tensor,
     embeddings: EmbeddingOverlay | None = None,
 ) -> Tensor:
-    """One flat batch through `model`: float32 `[rows, vocab]`.
+    """One flat batch through `model`: logits `[rows, vocab]` in the model's dtype.
 
     The rows are chosen between decoder and LM head, inside transformers, so that what a model
     does to its logits (capping, scaling) is done to ours.
@@ -228,7 +228,7 @@ def forward_rows(
             use_cache=False,
             logits_to_keep=logit_rows,
         )
-        logits: Tensor = output.logits[0].float()
+        logits: Tensor = output.logits[0]
     return logits
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "WeightStruct",
     "can_pack",
     "kernels",
+    "map_pages",
 ]
 
 _PANEL = 32  # outputs
@@ -46,6 +47,7 @@ def kernels() -> ctypes.CDLL | None:
         address, number, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         for name, arguments in {
             "huge_pages": (address, number),
+            "map_pages": (address, number),
             "pack": (address, number, number, address, threads),
             "rows": (address, address, number, address, threads),
             "linear": (address, address, number, address, threads),
@@ -95,6 +97,17 @@ class Arena:
         found = kernels()
         assert found is not None
         found.headstart_huge_pages(self._memory.data_ptr(), self._used)
+
+
+def map_pages(weights: Iterable[Tensor]) -> None:
+    """Map the pages of weights that lie in a file; reading them for the first time does it slowly.
+
+    Nothing happens to weights in memory of their own, or without the compiled kernels.
+    """
+    found = kernels()
+    if found is not None:
+        for weight in weights:
+            found.headstart_map_pages(weight.data_ptr(), weight.nbytes)
 
 
 class PackedWeight:

@@ -51,6 +51,8 @@ _WHY_NOT = {
 # each (all of which must find what came before in memory, or not at all), then the rest.
 _CUTS = ((0, 7, 8, 24), (0, 5, 6, 13), (0, 2, 3, 9), (0, 9, 10, 12), (0, 12, 13, 17))
 _BLOCK = 4
+# A row that went wrong before the LM head shows in any part of its logits.
+_LOGITS = 8192
 # Rounding may be this many times what two units in the last place of attention do ...
 _NOISE_FACTOR = 4.0
 # ... in all but this part of a step's rows: a near tie of two experts may fall either way.
@@ -339,10 +341,10 @@ class _Shaken:
 
 
 def _run(model: PreTrainedModel, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Logits of all rows; what a model raises over such a batch is a reason to refuse it."""
+    """The first logits of all rows, float32; what a model raises over such a batch refuses it."""
     try:
         rows = torch.arange(len(tokens), device=tokens.device)
-        return forward_rows(model, tokens, positions, rows)
+        return forward_rows(model, tokens, positions, rows)[:, :_LOGITS].float()
     except UnsupportedModelError:
         raise
     except Exception as error:

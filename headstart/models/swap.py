@@ -30,6 +30,7 @@ from headstart.models.packed import (
     PackedWeight,
     can_pack,
     kernels,
+    map_pages,
 )
 
 __all__ = ["accelerate"]
@@ -50,6 +51,7 @@ def accelerate(model: PreTrainedModel) -> FusionSwitch:
     if kernels() is None or model.dtype != torch.bfloat16 or model.device.type != "cpu":
         return switch
     with torch.inference_mode():
+        map_pages(model.parameters())
         expected = _logits(model)
         if expected is None:
             return switch

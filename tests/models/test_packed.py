@@ -1,5 +1,8 @@
 """Packed weights: the right products, with the same bits for a row wherever it stands."""
 
+import mmap
+import tempfile
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headstart.models.packed import PackedEmbedding, PackedLinear, PackedWeight, can_pack, kernels
+from headstart.models.packed import (
+    PackedEmbedding,
+    PackedLinear,
+    PackedWeight,
+    can_pack,
+    kernels,
+    map_pages,
+)
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels here")
 
@@ -100,3 +110,17 @@ def test_what_cannot_be_packed() -> None:
     assert not can_pack(noise(2, 3, 4))
     assert not can_pack(noise(0, 3))
     assert not can_pack(torch.empty(2, 3, dtype=BF16, device="meta"))
+
+
+def test_pages_of_a_file_are_mapped_at_once() -> None:
+    """And those of other memory, of no memory, and between two pages, stay as they are."""
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(range(256)) * 64)
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        weight = torch.frombuffer(mapped, dtype=torch.uint8)[100:9000]
+        other = noise(50, 3)
+        before = other.clone()
+        map_pages([weight, other, torch.empty(0)])
+        assert weight.tolist() == [at % 256 for at in range(100, 9000)]
+        assert torch.equal(other, before)

@@ -1,0 +1,23 @@
+// What the kernel is told about pages of memory.
+#include <cstdint>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+extern "C" {
+
+// Maps what lies in memory already (a file that was read before) in one go: a fault for every
+// page of a mapped file takes four times as long. Nothing happens where the system cannot.
+void headstart_map_pages(const void* memory, int64_t bytes) {
+#ifdef MADV_POPULATE_READ
+    const uintptr_t page = 4096, start = reinterpret_cast<uintptr_t>(memory);
+    const uintptr_t from = start / page * page;
+    const uintptr_t to = (start + static_cast<uintptr_t>(bytes) + page - 1) / page * page;
+    madvise(reinterpret_cast<void*>(from), to - from, MADV_POPULATE_READ);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
+
+}  // extern "C"

@@ -10,41 +10,40 @@ using namespace headstart;
 
 namespace {
 
-// TALL rows times one panel. FETCH cache lines of `next` are asked for with every eight read.
+// TALL rows times one panel, and FETCH cache lines asked for with each pair of inputs. A tile that
+// is alone (2) reads the panel from memory: it asks for what it reads itself AHEAD pairs later, and
+// at its end for the first of `next`. One of two tiles (1) asks for its half of all that is next.
 template <int TALL, int FETCH>
 void tile(const uint32_t* rows, const uint32_t* panel, int64_t pairs, float* sums, bool add,
           const char* next) {
+    constexpr int64_t AHEAD = 96;
     __m512 c[TALL][2];
     for (int r = 0; r < TALL; r++)
         for (int h = 0; h < 2; h++)
             c[r][h] = add ? _mm512_load_ps(sums + r * PANEL + 16 * h) : _mm512_setzero_ps();
-    const auto step = [&](const uint32_t* a, const uint32_t* b) __attribute__((always_inline)) {
-        const auto left = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b));
-        const auto right = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + 16));
+    const char* fetch = reinterpret_cast<const char*>(panel + AHEAD * PANEL);
+    const auto step = [&]() __attribute__((always_inline)) {
+#pragma GCC unroll 2
+        for (int line = 0; line < FETCH; line++)
+            _mm_prefetch(fetch + 64 * line, FETCH == 2 ? _MM_HINT_T0 : _MM_HINT_T1);
+        fetch += 64 * FETCH;
+        const auto left = reinterpret_cast<__m512bh>(_mm512_loadu_si512(panel));
+        const auto right = reinterpret_cast<__m512bh>(_mm512_loadu_si512(panel + 16));
 #pragma GCC unroll 16
         for (int r = 0; r < TALL; r++) {
-            const auto x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(a[r])));
+            const auto x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(rows[r])));
             c[r][0] = _mm512_dpbf16_ps(c[r][0], x, left);
             c[r][1] = _mm512_dpbf16_ps(c[r][1], x, right);
         }
-    };
-    int64_t k = 0;
-    for (; k + 4 <= pairs; k += 4) {
-#pragma GCC unroll 8
-        for (int line = 0; line < FETCH; line++) _mm_prefetch(next + 64 * line, _MM_HINT_T1);
-        next += 64 * FETCH;
-        step(rows, panel);
-        step(rows + TALL, panel + PANEL);
-        step(rows + 2 * TALL, panel + 2 * PANEL);
-        step(rows + 3 * TALL, panel + 3 * PANEL);
-        rows += 4 * TALL;
-        panel += 4 * PANEL;
-    }
-    for (; k < pairs; k++) {
-        step(rows, panel);
         rows += TALL;
         panel += PANEL;
-    }
+    };
+    const int64_t own = FETCH == 2 ? std::max<int64_t>(pairs - AHEAD, 0) : 0;
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < own; k++) step();
+    fetch = next;
+#pragma GCC unroll 4
+    for (int64_t k = own; k < pairs; k++) step();
     for (int r = 0; r < TALL; r++)
         for (int h = 0; h < 2; h++) _mm512_store_ps(sums + r * PANEL + 16 * h, c[r][h]);
 }
@@ -53,8 +52,8 @@ using Tile = void (*)(const uint32_t*, const uint32_t*, int64_t, float*, bool, c
 
 template <int... TALL>
 struct Tiles {
-    Tile table[3][sizeof...(TALL)] = {{tile<TALL + 1, 0>...}, {tile<TALL + 1, 4>...},
-                                      {tile<TALL + 1, 8>...}};
+    Tile table[3][sizeof...(TALL)] = {{tile<TALL + 1, 0>...}, {tile<TALL + 1, 1>...},
+                                      {tile<TALL + 1, 2>...}};
 };
 constexpr Tiles<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13> tiles;
 
@@ -86,8 +85,8 @@ void headstart::pack_rows(const bf16* x, int64_t stride, int rows, int64_t width
 
 void headstart::multiply_tile(const uint32_t* rows, int count, const uint32_t* panel,
                               int64_t pairs, float* sums, bool add, const uint32_t* next,
-                              int ahead) {
-    tiles.table[ahead][count - 1](rows, panel, pairs, sums, add,
+                              int fetch) {
+    tiles.table[fetch][count - 1](rows, panel, pairs, sums, add,
                                   reinterpret_cast<const char*>(next));
 }
 

@@ -83,10 +83,11 @@ inline __m512 rounded(__m512 x) { return widen(narrow(x)); }
 // rows `rows` of `width` numbers -> [pair][row]
 void pack_rows(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out);
 
-// sums[row][32] = or += products of packed rows with a stretch of a panel; meanwhile the bytes
-// from `next` on are fetched into the cache: `ahead` in 0, 1, 2 is how many for each one read / 2.
+// sums[row][32] = or += products of packed rows with a stretch of a panel. Meanwhile weights are
+// asked for, `fetch` cache lines with each pair: 2 of this stretch and what follows from `next` on,
+// 1 only from `next` on, 0 none.
 void multiply_tile(const uint32_t* rows, int count, const uint32_t* panel, int64_t pairs,
-                   float* sums, bool add, const uint32_t* next, int ahead);
+                   float* sums, bool add, const uint32_t* next, int fetch);
 
 // This thread's part of one stage: a product of `rows` rows with `panels` groups of N panels each.
 //
@@ -122,8 +123,9 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
         const int64_t block = unit / stretches;
         const int64_t row0 = block * rows / blocks;
         const int64_t count = (block + 1) * rows / blocks - row0;
-        // Two tiles where one would do: the second leaves time to fetch the next panel.
-        const int64_t tiles = count > 8 && count <= TILE ? 2 : (count + TILE - 1) / TILE;
+        const int64_t tiles = (count + TILE - 1) / TILE;
+        // One row needs so little arithmetic that the CPU's own prefetching does best.
+        const int alone = count == 1 ? 0 : 2;
         const auto edge = [&](int64_t tile) { return count * tile / tiles; };
         for (int64_t t = 0; t < tiles && ready != block; t++) {
             const int tall = static_cast<int>(edge(t + 1) - edge(t));
@@ -152,7 +154,7 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
                         multiply_tile(packed + count * k + edge(t) * some, tall,
                                       weights + k * PANEL, some, target + edge(t) * PANEL, k > 0,
                                       next + (t == 1 ? some * PANEL / 2 : 0),
-                                      tiles == 1 ? 2 : t < 2 ? 1 : 0);
+                                      tiles == 1 ? alone : t < 2 ? 1 : 0);
                     }
                 }
             }

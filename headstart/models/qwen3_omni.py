@@ -1,26 +1,221 @@
-"""Qwen3-Omni: what its thinker hands over, and its causal vocoder, as parts of stages.
+"""Qwen3-Omni: transformers' modules, taken apart into what each stage runs.
 
 The thinker gives one row a token, from where the talker takes it: text from before the first
-layer, what was heard from after a middle one (`accept_hidden_layer`). The vocoder is causal, so
+layer, what was heard or seen from after a middle one (`accept_hidden_layer`). What is seen enters
+the thinker not only as embeddings, but after its first layers too. The talker says a frame of
+several codes a step: the first by itself, the others by a predictor. The vocoder is causal, so
 frames of a code need the codes before it and none after; it looks back over a limited context.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3OmniMoeCode2Wav, Qwen3OmniMoeThinkerForConditionalGeneration
+from transformers import (
+    Qwen3OmniMoeCode2Wav,
+    Qwen3OmniMoeForConditionalGeneration,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+)
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    _get_feat_extract_output_lengths,
+)
 
+from headstart.errors import UnsupportedModelError
+from headstart.models.code_predictor import Choose, CodePredictor
+from headstart.models.files import check_files, find_folder
+from headstart.models.heard_and_seen import Media, Placed
+from headstart.models.quiet import quiet
 from headstart.models.stage_decoder import PassTensors, StageDecoder, StageParts
 
-__all__ = ["CausalVocoder", "thinker_decoder"]
+__all__ = ["CausalVocoder", "CodecIds", "Qwen3Omni", "TurnIds", "thinker_decoder"]
+
+_UNSPOKEN = 1024
+"""So many of the talker's last token ids are no codes; of them it may only say the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnIds:
+    """Token ids of the thinker that say whose turn begins, and those around spoken text."""
+
+    start: int
+    user: int
+    assistant: int
+    text_bos: int
+    text_eos: int
+    text_pad: int
+
+
+@dataclass(frozen=True, slots=True)
+class CodecIds:
+    """Token ids of the talker: before a voice, after it, and the end."""
+
+    nothink: int
+    think_bos: int
+    think_eos: int
+    pad: int
+    bos: int
+    end: int
+
+
+class Qwen3Omni:
+    """A loaded model. Raises ModelNotFoundError, DamagedModelError, UnsupportedModelError."""
+
+    sample_rate = 24_000
+
+    def __init__(self, model: str | Path, dtype: str = "auto", device: str = "cpu") -> None:
+        folder = find_folder(model)
+        check_files(folder)
+        with quiet():
+            loaded: Any = Qwen3OmniMoeForConditionalGeneration.from_pretrained(
+                folder, dtype=dtype, attn_implementation="eager", local_files_only=True
+            )
+        if not loaded.has_talker:
+            raise UnsupportedModelError(f"{folder} has no talker: it cannot speak")
+        self._whole = loaded.to(device).eval()
+        self._thinker, self._talker = self._whole.thinker, self._whole.talker
+        config, talker = self._whole.config, self._talker.config
+        seen, heard = config.thinker_config.vision_config, config.thinker_config.audio_config
+        self._num_deep = len(seen.deepstack_visual_indexes)
+        self.placeholders = {
+            "audio": config.thinker_config.audio_token_id,
+            "image": config.thinker_config.image_token_id,
+        }
+        self.media = Media(
+            folder,
+            self.placeholders,
+            lambda counts: _get_feat_extract_output_lengths(counts, heard.n_window),
+            seen.spatial_merge_size,
+            padding=True,
+        )
+        self.voices: dict[str, int] = dict(talker.speaker_id or {})
+        self.turns = TurnIds(
+            start=config.im_start_token_id,
+            user=config.user_token_id,
+            assistant=config.assistant_token_id,
+            text_bos=config.tts_bos_token_id,
+            text_eos=config.tts_eos_token_id,
+            text_pad=config.tts_pad_token_id,
+        )
+        self.codec = CodecIds(
+            nothink=talker.codec_nothink_id,
+            think_bos=talker.codec_think_bos_id,
+            think_eos=talker.codec_think_eos_id,
+            pad=talker.codec_pad_id,
+            bos=talker.codec_bos_id,
+            end=talker.codec_eos_token_id,
+        )
+        self._predictor = CodePredictor(self._talker.code_predictor)
+        self.num_others, self.num_codes = self._predictor.others, self._predictor.vocab_size
+        self.vocoder = CausalVocoder(self._whole.code2wav)
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the text."""
+        return int(self._thinker.get_input_embeddings().weight.shape[0])
+
+    def thinker(self) -> StageDecoder:
+        """Writes; gives `handed`."""
+        ends = frozenset([int(self._whole.config.im_end_token_id)])
+        accept = int(self._talker.config.accept_hidden_layer)
+        return thinker_decoder(self._thinker, accept, ends, self._num_deep)
+
+    def talker(self) -> StageDecoder:
+        """Says first codes; gives `hidden`, which the predictor goes on from."""
+        count = int(self._talker.config.text_config.vocab_size)
+        unspoken = set(range(count - _UNSPOKEN, count)) - {self.codec.end}
+        return StageDecoder(
+            StageParts(
+                text_model=self._talker.model,
+                head=self._talker.codec_head,
+                give=lambda tensors: {"hidden": tensors.hidden},
+                eos_token_ids=frozenset([self.codec.end]),
+                hidden_ids=tuple(sorted(unspoken)),
+            )
+        )
+
+    def embed_text(self, token_id: int) -> Tensor:
+        """The thinker's embedding `[hidden]` of a token."""
+        ids = torch.tensor([token_id], device=self._whole.device)
+        with torch.inference_mode():
+            row: Tensor = self._thinker.get_input_embeddings()(ids)[0]
+        return row
+
+    def embed_codes(self, ids: Tensor, others: Tensor | None = None) -> Tensor:
+        """The talker's embeddings `[n, hidden]` of its token ids int64 `[n]`.
+
+        With the other codes int64 `[n, others]` of the frames that they begin, the frames'.
+        """
+        device = self._whole.device
+        with torch.inference_mode():
+            rows: Tensor = self._talker.get_input_embeddings()(ids.to(device))
+            if others is not None:
+                all_rows = [rows[:, None], self._predictor.embed(others.to(device))]
+                rows = torch.cat(all_rows, dim=1).sum(1)
+        return rows
+
+    def predict_others(self, hidden: Tensor, first: Tensor, choose: Choose) -> Tensor:
+        """The other codes int64 `[n, others]` of frames, on the host.
+
+        `hidden` are the talker's rows `[n, hidden]` that said the first codes int64 `[n]`.
+        """
+        return self._predictor.predict(hidden, self.embed_codes(first), choose)
+
+    def project(self, rows: Tensor, is_media: Tensor) -> Tensor:
+        """Rows `[n, hidden]` of the thinker as the talker takes them.
+
+        is_media: bool `[n]`, of what was heard or seen.
+        """
+        given = rows.to(self._whole.device, self._whole.dtype)
+        with torch.inference_mode():
+            projected: Tensor = self._talker.text_projection(given)
+            if is_media.any():
+                at = is_media.to(given.device)
+                projected[at] = self._talker.hidden_projection(given[at])
+        return projected
+
+    def encode(self, placed: Placed) -> Tensor:
+        """What takes its placeholders' places, `[length, hidden * (1 + deep layers)]`.
+
+        An embedding, and what is added after each of the first layers: nothing for a sound.
+        """
+        content = {name: value.to(self._whole.device) for name, value in placed.content.items()}
+        with torch.inference_mode():
+            if placed.kind == "audio":
+                heard: Tensor = self._thinker.get_audio_features(**content).last_hidden_state
+                return torch.cat([heard, heard.new_zeros(len(heard), self._added(heard))], dim=1)
+            seen = self._thinker.get_image_features(**content)
+            rows = [seen.pooler_output[0], *(deep[0] for deep in seen.deepstack_features)]
+            return torch.cat(rows, dim=1)
+
+    def _added(self, rows: Tensor) -> int:
+        return self._num_deep * rows.shape[1]
+
+    def positions(
+        self, token_ids: Sequence[int], features: Mapping[str, Tensor]
+    ) -> tuple[Tensor, int]:
+        """Rotary positions `[3, tokens]`, and what later tokens' add to their places.
+
+        The talker's are counted in the same way, over its own prompt.
+        """
+        ids = torch.tensor([list(token_ids)])
+        mask = features.get("feature_attention_mask")
+        table, deltas = self._thinker.get_rope_index(
+            ids,
+            image_grid_thw=features.get("image_grid_thw"),
+            attention_mask=torch.ones_like(ids),
+            audio_seqlens=mask.sum(-1) if mask is not None else None,
+        )
+        return table[:, 0].long(), int(deltas.view(-1)[0])
 
 
 def thinker_decoder(
     thinker: Qwen3OmniMoeThinkerForConditionalGeneration,
     accept_layer: int,
     eos_token_ids: frozenset[int] = frozenset(),
+    num_deep: int = 0,
 ) -> StageDecoder:
     """Writes; gives `handed` `[tokens, hidden]`.
 
@@ -38,6 +233,7 @@ def thinker_decoder(
             give=give,
             eos_token_ids=eos_token_ids,
             needs_layers=True,
+            num_deep=num_deep,
         )
     )
 

@@ -37,6 +37,9 @@ class StageParts:
     text_model: layers over embeddings, with token embeddings of its own. head: hidden rows to
     logits. give: what a pass hands on, `[tokens, ...]` by name. project: from embedding width to
     the text model's. needs_layers: `give` reads `layers`. hidden_ids: tokens never sampled.
+    num_deep: after so many of the first layers, rows are added where embeddings are given
+    (DeepStack, https://arxiv.org/abs/2406.04334); they lie behind those, so that what is given is
+    `1 + num_deep` times as wide.
     """
 
     text_model: PreTrainedModel
@@ -46,6 +49,7 @@ class StageParts:
     project: nn.Module | None = None
     needs_layers: bool = False
     hidden_ids: tuple[int, ...] = ()
+    num_deep: int = 0
 
 
 class StageDecoder(DecoderModel):
@@ -56,6 +60,7 @@ class StageDecoder(DecoderModel):
         self._parts = parts
         self._passes: list[HostCopy] = []
         self._begin_copy = host_copies(self.device)
+        self._hidden_ids = torch.tensor(parts.hidden_ids, dtype=torch.int64, device=self.device)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -85,22 +90,35 @@ class StageDecoder(DecoderModel):
             is_own = torch.ones_like(token_ids, dtype=torch.bool)
             if embeddings is not None:
                 is_own[embeddings.rows] = False
-                embedded = embedded.index_copy(0, embeddings.rows, embeddings.values.to(embedded))
+                given = embeddings.values.to(embedded)[:, : embedded.shape[1]]
+                embedded = embedded.index_copy(0, embeddings.rows, given)
             entering = embedded if parts.project is None else parts.project(embedded)
             output: Any = self._model(
                 inputs_embeds=entering.unsqueeze(0),
                 position_ids=positions.unsqueeze(-2),
                 use_cache=False,
                 output_hidden_states=parts.needs_layers,
+                **self._deep_rows(embeddings, is_own),
             )
             hidden: Tensor = output.last_hidden_state[0]
             layers = [rows[0] for rows in output.hidden_states] if parts.needs_layers else []
-            given = parts.give(PassTensors(embedded, is_own, layers, hidden))
-            self._passes.append(self._begin_copy(given))  # while the head is computed
+            handed = parts.give(PassTensors(embedded, is_own, layers, hidden))
+            self._passes.append(self._begin_copy(handed))  # while the head is computed
             logits: Tensor = parts.head(hidden.index_select(0, logit_rows)).float()
             if parts.hidden_ids:
-                logits[:, list(parts.hidden_ids)] = -torch.inf
+                logits.index_fill_(1, self._hidden_ids, -torch.inf)
         return logits
+
+    def _deep_rows(self, embeddings: EmbeddingOverlay | None, is_own: Tensor) -> dict[str, Any]:
+        """What is added after the first layers, as transformers' text models take it."""
+        if embeddings is None or not self._parts.num_deep:
+            return {}
+        width = embeddings.values.shape[1] // (1 + self._parts.num_deep)
+        in_order = embeddings.values[embeddings.rows.argsort()]
+        return {
+            "visual_pos_masks": ~is_own[None],
+            "deepstack_visual_embeds": list(torch.split(in_order[:, width:], width, dim=1)),
+        }
 
 
 def text_layouts(model: PreTrainedModel) -> tuple[LayerLayout, ...]:

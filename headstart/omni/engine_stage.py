@@ -6,8 +6,9 @@ pass the rows of the pass go out.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.cache import ComputedBlocks, TokenSequence
 from headstart.engine.batch import Batch
 from headstart.engine.config import EngineConfig
-from headstart.engine.engine import Engine
+from headstart.engine.engine import Engine, StepResult
 from headstart.engine.request import Request, RequestGroup
 from headstart.errors import ConfigError, EngineError, HeadstartError
 from headstart.models.host_copies import HostCopy
@@ -36,7 +37,7 @@ from headstart.omni.stage import (
     StageSpec,
 )
 
-__all__ = ["EngineStage"]
+__all__ = ["EngineStage", "Said"]
 
 
 @dataclass(slots=True)
@@ -52,6 +53,13 @@ class _State:
     @property
     def sequence(self) -> TokenSequence | None:
         return self.group.requests[0].sequence if self.group is not None else None
+
+
+class Said(NamedTuple):
+    """The token that a request has more, and its inputs."""
+
+    feed: Feed
+    token: int
 
 
 class EngineStage:
@@ -124,8 +132,10 @@ class EngineStage:
         start = time.perf_counter()
         ran = {request_id for request_id, state in self._states.items() if self._is_ready(state)}
         if ran:
-            for group, error in self.engine.step():
+            results = self.engine.step()
+            for group, error in results:
                 self._deliver(group, error)
+            self._follow(results)
         self._decoder.take_passes()  # those of a step that failed
         seconds = time.perf_counter() - start
         events, self._events = self._events, []
@@ -166,11 +176,44 @@ class EngineStage:
     def computed(self, batch: Batch) -> None:
         parts = [Part(part.request.sequence, part.start, part.stop) for part in batch.scheduled]
         outputs = self._join(parts, self._decoder.take_passes())
+        self.ran(batch, outputs)
         names = {part.request.sequence: part.request.group.request_id for part in batch.scheduled}
         for sequence, chunk in self.rows.computed(parts, outputs):
             self._events.append(Given(names[sequence], chunk))
 
+    # For stages that do more
+
+    def ran(self, batch: Batch, outputs: Mapping[str, Tensor]) -> None:
+        """A step gave this, `[tokens of the step, ...]`, declared or not."""
+
+    def spoke(self, said: Mapping[str, Said]) -> None:
+        """These requests go on, each with a token more. What is raised here ends them."""
+
+    def give(self, name: str, chunk: Chunk) -> None:
+        """Hand on something beside the rows of the request's tokens."""
+        self._events.append(Given(name, chunk))
+
     # Inside
+
+    def _follow(self, results: Sequence[StepResult]) -> None:
+        """Do what is to be done with new tokens before the next step."""
+        said = {
+            group.request_id: Said(
+                self._states[group.request_id].feed,
+                group.requests[0].sampling.output_token_ids[-1],
+            )
+            for group, _ in results
+            if group.request_id in self._states
+        }
+        try:
+            if said:
+                self.spoke(said)
+        except Exception as error:  # whatever a model raises ends these requests alone
+            for name in said:
+                self.engine.abort(name)
+                reason = EngineError(f"{type(error).__name__}: {error}")
+                reason.__cause__ = error
+                self._fail(name, reason)
 
     def _is_ready(self, state: _State) -> bool:
         sequence = state.sequence

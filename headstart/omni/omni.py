@@ -17,11 +17,13 @@ from headstart.engine.prompt import PreparedPrompt
 from headstart.errors import RequestError, UnsupportedModelError
 from headstart.models.files import find_folder, read_json
 from headstart.models.qwen2_5_omni import Qwen25Omni
+from headstart.models.qwen3_omni import Qwen3Omni
 from headstart.omni.graph import Factory, read_graph
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt, SpokenPrompt
 from headstart.omni.pipeline import Progress
 from headstart.omni.qwen2_5 import Qwen25Stages
+from headstart.omni.qwen3 import Qwen3Stages
 from headstart.omni.stage import TOKENS, Input, OmniRequest
 
 __all__ = ["DEFAULT_CACHE_BYTES", "Omni"]
@@ -38,6 +40,7 @@ class _Stages(Protocol):
 
     graph: str
     audio: Input
+    codes: Input
     text_params: SamplingParams
     sample_rate: int
     voices: tuple[str, ...]
@@ -186,7 +189,7 @@ class Omni:
             request_id=request_id,
             text=text,
             token_ids=_joined(chunks.get(Input("thinker", TOKENS), [])).tolist(),
-            codes=_joined(chunks.get(Input("talker", TOKENS), [])),
+            codes=_joined(chunks.get(self._stages.codes, [])),
             audio_chunks=tuple(chunk.rows for chunk in chunks.get(self._stages.audio, [])),
             sample_rate=self._stages.sample_rate,
             finished=progress.finish_reason is not None,
@@ -216,4 +219,8 @@ def _load(model: str | Path, dtype: str, device: str, cache: OutputCache) -> _St
     kind = read_json(folder / "config.json").get("model_type")
     if kind == "qwen2_5_omni":
         return Qwen25Stages(Qwen25Omni(folder, dtype, device), folder, cache)
-    raise UnsupportedModelError(f"model_type {kind!r} is no omni model; there is qwen2_5_omni")
+    if kind == "qwen3_omni_moe":
+        return Qwen3Stages(Qwen3Omni(folder, dtype, device), folder, cache)
+    raise UnsupportedModelError(
+        f"model_type {kind!r} is no omni model; there are qwen2_5_omni and qwen3_omni_moe"
+    )

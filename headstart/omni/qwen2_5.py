@@ -6,27 +6,18 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.cache import BlockKey, MultiModalItem, Namespace
-from headstart.engine.config import EngineConfig
-from headstart.engine.engine import make_config
 from headstart.engine.params import SamplingParams
-from headstart.engine.prompt import (
-    GivenRows,
-    PlacedRows,
-    PreparedPrompt,
-    PromptExtras,
-    RotaryPositions,
-)
+from headstart.engine.prompt import PreparedPrompt, RotaryPositions
 from headstart.errors import RequestError
-from headstart.models.qwen2_5_omni import Placed, Qwen25Omni, Voice
-from headstart.models.stage_decoder import StageDecoder
+from headstart.models.qwen2_5_omni import Qwen25Omni, Voice
 from headstart.models.tokenizer import load_tokenizer
 from headstart.omni.engine_stage import EngineStage
-from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
+from headstart.omni.feeds import Feed
 from headstart.omni.function_stage import Job, WholeStage, content_digest
 from headstart.omni.graph import Factory, StageNode
-from headstart.omni.output_cache import BlockPath, OutputCache
+from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import SpokenPrompt
+from headstart.omni.spoken_prompts import TEXT, SpokenPrompts, stage_config, think
 from headstart.omni.stage import TOKENS, Input, OmniRequest, Stage
 from headstart.omni.talker import TalkerFeed, TalkerPlan
 
@@ -50,7 +41,6 @@ gives = { audio = { alignment = "request", dtype = "float32" } }
 _SPEECH = SamplingParams(
     max_tokens=4096, temperature=0.9, top_k=40, top_p=0.8, repetition_penalty=1.05
 )
-_TEXT = SamplingParams(max_tokens=1024, temperature=0.0)
 
 
 class Qwen25Stages:
@@ -61,11 +51,13 @@ class Qwen25Stages:
 
     graph = QWEN25_GRAPH
     audio = Input("token2wav", "audio")
-    text_params = _TEXT
+    codes = Input("talker", TOKENS)
+    text_params = TEXT
 
     def __init__(self, model: Qwen25Omni, folder: str | Path, cache: OutputCache) -> None:
         self._model = model
         self._cache = cache
+        self._prompts = SpokenPrompts(model, cache)
         self.sample_rate = model.sample_rate
         self.tokenizer = load_tokenizer(folder)
         self.voices = tuple(model.voices)
@@ -79,50 +71,20 @@ class Qwen25Stages:
     def prepare(
         self, text: PreparedPrompt, media: Mapping[str, Any], salt: str | None
     ) -> SpokenPrompt:
-        """A prompt with what is heard and seen in place. Raises RequestError.
-
-        media: `features` as transformers' processor makes them, or `audio` and `images` to make
-        them of.
-
-        Sounds and images that were encoded before, under the same salt, are known by content.
-        """
-        features: dict[str, Tensor] = dict(media.get("features") or {})
-        if media.get("audio"):
-            features |= self._model.hear(media["audio"])
-        if media.get("images"):
-            features |= self._model.see(media["images"])
-        token_ids = self._model.expand(text.token_ids, features)
-        placed = self._model.locate(token_ids, features)
-        items, rows = [], []
-        for thing in placed:
-            digest = content_digest(thing.kind, *(thing.content[k] for k in sorted(thing.content)))
-            items.append(MultiModalItem(digest, thing.offset, thing.length))
-            rows.append(PlacedRows(thing.offset, self._encode(thing, digest, salt)))
-        positions = None
-        if placed:
-            table, delta = self._model.positions(token_ids, features)
-            positions = RotaryPositions(table.numpy(), delta)
-        extras = PromptExtras(tuple(items), GivenRows(rows), positions) if placed else None
-        return SpokenPrompt(PreparedPrompt(token_ids, text.text, extras), features)
-
-    def _encode(self, placed: Placed, digest: bytes, salt: str | None) -> Tensor:
-        path = BlockPath("encoder", Namespace(None, salt), [BlockKey(digest)])
-        known = self._cache.find(path)
-        if known:
-            self._cache.touch(path)
-            return known[0]["rows"]
-        rows = self._model.encode(placed).cpu()
-        if len(rows) != placed.length:
-            raise RequestError(
-                f"an {placed.kind} of {placed.length} placeholders became {len(rows)} embeddings"
-            )
-        self._cache.put(path, 0, {"rows": rows})
-        return rows
+        """A prompt with what is heard and seen in place. Raises RequestError."""
+        return self._prompts.prepare(text, media, salt)
 
     # Stages
 
     def _make_thinker(self, node: StageNode) -> Stage:
-        return self._engine_stage(node, self._model.thinker(), self._think)
+        return EngineStage(
+            node.spec,
+            self._model.thinker(),
+            think,
+            stage_config(node),
+            self._cache,
+            self.tokenizer,
+        )
 
     def _make_talker(self, node: StageNode) -> Stage:
         decoder = self._model.talker()
@@ -172,17 +134,7 @@ class Qwen25Stages:
 
         return WholeStage(node.spec, make, identity, self._cache)
 
-    def _engine_stage(self, node: StageNode, decoder: StageDecoder, feeder: Any) -> EngineStage:
-        return EngineStage(
-            node.spec, decoder, feeder, stage_config(node), self._cache, self.tokenizer
-        )
-
     # Requests
-
-    @staticmethod
-    def _think(request: OmniRequest) -> Feed:
-        params = request.params.get("thinker", _TEXT)
-        return PromptFeed(StagePrompt(request.prompt.prepared, params, request.salt))
 
     def _voice_name(self, request: OmniRequest) -> str:
         name = request.options.get("talker", {}).get("voice") or self.voices[0]
@@ -202,13 +154,3 @@ class Qwen25Stages:
         ids = [*prompt.prepared.token_ids, bos, bos]
         table, delta = self._model.positions(ids, prompt.features, of_talker=True)
         return RotaryPositions(table.numpy(), delta)
-
-
-def stage_config(node: StageNode) -> EngineConfig:
-    """An engine's options for a stage: what the graph says, and what every stage needs."""
-    options = {
-        **node.options,
-        "partial_hits": False,
-        "enable_prefix_caching": node.spec.enable_prefix_caching,
-    }
-    return make_config(options)

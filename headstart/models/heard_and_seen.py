@@ -1,0 +1,193 @@
+"""What prompts let a model of the Qwen-Omni family hear and see: features, and their places.
+
+Sounds and images become features by the checkpoint's own processors; each stands in the prompt as
+a run of placeholders, one for each embedding that the model's encoders will make of it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoFeatureExtractor, AutoImageProcessor
+
+from headstart.errors import DamagedModelError, RequestError, UnsupportedModelError
+from headstart.models.quiet import quiet
+
+__all__ = ["Media", "Placed", "SoundLengths"]
+
+_TAKEN = ("input_features", "feature_attention_mask", "pixel_values", "image_grid_thw")
+"""What a prompt may bring beside token ids, by the names of transformers' processor."""
+
+SoundLengths = Callable[[Tensor], Tensor]
+"""From frames of sounds int64 `[sounds]` to the embeddings that they become."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One audio or image in a prompt.
+
+    offset, length: of its placeholders, in tokens. content: the tensors that it is.
+    """
+
+    kind: str
+    offset: int
+    length: int
+    content: Mapping[str, Tensor]
+
+
+class Media:
+    """Sounds and images of one model's prompts.
+
+    placeholders: the token ids that stand for "audio" and "image". merge_size: the side, in
+    patches, of the square that becomes one embedding. padding: how the feature extractor fills
+    sounds up, before they are cut to the longest.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        placeholders: Mapping[str, int],
+        sound_lengths: SoundLengths,
+        merge_size: int,
+        padding: str | bool,
+    ) -> None:
+        self._folder = folder
+        self._placeholders = placeholders
+        self._sound_lengths = sound_lengths
+        self._merge_size = merge_size
+        self._padding = padding
+
+    def hear(self, sounds: Sequence[Any]) -> dict[str, Tensor]:
+        """Features of sounds: float arrays `[samples]` at the extractor's rate.
+
+        Raises RequestError for what is no sound, ModelError without a feature extractor.
+        """
+        extractor = _load(AutoFeatureExtractor, self._folder)
+        waves = [np.asarray(sound, dtype=np.float32) for sound in sounds]
+        for wave in waves:
+            if wave.ndim != 1 or not len(wave) or not np.isfinite(wave).all():
+                raise RequestError(f"a sound is numbers [samples], not {list(wave.shape)}")
+        found = extractor(
+            waves,
+            sampling_rate=extractor.sampling_rate,
+            padding=self._padding,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        mask = found["attention_mask"]
+        longest = int(mask.sum(-1).max())
+        return {
+            "input_features": found["input_features"][..., :longest],
+            "feature_attention_mask": mask[:, :longest],
+        }
+
+    def see(self, images: Sequence[Any]) -> dict[str, Tensor]:
+        """Features of Pillow images.
+
+        Raises RequestError for what is no image, ModelError without an image processor.
+        """
+        processor = _load(AutoImageProcessor, self._folder, backend="pil")
+        try:
+            found = processor(images=list(images), return_tensors="pt")
+        # ValueError, TypeError, OSError: whatever Pillow and numpy say of what they cannot read.
+        except Exception as error:
+            raise RequestError(f"images cannot be read: {type(error).__name__}: {error}") from error
+        return {name: found[name] for name in ("pixel_values", "image_grid_thw")}
+
+    def expand(self, token_ids: Sequence[int], features: Mapping[str, Tensor]) -> list[int]:
+        """Token ids in which an item's one placeholder became as many as it has embeddings.
+
+        Prompts that have all of them are as they were. Raises RequestError.
+        """
+        expanded = list(token_ids)
+        for kind, (lengths, _) in self._contents(features).items():
+            placeholder = self._placeholders[kind]
+            if expanded.count(placeholder) != len(lengths):
+                continue
+            left = iter(lengths)
+            expanded = [
+                token
+                for known in expanded
+                for token in [known] * (next(left) if known == placeholder else 1)
+            ]
+        return expanded
+
+    def _contents(
+        self, features: Mapping[str, Tensor]
+    ) -> dict[str, tuple[list[int], list[dict[str, Tensor]]]]:
+        unknown = sorted(features.keys() - set(_TAKEN))
+        if unknown:
+            raise RequestError(f"the model takes no {unknown[0]!r}; it takes {_TAKEN}")
+        return {"audio": self._audios(features), "image": self._images(features)}
+
+    def locate(self, token_ids: Sequence[int], features: Mapping[str, Tensor]) -> list[Placed]:
+        """Which audio and image stands where. Raises RequestError if they do not fit the tokens."""
+        found = []
+        for kind, (lengths, contents) in self._contents(features).items():
+            placeholder = self._placeholders[kind]
+            places = [at for at, token in enumerate(token_ids) if token == placeholder]
+            if len(places) != sum(lengths):
+                raise RequestError(
+                    f"the prompt has {len(places)} {kind} placeholders, and what comes with it "
+                    f"needs {sum(lengths)}"
+                )
+            at = 0
+            for length, content in zip(lengths, contents, strict=True):
+                mine = places[at : at + length]
+                if mine and mine[-1] - mine[0] >= length:
+                    raise RequestError(f"{kind} placeholders from token {mine[0]} on have a gap")
+                found.append(Placed(kind, mine[0], length, content))
+                at += length
+        return sorted(found, key=lambda placed: placed.offset)
+
+    def _audios(self, features: Mapping[str, Tensor]) -> tuple[list[int], list[dict[str, Tensor]]]:
+        if "input_features" not in features:
+            return [], []
+        names = ("input_features", "feature_attention_mask")
+        if names[1] not in features or len(features[names[0]]) != len(features[names[1]]):
+            raise RequestError("input_features come with a feature_attention_mask for each audio")
+        counts = features[names[1]].sum(-1)
+        lengths = self._sound_lengths(counts).tolist()
+        contents = [
+            {name: features[name][at : at + 1] for name in names} for at in range(len(lengths))
+        ]
+        return lengths, contents
+
+    def _images(self, features: Mapping[str, Tensor]) -> tuple[list[int], list[dict[str, Tensor]]]:
+        if "pixel_values" not in features:
+            return [], []
+        if "image_grid_thw" not in features:
+            raise RequestError("pixel_values come with an image_grid_thw")
+        grids = features["image_grid_thw"]
+        patches = grids.prod(-1).tolist()
+        if sum(patches) != len(features["pixel_values"]):
+            raise RequestError(
+                f"the image grids make {sum(patches)} patches; "
+                f"pixel_values have {len(features['pixel_values'])}"
+            )
+        merged = self._merge_size**2
+        pieces = torch.split(features["pixel_values"], patches)
+        contents = [
+            {"pixel_values": piece, "image_grid_thw": grids[at : at + 1]}
+            for at, piece in enumerate(pieces)
+        ]
+        return [count // merged for count in patches], contents
+
+
+def _load(kind: Any, folder: Path, **options: Any) -> Any:
+    """What turns sounds or images into features."""
+    try:
+        with quiet():
+            return kind.from_pretrained(folder, local_files_only=True, **options)
+    except ImportError as error:
+        raise UnsupportedModelError(f"{folder}: a package is missing: {error}") from error
+    # OSError, ValueError, KeyError: whatever a settings file can lack.
+    except Exception as error:
+        raise DamagedModelError(
+            f"{folder} has no {kind.__name__.removeprefix('Auto')} that can be loaded: "
+            f"{type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,273 @@
+"""A talker that says a frame of several codes a step, as Qwen3-Omni's does.
+
+    position  0 ...... U-1   U .. U+2    U+3      U+4  U+5  U+6    U+7  U+8   U+9     U+10 ...
+    token     blank          blank       nothink  bos  eos  voice  pad  bos   frame 0 frame 1
+    row       user's turns   answer 0-2  pad      pad  pad  pad    bos  3     4       5 ... eos pad
+
+Rows are the thinker's: of the user's turns, then of the turn that it answers in. Where a token has
+an embedding (from U + 3 on) the two are added, and a frame's is the sum of those of all its codes.
+The other codes of a frame are predicted as soon as its first is said; without them the next step
+cannot run, and the same first codes with others behind them are another prefix. So they are kept
+beside the rows, and are part of what names a block.
+
+Source: `Qwen3OmniMoeForConditionalGeneration.generate` in transformers.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headstart.cache import TokenSequence
+from headstart.engine.batch import Batch
+from headstart.engine.config import EngineConfig
+from headstart.engine.params import SamplingParams
+from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
+from headstart.engine.sampler import Sampler, SamplingState
+from headstart.errors import EngineError
+from headstart.models.code_predictor import Choose
+from headstart.models.stage_decoder import StageDecoder
+from headstart.omni.engine_stage import EngineStage, Said
+from headstart.omni.feeds import Conditions, StagePrompt
+from headstart.omni.output_cache import OutputCache
+from headstart.omni.rows import Chunk
+from headstart.omni.stage import Began, Given, Input, OmniRequest, StageSpec
+
+__all__ = ["CODES", "FrameModel", "FrameTalker", "FrameTalkerFeed", "FrameTalkerPlan"]
+
+CODES = "codes"
+"""A frame talker gives frames, int64 `[frames, codes]`, beside its tokens."""
+
+_NOW = 3
+"""So many rows of the answer's turn stand in the prompt: its start, whose it is, a line's end."""
+
+_OTHERS = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
+"""How transformers draws the other codes, whatever the first is drawn by."""
+
+
+class FrameModel(Protocol):
+    """What a frame talker needs of its model."""
+
+    num_others: int
+    """Codes of a frame beside the first."""
+    num_codes: int
+    """How many values each of them has."""
+
+    def project(self, rows: Tensor, is_media: Tensor) -> Tensor:
+        """The thinker's rows `[n, width]`, bool `[n]`, as the talker's `[n, hidden]`."""
+        ...
+
+    def embed_codes(self, ids: Tensor, others: Tensor | None = None) -> Tensor:
+        """Embeddings `[n, hidden]` of token ids, or of the frames that they begin."""
+        ...
+
+    def predict_others(self, hidden: Tensor, first: Tensor, choose: Choose) -> Tensor:
+        """The other codes int64 `[n, others]`, after the talker's rows and the first codes."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameTalkerPlan:
+    """How one request's talker prompt is made.
+
+    rows: which of the thinker's outputs it is fed. spoken_to: bool `[prompt]`, the user's turns in
+    the thinker's prompt; is_media: of these alone, what was heard or seen. answer_start: where
+    the answer's turn begins. lead_ids: the six ids before the first frame. bos, eos, pad: rows
+    `[width]`. positions: None for 0, 1, 2, ...
+    """
+
+    rows: Input
+    block_size: int
+    spoken_to: Tensor
+    is_media: Tensor
+    answer_start: int
+    blank_id: int
+    lead_ids: tuple[int, ...]
+    bos: Tensor
+    eos: Tensor
+    pad: Tensor
+    model: FrameModel
+    params: SamplingParams
+    generator: torch.Generator
+    voice: str
+    positions: RotaryPositions | None = None
+
+    @property
+    def num_user(self) -> int:
+        """Rows of the user's turns."""
+        return len(self.is_media)
+
+
+class FrameTalkerFeed:
+    """One request's feed. A step needs the frame before it, and the thinker one row ahead."""
+
+    def __init__(self, request: OmniRequest, plan: FrameTalkerPlan) -> None:
+        self._request = request
+        self._plan = plan
+        self._prompt_tokens: int | None = None
+        self._num_rows = 0
+        self._answer: list[Tensor] = []
+        self._ended = False
+        self._frames: list[Tensor] = []
+        self._conditions = Conditions(plan.block_size, self._combine)
+        chosen = SamplingParams(temperature=0) if plan.params.is_greedy else _OTHERS
+        self.sampling = SamplingState(chosen, (), [], plan.generator, frozenset())
+        """How the other codes are chosen."""
+
+    @property
+    def _num_prompt(self) -> int:
+        return self._plan.num_user + _NOW + len(self._plan.lead_ids)
+
+    def take(self, source: str, event: Given | Began) -> None:
+        if source != self._plan.rows.stage:
+            return
+        if isinstance(event, Began):
+            self._begin_thinker(event)
+        elif event.chunk.output == self._plan.rows.output:
+            self._add(event.chunk.rows)
+
+    def _begin_thinker(self, event: Began) -> None:
+        plan = self._plan
+        self._prompt_tokens = event.prompt_tokens
+        is_prefix = bool(plan.spoken_to[: plan.num_user].all())
+        if is_prefix and event.block_size == plan.block_size:  # its blocks lie as ours do
+            self._conditions.name(event.names[: plan.num_user // plan.block_size])
+
+    def _add(self, rows: Tensor) -> None:
+        """The thinker's next rows."""
+        plan, first = self._plan, self._num_rows
+        self._num_rows += len(rows)
+        chosen = rows[: max(0, len(plan.spoken_to) - first)][plan.spoken_to[first : self._num_rows]]
+        if len(chosen):
+            self._conditions.add(self._beside(chosen))
+        self._answer += rows[max(0, plan.answer_start - first) :]
+        self._advance()
+
+    def end(self, source: str) -> None:
+        if source == self._plan.rows.stage:
+            if self._prompt_tokens is None or self._num_rows < self._prompt_tokens:
+                raise EngineError(
+                    f"{source!r} ended with {self._num_rows} rows of {self._plan.rows.output!r} "
+                    f"for a prompt of {self._prompt_tokens} tokens"
+                )
+            self._ended = True
+            self._advance()
+
+    def add_frame(self, others: Tensor) -> int:
+        """The other codes int64 `[others]` of the next frame; its number, from 0 on."""
+        self._frames.append(others)
+        self._advance()
+        return len(self._frames) - 1
+
+    def _advance(self) -> None:
+        """Lay down the rows of all positions of which everything is known."""
+        conditions, plan = self._conditions, self._plan
+        if conditions.count == plan.num_user and (row := self._row(_NOW)) is not None:
+            pads = [plan.pad] * (len(plan.lead_ids) - 2)
+            now = [self._row(at) for at in range(_NOW)]
+            rows = [known for known in now if known is not None] + pads + [plan.bos, row]
+            conditions.add(self._beside(torch.stack([known.to(row) for known in rows])))
+        at = conditions.count - self._num_prompt
+        while 0 <= at < len(self._frames) and (row := self._row(_NOW + 1 + at)) is not None:
+            conditions.add(self._beside(row[None], self._frames[at][None]))
+            at += 1
+
+    def _row(self, at: int) -> Tensor | None:
+        """The row of the answer's token, what stands for it behind its end, or None for now."""
+        if at < len(self._answer):
+            return self._answer[at]
+        if not self._ended:
+            return None
+        return self._plan.eos if at == len(self._answer) else self._plan.pad
+
+    def _beside(self, rows: Tensor, others: Tensor | None = None) -> Tensor:
+        """Rows with the frames' other codes behind them, float32, in which both are exact."""
+        if others is None:
+            others = torch.zeros(len(rows), self._plan.model.num_others)
+        return torch.cat([rows.float().cpu(), others.float()], dim=1)
+
+    def prompt(self) -> StagePrompt | None:
+        if self._conditions.count < self._num_prompt:
+            return None
+        plan = self._plan
+        token_ids = [plan.blank_id] * (plan.num_user + _NOW) + list(plan.lead_ids)
+        self._conditions.attach(token_ids)
+        items = self._conditions.items[: len(token_ids) // plan.block_size]
+        extras = PromptExtras(items, self._conditions, plan.positions)
+        salt = json.dumps([self._request.salt, plan.voice])
+        return StagePrompt(PreparedPrompt(token_ids, extras=extras), plan.params, salt)
+
+    def begin(self, sequence: TokenSequence) -> None:
+        self._conditions.begin(sequence)
+
+    def is_ready(self, num_tokens: int) -> bool:
+        return num_tokens <= self._conditions.count
+
+    def _combine(self, position: int, token_ids: Sequence[int], rows: Tensor) -> Tensor:
+        """Rows as the talker takes them, and from U + 3 on the embeddings of the tokens too."""
+        plan, count = self._plan, self._plan.model.num_others
+        stop = position + len(rows)
+        is_media = torch.zeros(len(rows), dtype=torch.bool)
+        known = plan.is_media[position:stop]
+        is_media[: len(known)] = known
+        made = plan.model.project(rows[:, :-count], is_media)
+        first = max(0, plan.num_user + _NOW - position)
+        frames = max(first, self._num_prompt - position)
+        ids = torch.tensor(token_ids, dtype=torch.int64)
+        with torch.inference_mode():
+            if first < min(frames, len(rows)):
+                made[first:frames] += plan.model.embed_codes(ids[first:frames])
+            if frames < len(rows):
+                others = rows[frames:, -count:].long()
+                made[frames:] += plan.model.embed_codes(ids[frames:], others)
+        return made
+
+
+class FrameTalker(EngineStage):
+    """An engine stage over first codes, whose frames are completed after each step.
+
+    Its feeds are `FrameTalkerFeed`s; its decoder gives `hidden` `[tokens, hidden]`.
+    """
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        decoder: StageDecoder,
+        feeder: Callable[[OmniRequest], FrameTalkerFeed],
+        config: EngineConfig,
+        cache: OutputCache | None,
+        model: FrameModel,
+    ) -> None:
+        super().__init__(spec, decoder, feeder, config, cache)
+        self._model = model
+        self._sampler = Sampler(model.num_codes)
+        self._hidden: dict[str, Tensor] = {}
+
+    def ran(self, batch: Batch, outputs: Mapping[str, Tensor]) -> None:
+        """Keep the rows that say the next codes."""
+        ends = itertools.accumulate(part.stop - part.start for part in batch.scheduled)
+        self._hidden = {
+            part.request.group.request_id: outputs["hidden"][end - 1]
+            for part, end in zip(batch.scheduled, ends, strict=True)
+        }
+
+    def spoke(self, said: Mapping[str, Said]) -> None:
+        """Complete the frames that were begun; the last code of an answer begins none."""
+        feeds = {
+            name: feed for name, (feed, _) in said.items() if isinstance(feed, FrameTalkerFeed)
+        }
+        states = [feed.sampling for feed in feeds.values()]
+
+        def choose(logits: Tensor) -> list[int]:
+            return [chosen.token_id for chosen in self._sampler.sample(logits, states)]
+
+        first = torch.tensor([said[name].token for name in feeds])
+        hidden = torch.stack([self._hidden[name] for name in feeds])
+        others = self._model.predict_others(hidden, first, choose)
+        for row, (name, feed) in enumerate(feeds.items()):
+            frame = torch.cat([first[row : row + 1], others[row]])
+            self.give(name, Chunk(CODES, feed.add_frame(others[row]), frame[None]))

@@ -1,0 +1,166 @@
+"""Qwen3-Omni as a pipeline: thinker, talker of frames, causal vocoder."""
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headstart.engine.params import SamplingParams
+from headstart.engine.prompt import PreparedPrompt, RotaryPositions
+from headstart.errors import DamagedModelError, RequestError
+from headstart.models.qwen3_omni import Qwen3Omni
+from headstart.models.tokenizer import load_tokenizer
+from headstart.omni.engine_stage import EngineStage
+from headstart.omni.frame_talker import CODES, FrameTalker, FrameTalkerFeed, FrameTalkerPlan
+from headstart.omni.function_stage import FramesPlan, FramesStage
+from headstart.omni.graph import Factory, StageNode
+from headstart.omni.output_cache import OutputCache
+from headstart.omni.params import SpokenPrompt
+from headstart.omni.spoken_prompts import TEXT, SpokenPrompts, stage_config, think
+from headstart.omni.stage import Input, OmniRequest, Stage
+
+__all__ = ["Qwen3Stages"]
+
+_GRAPH = """
+collects = ["thinker.tokens", "talker.codes", "code2wav.audio"]
+
+[stages.thinker]
+gives = {{ handed = "token" }}
+
+[stages.talker]
+takes = ["thinker.handed"]
+gives = {{ codes = "request" }}
+
+[stages.code2wav]
+autoregressive = false
+takes = ["talker.codes"]
+gives = {{ audio = {{ alignment = "frames({ratio})", dtype = "float32" }} }}
+"""
+
+_SPEECH = SamplingParams(
+    max_tokens=4096, temperature=0.9, top_k=50, top_p=1.0, repetition_penalty=1.05
+)
+_CONTEXT = 25
+"""Codes that transformers' `chunked_decode` looks back at; as many are spoken at a time."""
+
+
+class Qwen3Stages:
+    """Makes the stages of one loaded model, and prompts for them.
+
+    A request's options: `talker` is told the `voice`.
+    """
+
+    audio = Input("code2wav", "audio")
+    codes = Input("talker", CODES)
+    text_params = TEXT
+
+    def __init__(self, model: Qwen3Omni, folder: str | Path, cache: OutputCache) -> None:
+        if not model.voices:
+            raise DamagedModelError(f"{folder} names no voices (speaker_id)")
+        self._model = model
+        self._cache = cache
+        self._prompts = SpokenPrompts(model, cache)
+        self._seeds = itertools.count()
+        self.graph = _GRAPH.format(ratio=model.vocoder.ratio)
+        self.sample_rate = model.sample_rate
+        self.tokenizer = load_tokenizer(folder)
+        self.voices = tuple(model.voices)
+        self.vocab_size = model.vocab_size
+        self.factories: Mapping[str, Factory] = {
+            "thinker": self._make_thinker,
+            "talker": self._make_talker,
+            "code2wav": self._make_code2wav,
+        }
+
+    def prepare(
+        self, text: PreparedPrompt, media: Mapping[str, Any], salt: str | None
+    ) -> SpokenPrompt:
+        """A prompt with what is heard and seen in place. Raises RequestError."""
+        return self._prompts.prepare(text, media, salt)
+
+    def _make_thinker(self, node: StageNode) -> Stage:
+        return EngineStage(
+            node.spec,
+            self._model.thinker(),
+            think,
+            stage_config(node),
+            self._cache,
+            self.tokenizer,
+        )
+
+    def _make_talker(self, node: StageNode) -> Stage:
+        model, config = self._model, stage_config(node)
+        turns, codec = model.turns, model.codec
+        bos, eos, pad = map(model.embed_text, (turns.text_bos, turns.text_eos, turns.text_pad))
+
+        def feed(request: OmniRequest) -> FrameTalkerFeed:
+            params = request.params.get("talker", _SPEECH)
+            seed = config.seed + next(self._seeds) if params.seed is None else params.seed
+            voice = self._voice(request)
+            prompt: SpokenPrompt = request.prompt
+            ids = torch.tensor(prompt.prepared.token_ids)
+            spoken_to, start = self._turns(ids)
+            user = ids[spoken_to]
+            media = torch.tensor(list(model.placeholders.values()))
+            plan = FrameTalkerPlan(
+                rows=node.spec.takes[0],
+                block_size=config.block_size,
+                spoken_to=spoken_to,
+                is_media=torch.isin(user, media),
+                answer_start=start,
+                blank_id=codec.pad,
+                lead_ids=(
+                    codec.nothink,
+                    codec.think_bos,
+                    codec.think_eos,
+                    model.voices[voice],
+                    codec.pad,
+                    codec.bos,
+                ),
+                bos=bos,
+                eos=eos,
+                pad=pad,
+                model=model,
+                params=params,
+                generator=torch.Generator().manual_seed(seed),
+                voice=voice,
+                positions=self._positions(user.tolist(), prompt),
+            )
+            return FrameTalkerFeed(request, plan)
+
+        return FrameTalker(node.spec, model.talker(), feed, config, self._cache, model)
+
+    def _make_code2wav(self, node: StageNode) -> Stage:
+        plan = FramesPlan(function=self._model.vocoder, block=_CONTEXT, context=_CONTEXT)
+        return FramesStage(node.spec, plan, self._cache)
+
+    def _voice(self, request: OmniRequest) -> str:
+        name = request.options.get("talker", {}).get("voice") or self.voices[0]
+        if name not in self.voices:
+            raise RequestError(f"there is no voice {name!r}; there are {', '.join(self.voices)}")
+        return str(name)
+
+    def _turns(self, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Which tokens of a prompt are the user's, and where the turn begins that answers.
+
+        Raises RequestError if none does, or if it is not the last.
+        """
+        turns = self._model.turns
+        starts = (ids == turns.start).nonzero().flatten()
+        if not len(starts) or ids[starts[-1] + 1 :][:1].tolist() != [turns.assistant]:
+            raise RequestError("a prompt that is to be spoken to ends with the assistant's turn")
+        turn = torch.searchsorted(starts, torch.arange(len(ids)), right=True) - 1
+        # What stands before the first turn is taken for one that begins there, as transformers do.
+        roles = ids[torch.where(turn < 0, 0, starts[turn]) + 1]
+        is_user = roles == turns.user
+        return is_user, int(starts[-1])
+
+    def _positions(self, user: list[int], prompt: SpokenPrompt) -> RotaryPositions | None:
+        """As the thinker's, over the user's turns and the nine tokens that follow."""
+        if "image_grid_thw" not in prompt.features:
+            return None
+        ids = [*user, *[self._model.turns.text_pad] * 9]
+        table, delta = self._model.positions(ids, prompt.features)
+        return RotaryPositions(table.numpy(), delta)

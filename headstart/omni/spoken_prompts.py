@@ -1,0 +1,113 @@
+"""Prompts of a model that hears and sees: items in their places, encoded once."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from headstart.cache import BlockKey, MultiModalItem, Namespace
+from headstart.engine.config import EngineConfig
+from headstart.engine.engine import make_config
+from headstart.engine.params import SamplingParams
+from headstart.engine.prompt import (
+    GivenRows,
+    PlacedRows,
+    PreparedPrompt,
+    PromptExtras,
+    RotaryPositions,
+)
+from headstart.errors import RequestError
+from headstart.models.heard_and_seen import Media, Placed
+from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
+from headstart.omni.function_stage import content_digest
+from headstart.omni.graph import StageNode
+from headstart.omni.output_cache import BlockPath, OutputCache
+from headstart.omni.params import SpokenPrompt
+from headstart.omni.stage import OmniRequest
+
+__all__ = ["SpokenPrompts", "stage_config", "think"]
+
+TEXT = SamplingParams(max_tokens=1024, temperature=0.0)
+"""How a thinker writes unless it is told otherwise."""
+
+
+class HearingModel(Protocol):
+    """What of a model its prompts need."""
+
+    media: Media
+
+    def encode(self, placed: Placed) -> Tensor:
+        """What takes an item's placeholders' places, `[length, width]`."""
+        ...
+
+    def positions(
+        self, token_ids: Sequence[int], features: Mapping[str, Tensor]
+    ) -> tuple[Tensor, int]:
+        """Rotary positions int64 `[3, tokens]`, and what later tokens' add to their places."""
+        ...
+
+
+class SpokenPrompts:
+    """Makes prompts for one model. Sounds and images that were encoded are kept in `cache`."""
+
+    def __init__(self, model: HearingModel, cache: OutputCache) -> None:
+        self._model = model
+        self._cache = cache
+
+    def prepare(
+        self, text: PreparedPrompt, given: Mapping[str, Any], salt: str | None
+    ) -> SpokenPrompt:
+        """A prompt with what is heard and seen in place. Raises RequestError.
+
+        given: `features` as transformers' processor makes them, or `audio` and `images` to make
+        them of. What was encoded before, under the same salt, is known by content.
+        """
+        media = self._model.media
+        features: dict[str, Tensor] = dict(given.get("features") or {})
+        if given.get("audio"):
+            features |= media.hear(given["audio"])
+        if given.get("images"):
+            features |= media.see(given["images"])
+        token_ids = media.expand(text.token_ids, features)
+        placed = media.locate(token_ids, features)
+        items, rows = [], []
+        for thing in placed:
+            digest = content_digest(thing.kind, *(thing.content[k] for k in sorted(thing.content)))
+            items.append(MultiModalItem(digest, thing.offset, thing.length))
+            rows.append(PlacedRows(thing.offset, self._encode(thing, digest, salt)))
+        positions = None
+        if placed:
+            table, delta = self._model.positions(token_ids, features)
+            positions = RotaryPositions(table.numpy(), delta)
+        extras = PromptExtras(tuple(items), GivenRows(rows), positions) if placed else None
+        return SpokenPrompt(PreparedPrompt(token_ids, text.text, extras), features)
+
+    def _encode(self, placed: Placed, digest: bytes, salt: str | None) -> Tensor:
+        path = BlockPath("encoder", Namespace(None, salt), [BlockKey(digest)])
+        known = self._cache.find(path)
+        if known:
+            self._cache.touch(path)
+            return known[0]["rows"]
+        rows = self._model.encode(placed).cpu()
+        if len(rows) != placed.length:
+            raise RequestError(
+                f"an {placed.kind} of {placed.length} placeholders became {len(rows)} embeddings"
+            )
+        self._cache.put(path, 0, {"rows": rows})
+        return rows
+
+
+def think(request: OmniRequest) -> Feed:
+    """A thinker's feed: the prompt that was prepared."""
+    params = request.params.get("thinker", TEXT)
+    return PromptFeed(StagePrompt(request.prompt.prepared, params, request.salt))
+
+
+def stage_config(node: StageNode) -> EngineConfig:
+    """An engine's options for a stage: what the graph says, and what every stage needs."""
+    options = {
+        **node.options,
+        "partial_hits": False,
+        "enable_prefix_caching": node.spec.enable_prefix_caching,
+    }
+    return make_config(options)

@@ -1,0 +1,352 @@
+"""Qwen3-Omni against transformers' own generate: the same text, the same frames, the same wave."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import Qwen3OmniMoeForConditionalGeneration
+
+from headstart.cache import TokenSequence
+from headstart.engine.params import SamplingParams
+from headstart.errors import EngineError, ModelError, RequestError
+from headstart.models.quiet import quiet
+from headstart.omni.engine_stage import EngineStage
+from headstart.omni.frame_talker import FrameTalker, FrameTalkerFeed
+from headstart.omni.omni import Omni
+from headstart.omni.params import OmniOutput, OmniParams
+from headstart.omni.rows import Chunk
+from headstart.omni.stage import Began, Given
+from tests.omni.tiny_qwen3 import IDS, QUANTIZERS, save_qwen3
+
+WORDS, CODES = 8, 14
+TEXT = SamplingParams(temperature=0, max_tokens=WORDS)
+SPEECH = SamplingParams(temperature=0, max_tokens=CODES)
+ADA = OmniParams(text=TEXT, speech=SPEECH, voice="ada")
+DELAY = 6  # samples that the tiny vocoder comes late
+
+
+def noise(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def image(seed: int) -> dict[str, Tensor]:
+    return {"pixel_values": noise(seed, 64, 96), "image_grid_thw": torch.tensor([[1, 8, 8]])}
+
+
+def sound(seed: int) -> dict[str, Tensor]:
+    mask = torch.zeros(1, 60, dtype=torch.int64)
+    mask[:, :50] = 1
+    return {"input_features": noise(seed, 1, 16, 60), "feature_attention_mask": mask}
+
+
+def turn(who: str, *said: int) -> list[int]:
+    return [IDS["<|im_start|>"], IDS[f"<|{who}|>"], 10, *said, IDS["<|im_end|>"], 10]
+
+
+LOOK = [IDS["<|vision_start|>"], *[IDS["<|image_pad|>"]] * 16, IDS["<|vision_end|>"]]
+LISTEN = [IDS["<|audio_start|>"], *[IDS["<|audio_pad|>"]] * 7, IDS["<|audio_end|>"]]
+ANSWER = turn("assistant")[:3]
+PROMPTS: dict[str, dict[str, Any]] = {
+    "text": {"prompt_token_ids": turn("user", 70, 71, 72, 73, 74) + ANSWER},
+    "system": {"prompt_token_ids": turn("system", 65, 66) + turn("user", 70, 71) + ANSWER},
+    "turns": {
+        "prompt_token_ids": turn("user", 80, 81)
+        + turn("assistant", 90, 91, 92)
+        + turn("user", 82, 83, 84)
+        + ANSWER
+    },
+    "sound": {"prompt_token_ids": turn("user", *LISTEN, 75, 76) + ANSWER, "features": sound(1)},
+    "image": {"prompt_token_ids": turn("user", 7, *LOOK, 75) + ANSWER, "features": image(1)},
+    "other image": {"prompt_token_ids": turn("user", 7, *LOOK, 75) + ANSWER, "features": image(2)},
+    "both": {
+        "prompt_token_ids": turn("user", *LOOK, 8, *LISTEN, 9) + ANSWER,
+        "features": {**image(1), **sound(1)},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Any:
+    with quiet():
+        model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder).eval()
+    # Without it the talker cannot count positions where both is heard and seen (5.23).
+    model.talker.config.audio_config = model.thinker.config.audio_config
+
+    @cache
+    def answer(name: str, voice: str = "ada") -> tuple[list[int], list[list[int]], Tensor]:
+        """Row 0 of a batch of two, the other being shorter and padded.
+
+        Alone, a mask of all ones would be dropped, and images would have plain positions.
+        """
+        prompt = PROMPTS[name]["prompt_token_ids"]
+        other = turn("user", 75)[-3:] + ANSWER
+        other = turn("user")[:3] + other
+        ids = torch.tensor([prompt, [0] * (len(prompt) - len(other)) + other])
+        mask = torch.ones_like(ids)
+        mask[1, : -len(other)] = 0
+        features = PROMPTS[name].get("features", {})
+        heard: list[Tensor] = []
+        decode = model.code2wav.chunked_decode
+
+        def listen(codes: Tensor, **options: Any) -> Tensor:
+            heard.append(codes)
+            return decode(codes, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model.code2wav, "chunked_decode", listen)
+            sequences, waves = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                speaker=voice,
+                thinker_max_new_tokens=WORDS,
+                thinker_eos_token_id=IDS["<|im_end|>"],
+                thinker_do_sample=False,
+                talker_max_new_tokens=CODES,
+                talker_do_sample=False,
+                talker_repetition_penalty=1.0,
+                **{f"thinker_{k}" if k.startswith("pixel") else k: v for k, v in features.items()},
+            )
+        frames = heard[0][0].T[: (len(waves[0]) + DELAY) // 8]
+        return sequences[0, ids.shape[1] :].tolist(), frames.tolist(), waves[0]
+
+    return answer
+
+
+def check(output: OmniOutput, wanted: tuple[list[int], list[list[int]], Tensor]) -> None:
+    text, frames, wave = wanted
+    assert output.token_ids == text[: len(output.token_ids)]
+    assert output.codes.tolist() == frames
+    assert output.audio.shape == (len(frames) * 8,)
+    assert torch.equal(output.audio[:DELAY], torch.zeros(DELAY))
+    assert torch.allclose(output.audio[DELAY:], wave, atol=1e-5)
+
+
+@pytest.fixture
+def omni(folder: Path) -> Iterator[Omni]:
+    omni = Omni(folder, options={"num_blocks": 128, "block_size": 4, "debug": True})
+    yield omni
+    assert not omni.pipeline.has_unfinished
+    omni.cache.check()
+    omni.close()
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_cold_and_warm_it_says_what_transformers_says(omni: Omni, oracle: Any, name: str) -> None:
+    for round_ in range(2):
+        [output] = omni.generate(PROMPTS[name], ADA)
+        check(output, oracle(name))
+        length = len(PROMPTS[name]["prompt_token_ids"])
+        thinker, talker = output.figures["thinker"], output.figures["talker"]
+        whole = min(length // 4 * 4, length - 1)
+        assert thinker.cached_tokens == whole * round_
+        assert thinker.hit_rows == ({"handed": whole} if round_ else {})
+        assert (talker.cached_tokens > 0) == bool(round_)
+        assert len(output.codes[0]) == QUANTIZERS
+
+
+OFF = """
+collects = ["thinker.tokens", "talker.codes", "code2wav.audio"]
+[stages.thinker]
+gives = { handed = "token" }
+enable_prefix_caching = false
+[stages.talker]
+takes = ["thinker.handed"]
+gives = { codes = "request" }
+enable_prefix_caching = false
+[stages.code2wav]
+autoregressive = false
+takes = ["talker.codes"]
+gives = { audio = "frames(8)" }
+enable_prefix_caching = false
+"""
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"pipeline": OFF},
+        {"options": {"max_num_batched_tokens": 7, "num_blocks": 18}},
+        {"options": {"block_size": 8}, "cache_bytes": 20_000},
+        {"options": {"deterministic": True}},
+    ],
+    ids=["on", "off", "chunked and preempted", "short of bytes", "deterministic"],
+)
+def test_many_at_once_are_answered_as_one_by_one(
+    folder: Path, oracle: Any, more: dict[str, Any]
+) -> None:
+    options = {"num_blocks": 128, "block_size": 4, "debug": True, **more.pop("options", {})}
+    omni = Omni(folder, options=options, **more)
+    names = ["text", "turns", "image", "both", "sound"]
+    for _ in range(2):
+        outputs = omni.generate([PROMPTS[name] for name in names], ADA)
+        for name, output in zip(names, outputs, strict=True):
+            check(output, oracle(name))
+            assert not (output.figures["thinker"].cached_tokens and "pipeline" in more)
+    stages = [omni.pipeline.stages[name] for name in ("thinker", "talker")]
+    preempted = sum(s.engine.num_preemptions for s in stages if isinstance(s, EngineStage))
+    assert (preempted > 0) == (options["num_blocks"] == 18)
+    omni.close()
+
+
+def test_another_voice_shares_what_was_thought_and_nothing_of_what_was_said(
+    omni: Omni, oracle: Any
+) -> None:
+    assert omni.voices == ("ada", "bob")
+    omni.generate(PROMPTS["image"], ADA)
+    bob = OmniParams(text=TEXT, speech=SPEECH, voice="bob")
+    [output] = omni.generate(PROMPTS["image"], bob)
+    check(output, oracle("image", "bob"))
+    assert output.figures["thinker"].cached_tokens > 0
+    assert output.figures["talker"].cached_tokens == 0
+    with pytest.raises(RequestError, match="no voice 'eve'; there are ada, bob"):
+        omni.generate(PROMPTS["text"], OmniParams(voice="eve"))
+
+
+def test_only_the_user_s_turns_are_spoken_to_and_only_they_make_a_talker_s_block(
+    omni: Omni, oracle: Any
+) -> None:
+    """The system's words shape what is heard and seen alone, in the rows that the talker gets."""
+    omni.generate(PROMPTS["system"], ADA)
+    said = {"prompt_token_ids": turn("system", 67, 68, 69) + turn("user", 70, 71) + ANSWER}
+    [output] = omni.generate(said, ADA)
+    assert output.figures["thinker"].cached_tokens == 0
+    assert output.figures["talker"].cached_tokens == 12  # up to the answer's first word
+    check(omni.generate(PROMPTS["system"], ADA)[0], oracle("system"))
+
+
+LONG = OmniParams(
+    text=TEXT,
+    speech=SamplingParams(temperature=0.9, top_k=50, seed=5, max_tokens=70, ignore_eos=True),
+    voice="ada",
+)
+
+
+def test_a_drawn_answer_is_the_same_cached_or_not_and_heard_before_it_is_said(
+    omni: Omni, folder: Path
+) -> None:
+    outputs = list(omni.stream(PROMPTS["sound"], LONG))
+    cold = outputs[-1]
+    [warm] = omni.generate(PROMPTS["sound"], LONG)
+    other_seed = OmniParams(text=TEXT, speech=dataclasses.replace(LONG.speech, seed=6), voice="ada")
+    [other] = omni.generate(PROMPTS["sound"], other_seed)
+    assert cold.codes.shape == (69, QUANTIZERS)
+    assert torch.equal(cold.codes, warm.codes) and not torch.equal(cold.codes, other.codes)
+    assert torch.equal(cold.audio, warm.audio)
+    first_heard = next(output for output in outputs if len(output.audio))
+    assert len(first_heard.codes) < 30
+    assert warm.figures["code2wav"].hit_rows == {"audio": 50}
+    assert other.figures["code2wav"].hit_rows == {}
+    with quiet():
+        model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder).eval()
+    with torch.inference_mode():
+        whole = model.code2wav(cold.codes.T[None]).reshape(-1)
+    assert torch.allclose(cold.audio[DELAY:], whole, atol=1e-5)
+
+
+def test_the_same_first_codes_with_others_behind_them_are_another_prefix(omni: Omni) -> None:
+    talker = omni.pipeline.stages["talker"]
+    assert isinstance(talker, FrameTalker)
+    items = []
+    for others in ([1, 2, 3], [1, 2, 4], [1, 2, 3]):
+        request = omni._request(PROMPTS["text"], ADA, None)
+        feed = talker._feeder(request)
+        length = len(PROMPTS["text"]["prompt_token_ids"])
+        feed.take("thinker", Began(request.request_id, length, 4))
+        rows = noise(3, length + 6, 48)
+        feed.take("thinker", Given(request.request_id, Chunk("handed", 0, rows)))
+        prompt = feed.prompt()
+        assert prompt is not None and isinstance(feed, FrameTalkerFeed)
+        sequence = TokenSequence("r", [*prompt.prompt.token_ids, 7, 7, 7])
+        feed.begin(sequence)
+        assert not feed.is_ready(len(sequence.token_ids))
+        for _ in range(3):
+            feed.add_frame(torch.tensor(others))
+        assert feed.is_ready(len(sequence.token_ids))
+        items.append(sequence.items)
+    assert items[0] == items[2] != items[1]
+    assert items[0][:4] == items[1][:4]  # of the prompt
+
+
+def test_an_answer_of_one_word_is_spoken(omni: Omni) -> None:
+    """transformers cannot: its talker wants a row for the first word, which nobody computed."""
+    short = OmniParams(text=SamplingParams(temperature=0, max_tokens=1), speech=SPEECH)
+    [output] = omni.generate(PROMPTS["text"], short)
+    assert len(output.token_ids) == 1 and len(output.codes) == CODES - 1
+
+
+def test_a_prompt_without_an_answer_s_turn_can_be_answered_but_not_spoken_to(omni: Omni) -> None:
+    for ids in ([70, 71], turn("user", 70), ANSWER[:1]):
+        with pytest.raises(RequestError, match="ends with the assistant's turn"):
+            omni.generate({"prompt_token_ids": ids}, ADA)
+        [output] = omni.generate({"prompt_token_ids": ids}, OmniParams(text=TEXT, audio=False))
+        assert len(output.token_ids) > 0
+
+
+def test_frames_that_cannot_be_completed_end_in_an_error_that_names_the_stage(
+    omni: Omni, oracle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Tensor:
+        raise ValueError("no code")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("headstart.models.code_predictor.CodePredictor.predict", fail)
+        with pytest.raises(EngineError, match="stage 'talker': ValueError: no code"):
+            omni.generate([PROMPTS["text"], PROMPTS["image"]], ADA)
+    check(omni.generate(PROMPTS["text"], ADA)[0], oracle("text"))
+
+
+def test_a_stream_that_is_left_holds_nothing(omni: Omni) -> None:
+    for steps in (1, 4, 9):
+        stream = omni.stream(PROMPTS["both"], ADA)
+        for _ in range(steps):
+            next(stream)
+        stream.close()
+        assert not omni.pipeline.has_unfinished
+        assert omni.reset_cache()
+
+
+def test_sounds_and_images_as_they_are(omni: Omni) -> None:
+    wave = np.sin(np.arange(8000) * 0.3)
+    picture = Image.fromarray(np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3))
+    prompt = {
+        "prompt": "<|im_start|><|user|>\n<|audio_start|><|audio_pad|><|audio_end|>"
+        "<|vision_start|><|image_pad|><|vision_end|><|im_end|>\n<|im_start|><|assistant|>\n",
+        "audio": [wave],
+        "images": [picture],
+    }
+    [first] = omni.generate(prompt, ADA)
+    encoded = omni.cache.stats.written
+    [second] = omni.generate(prompt, ADA)
+    length = first.figures["thinker"].prompt_tokens
+    assert length > 16 + 7
+    assert second.token_ids == first.token_ids and torch.equal(second.codes, first.codes)
+    assert second.figures["thinker"].cached_tokens == min(length // 4 * 4, length - 1)
+    assert omni.cache.stats.written == encoded
+
+
+def test_a_model_without_talker_or_voices_is_refused(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    for change, complaint in (
+        ({"enable_audio_output": False}, "no talker"),
+        ({"talker_config": config["talker_config"] | {"speaker_id": {}}}, "names no voices"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ModelError, match=complaint):
+            Omni(tmp_path)

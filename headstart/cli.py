@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 import click
 
 from headstart.cli_chat import Chat
-from headstart.cli_demo import demo_console, show_demo
+from headstart.cli_demo import show_demo
 from headstart.cli_demo_adapters import show_adapters
 from headstart.cli_demo_images import show_images
 from headstart.cli_figures import print_reply
@@ -92,7 +92,7 @@ def demo(
         raise click.UsageError("--adapters, --images and --omni are three demos: choose one")
     chosen = sort_options(options).engine
     if wav_folder is not None:
-        show_omni_demo(chosen, wav_folder, demo_console())
+        show_omni_demo(chosen, wav_folder)
         return
     show = show_adapters if adapters else show_images if images else show_demo
     show(model, chosen, svg)

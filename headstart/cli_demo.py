@@ -7,12 +7,10 @@ generated, too.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.resources import files
-from io import StringIO
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +24,7 @@ from rich.text import Text
 from headstart.cli_figures import cached_share, duration
 from headstart.cli_options import note_on, open_model
 from headstart.cli_pool import PoolPicture, colour_of
+from headstart.cli_show import demo_console, show
 from headstart.engine.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ WARM_UP_TOKENS = 512
 # Blocks of 16 fill five rows of the picture.
 POOL_TOKENS = 5120
 MAX_MODEL_LEN = 4800
-MAX_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -70,23 +68,11 @@ def show_demo(model: str, options: Mapping[str, Any], svg: Path | None) -> None:
     Raises what loading and running raise.
     """
     console = demo_console()
-    parts: list[RenderableType] = []
     with console.status("loading the model"):
         llm = open_model(model, {**_defaults(options), **options})
     with closing(llm):
         heading = Text(note_on(model) or f"model {model}", style="dim")
-        for part in chain([heading], _run(llm, console)):
-            console.print(part)
-            parts.append(part)
-    if svg is not None:
-        save_svg(parts, svg)
-
-
-def demo_console() -> Console:
-    """A terminal no wider than what is shown."""
-    console = Console(highlight=False)
-    console.width = min(console.width, MAX_WIDTH)
-    return console
+        show(chain([heading], _run(llm, console)), console, svg)
 
 
 def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:
@@ -105,16 +91,6 @@ def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:
         messages.append({"role": "assistant", "content": output.outputs[0].text})
         yield _card(number, ask, outputs, picture)
     yield _verdict(outputs)
-
-
-def save_svg(parts: Sequence[RenderableType], path: Path) -> None:
-    """Write what the terminal showed as an SVG that needs no font from elsewhere."""
-    recorder = Console(record=True, width=MAX_WIDTH, file=StringIO(), highlight=False)
-    for part in parts:
-        recorder.print(part)
-    svg = recorder.export_svg(title="headstart demo")
-    svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
-    path.write_text(svg.replace("Fira Code", "ui-monospace, Menlo, DejaVu Sans Mono"), "utf-8")
 
 
 def _defaults(options: Mapping[str, Any]) -> dict[str, Any]:

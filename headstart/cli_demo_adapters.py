@@ -22,9 +22,10 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from headstart.cli_demo import INSTRUCTION, MAX_WIDTH, people_table, save_svg
+from headstart.cli_demo import INSTRUCTION, people_table
 from headstart.cli_figures import cached_share, duration
 from headstart.cli_options import note_on, open_model
+from headstart.cli_show import demo_console, show
 from headstart.engine.params import SamplingParams
 from headstart.errors import RequestError
 
@@ -89,18 +90,12 @@ def show_adapters(model: str, options: Mapping[str, Any], svg: Path | None) -> N
 
     Raises what loading and running raise.
     """
-    console = Console(highlight=False)
-    console.width = min(console.width, MAX_WIDTH)
-    parts: list[RenderableType] = []
+    console = demo_console()
     with console.status("loading the model"):
         llm = open_model(model, {**DEFAULTS, **options})
     with closing(llm), tempfile.TemporaryDirectory() as folder:
         heading = Text(note_on(model) or f"model {model}", style="dim")
-        for part in chain([heading], _run(llm, Path(folder), console)):
-            console.print(part)
-            parts.append(part)
-    if svg is not None:
-        save_svg(parts, svg)
+        show(chain([heading], _run(llm, Path(folder), console)), console, svg)
 
 
 def _run(llm: LLM, folder: Path, console: Console) -> Iterator[RenderableType]:

@@ -17,10 +17,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from headstart.cli_demo import MAX_WIDTH, save_svg
 from headstart.cli_figures import cached_share, duration
 from headstart.cli_options import DEFAULT_MODEL, open_model
 from headstart.cli_pool import PoolPicture, colour_of
+from headstart.cli_show import demo_console, show
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, RequestError
 
@@ -58,10 +58,8 @@ def show_images(model: str, options: Mapping[str, Any], svg: Path | None) -> Non
     Without a model of the user's own, one is made on the spot. Raises what making, loading and
     running it raise.
     """
-    console = Console(highlight=False)
-    console.width = min(console.width, MAX_WIDTH)
+    console = demo_console()
     block_size = max(1, options.get("block_size", 16))
-    parts: list[RenderableType] = []
     made = model == DEFAULT_MODEL
     with console.status("making the model, if it is not there yet, and loading it"):
         if made:
@@ -71,11 +69,7 @@ def show_images(model: str, options: Mapping[str, Any], svg: Path | None) -> Non
         if llm.engine.images is None:
             raise RequestError(f"{model} takes text alone: --images needs a model that sees")
         note = NOTE if made else f"model {model}"
-        for part in chain([Text(note, style="dim")], _run(llm, console)):
-            console.print(part)
-            parts.append(part)
-    if svg is not None:
-        save_svg(parts, svg)
+        show(chain([Text(note, style="dim")], _run(llm, console)), console, svg)
 
 
 def make_picture(seed: int) -> Image:

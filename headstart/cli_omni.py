@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from rich.text import Text
 import headstart
 from headstart.cli_figures import duration
 from headstart.cli_pool import colour_of
+from headstart.cli_show import demo_console, show
 from headstart.engine.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -55,18 +57,17 @@ class Answer:
     seconds: float
 
 
-def show_omni_demo(options: Mapping[str, Any], folder: Path, console: Console) -> None:
+def show_omni_demo(options: Mapping[str, Any], folder: Path) -> None:
     """Run the demo, print it, and write a WAV file for each answer into the folder.
 
     Raises what loading and running raise.
     """
+    console = demo_console()
     with console.status("loading the model"):
         model = import_module("headstart.models.demo_omni").demo_omni_path()
         omni = headstart.Omni(model, options={**POOL, **options})
     with closing(omni):
-        console.print(Text(NOTE, style="dim"))
-        for part in _run(omni, folder, console):
-            console.print(part)
+        show(chain([Text(NOTE, style="dim")], _run(omni, folder, console)), console)
 
 
 def _run(omni: Omni, folder: Path, console: Console) -> Iterator[RenderableType]:

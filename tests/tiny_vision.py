@@ -94,76 +94,52 @@ def _llava() -> tuple[PreTrainedModel, object, str]:
     return LlavaForConditionalGeneration(config), processor, "<image>"
 
 
-def _qwen() -> tuple[PreTrainedModel, object, str]:
-    config = Qwen2_5_VLConfig(
-        text_config={
-            **_TEXT,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10_000.0,
-                "mrope_section": [2, 3, 3],
-            },
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "out_hidden_size": 64,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "patch_size": 4,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-        },
-        image_token_id=IDS["<|image_pad|>"],
-        video_token_id=IDS["<|video_pad|>"],
-        vision_start_token_id=IDS["<|vision_start|>"],
-        vision_end_token_id=IDS["<|vision_end|>"],
-    )
-    processor = Qwen2VLImageProcessorPil(
-        patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096}
-    )
-    return (
-        Qwen2_5_VLForConditionalGeneration(config),
-        processor,
-        "<|vision_start|><|image_pad|><|vision_end|>",
-    )
+_QWEN_TEXT = {
+    **_TEXT,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "mrope_section": [2, 3, 3],
+    },
+}
+_QWEN_TOWER = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_QWEN_IDS = {
+    "image_token_id": IDS["<|image_pad|>"],
+    "video_token_id": IDS["<|video_pad|>"],
+    "vision_start_token_id": IDS["<|vision_start|>"],
+    "vision_end_token_id": IDS["<|vision_end|>"],
+}
+
+
+def _qwen2_5() -> tuple[PreTrainedModel, object, str]:
+    tower = {
+        **_QWEN_TOWER,
+        "hidden_size": 32,
+        "out_hidden_size": 64,
+        "intermediate_size": 64,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    }
+    config = Qwen2_5_VLConfig(text_config=_QWEN_TEXT, vision_config=tower, **_QWEN_IDS)
+    return Qwen2_5_VLForConditionalGeneration(config), *_qwen_parts()
 
 
 def _qwen2() -> tuple[PreTrainedModel, object, str]:
-    config = Qwen2VLConfig(
-        text_config={
-            **_TEXT,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10_000.0,
-                "mrope_section": [2, 3, 3],
-            },
-        },
-        vision_config={
-            "depth": 2,
-            "embed_dim": 32,
-            "hidden_size": 64,
-            "mlp_ratio": 2,
-            "num_heads": 2,
-            "patch_size": 4,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-        },
-        image_token_id=IDS["<|image_pad|>"],
-        video_token_id=IDS["<|video_pad|>"],
-        vision_start_token_id=IDS["<|vision_start|>"],
-        vision_end_token_id=IDS["<|vision_end|>"],
-    )
-    processor = Qwen2VLImageProcessorPil(
-        patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096}
-    )
-    return (
-        Qwen2VLForConditionalGeneration(config),
-        processor,
-        "<|vision_start|><|image_pad|><|vision_end|>",
-    )
+    tower = {**_QWEN_TOWER, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+    config = Qwen2VLConfig(text_config=_QWEN_TEXT, vision_config=tower, **_QWEN_IDS)
+    return Qwen2VLForConditionalGeneration(config), *_qwen_parts()
+
+
+def _qwen_parts() -> tuple[object, str]:
+    size = {"shortest_edge": 64, "longest_edge": 4096}
+    processor = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size)
+    return processor, "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 def _idefics() -> tuple[PreTrainedModel, object, str]:
@@ -197,7 +173,7 @@ def _smolvlm() -> tuple[PreTrainedModel, object, str]:
 TINY_VISION: dict[str, Callable[[], tuple[PreTrainedModel, object, str]]] = {
     "llava": _llava,
     "qwen2_vl": _qwen2,
-    "qwen2_5_vl": _qwen,
+    "qwen2_5_vl": _qwen2_5,
     "idefics3": _idefics,
     "smolvlm": _smolvlm,
 }

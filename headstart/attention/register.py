@@ -7,7 +7,8 @@ plan what each row may see.
 """
 
 import itertools
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from transformers import AttentionInterface
@@ -15,7 +16,15 @@ from transformers import AttentionInterface
 from headstart.attention.backend import AttentionBackend, AttentionOptions
 from headstart.errors import UnsupportedModelError
 
-__all__ = ["AttentionFunction", "AttentionLayer", "BackendFunction", "register", "unregister"]
+__all__ = [
+    "AttentionCall",
+    "AttentionFunction",
+    "AttentionLayer",
+    "BackendFunction",
+    "read_options",
+    "register",
+    "unregister",
+]
 
 _numbers = itertools.count()
 
@@ -29,22 +38,23 @@ class AttentionLayer(Protocol):
     layer_idx: int
 
 
-class AttentionFunction(Protocol):
-    """The signature by which transformers' models call attention.
+class AttentionCall(NamedTuple):
+    """What a layer of transformers asks of attention.
 
-    `query` is `[1, query_heads, tokens, key_dim]`; the result `[1, tokens, query_heads,
-    value_dim]`, and no weights.
+    `query` is `[1, query_heads, tokens, key_dim]`, `key` and `value` are alike; `mask` is whatever
+    the model made, `keywords` whatever else it passed.
     """
 
-    def __call__(
-        self,
-        module: AttentionLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]: ...
+    layer: AttentionLayer
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    keywords: dict[str, Any]
+
+
+AttentionFunction = Callable[[AttentionCall], Tensor]
+"""Gives `[1, tokens, query_heads, value_dim]`."""
 
 
 class BackendFunction:
@@ -53,8 +63,37 @@ class BackendFunction:
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend
 
-    def __call__(
-        self,
+    def __call__(self, call: AttentionCall) -> Tensor:
+        if call.mask is not None:
+            raise UnsupportedModelError(
+                f"{type(call.layer).__name__} brings a mask or a bias of its own "
+                f"({type(call.mask).__name__}), which paged attention would ignore"
+            )
+        out = self._backend.attend(
+            call.layer.layer_idx,
+            call.query[0].transpose(0, 1),
+            call.key[0].transpose(0, 1),
+            call.value[0].transpose(0, 1),
+            read_options(call),
+        )
+        return out.unsqueeze(0)
+
+
+def read_options(call: AttentionCall) -> AttentionOptions:
+    """A layer's options out of the keywords that transformers' models pass."""
+    scaling = call.keywords.get("scaling")
+    return AttentionOptions(
+        scaling=call.query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        sliding_window=call.keywords.get("sliding_window"),
+        softcap=call.keywords.get("softcap"),
+        sinks=call.keywords.get("s_aux"),
+    )
+
+
+def register(function: AttentionFunction) -> str:
+    """Make `function` known to transformers; the name to set as attention implementation."""
+
+    def attention(
         module: AttentionLayer,
         query: Tensor,
         key: Tensor,
@@ -62,36 +101,11 @@ class BackendFunction:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        if attention_mask is not None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} brings a mask or a bias of its own "
-                f"({type(attention_mask).__name__}), which paged attention would ignore"
-            )
-        out = self._backend.attend(
-            module.layer_idx,
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-            read_options(query, kwargs),
-        )
-        return out.unsqueeze(0), None
+        call = AttentionCall(module, query, key, value, attention_mask, kwargs)
+        return function(call), None  # and no weights
 
-
-def read_options(query: Tensor, kwargs: dict[str, Any]) -> AttentionOptions:
-    """A layer's options out of the keywords that transformers' models pass."""
-    scaling = kwargs.get("scaling")
-    return AttentionOptions(
-        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        sliding_window=kwargs.get("sliding_window"),
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
-    )
-
-
-def register(function: AttentionFunction) -> str:
-    """Make `function` known to transformers; the name to set as attention implementation."""
     name = f"{_PREFIX}{next(_numbers)}"
-    AttentionInterface.register(name, function)
+    AttentionInterface.register(name, attention)
     return name
 
 

@@ -25,8 +25,8 @@ from transformers import AttentionMaskInterface, PreTrainedConfig, PreTrainedMod
 from headstart.attention.layout import LayerLayout, Span, StepPlan
 from headstart.attention.memory import PagedKVMemory
 from headstart.attention.register import (
+    AttentionCall,
     AttentionFunction,
-    AttentionLayer,
     BackendFunction,
     read_options,
     register,
@@ -121,22 +121,14 @@ class _Attending:
         self._model.set_attn_implementation("eager")
         unregister(self.name)
 
-    def _count(
-        self,
-        module: AttentionLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        layer = getattr(module, "layer_idx", None)
+    def _count(self, call: AttentionCall) -> Tensor:
+        layer = getattr(call.layer, "layer_idx", None)
         if not isinstance(layer, int):
             raise UnsupportedModelError(
-                f"{type(module).__name__} does not say which layer it is (layer_idx is {layer})"
+                f"{type(call.layer).__name__} does not say which layer it is (layer_idx is {layer})"
             )
         self.calls[layer] += 1
-        return self._function(module, query, key, value, attention_mask, **kwargs)
+        return self._function(call)
 
 
 @dataclass
@@ -156,21 +148,15 @@ class _Recorder:
 
     calls: list[_Call] = field(default_factory=list)
 
-    def __call__(
-        self,
-        module: AttentionLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        layout = LayerLayout(key.shape[1], key.shape[3], value.shape[3])
-        window = read_options(query, kwargs).sliding_window
-        causal = getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False
-        call = _Call(module.layer_idx, layout, window, causal, attention_mask)
-        self.calls.append(call)
-        return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3])), None
+    def __call__(self, call: AttentionCall) -> Tensor:
+        (_, kv_heads, tokens, key_dim), value_dim = call.key.shape, call.value.shape[3]
+        window = read_options(call).sliding_window
+        causal = (
+            getattr(call.layer, "is_causal", True) and call.keywords.get("is_causal") is not False
+        )
+        layout = LayerLayout(kv_heads, key_dim, value_dim)
+        self.calls.append(_Call(call.layer.layer_idx, layout, window, causal, call.mask))
+        return call.query.new_zeros((1, tokens, call.query.shape[1], value_dim))
 
 
 def _record(model: PreTrainedModel) -> list[_Call]:
@@ -326,18 +312,10 @@ class _Shaken:
         self._step = 2 * torch.finfo(dtype).eps
         self._generator = torch.Generator().manual_seed(1)
 
-    def __call__(
-        self,
-        module: AttentionLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        out, _ = self._function(module, query, key, value, attention_mask, **kwargs)
+    def __call__(self, call: AttentionCall) -> Tensor:
+        out = self._function(call)
         signs = torch.randint(0, 2, out.shape, generator=self._generator) * 2 - 1
-        return out * (1 + self._step * signs.to(out)), None
+        return out * (1 + self._step * signs.to(out))
 
 
 def _run(model: PreTrainedModel, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headstart.attention.backend import AttentionOptions
-from headstart.attention.register import AttentionLayer, read_options, register, unregister
+from headstart.attention.register import AttentionCall, read_options, register, unregister
 from headstart.models.decoder import forward_rows, text_part
 from headstart.models.fused import FusedLayer, FusedMLP, FusedNorm, FusionSwitch
 from headstart.models.packed import (
@@ -253,18 +253,11 @@ def _plain_attention(model: PreTrainedModel) -> Iterator[_Asked]:
     """For a while the model's attention is `_PlainBackend`'s; the options it was asked for."""
     asked: _Asked = []
 
-    def function(
-        module: AttentionLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        asked.append(read_options(query, kwargs))
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        out = _PlainBackend().attend(module.layer_idx, q, k, v, asked[-1])
-        return out.unsqueeze(0), None
+    def function(call: AttentionCall) -> Tensor:
+        asked.append(read_options(call))
+        q, k, v = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
+        out = _PlainBackend().attend(call.layer.layer_idx, q, k, v, asked[-1])
+        return out.unsqueeze(0)
 
     name = register(function)
     text = text_part(model)

@@ -35,6 +35,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.models.llama import modeling_llama
 
 from headstart.attention import AttentionOptions, LayerLayout, register
+from headstart.attention.register import AttentionCall
 from headstart.errors import UnsupportedModelError
 from headstart.models import probe
 from headstart.models.probe import check_config, probe_model
@@ -80,11 +81,12 @@ def test_the_model_is_left_with_transformers_own_attention() -> None:
 # What goes wrong if attention ignores one of the things that a layer asks for.
 
 
-def without(option: str) -> Callable[[Tensor, dict[str, Any]], AttentionOptions]:
+def without(option: str) -> Callable[[AttentionCall], AttentionOptions]:
     read = register.read_options
 
-    def forgetful(query: Tensor, kwargs: dict[str, Any]) -> AttentionOptions:
-        return read(query, {key: value for key, value in kwargs.items() if key != option})
+    def forgetful(call: AttentionCall) -> AttentionOptions:
+        kept = {key: value for key, value in call.keywords.items() if key != option}
+        return read(call._replace(keywords=kept))
 
     return forgetful
 

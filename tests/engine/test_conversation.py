@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import Namespace
 from headstart.engine.conversation import ConversationMemory, Turn
-from headstart.errors import ConfigError, RequestError
+from headstart.errors import ConfigError
 from tests.tiny_tokenizers import CHATML, END_OF_TURN, TINY_TOKENIZERS, byte_tokens
 
 TOKENIZERS = {name: make() for name, make in TINY_TOKENIZERS.items()}
@@ -45,85 +45,6 @@ def turn(memory: ConversationMemory, messages: list[dict[str, Any]], *reply: Any
 def next_prompt(memory: ConversationMemory, messages: list[dict[str, Any]], reply: str) -> str:
     said = {"role": "assistant", "content": reply}
     return memory.render([*messages, said, {"role": "user", "content": "and then?"}])
-
-
-# Rendering
-
-
-def test_a_conversation_is_rendered_by_the_model_s_template() -> None:
-    memory = ConversationMemory(BYTES)
-    system = {"role": "system", "content": "be kind"}
-    assert memory.render([system, *MESSAGES]) == (
-        "<|im_start|>system\nbe kind<|im_end|>\n"
-        "<|im_start|>user\nhello there<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-
-
-def test_text_parts_are_put_together_on_lines() -> None:
-    memory = ConversationMemory(BYTES)
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert memory.render([{"role": "user", "content": parts}]) == memory.render(
-        [{"role": "user", "content": "one\ntwo"}]
-    )
-
-
-def test_what_else_a_message_holds_reaches_the_template() -> None:
-    memory = ConversationMemory(
-        TINY_TOKENIZERS["byte_level"](chat_template="{{ messages[0]['name'] }}")
-    )
-    assert memory.render([{"role": "user", "content": "", "name": "Ada"}]) == "Ada"
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([], "empty"),
-        ("hello", "str"),
-        ({"role": "user", "content": "hello"}, "dict"),
-        (["hello"], "message 0 is a str"),
-        ([*MESSAGES, {"content": "hello"}], "message 1 has the role None"),
-        ([{"role": "", "content": "hello"}], "role ''"),
-        ([{"role": 3, "content": "hello"}], "role 3"),
-        ([{"role": "user"}], "content None"),
-        ([{"role": "user", "content": 7}], "content 7"),
-        ([{"role": "user", "content": []}], r"content \[\]"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "takes text alone"),
-        ([{"role": "user", "content": [{"type": "audio"}]}], "'audio'"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "'text'"),
-        ([{"role": "user", "content": ["hello"]}], "'str'"),
-    ],
-)
-def test_a_bad_conversation_is_refused(messages: Any, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        ConversationMemory(BYTES).render(messages)
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "refuses this: roles must alternate"),
-        ("{{ messages[0]['a']['b'] }}", "refuses this: .*no attribute"),
-        ("{{ 1 // 0 }}", "failed: ZeroDivisionError"),
-        ("{% for %}", "refuses this: "),
-        (None, "no chat template"),
-    ],
-)
-def test_what_a_template_refuses_is_a_request_s_fault(template: str | None, message: str) -> None:
-    memory = ConversationMemory(TINY_TOKENIZERS["byte_level"](chat_template=template))
-    with pytest.raises(RequestError, match=message):
-        memory.render(MESSAGES)
-
-
-def test_a_model_without_a_tokenizer_cannot_chat() -> None:
-    memory = ConversationMemory(None)
-    with pytest.raises(RequestError, match="without a tokenizer"):
-        memory.render(MESSAGES)
-    with pytest.raises(RequestError, match="without a tokenizer"):
-        memory.encode("hello")
-
-
-# Remembering
 
 
 def test_nothing_remembered_is_the_tokenizer_s_own_ids() -> None:

@@ -288,6 +288,9 @@ class Engine:
 
     def _sample(self, batch: Batch, logits: StepLogits) -> list[SampledToken | EngineError | None]:
         """The next token of each part, None for one that ends before its last token."""
+        if logits.values is None:
+            chosen = (SampledToken(token_id, None, ()) for token_id in logits.likeliest)
+            return [next(chosen) if part.samples else None for part in batch.scheduled]
         at = 0
         rows: list[int] = []
         states: list[SamplingState] = []

@@ -7,8 +7,8 @@ token came from a prompt or was generated, so its result is the same bit for bit
 decoding fills is thereby last computed exactly as a prefill computes it.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from headstart.engine.prompt import PromptExtras
 from headstart.models.decoder import EmbeddingOverlay
 
 PADDING_TOKEN = 0
+
+Answer = TypeVar("Answer")
 
 
 class ForwardModel(Protocol):
@@ -40,6 +42,16 @@ class ForwardModel(Protocol):
 
         `positions` is `[tokens]`, or `[axes, tokens]` if a prompt in the batch has its own.
         """
+        ...
+
+    def choose(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        embeddings: EmbeddingOverlay | None = None,
+    ) -> list[int]:
+        """The first of the largest of each row of what `forward` would give."""
         ...
 
 
@@ -72,10 +84,14 @@ class Rows(NamedTuple):
 
 
 class StepLogits(NamedTuple):
-    """Logits float32 `[rows, vocab]` of a step, and how many of the rows each part has."""
+    """Logits float32 `[rows, vocab]` of a step, and how many of the rows each part has.
 
-    values: Tensor
+    Where all that is wanted of every row is its likeliest token, that stands for the logits.
+    """
+
+    values: Tensor | None
     counts: list[int]
+    likeliest: Sequence[int] = ()
 
 
 class Runner:
@@ -105,12 +121,13 @@ class Runner:
         """
         self._memory.copy_rows(batch.copies)
         parts = [self._plain(part) for part in batch.scheduled]
+        counts = [rows.wanted for rows in parts]
         if self._deterministic:
             blocks = (block for rows in parts for block in self._blocks(rows))
-            values = torch.cat([self._forward_block(block) for block in blocks])
-        else:
-            values = self._forward(parts)
-        return StepLogits(values, [rows.wanted for rows in parts])
+            return StepLogits(torch.cat([self._forward_block(block) for block in blocks]), counts)
+        if all(_wants_likeliest(part) for part in batch.scheduled):
+            return StepLogits(None, counts, self._forward(parts, self._model.choose))
+        return StepLogits(self._forward(parts, self._model.forward), counts)
 
     @staticmethod
     def _plain(part: ScheduledTokens) -> Rows:
@@ -130,13 +147,13 @@ class Runner:
     def _forward_block(self, rows: Rows) -> Tensor:
         """One whole block; the LM head, too, always gets all of its rows or none."""
         if not rows.wanted:
-            return self._forward([rows])
+            return self._forward([rows], self._model.forward)
         count = rows.stop - rows.start
-        logits = self._forward([rows._replace(wanted=count)])
+        logits = self._forward([rows._replace(wanted=count)], self._model.forward)
         return logits[count - rows.wanted : rows.known - rows.start]
 
-    def _forward(self, parts: list[Rows]) -> Tensor:
-        """One pass of the model."""
+    def _forward(self, parts: list[Rows], compute: Callable[..., Answer]) -> Answer:
+        """One pass of the model: what `compute`, its `forward` or `choose`, says of the rows."""
         tokens: list[int] = []
         positions: list[int] = []
         logit_rows: list[int] = []
@@ -158,9 +175,7 @@ class Runner:
         self._begin_adapters(parts)
         self._backend.begin_step(plan)
         try:
-            return self._model.forward(
-                self._tensor(tokens), places, self._tensor(logit_rows), embeddings
-            )
+            return compute(self._tensor(tokens), places, self._tensor(logit_rows), embeddings)
         finally:
             self._backend.end_step()
             self._adapters.end_step()
@@ -223,3 +238,9 @@ class Runner:
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self._device)
+
+
+def _wants_likeliest(part: ScheduledTokens) -> bool:
+    """Whether the likeliest next token is all that is wanted, if that."""
+    request = part.request
+    return not request.needs_prompt_logits and (not part.samples or request.sampling.is_plain)

@@ -14,8 +14,10 @@ from headstart.attention.layout import LayerLayout
 from headstart.attention.register import BackendFunction, register, unregister
 from headstart.models.files import fingerprint_files
 from headstart.models.fused import FusionSwitch
+from headstart.models.likeliest import likeliest
 from headstart.models.lora_files import Widths
 from headstart.models.packed import PackedLinear
+from headstart.models.plain import PlainDecoder
 
 __all__ = ["DecoderModel", "EmbeddingOverlay", "forward_rows", "text_part"]
 
@@ -63,6 +65,8 @@ class DecoderModel:
         """K and V of one token, per layer."""
         self.fusion = fusion or FusionSwitch()
         """Off for a step in which single layers are wrapped or replaced."""
+        self.plain: PlainDecoder | None = None
+        """The same model without what transformers does around its parts, where that is all."""
 
     @property
     def module(self) -> PreTrainedModel:
@@ -187,7 +191,30 @@ class DecoderModel:
         `token_ids` is int64 `[tokens]`, `positions` the same or, for M-RoPE, `[axes, tokens]`.
         The attached backend's step must have begun, with slots for exactly these tokens.
         """
+        plain = self._plain_for(positions, embeddings)
+        if plain is not None:
+            return plain.logits(plain.hidden(token_ids, positions, logit_rows))
         return forward_rows(self._model, token_ids, positions, logit_rows, embeddings).float()
+
+    def choose(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        embeddings: EmbeddingOverlay | None = None,
+    ) -> list[int]:
+        """The first of the largest of each row of what `forward` would give, often in less time."""
+        plain = self._plain_for(positions, embeddings)
+        if plain is not None:
+            return plain.choose(plain.hidden(token_ids, positions, logit_rows))
+        return likeliest(self.forward(token_ids, positions, logit_rows, embeddings))
+
+    def _plain_for(
+        self, positions: Tensor, embeddings: EmbeddingOverlay | None
+    ) -> PlainDecoder | None:
+        """`plain` if it can do a step of these."""
+        fits = self.fusion.enabled and embeddings is None and positions.dim() == 1
+        return self.plain if fits else None
 
 
 def text_part(model: PreTrainedModel) -> PreTrainedModel:

@@ -104,8 +104,9 @@ class FusedMLP:
 class FusedLayer:
     """A whole decoder layer of the Llama and Qwen kind: two compiled calls around attention.
 
-    `options` is what the layer's own attention asks of the backend. Raises `LookupError` where the
-    layer's children are not those of this kind.
+    `options` is what the layer's own attention asks of the backend. Called with `kept_rows` int64
+    `[kept]`, it gives only these rows `[1, kept, hidden]`; K and V of all are written all the same.
+    Raises `LookupError` where the layer's children are not those of this kind.
     """
 
     def __init__(self, layer: nn.Module, switch: FusionSwitch, options: AttentionOptions) -> None:
@@ -156,9 +157,10 @@ class FusedLayer:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         backend = self._switch.backend
+        kept_rows: Tensor | None = kwargs.pop("kept_rows", None)
         if backend is None or not self._switch.enabled or not self._fits(hidden_states, kwargs):
             plain: Tensor = type(self._layer).forward(self._layer, hidden_states, *args, **kwargs)
-            return plain
+            return plain if kept_rows is None else plain.index_select(1, kept_rows)
         cos, sin = kwargs["position_embeddings"]
         hidden, threads = hidden_states.contiguous(), torch.get_num_threads()
         rows, (q_width, kv_width, _) = hidden.shape[1], self._widths
@@ -177,6 +179,9 @@ class FusedLayer:
             threads,
         )
         attended = backend.attend(self._layer_idx, q, k, v, self._options)
+        if kept_rows is not None:
+            rows = len(kept_rows)
+            attended, hidden = attended.index_select(0, kept_rows), hidden[:, kept_rows]
         out = torch.empty_like(hidden)
         self._after(
             self._address, attended.data_ptr(), hidden.data_ptr(), rows, out.data_ptr(), threads

@@ -19,6 +19,7 @@ from headstart.models.decoder import DecoderModel
 from headstart.models.files import check_files, find_folder, read_json
 from headstart.models.probe import check_config, probe_model
 from headstart.models.quiet import quiet
+from headstart.models.simplify import simplify
 from headstart.models.swap import accelerate
 from headstart.models.vision import VISION_MODELS
 
@@ -56,8 +57,9 @@ def load_model(model: str | Path, dtype: str = "auto", device: str = "cpu") -> D
         loaded = _load_weights(folder, config, "auto" if dtype == "auto" else _DTYPES[dtype])
         loaded = loaded.to(wanted).eval()  # type: ignore[arg-type]
         fusion = accelerate(loaded)
-        layouts = probe_model(loaded)
-    return DecoderModel(loaded, layouts, folder, fusion)
+        decoder = DecoderModel(loaded, probe_model(loaded), folder, fusion)
+        simplify(decoder)
+    return decoder
 
 
 def _device(name: str) -> torch.device:

@@ -1,8 +1,8 @@
 """Compiled kernels: C++ built when headstart is installed, where there is a compiler for it.
 
-The library needs an x86 CPU with AVX-512 and its bf16 instructions. Where it was not built or
-the CPU is another one `library()` is None, and whoever asks does the same in torch operations.
-`HEADSTART_NATIVE=0` in the environment switches it off.
+The library needs an x86 CPU with AVX-512, its bf16 and its VNNI instructions. Where it was not
+built or the CPU is another one `library()` is None, and whoever asks does the same in torch
+operations. `HEADSTART_NATIVE=0` in the environment switches it off.
 
 Kernels take plain numbers and addresses (ctypes); each caller declares the functions that it
 uses. They run on the threads of torch's own OpenMP library: a second pool would fight with the
@@ -20,7 +20,7 @@ import torch
 __all__ = ["library", "pointer"]
 
 # The number in native.h: a library built from other sources than these is not used.
-INTERFACE = 2
+INTERFACE = 3
 
 
 def library() -> ctypes.CDLL | None:

@@ -42,7 +42,7 @@ int headstart_native_interface() { return HEADSTART_NATIVE_INTERFACE; }
 int headstart_native_usable() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512bf16");
+           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
 
 // Addresses of GOMP_parallel, omp_get_thread_num and omp_get_num_threads, given once.

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from headstart import LLM, SamplingParams
 from headstart.attention import native, torch_ops
 from headstart.attention.shared import SharingCost
+from headstart.native import library
 from tests.tiny_models import save_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -81,3 +82,24 @@ def test_answers_in_bf16_are_those_of_transformers(
                 answer = output.outputs[0].token_ids
                 gaps.append(worst_gap(oracle, list(output.prompt_token_ids), answer))
     assert max(gaps) < ROUNDING, gaps
+
+
+@pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+def test_requests_that_want_more_than_the_likeliest_token_do_not_change_the_others(
+    tmp_path: Path,
+) -> None:
+    """Alone a greedy request's steps compute no logits; beside one that draws they do."""
+    prompts = make_prompts()
+    draws = SamplingParams(temperature=0.7, seed=1, max_tokens=12, ignore_eos=True)
+    waits = SamplingParams(temperature=0, min_tokens=5, max_tokens=20)
+    options: dict[str, Any] = {"num_blocks": 200, "block_size": 4, "share_attention": False}
+    folder, answers = save_tiny("llama", tmp_path), []
+    for plain in (True, False):
+        with closing(LLM(folder, dtype="bfloat16", **options)) as llm:
+            assert llm.engine.model.plain is not None
+            if not plain:
+                llm.engine.model.plain = None
+            alone = llm.generate(prompts, GREEDY, use_tqdm=False)
+            mixed = llm.generate(prompts[:3], [GREEDY, draws, waits], use_tqdm=False)
+            answers.append([list(output.outputs[0].token_ids) for output in (*alone, *mixed)])
+    assert answers[0] == answers[1]

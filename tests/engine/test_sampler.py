@@ -12,7 +12,8 @@ from transformers import TopPLogitsWarper
 
 from headstart import SamplingParams
 from headstart.engine.logprobs import TokenLogprob, token_logprobs
-from headstart.engine.sampler import SampledToken, Sampler, SamplingState, TopP, likeliest
+from headstart.engine.sampler import SampledToken, Sampler, SamplingState, TopP
+from headstart.models.likeliest import likeliest
 from tests.tiny_models import TINY
 from tests.tiny_models import VOCABULARY as MODEL_VOCABULARY
 

@@ -1,0 +1,114 @@
+"""The likeliest token without all logits: always that of all logits, ties and odd numbers too."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headstart.models.likeliest import LikeliestHead, likeliest
+from headstart.models.packed import PackedWeight, kernels
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels here")
+
+BF16 = torch.bfloat16
+NAN, INF = float("nan"), float("inf")
+# Widths beside the kernels' own: fours of inputs, unrolled by 4, panels of 32 outputs.
+INPUTS = st.one_of(st.integers(1, 40), st.sampled_from([64, 127, 896]))
+OUTPUTS = st.one_of(st.integers(1, 70), st.sampled_from([255, 600, 3001]))
+ROWS = st.one_of(st.integers(1, 9), st.just(33))
+# Numbers that bounds, rounding or the hardware's flushing to zero may get wrong.
+ODD = [0.0, -0.0, 1.0, -1.0, 1 + 2**-7, 2**-133, -(2**-127), 2**-120, 2**-70, 3e4, 2**51, 1e38]
+SEEDS = st.integers(0, 2**31)
+
+
+def noise(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def choice(values: list[float], *shape: int, seed: int) -> Tensor:
+    at = torch.randint(len(values), shape, generator=torch.Generator().manual_seed(seed))
+    return torch.tensor(values)[at].to(BF16)
+
+
+def check(weight: Tensor, x: Tensor) -> LikeliestHead:
+    """The head of this weight, after it chose as all logits do."""
+    head = LikeliestHead(PackedWeight(weight))
+    assert head.choose(x) == likeliest(head.weight.multiply(x).float())
+    return head
+
+
+@settings(max_examples=60)
+@given(ROWS, INPUTS, OUTPUTS, SEEDS, st.integers(1, 3))
+def test_random_rows(rows: int, inputs: int, outputs: int, seed: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    check(noise(outputs, inputs, seed=seed), noise(rows, inputs, seed=seed + 1))
+
+
+@settings(max_examples=60)
+@given(ROWS, INPUTS, OUTPUTS, SEEDS, st.integers(1, 3))
+def test_ties(rows: int, inputs: int, outputs: int, seed: int, distinct: int) -> None:
+    """Outputs that are copies of a few, and such as differ only behind bfloat16's rounding."""
+    torch.set_num_threads(2)
+    few = noise(distinct, inputs, seed=seed)
+    weight = few[torch.randint(distinct, (outputs,), generator=torch.Generator().manual_seed(1))]
+    x = noise(rows, inputs, seed=seed + 1)
+    check(weight, x)
+    check(weight * choice([1.0, 1 + 2**-7], outputs, 1, seed=seed), x)
+
+
+@settings(max_examples=150)
+@given(st.integers(1, 5), INPUTS, OUTPUTS, SEEDS, st.data())
+def test_odd_numbers(rows: int, inputs: int, outputs: int, seed: int, data: st.DataObject) -> None:
+    """Zeros, what the hardware takes for zero, outliers, and sums that are no numbers."""
+    some = st.lists(st.sampled_from([*ODD, INF, -INF, NAN]), min_size=1, max_size=4)
+    weight = choice([1.0, *data.draw(some)], outputs, inputs, seed=seed)
+    x = choice([1.0, *data.draw(some)], rows, inputs, seed=seed + 1)
+    if data.draw(st.booleans()):
+        weight = weight * noise(outputs, inputs, seed=seed)
+    if data.draw(st.booleans()):
+        x = x * noise(rows, inputs, seed=seed + 2)
+    check(weight, x)
+
+
+@settings(max_examples=60)
+@given(INPUTS, SEEDS, st.sampled_from([2.0**-60, 2.0**-20, 1.0, 2.0**20]), st.integers(0, 9))
+def test_near_ties_of_all_sizes(inputs: int, seed: int, size: float, outliers: int) -> None:
+    """Outputs that lie a few units in the last place apart; some inputs are much larger."""
+    one = noise(1, inputs, seed=seed).expand(200, inputs)
+    weight = one * choice([1.0, 1 - 2**-8, 1 + 2**-7], 200, inputs, seed=seed + 1) * size
+    x = noise(2, inputs, seed=seed + 2)
+    x[:, :outliers] *= 300
+    check(weight, x)
+
+
+def test_all_logits_are_computed_where_all_can_be_the_largest() -> None:
+    """And after that not tried again at once: for 1 step, then 3, 7, until one goes well."""
+    weight, bad, good = noise(600, 64, seed=0), torch.zeros(1, 64, dtype=BF16), noise(1, 64, seed=1)
+    head = LikeliestHead(PackedWeight(weight))
+    expected = likeliest(head.weight.multiply(good).float())
+    tried: list[bool] = []
+    screened = head._choose
+
+    def spy(*arguments: object) -> None:
+        tried[-1] = True
+        screened(*arguments)
+
+    head._choose = spy
+    for x, answer in (*[(bad, [0])] * 12, *[(good, expected)] * 5):
+        tried.append(False)
+        assert head.choose(x) == answer
+    assert [step for step, one in enumerate(tried) if one] == [0, 2, 6, 14, 15, 16]
+
+
+def test_bounds_leave_few_outputs_to_compute() -> None:
+    """Of 600 panels of random weights a row may need an eighth; it needs a few."""
+    head = LikeliestHead(PackedWeight(noise(19_200, 256, seed=0)))
+    x = noise(40, 256, seed=1)
+    x[:, :3] *= 30  # outliers, as hidden rows of real models have them
+    head.choose(x)
+    assert head._pause == 0
+
+
+def test_no_rows() -> None:
+    assert LikeliestHead(PackedWeight(noise(40, 8, seed=0))).choose(noise(0, 8, seed=1)) == []

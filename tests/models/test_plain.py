@@ -1,0 +1,128 @@
+"""Decoders called part by part: of which models, and the same bits as through transformers."""
+
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from headstart.attention import Span, StepPlan
+from headstart.models import packed
+from headstart.models.decoder import DecoderModel, EmbeddingOverlay
+from headstart.models.likeliest import likeliest
+from headstart.models.probe import probe_model
+from headstart.models.simplify import simplify
+from headstart.models.swap import accelerate
+from tests.models.paged import Paged, Sequence
+from tests.tiny_models import TINY, VOCABULARY
+
+pytestmark = pytest.mark.skipif(packed.kernels() is None, reason="no compiled kernels here")
+
+# Whose hidden rows come part by part, and whose from transformers' decoder; the logits of others
+# are no plain products with the LM head, or its weight is not packed (Gemma scales embeddings).
+STACKS = {"llama", "mistral", "qwen2", "qwen3"}
+HEADS = {
+    *("qwen3_moe", "phi3", "mixtral", "gpt_oss", "olmo2", "starcoder2", "gpt_neox"),
+    *("opt", "gpt2", "smollm3", "glm4", "deepseek_v3"),
+}
+
+
+def paged(model: PreTrainedModel) -> Paged:
+    made = Paged(model, fusion=accelerate(model))
+    made.decoder.detach()
+    simplify(made.decoder)
+    made.decoder.attach(made.backend)
+    return made
+
+
+def step(
+    engine: Paged, sequence: Sequence, count: int, rows: list[int]
+) -> tuple[Tensor, list[int]]:
+    """The next tokens of a sequence, twice: logits of some rows, then their likeliest tokens."""
+    start, end = sequence.done, sequence.done + count
+    sequence.done = end
+    tokens, positions = torch.tensor(sequence.token_ids[start:end]), torch.arange(start, end)
+    plan = StepPlan(
+        torch.tensor(sequence.slots(start, end)), (Span(0, count, end, sequence.blocks),)
+    )
+    answers: list[Any] = []
+    for compute in (engine.decoder.forward, engine.decoder.choose):
+        engine.backend.begin_step(plan)
+        answers.append(compute(tokens, positions, torch.tensor(rows, dtype=torch.int64)))
+        engine.backend.end_step()
+    return answers[0], answers[1]
+
+
+def prompt(length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_part_by_part_has_the_same_bits_as_through_transformers(name: str) -> None:
+    engine = paged(TINY[name]().to(torch.bfloat16))
+    plain = engine.decoder.plain
+    assert (plain is not None) == (name in STACKS | HEADS)
+    if plain is None:
+        return
+    assert (plain._stack is not None) == (name in STACKS)
+    mine, other = engine.add(prompt(30)), engine.add(prompt(30))
+    for count, rows in ((13, [12]), (1, [0]), (7, []), (9, list(range(9)))):
+        engine.decoder.plain = plain
+        logits, chosen = step(engine, mine, count, rows)
+        engine.decoder.plain = None
+        expected, expected_chosen = step(engine, other, count, rows)
+        assert torch.equal(logits, expected)
+        assert chosen == expected_chosen == likeliest(expected)
+
+
+@pytest.mark.parametrize("reason", ["adapters", "embeddings"])
+def test_a_step_with_more_goes_through_the_whole_model(reason: str) -> None:
+    engine = paged(TINY["llama"]().to(torch.bfloat16))
+    sequence = engine.add(prompt(4))
+    plan = StepPlan(torch.tensor(sequence.slots(0, 4)), (Span(0, 4, 4, sequence.blocks),))
+    embeddings = EmbeddingOverlay(torch.tensor([1]), torch.ones(1, 48))
+    engine.decoder.fusion.enabled = reason != "adapters"
+    calls: list[int] = []
+    engine.decoder.module.register_forward_pre_hook(lambda *_: calls.append(1))
+    engine.backend.begin_step(plan)
+    engine.decoder.choose(
+        torch.tensor(prompt(4)),
+        torch.arange(4),
+        torch.tensor([3]),
+        embeddings if reason == "embeddings" else None,
+    )
+    engine.backend.end_step()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("name", ["cap", "scale"])
+def test_logits_that_are_more_than_products_are_left_to_the_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as are let through as they are up to some size, too."""
+    forward = LlamaForCausalLM.forward
+
+    @wraps(forward)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits = output.logits.clamp(-100, 100) if name == "cap" else output.logits * 2
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", changed)
+    assert paged(TINY["llama"]().to(torch.bfloat16)).decoder.plain is None
+
+
+def test_a_head_with_a_bias_is_left_to_the_model() -> None:
+    model = TINY["llama"]().to(torch.bfloat16)
+    model.lm_head.bias = torch.nn.Parameter(torch.ones(VOCABULARY, dtype=torch.bfloat16))
+    assert paged(model).decoder.plain is None
+
+
+def test_other_dtypes_are_left_to_the_model() -> None:
+    model = TINY["llama"]()
+    decoder = DecoderModel(model, probe_model(model), fusion=accelerate(model))
+    simplify(decoder)
+    assert decoder.plain is None

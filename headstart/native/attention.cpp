@@ -61,8 +61,15 @@ void attend_all(const AttentionStep& step, const AttentionCall& call) {
     const int count = static_cast<int>(chunks.size());
     const Chunk* list = chunks.data();
     std::atomic<int> next{0};
-    parallel(std::min(step.threads, count), [&](int, int) {
-        for (int i = next++; i < count; i = next++) attend_chunk(step, call, list[i]);
+    parallel(std::min(step.threads, count), [&](int, int all) {
+        for (int i = next++; i < count; i = next++) {
+            const int rows = list[i].segment->num_rows * (call.heads / call.kv_heads);
+            if (rows <= FEW_ROWS) {
+                attend_few(step, call, list[i], i + all < count ? &list[i + all] : nullptr);
+            } else {
+                attend_chunk(step, call, list[i]);
+            }
+        }
     });
 }
 

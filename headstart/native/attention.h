@@ -83,4 +83,11 @@ struct Chunk {
 
 void attend_chunk(const AttentionStep& step, const AttentionCall& call, const Chunk& chunk);
 
+// The same for segments of so few rows that lanes would stay idle. Which of the two it is must be
+// up to the segment alone, as they sum in different orders. At its end it asks for the first keys of
+// the chunk that this thread may get next (or nullptr).
+constexpr int FEW_ROWS = 8;
+void attend_few(const AttentionStep& step, const AttentionCall& call, const Chunk& chunk,
+                const Chunk* next);
+
 }  // namespace headstart

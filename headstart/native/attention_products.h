@@ -1,54 +1,11 @@
 // The inner loops of attention: scores, weights, weighted values; see attention_chunk.cpp.
 //
-// VECTORS vectors hold the rows of a chunk, a row WIDTH neighbouring lanes.
+// VECTORS vectors hold the rows of a chunk.
 #pragma once
-
-#include <cstring>
 
 #include "attention_scratch.h"
 
 namespace headstart {
-
-inline __m512bh as_pairs(__m512i pairs) { return reinterpret_cast<__m512bh>(pairs); }
-
-// WIDTH pairs, again and again in all 16 lanes.
-template <int WIDTH>
-inline __m512bh broadcast(const void* pairs) {
-    if constexpr (WIDTH == 1) {
-        int32_t number;
-        std::memcpy(&number, pairs, sizeof number);
-        return as_pairs(_mm512_set1_epi32(number));
-    } else if constexpr (WIDTH == 2) {
-        int64_t number;
-        std::memcpy(&number, pairs, sizeof number);
-        return as_pairs(_mm512_set1_epi64(number));
-    } else if constexpr (WIDTH == 4) {
-        return as_pairs(_mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(pairs))));
-    } else if constexpr (WIDTH == 8) {
-        return as_pairs(
-            _mm512_broadcast_i64x4(_mm256_loadu_si256(static_cast<const __m256i*>(pairs))));
-    } else {
-        return as_pairs(_mm512_loadu_si512(pairs));
-    }
-}
-
-// In each lane the sum of the WIDTH neighbours that it belongs to.
-template <int WIDTH>
-inline __m512 add_neighbours(__m512 x) {
-    if constexpr (WIDTH >= 2) x = _mm512_add_ps(x, _mm512_permute_ps(x, 0xb1));
-    if constexpr (WIDTH >= 4) x = _mm512_add_ps(x, _mm512_permute_ps(x, 0x4e));
-    if constexpr (WIDTH >= 8) x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
-    if constexpr (WIDTH >= 16) x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));
-    return x;
-}
-
-// cap * tanh(x / cap), in units of log2 before and after.
-inline __m512 soft_cap(__m512 x, float cap) {
-    const __m512 one = _mm512_set1_ps(1.0f);
-    const __m512 e = exp2(_mm512_mul_ps(x, _mm512_set1_ps(2.0f / cap)));
-    const __m512 t = _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(e, one));
-    return _mm512_mul_ps(_mm512_set1_ps(cap * LOG2_E), _mm512_sub_ps(one, t));
-}
 
 // Blocks lie anywhere, so no prefetcher of the CPU guesses which row comes next; and asked for all
 // at once, the rows of a tile are more than it can wait for.
@@ -66,7 +23,7 @@ struct ScoreOptions {
 };
 
 // Scores of KEYS keys from position `tile + k` on for all rows; raises the maxima.
-template <int VECTORS, int WIDTH, int KEYS>
+template <int VECTORS, int KEYS>
 void score_keys(Scratch& s, int tile, int k, int key_dim, const ScoreOptions& options) {
     __m512 sums[KEYS][VECTORS];
     const bf16* keys[KEYS];
@@ -74,12 +31,12 @@ void score_keys(Scratch& s, int tile, int k, int key_dim, const ScoreOptions& op
         keys[i] = s.now.keys[k + i];
         for (int v = 0; v < VECTORS; ++v) sums[i][v] = _mm512_setzero_ps();
     }
-    for (int p = 0; p < key_dim / 2 / WIDTH; ++p) {
+    for (int p = 0; p < key_dim / 2; ++p) {
         __m512bh query[VECTORS];
         for (int v = 0; v < VECTORS; ++v)
             query[v] = as_pairs(_mm512_load_si512(&s.query[p][v * 16]));
         for (int i = 0; i < KEYS; ++i) {
-            const __m512bh key = broadcast<WIDTH>(keys[i] + 2 * WIDTH * p);
+            const __m512bh key = broadcast(pair_at(keys[i], p));
             for (int v = 0; v < VECTORS; ++v)
                 sums[i][v] = _mm512_dpbf16_ps(sums[i][v], query[v], key);
         }
@@ -92,7 +49,7 @@ void score_keys(Scratch& s, int tile, int k, int key_dim, const ScoreOptions& op
     for (int v = 0; v < VECTORS; ++v) {
         __m512 maximum = _mm512_load_ps(&s.maximum[v * 16]);
         for (int i = 0; i < KEYS; ++i) {
-            __m512 x = _mm512_mul_ps(add_neighbours<WIDTH>(sums[i][v]), scale);
+            __m512 x = _mm512_mul_ps(sums[i][v], scale);
             if (options.softcap > 0.0f) x = soft_cap(x, options.softcap);
             if (options.masked) {
                 const __m512i at = _mm512_set1_epi32(tile + k + i);
@@ -131,8 +88,8 @@ void weigh(Scratch& s, int count, const __m512 before[VECTORS], __m512 shrink[VE
     }
 }
 
-// Adds the tile's weighted values to LINES lines of the output, each WIDTH dims.
-template <int VECTORS, int WIDTH, int LINES>
+// Adds the tile's weighted values to LINES dims of the output.
+template <int VECTORS, int LINES>
 void add_values(Scratch& s, int count, int line, const __m512 shrink[VECTORS]) {
     __m512 sums[LINES][VECTORS];
     for (int i = 0; i < LINES; ++i)
@@ -143,7 +100,7 @@ void add_values(Scratch& s, int count, int line, const __m512 shrink[VECTORS]) {
         for (int v = 0; v < VECTORS; ++v)
             weights[v] = as_pairs(_mm512_load_si512(&s.scores[k][v * 16]));
         for (int i = 0; i < LINES; ++i) {
-            const __m512bh value = broadcast<WIDTH>(&s.values[k][(line + i) * WIDTH]);
+            const __m512bh value = broadcast(s.values[k][line + i]);
             for (int v = 0; v < VECTORS; ++v)
                 sums[i][v] = _mm512_dpbf16_ps(sums[i][v], weights[v], value);
         }

@@ -1,0 +1,223 @@
+// Attention of a few rows over their keys, as in decoding, where the query heads of one KV head are
+// all the rows there are.
+//
+// Keys lie in the lanes, 16 to each vector, since rows would not fill them; queries, and then the
+// weights, are broadcast:
+//
+//     scores [row, key]  +=  Q [row, pair of dims] (broadcast)  *  K^T [pair of dims, key]
+//     out    [row, dim]  +=  P [row, pair of keys] (broadcast)  *  V [pair of keys, dim]
+//
+// Keys are turned in registers, 16 at a time, and rows of V interleaved there. One pass with an
+// online softmax, as in attention_chunk.cpp. The order in which a row's numbers are summed follows
+// from the positions of its keys alone.
+#include <algorithm>
+#include <cstring>
+
+#include "attention_rows.h"
+
+namespace headstart {
+namespace {
+
+constexpr int LANES = 16;
+constexpr int VECTORS = TILE / LANES;
+
+// Everything of one chunk, per thread and used again and again.
+struct alignas(64) Few {
+    uint32_t query[FEW_ROWS][MAX_DIM / 2];  // pairs of dims
+    float scores[FEW_ROWS][TILE];
+    uint32_t weights[FEW_ROWS][TILE / 2];  // pairs of keys
+    float out[FEW_ROWS][MAX_DIM];
+    float sum[FEW_ROWS][LANES];  // one of every 16 keys in each
+    float maximum[FEW_ROWS];     // in units of log2
+    float shrink[FEW_ROWS];      // what older weights count beside those of this tile
+    Row rows[FEW_ROWS];
+    Tile now;
+    Tile next;
+};
+
+thread_local Few few;
+
+void begin(Few& s, const Rows& rows) {
+    const AttentionCall& call = rows.call;
+    const int pairs = call.key_dim / 2;
+    for (int r = 0; r < rows.chunk.count; ++r) {
+        const Row row = s.rows[r] = rows.row(r);
+        const bf16* query = rows.query(row);
+        for (int p = 0; p < pairs; p += LANES)
+            _mm512_store_si512(&s.query[r][p],
+                               _mm512_maskz_loadu_epi32(first_lanes(pairs - p), query + 2 * p));
+        for (int d = 0; d < call.value_dim; d += LANES)
+            _mm512_store_ps(&s.out[r][d], _mm512_setzero_ps());
+        _mm512_store_ps(s.sum[r], _mm512_setzero_ps());
+        s.maximum[r] = rows.sinks() ? call.sinks[row.head] * LOG2_E : NO_MAXIMUM;
+        s.sum[r][0] = rows.sinks() ? 1.0f : 0.0f;
+    }
+}
+
+// Blocks lie anywhere, so no prefetcher of the CPU guesses which row comes next. Lines are asked for
+// one by one between products: those of a whole tile are more than the CPU can wait for.
+inline void fetch(const bf16* line) {
+    _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T1);
+}
+
+// Scores of 16 keys, in units of log2.
+template <int ROWS>
+void score_keys(Few& s, int k, int key_dim, float scale) {
+    const int pairs = key_dim / 2;
+    __m512 sums[ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) sums[r] = _mm512_setzero_ps();
+    for (int p = 0; p < pairs; p += LANES) {
+        const __mmask16 there = first_lanes(pairs - p);
+        __m512i keys[LANES];
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; ++i)
+            keys[i] = _mm512_maskz_loadu_epi32(there, s.now.keys[k + i] + 2 * p);
+        transpose16(keys);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; ++i) {
+            fetch(s.next.keys[k + i] + 2 * p);
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r)
+                sums[r] = _mm512_dpbf16_ps(sums[r], broadcast(s.query[r][p + i]),
+                                           as_pairs(keys[i]));
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+        _mm512_store_ps(&s.scores[r][k], _mm512_mul_ps(sums[r], _mm512_set1_ps(scale)));
+}
+
+void hide(Few& s, int r, int tile, int count) {
+    const __m512i first = _mm512_set1_epi32(s.rows[r].first_key);
+    const __m512i last = _mm512_set1_epi32(s.rows[r].last_key);
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    __m512i at = _mm512_add_epi32(_mm512_set1_epi32(tile), lanes);
+    for (int k = 0; k < count; k += LANES) {
+        const __mmask16 hidden =
+            _mm512_cmpgt_epi32_mask(first, at) | _mm512_cmple_epi32_mask(last, at);
+        _mm512_mask_store_ps(&s.scores[r][k], hidden, _mm512_set1_ps(HIDDEN));
+        at = _mm512_add_epi32(at, _mm512_set1_epi32(LANES));
+    }
+}
+
+// A row's scores become weights relative to the new maximum.
+void weigh(Few& s, int r, int count) {
+    __m512 most = _mm512_load_ps(s.scores[r]);
+    for (int k = LANES; k < count; k += LANES)
+        most = _mm512_max_ps(most, _mm512_load_ps(&s.scores[r][k]));
+    const float before = s.maximum[r];
+    s.maximum[r] = std::max(before, _mm512_reduce_max_ps(most));
+    const __m512 maximum = _mm512_set1_ps(s.maximum[r]);
+    const __m512 shrink = exp2(_mm512_sub_ps(_mm512_set1_ps(before), maximum));
+    s.shrink[r] = _mm512_cvtss_f32(shrink);
+    __m512 sum = _mm512_mul_ps(_mm512_load_ps(s.sum[r]), shrink);
+    for (int k = 0; k < count; k += 2 * LANES) {
+        const __m512 low = exp2(_mm512_sub_ps(_mm512_load_ps(&s.scores[r][k]), maximum));
+        const __m512 high = exp2(_mm512_sub_ps(_mm512_load_ps(&s.scores[r][k + LANES]), maximum));
+        sum = _mm512_add_ps(sum, _mm512_add_ps(low, high));
+        _mm512_store_si512(&s.weights[r][k / 2],
+                           reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+    }
+    _mm512_store_ps(s.sum[r], sum);
+}
+
+// Adds the tile's weighted values to 32 dims of the output.
+template <int ROWS>
+void add_values(Few& s, int count, int d, __mmask32 there) {
+    __m512 sums[ROWS][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+        for (int h = 0; h < 2; ++h)
+            sums[r][h] = _mm512_mul_ps(_mm512_load_ps(&s.out[r][d + 16 * h]),
+                                       _mm512_set1_ps(s.shrink[r]));
+    for (int k = 0; k < count; k += 2) {
+        fetch(s.next.values[k] + d);
+        fetch(s.next.values[k + 1] + d);
+        const __m512i even = _mm512_maskz_loadu_epi16(there, s.now.values[k] + d);
+        const __m512i odd = _mm512_maskz_loadu_epi16(there, s.now.values[k + 1] + d);
+        const __m512bh left = as_pairs(interleave_low(even, odd));
+        const __m512bh right = as_pairs(interleave_high(even, odd));
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) {
+            const __m512bh weight = broadcast(s.weights[r][k / 2]);
+            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], weight, left);
+            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], weight, right);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+        for (int h = 0; h < 2; ++h) _mm512_store_ps(&s.out[r][d + 16 * h], sums[r][h]);
+}
+
+template <int ROWS>
+void attend_tile(Few& s, const Rows& rows, int tile, int count, bool masked) {
+    const AttentionCall& call = rows.call;
+    for (int k = 0; k < count; k += LANES)
+        score_keys<ROWS>(s, k, call.key_dim, call.scaling * LOG2_E);
+    for (int r = 0; r < ROWS; ++r) {
+        for (int k = 0; call.softcap > 0.0f && k < count; k += LANES)
+            _mm512_store_ps(&s.scores[r][k],
+                            soft_cap(_mm512_load_ps(&s.scores[r][k]), call.softcap));
+        if (masked) hide(s, r, tile, count);
+        weigh(s, r, count);
+    }
+    for (int d = 0; d < call.value_dim; d += 32)
+        add_values<ROWS>(s, count, d, first_halves(call.value_dim - d));
+}
+
+template <int ROWS>
+__attribute__((noinline)) void attend_keys(Few& s, const Rows& rows, const Rows* following) {
+    int first = s.rows[0].first_key, last = s.rows[0].last_key, all_first = first, all_last = last;
+    for (int r = 1; r < ROWS; ++r) {
+        first = std::min(first, s.rows[r].first_key);
+        all_first = std::max(all_first, s.rows[r].first_key);
+        last = std::max(last, s.rows[r].last_key);
+        all_last = std::min(all_last, s.rows[r].last_key);
+    }
+    const int origin = rows.chunk.segment->first_key;
+    const int start = origin + (first - origin) / TILE * TILE;
+    rows.find_tile(s.next, start, last);
+    for (int tile = start; tile < last; tile += TILE) {
+        const int count = std::min(TILE, (last - tile + 2 * LANES - 1) / (2 * LANES) * (2 * LANES));
+        s.now = s.next;
+        if (tile + TILE < last) {  // what is asked for while this tile is worked on
+            rows.find_tile(s.next, tile + TILE, last);
+        } else if (following != nullptr) {
+            const Row row = following->row(0);
+            following->find_tile(s.next, std::min(row.first_key, row.last_key - 1), row.last_key);
+        }
+        attend_tile<ROWS>(s, rows, tile, count, tile < all_first || tile + count > all_last);
+    }
+}
+
+void finish(const Few& s, const Rows& rows) {
+    for (int r = 0; r < rows.chunk.count; ++r) {
+        const float sum = _mm512_reduce_add_ps(_mm512_load_ps(s.sum[r]));
+        const __m512 share = _mm512_set1_ps(rows.partial() ? 1.0f : 1.0f / sum);
+        for (int d = 0; d < rows.call.value_dim; d += LANES)
+            rows.store(s.rows[r], d, _mm512_mul_ps(_mm512_load_ps(&s.out[r][d]), share));
+        if (!rows.partial()) continue;
+        float* to = rows.partial_of(s.rows[r]);
+        to[0] = s.maximum[r];
+        to[1] = sum;
+    }
+}
+
+}  // namespace
+
+void attend_few(const AttentionStep& step, const AttentionCall& call, const Chunk& chunk,
+                const Chunk* next) {
+    using Attend = void (*)(Few&, const Rows&, const Rows*);
+    constexpr Attend attend[FEW_ROWS] = {attend_keys<1>, attend_keys<2>, attend_keys<3>,
+                                         attend_keys<4>, attend_keys<5>, attend_keys<6>,
+                                         attend_keys<7>, attend_keys<8>};
+    const Rows rows{step, call, chunk};
+    Few& s = few;
+    begin(s, rows);
+    const Rows following{step, call, next == nullptr ? chunk : *next};
+    attend[chunk.count - 1](s, rows, next == nullptr ? nullptr : &following);
+    finish(s, rows);
+}
+
+}  // namespace headstart

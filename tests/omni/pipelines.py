@@ -73,6 +73,7 @@ class Speech:
     ) -> None:
         self.cache = OutputCache(max_bytes)
         self.break_pass = 0  # the thinker's pass of this number, counted from 1, fails
+        self.more: dict[str, Tensor] = {}  # what the thinker gives beside its rows
         config: dict[str, Any] = {
             "num_blocks": 64,
             "block_size": 4,
@@ -137,7 +138,7 @@ class Speech:
             if not self.break_pass:
                 raise ValueError("broken on purpose")
         hidden, embedded = tensors.hidden, tensors.embedded
-        return {"hidden": hidden + embedded, "feature": hidden[:, :16] * 2}
+        return {"hidden": hidden + embedded, "feature": hidden[:, :16] * 2, **self.more}
 
     def _think(self, request: OmniRequest) -> Feed:
         params = request.params.get("thinker", SamplingParams(temperature=0, max_tokens=6))

@@ -18,6 +18,7 @@ from headstart.cache import MultiModalItem
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import GivenRows, PlacedRows, PreparedPrompt, PromptExtras
+from headstart.models.decoder import EmbeddingOverlay
 from headstart.models.qwen3_omni import CausalVocoder, thinker_decoder
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.feeds import PromptFeed, StagePrompt
@@ -105,6 +106,20 @@ def test_rows_from_a_middle_layer_cold_and_warm(
         assert torch.allclose(handed, rows, atol=1e-4)
         assert progress.figures["thinker"].hit_rows == ({"handed": hit} if hit else {})
     pipeline.close()
+
+
+def test_rows_for_the_first_layers_are_given_in_the_order_of_their_tokens(
+    thinker: Qwen3OmniMoeThinkerForConditionalGeneration,
+) -> None:
+    decoder = thinker_decoder(thinker, ACCEPT, num_deep=2)
+    values = torch.arange(2.0)[:, None] + torch.tensor([[0.0, 10.0, 20.0]]).repeat_interleave(48, 1)
+    is_own = torch.tensor([True, False, True, False])
+    given = decoder._deep_rows(EmbeddingOverlay(torch.tensor([3, 1]), values), is_own)
+    assert given["visual_pos_masks"].tolist() == [[False, True, False, True]]
+    assert [rows[:, 0].tolist() for rows in given["deepstack_visual_embeds"]] == [
+        [11, 10],
+        [21, 20],
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -262,14 +262,17 @@ def test_the_same_first_codes_with_others_behind_them_are_another_prefix(omni: O
     assert isinstance(talker, FrameTalker)
     items = []
     for others in ([1, 2, 3], [1, 2, 4], [1, 2, 3]):
-        request = omni._request(PROMPTS["text"], ADA, None)
+        request = omni._request(PROMPTS["text"], LONG, None)
         feed = talker._feeder(request)
         length = len(PROMPTS["text"]["prompt_token_ids"])
-        feed.take("thinker", Began(request.request_id, length, 4))
+        feed.take("thinker", Began(request.request_id, length, 4, [b"one", b"two", b"three"]))
         rows = noise(3, length + 6, 48)
+        rows[:4] += len(items)  # whose block has a name
         feed.take("thinker", Given(request.request_id, Chunk("handed", 0, rows)))
         prompt = feed.prompt()
         assert prompt is not None and isinstance(feed, FrameTalkerFeed)
+        chosen = feed.sampling.params
+        assert (chosen.temperature, chosen.top_k, chosen.top_p) == (1, 50, 0.8)
         sequence = TokenSequence("r", [*prompt.prompt.token_ids, 7, 7, 7])
         feed.begin(sequence)
         assert not feed.is_ready(len(sequence.token_ids))

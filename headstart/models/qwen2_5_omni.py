@@ -5,13 +5,13 @@ a waveform of codes, given a voice. Everything that a model computes is transfor
 here says which part goes where.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen2_5OmniForConditionalGeneration
 
 from headstart.errors import DamagedModelError
@@ -20,7 +20,7 @@ from headstart.models.heard_and_seen import Media, Placed
 from headstart.models.quiet import quiet
 from headstart.models.stage_decoder import PassTensors, StageDecoder, StageParts
 
-__all__ = ["Qwen25Omni", "SpeechIds", "Voice"]
+__all__ = ["Qwen25Omni", "Recall", "SpeechIds", "Voice"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,22 @@ class SpeechIds:
     end: int
     text_end: int
     text_pad: int
+
+
+Recall = Callable[[Tensor, Callable[[], Tensor]], Tensor]
+"""What was made of a tensor before, or else is made of it now."""
+
+
+class _Remembered(nn.Module):
+    """A module that runs once for the same input."""
+
+    def __init__(self, inner: nn.Module, recall: Recall) -> None:
+        super().__init__()
+        self._inner = inner
+        self._recall = recall
+
+    def forward(self, given: Tensor) -> Tensor:
+        return self._recall(given, lambda: self._inner(given)).to(given.device)
 
 
 class Qwen25Omni:
@@ -152,6 +168,11 @@ class Qwen25Omni:
             audio_seqlens=mask.sum(-1) if mask is not None else None,
         )
         return table[:, 0], int(deltas.view(-1)[0])
+
+    def remember_speakers(self, recall: Recall) -> None:
+        """Embed what a voice sounds like once, not at every step of every waveform."""
+        inputs = self._token2wav.code2wav_dit_model.input_embed
+        inputs.spk_encoder = _Remembered(inputs.spk_encoder, recall)
 
     def make_wave(self, codes: Tensor, voice: Voice, seed: int) -> Tensor:
         """A waveform float32 `[samples]` of codes int64 `[codes]`; noise comes from `seed`."""

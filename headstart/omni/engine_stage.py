@@ -89,11 +89,12 @@ class EngineStage:
         self._decoder = decoder
         self._feeder = feeder
         self._deterministic = config.deterministic
+        used = cache if caching else None
         self.rows = StageRows(
-            spec.name,
+            used.place(spec.name) if used is not None else spec.name,
             config.block_size,
             spec.gives,
-            cache if caching else None,
+            used,
             find_outputs=spec.find_outputs,
         )
         self._states: dict[str, _State] = {}

@@ -89,7 +89,7 @@ class Conditions:
     An `EmbeddingSource`: `combine(position, token_ids, rows)` makes the embeddings of tokens from
     their rows. `names` are blocks' identities from upstream, where its blocks lie as ours do; rows
     of other blocks are hashed. With `anonymous` they are neither: nobody else's blocks are ever
-    hit then, and this request's only by itself.
+    hit then, and this request's only by itself. It is what a stage without caching uses.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class Conditions:
         border = -(-self.count // size) * size
         self.count = max(limit, self.count)
         self._identify(min(border, self.count))
-        digest = b"rows" + _rows_digest(pad.expand(size, *pad.shape))
+        digest = self._private or b"rows" + _rows_digest(pad.expand(size, *pad.shape))
         while (len(self._items) + 1) * size <= self.count:
-            self._append_item(self._private or digest)
+            self._append_item(digest)
 
     def attach(self, token_ids: Sequence[int]) -> None:
         """The prompt's token ids, which nothing of a sequence is known of yet."""

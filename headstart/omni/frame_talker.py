@@ -95,6 +95,7 @@ class FrameTalkerPlan:
     generator: torch.Generator
     voice: str
     positions: RotaryPositions | None = None
+    anonymous: bool = False
 
     @property
     def num_user(self) -> int:
@@ -113,7 +114,7 @@ class FrameTalkerFeed:
         self._answer: list[Tensor] = []
         self._ended = False
         self._frames: list[Tensor] = []
-        self._conditions = Conditions(plan.block_size, self._combine)
+        self._conditions = Conditions(plan.block_size, self._combine, anonymous=plan.anonymous)
         chosen = SamplingParams(temperature=0) if plan.params.is_greedy else _OTHERS
         self.sampling = SamplingState(chosen, (), [], plan.generator, frozenset())
         """How the other codes are chosen."""

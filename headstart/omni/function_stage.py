@@ -9,18 +9,17 @@ Both give the same bits whether a result was cached or not: a frames stage alway
 blocks at their absolute places, so the shape of its work does not depend on what was cached.
 """
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headstart.cache import BlockKey, Namespace
 from headstart.errors import ConfigError, EngineError
+from headstart.omni.by_content import content_bytes
 from headstart.omni.output_cache import BlockPath, OutputCache
 from headstart.omni.outputs import Kind
 from headstart.omni.rows import Chunk
@@ -36,7 +35,7 @@ from headstart.omni.stage import (
     StageSpec,
 )
 
-__all__ = ["FramesPlan", "FramesStage", "Job", "WholeStage", "content_digest"]
+__all__ = ["FramesPlan", "FramesStage", "Job", "WholeStage"]
 
 
 class Job(NamedTuple):
@@ -71,6 +70,7 @@ class _FunctionStage:
             raise ConfigError(f"stage {spec.name!r} is a function, and declared autoregressive")
         self.spec = spec
         self._cache = cache if spec.enable_prefix_caching else None
+        self._place = self._cache.place(spec.name) if self._cache is not None else spec.name
         self._states: dict[str, _State] = {}
 
     def check(self, request: OmniRequest) -> None:
@@ -178,7 +178,7 @@ class WholeStage(_FunctionStage):
         path = None
         if digest is not None:
             namespace = Namespace(None, state.request.salt)
-            path = BlockPath(self.spec.name, namespace, [BlockKey(digest)])
+            path = BlockPath(self._place, namespace, [BlockKey(digest)])
         found = self._cache.find(path) if self._cache is not None and path is not None else []
         if found:
             outputs = dict(found[0])
@@ -257,7 +257,7 @@ class FramesStage(_FunctionStage):
         whole = stop - state.done == self._plan.block
         index = len(state.keys)
         if whole and self._cache is not None:
-            state.keys.append(BlockKey(_content(codes[state.done : stop])))
+            state.keys.append(BlockKey(content_bytes(codes[state.done : stop])))
             found = self._cache.find(self._path(state), index)
             if found:
                 state.figures.cached_tokens += self._plan.block
@@ -273,20 +273,4 @@ class FramesStage(_FunctionStage):
     def _path(self, state: _State) -> BlockPath:
         request = state.request
         namespace = Namespace(self._plan.identity(request).hex(), request.salt)
-        return BlockPath(self.spec.name, namespace, state.keys)
-
-
-def content_digest(*parts: Any) -> bytes:
-    """SHA-256 over tensors by content, and anything that JSON can say; each part framed."""
-    digest = hashlib.sha256()
-    for part in parts:
-        data = _content(part) if isinstance(part, Tensor) else json.dumps(part).encode()
-        digest.update(bytes([isinstance(part, Tensor)]) + len(data).to_bytes(8, "little") + data)
-    return digest.digest()
-
-
-def _content(tensor: Tensor) -> bytes:
-    """A tensor's dtype, shape and bytes."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    head = json.dumps([str(tensor.dtype), list(tensor.shape)]).encode()
-    return len(head).to_bytes(4, "little") + head + flat.view(torch.uint8).numpy().tobytes()
+        return BlockPath(self._place, namespace, state.keys)

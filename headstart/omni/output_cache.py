@@ -20,7 +20,7 @@ Source: "Automatic Prefix Caching in Omni Models" (vLLM-Omni). The reference mir
 one tensor `[num_blocks, block_size, D]` a key; docs/omni.md says what this does better.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -85,6 +85,7 @@ class OutputCache:
         self._order: OrderedDict[tuple[_Node, str], int] = OrderedDict()  # to bytes; oldest first
         self._bytes = 0
         self._written = self._evicted = self._refused = 0
+        self._places: Counter[str] = Counter()
 
     @property
     def stats(self) -> OutputCacheStats:
@@ -92,6 +93,16 @@ class OutputCache:
         return OutputCacheStats(
             len(self._order), self._bytes, self._written, self._evicted, self._refused
         )
+
+    def place(self, stage: str) -> str:
+        """A stage's name in the store, which no other stage has: for `BlockPath.stage`.
+
+        Two pipelines may name their stages alike and have other weights. The first gets the name
+        as it is.
+        """
+        self._places[stage] += 1
+        count = self._places[stage]
+        return stage if count == 1 else f"{stage} ({count})"
 
     def find(self, path: BlockPath, start: int = 0) -> list[Mapping[str, Tensor]]:
         """The rows of blocks `start`, `start + 1`, ... as far as every needed output is there.

@@ -11,9 +11,10 @@ from headstart.engine.prompt import PreparedPrompt, RotaryPositions
 from headstart.errors import RequestError
 from headstart.models.qwen2_5_omni import Qwen25Omni, Voice
 from headstart.models.tokenizer import load_tokenizer
+from headstart.omni.by_content import ContentMemory, content_digest
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.feeds import Feed
-from headstart.omni.function_stage import Job, WholeStage, content_digest
+from headstart.omni.function_stage import Job, WholeStage
 from headstart.omni.graph import Factory, StageNode
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import SpokenPrompt
@@ -105,6 +106,7 @@ class Qwen25Stages:
                 voice=self._voice_name(request),
                 limit=stage.engine.max_model_len,
                 positions=self._talker_positions(request),
+                anonymous=not node.spec.enable_prefix_caching,
             )
             return TalkerFeed(request, plan)
 
@@ -132,6 +134,11 @@ class Qwen25Stages:
                 codes_of(job), voice.conditioning, voice.reference_mel, seed_of(job)
             )
 
+        if node.spec.enable_prefix_caching:
+            speakers = ContentMemory(self._cache, "speakers")
+            self._model.remember_speakers(
+                lambda mel, make: speakers.recall(content_digest(mel), make)
+            )
         return WholeStage(node.spec, make, identity, self._cache)
 
     # Requests

@@ -127,6 +127,7 @@ class Qwen3Stages:
                 generator=torch.Generator().manual_seed(seed),
                 voice=voice,
                 positions=self._positions(user.tolist(), prompt),
+                anonymous=not node.spec.enable_prefix_caching,
             )
             return FrameTalkerFeed(request, plan)
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from headstart.cache import BlockKey, MultiModalItem, Namespace
+from headstart.cache import MultiModalItem
 from headstart.engine.config import EngineConfig
 from headstart.engine.engine import make_config
 from headstart.engine.params import SamplingParams
@@ -18,10 +18,10 @@ from headstart.engine.prompt import (
 )
 from headstart.errors import RequestError
 from headstart.models.heard_and_seen import Media, Placed
+from headstart.omni.by_content import ContentMemory, content_digest
 from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
-from headstart.omni.function_stage import content_digest
 from headstart.omni.graph import StageNode
-from headstart.omni.output_cache import BlockPath, OutputCache
+from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import SpokenPrompt
 from headstart.omni.stage import OmniRequest
 
@@ -52,7 +52,7 @@ class SpokenPrompts:
 
     def __init__(self, model: HearingModel, cache: OutputCache) -> None:
         self._model = model
-        self._cache = cache
+        self._encoded = ContentMemory(cache, "encoder")
 
     def prepare(
         self, text: PreparedPrompt, given: Mapping[str, Any], salt: str | None
@@ -83,17 +83,11 @@ class SpokenPrompts:
         return SpokenPrompt(PreparedPrompt(token_ids, text.text, extras), features)
 
     def _encode(self, placed: Placed, digest: bytes, salt: str | None) -> Tensor:
-        path = BlockPath("encoder", Namespace(None, salt), [BlockKey(digest)])
-        known = self._cache.find(path)
-        if known:
-            self._cache.touch(path)
-            return known[0]["rows"]
-        rows = self._model.encode(placed).cpu()
+        rows = self._encoded.recall(digest, lambda: self._model.encode(placed), salt)
         if len(rows) != placed.length:
             raise RequestError(
                 f"an {placed.kind} of {placed.length} placeholders became {len(rows)} embeddings"
             )
-        self._cache.put(path, 0, {"rows": rows})
         return rows
 
 

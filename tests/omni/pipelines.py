@@ -69,9 +69,11 @@ class Speech:
         max_bytes: int = 1 << 24,
         undeclared: bool = False,
         talker_options: dict[str, Any] | None = None,
+        store: OutputCache | None = None,
+        text_seed: int = 1,
         **options: Any,
     ) -> None:
-        self.cache = OutputCache(max_bytes)
+        self.cache = OutputCache(max_bytes) if store is None else store
         self.break_pass = 0  # the thinker's pass of this number, counted from 1, fails
         self.more: dict[str, Tensor] = {}  # what the thinker gives beside its rows
         config: dict[str, Any] = {
@@ -83,7 +85,7 @@ class Speech:
             **options,
         }
         gives = () if undeclared else (Output("hidden"), Output("feature"))
-        text = model(1, TEXT_VOCABULARY)
+        text = model(text_seed, TEXT_VOCABULARY)
         self.thinker = EngineStage(
             StageSpec(
                 name="thinker",
@@ -158,7 +160,7 @@ class Speech:
             params=request.params.get("talker", SamplingParams(temperature=0, max_tokens=11)),
             voice=str(options.get("voice", "")),
             limit=self.talker.engine.max_model_len,
-            anonymous=bool(options.get("anonymous", False)),
+            anonymous=bool(options.get("anonymous", not self.talker.spec.enable_prefix_caching)),
         )
         return TalkerFeed(request, plan)
 
@@ -214,9 +216,11 @@ def said(progress: Progress) -> tuple[list[int], list[int], list[float]]:
 
 
 @torch.inference_mode()
-def oracle(prompt: list[int], *, think: int = 6, talk: int = 11) -> tuple[list[int], list[int]]:
+def oracle(
+    prompt: list[int], *, think: int = 6, talk: int = 11, text_seed: int = 1
+) -> tuple[list[int], list[int]]:
     """Text and codes by whole forward passes of transformers' own models."""
-    thinker, talker = model(1, TEXT_VOCABULARY), model(2, CODES + 4)
+    thinker, talker = model(text_seed, TEXT_VOCABULARY), model(2, CODES + 4)
     ids = list(prompt)
     for _ in range(think):
         ids.append(int(thinker(torch.tensor([ids])).logits[0, -1].argmax()))

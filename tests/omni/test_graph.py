@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from headstart.errors import ConfigError
-from headstart.omni.function_stage import Job, WholeStage, content_digest
+from headstart.omni.by_content import content_digest
+from headstart.omni.function_stage import Job, WholeStage
 from headstart.omni.graph import StageNode, read_graph
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.outputs import Alignment, Kind, Output
@@ -33,6 +34,7 @@ class Calls:
     def __init__(self) -> None:
         self.cache = OutputCache(1 << 16)
         self.made = 0
+        self.pipeline = read_graph(TEXT).build({"first": self.first, "double": self.double})
 
     def first(self, node: StageNode) -> Stage:
         return WholeStage(node.spec, lambda job: {"numbers": torch.tensor(job.request.prompt)})
@@ -47,10 +49,9 @@ class Calls:
         )
 
     def run(self, prompt: list[float], salt: str | None = None) -> list[float]:
-        pipeline = read_graph(TEXT).build({"first": self.first, "double": self.double})
-        progress = pipeline.submit(OmniRequest(request_id="r", prompt=prompt, salt=salt))
-        while pipeline.has_unfinished:
-            pipeline.step()
+        progress = self.pipeline.submit(OmniRequest(request_id="r", prompt=prompt, salt=salt))
+        while self.pipeline.has_unfinished:
+            self.pipeline.step()
         assert progress.error is None
         [chunk] = progress.chunks[Input("second", "doubled")]
         values: list[float] = chunk.rows.tolist()

@@ -10,6 +10,7 @@ from headstart.cache import MultiModalItem
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import GivenRows, PlacedRows, PreparedPrompt, PromptExtras
 from headstart.errors import ConfigError, EngineError, RequestError
+from headstart.omni.output_cache import OutputCache
 from headstart.omni.pipeline import Pipeline
 from headstart.omni.rows import Chunk
 from headstart.omni.stage import TOKENS, Began, Given, Input
@@ -122,6 +123,31 @@ def test_conditions_without_an_identity_are_never_shared() -> None:
             [progress] = speech.run(request(f"{at}", PROMPTS["first"], options=options))
             assert said(progress) == wanted("first")
             assert progress.figures["talker"].cached_tokens == 0
+
+
+def test_pipelines_of_other_weights_can_use_one_store() -> None:
+    store = OutputCache(1 << 24)
+    with Speech(store=store) as first, Speech(store=store, text_seed=9) as second:
+        for speech, seed in ((first, 1), (second, 9), (second, 9), (first, 1)):
+            [progress] = speech.run(request("r", PROMPTS["first"]))
+            assert said(progress)[:2] == oracle(PROMPTS["first"], text_seed=seed)
+        assert progress.figures["thinker"].cached_tokens == 12
+
+
+def test_without_caching_nothing_is_kept_looked_up_or_hashed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("caching is off")
+
+    for method in ("place", "find", "count", "touch", "put"):
+        monkeypatch.setattr(OutputCache, method, never)
+    monkeypatch.setattr("headstart.omni.feeds._rows_digest", never)
+    monkeypatch.setattr("headstart.omni.function_stage.content_bytes", never)
+    with Speech(caching=False) as speech:
+        monkeypatch.setattr(speech.thinker.engine.manager, "block_hashes", never)
+        done = speech.run(*(request(name, PROMPTS[name]) for name in PROMPTS))
+        assert [said(progress) for progress in done] == [wanted(name) for name in PROMPTS]
 
 
 def with_image(seed: int) -> PreparedPrompt:

@@ -1,5 +1,6 @@
 """Qwen2.5-Omni against transformers' own generate: the same text, the same codes, the same wave."""
 
+import dataclasses
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from transformers import Qwen2_5OmniForConditionalGeneration
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import ECAPA_TimeDelayNet
 
 from headstart.engine.params import SamplingParams
 from headstart.errors import DamagedModelError, EngineError, RequestError
@@ -199,6 +201,35 @@ def test_another_voice_shares_what_was_thought_and_nothing_of_what_was_said(
     assert output.figures["thinker"].cached_tokens == 20
     assert output.figures["talker"].cached_tokens == 0
     assert output.figures["token2wav"].cached_tokens == 0
+
+
+def test_a_voice_is_embedded_once_and_known_by_its_sound_alone(
+    omni: Omni, oracle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    forward = ECAPA_TimeDelayNet.forward
+
+    def counted(module: Any, given: Tensor) -> Tensor:
+        calls.append(len(given))
+        return forward(module, given)
+
+    monkeypatch.setattr(ECAPA_TimeDelayNet, "forward", counted)
+    check(omni.generate(PROMPTS["text"], ADA)[0], oracle("text"))
+    check(omni.generate(PROMPTS["image"], ADA)[0], oracle("image"))
+    assert len(calls) == 1  # transformers: at each step of the diffusion
+    voices = omni._stages._model.voices
+    ada = voices["Ada"]
+    voices["Eve"] = dataclasses.replace(ada, reference_mel=ada.reference_mel.clone())
+    voices["Bob"] = dataclasses.replace(ada, reference_mel=ada.reference_mel + 0.5)
+    omni._stages.voices = tuple(voices)
+    waves = {}
+    for name, count in (("Eve", 1), ("Bob", 2), ("Ada", 2)):
+        params = dataclasses.replace(ADA, voice=name)
+        [output] = omni.generate(PROMPTS["text"], params)
+        assert len(calls) == count, name
+        waves[name] = output.audio
+        assert (output.figures["token2wav"].cached_tokens > 0) == (name != "Bob")
+    assert torch.equal(waves["Eve"], waves["Ada"]) and not torch.equal(waves["Bob"], waves["Ada"])
 
 
 def test_streamed_the_text_grows_and_the_last_output_has_all(omni: Omni, oracle: Any) -> None:

@@ -1,0 +1,55 @@
+"""What is known again by the content of what it was made of, where there are no blocks of tokens.
+
+Embeddings of a sound, an image or a speaker, and whole results of functions.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.cache import BlockKey, Namespace
+from headstart.omni.output_cache import BlockPath, OutputCache
+
+__all__ = ["ContentMemory", "content_bytes", "content_digest"]
+
+
+class ContentMemory:
+    """Tensors under digests, in a place of their own in a store."""
+
+    def __init__(self, cache: OutputCache, name: str) -> None:
+        self._cache = cache
+        self._place = cache.place(name)
+
+    def recall(self, digest: bytes, make: Callable[[], Tensor], salt: str | None = None) -> Tensor:
+        """What was made for this digest before, under the same salt; otherwise it is made now.
+
+        On the host. Raises what `make` raises.
+        """
+        path = BlockPath(self._place, Namespace(None, salt), [BlockKey(digest)])
+        known = self._cache.find(path)
+        if known:
+            self._cache.touch(path)
+            return known[0]["made"]
+        made = make().cpu()
+        self._cache.put(path, 0, {"made": made})
+        return made
+
+
+def content_digest(*parts: Any) -> bytes:
+    """SHA-256 over tensors by content, and anything that JSON can say; each part framed."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = content_bytes(part) if isinstance(part, Tensor) else json.dumps(part).encode()
+        digest.update(bytes([isinstance(part, Tensor)]) + len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def content_bytes(tensor: Tensor) -> bytes:
+    """A tensor's dtype, shape and bytes."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    head = json.dumps([str(tensor.dtype), list(tensor.shape)]).encode()
+    return len(head).to_bytes(4, "little") + head + flat.view(torch.uint8).numpy().tobytes()

@@ -6,13 +6,13 @@ in all layers belongs into `begin_step`.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from headstart.attention.layout import StepPlan
 
-__all__ = ["AttentionBackend", "AttentionOptions"]
+__all__ = ["AttentionBackend", "AttentionOptions", "CompiledCall"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +32,16 @@ class AttentionOptions:
     sinks: Tensor | None = None
 
 
+class CompiledCall(NamedTuple):
+    """Addresses of a layer's `AttentionStep` and `AttentionCall`, see native/attention.h.
+
+    Queries, keys, values and the output are left open. Both stay valid until the step ends.
+    """
+
+    step: int
+    call: int
+
+
 class AttentionBackend(Protocol):
     """Attention over paged K/V for one engine."""
 
@@ -47,6 +57,14 @@ class AttentionBackend(Protocol):
         `[tokens, kv_heads, value_dim]`; any strides. The result is a new contiguous tensor
         `[tokens, query_heads, value_dim]`. All rows are written before any is read, so two
         sequences of one step may share blocks that one of them is filling.
+        """
+
+    def compiled(
+        self, layer_idx: int, heads: int, options: AttentionOptions
+    ) -> CompiledCall | None:
+        """What compiled code needs to do the same as `attend`; None if it has to be called.
+
+        `heads` are the query heads.
         """
 
     def end_step(self) -> None:

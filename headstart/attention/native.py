@@ -10,7 +10,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from headstart.attention.backend import AttentionOptions
+from headstart.attention.backend import AttentionOptions, CompiledCall
 from headstart.attention.layout import LayerLayout, StepPlan
 from headstart.attention.memory import PagedKVMemory
 from headstart.attention.native_step import BlockTables, CallStruct, NativeStep
@@ -80,8 +80,8 @@ class NativeAttention:
         if call is None or not _is_bf16(query, key, value):
             return self._fall_back().attend(layer_idx, query, key, value, options)
         query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
-        step = self._step_for(options.sliding_window)
         tokens, heads, _ = query.shape
+        step = self._prepare(call, heads, options)
         out = query.new_empty((tokens, heads, call.value_dim))
         call.query, call.key, call.value, call.out = (
             query.data_ptr(),
@@ -92,16 +92,31 @@ class NativeAttention:
         call.query_strides[:] = query.stride()[:2]
         call.key_strides[:] = key.stride()[:2]
         call.value_strides[:] = value.stride()[:2]
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        call.sinks = None if sinks is None else sinks.data_ptr()
+        self._run(ctypes.byref(step.struct), ctypes.byref(call))
+        return out
+
+    def compiled(
+        self, layer_idx: int, heads: int, options: AttentionOptions
+    ) -> CompiledCall | None:
+        call = self._calls[layer_idx]
+        if call is None or options.sinks is not None:
+            return None
+        call.sinks = None
+        step = self._prepare(call, heads, options)
+        return CompiledCall(ctypes.addressof(step.struct), ctypes.addressof(call))
+
+    def _prepare(self, call: CallStruct, heads: int, options: AttentionOptions) -> NativeStep:
+        """Fill in what does not hang on tensors; the step for a layer of these options."""
+        step = self._step_for(options.sliding_window)
         call.heads = heads
         call.window = options.sliding_window or 0
         call.scaling = options.scaling
         call.softcap = options.softcap or 0.0
-        sinks = None if options.sinks is None else options.sinks.float().contiguous()
-        call.sinks = None if sinks is None else sinks.data_ptr()
         if step.num_partials:
             step.struct.partials = self._room(step.num_partials * heads * (2 + call.value_dim))
-        self._run(ctypes.byref(step.struct), ctypes.byref(call))
-        return out
+        return step
 
     def _fall_back(self) -> TorchAttention:
         """The other backend, whose step begins with the first layer that needs it."""

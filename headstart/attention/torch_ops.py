@@ -51,6 +51,9 @@ class TorchAttention:
     def end_step(self) -> None:
         self._slots = self._tables = None
 
+    def compiled(self, layer_idx: int, heads: int, options: AttentionOptions) -> None:
+        """Nothing of this is compiled."""
+
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:

@@ -7,16 +7,17 @@ K/V. `headstart.models.swap` decides where a part fits.
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headstart.attention.backend import AttentionBackend, AttentionOptions
+from headstart.attention.backend import AttentionBackend, AttentionOptions, CompiledCall
 from headstart.models.packed import PackedLinear, WeightStruct, kernels
 
-__all__ = ["FusedLayer", "FusedMLP", "FusedNorm", "FusionSwitch"]
+__all__ = ["FusedLayer", "FusedLayers", "FusedMLP", "FusedNorm", "FusionSwitch"]
 
 
 @dataclass
@@ -44,6 +45,16 @@ class _LayerStruct(ctypes.Structure):
         *((name, _NormStruct) for name in ("before", "after", "q_heads", "k_heads")),
         ("head_dim", ctypes.c_int64),
     )
+
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of rotary positions, each `[1, rows, head_dim]`."""
+
+
+class _RunStruct(ctypes.Structure):
+    """`LayerRun` of native/layer.cpp."""
+
+    _fields_ = (("layer", ctypes.c_void_p), ("step", ctypes.c_void_p), ("call", ctypes.c_void_p))
 
 
 class FusedNorm:
@@ -129,7 +140,7 @@ class FusedLayer:
         for name in sorted(named & {"q_norm", "k_norm"}):
             norms[f"{name[0]}_heads"] = _norm_parts(attention.get_submodule(name))
         self.hidden_size = weights["q"].in_features
-        self._widths = [weights[name].out_features for name in "qkv"]
+        self.widths = [weights[name].out_features for name in "qkv"]
         self._check_shapes(weights, {name: norm[0] for name, norm in norms.items()})
         self._struct = _LayerStruct(head_dim=self.head_dim)
         weights |= _mlp_parts(layer.get_submodule("mlp"))
@@ -137,14 +148,14 @@ class FusedLayer:
         for name, (weight, epsilon) in norms.items():
             setattr(self._struct, name, _NormStruct(weight.data_ptr(), epsilon))
         self._kept = (weights, norms)
-        self._address = ctypes.addressof(self._struct)
+        self.address = ctypes.addressof(self._struct)
 
     def _check_shapes(self, weights: dict[str, PackedLinear], norms: dict[str, Tensor]) -> None:
         fits = (
             self.head_dim % 2 == 0
-            and all(width % self.head_dim == 0 for width in self._widths)
-            and self._widths[1] == self._widths[2]
-            and weights["o"].in_features == self._widths[0]
+            and all(width % self.head_dim == 0 for width in self.widths)
+            and self.widths[1] == self.widths[2]
+            and weights["o"].in_features == self.widths[0]
             and weights["o"].out_features == self.hidden_size
             and all(len(norms[name]) == self.hidden_size for name in ("before", "after"))
             and all(
@@ -158,17 +169,17 @@ class FusedLayer:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         backend = self._switch.backend
         kept_rows: Tensor | None = kwargs.pop("kept_rows", None)
-        if backend is None or not self._switch.enabled or not self._fits(hidden_states, kwargs):
+        if backend is None or not self.fits(hidden_states, kwargs):
             plain: Tensor = type(self._layer).forward(self._layer, hidden_states, *args, **kwargs)
             return plain if kept_rows is None else plain.index_select(1, kept_rows)
         cos, sin = kwargs["position_embeddings"]
         hidden, threads = hidden_states.contiguous(), torch.get_num_threads()
-        rows, (q_width, kv_width, _) = hidden.shape[1], self._widths
+        rows, (q_width, kv_width, _) = hidden.shape[1], self.widths
         q = hidden.new_empty((rows, q_width // self.head_dim, self.head_dim))
         k = hidden.new_empty((rows, kv_width // self.head_dim, self.head_dim))
         v = torch.empty_like(k)
         self._before(
-            self._address,
+            self.address,
             hidden.data_ptr(),
             rows,
             cos.data_ptr(),
@@ -184,12 +195,20 @@ class FusedLayer:
             attended, hidden = attended.index_select(0, kept_rows), hidden[:, kept_rows]
         out = torch.empty_like(hidden)
         self._after(
-            self._address, attended.data_ptr(), hidden.data_ptr(), rows, out.data_ptr(), threads
+            self.address, attended.data_ptr(), hidden.data_ptr(), rows, out.data_ptr(), threads
         )
         return out
 
-    def _fits(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
+    def compiled(self) -> CompiledCall | None:
+        """The layer's attention in this step for compiled code; None if it has to be called."""
+        backend = self._switch.backend
+        heads = self.widths[0] // self.head_dim
+        return None if backend is None else backend.compiled(self._layer_idx, heads, self._options)
+
+    def fits(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether this is a step over paged K/V, with one angle for each row and place."""
+        if self._switch.backend is None or not self._switch.enabled:
+            return False
         if kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
             return False
         cos, sin = kwargs["position_embeddings"]
@@ -200,6 +219,56 @@ class FusedLayer:
             and sin.is_contiguous()
             and hidden.shape[0] == 1
         )
+
+
+class FusedLayers:
+    """All layers of one model, with their attention in one compiled call.
+
+    One by one where they differ in width, or attention is not to be called from there.
+    """
+
+    def __init__(self, layers: Sequence[FusedLayer]) -> None:
+        found = kernels()
+        assert found is not None
+        self._function = found.headstart_layers
+        self._layers = tuple(layers)
+        self._alike = (
+            len({(layer.head_dim, layer.hidden_size, *layer.widths) for layer in layers}) == 1
+        )
+        self._runs = (_RunStruct * len(layers))()
+        for run, layer in zip(self._runs, layers, strict=True):
+            run.layer = layer.address
+
+    def __call__(self, hidden: Tensor, angles: Angles, kept_rows: Tensor | None = None) -> Tensor:
+        """`[1, rows, hidden]` behind the last layer; of `kept_rows` alone, if given."""
+        count = len(self._layers) - (kept_rows is not None)
+        if self._alike and self._prepare(count, hidden, angles):
+            hidden = hidden.clone(memory_format=torch.contiguous_format)
+            self._function(
+                ctypes.addressof(self._runs),
+                count,
+                hidden.data_ptr(),
+                hidden.shape[1],
+                *(part.data_ptr() for part in angles),
+                torch.get_num_threads(),
+            )
+        else:
+            for layer in self._layers[:count]:
+                hidden = layer(hidden, position_embeddings=angles)
+        for layer in self._layers[count:]:
+            hidden = layer(hidden, position_embeddings=angles, kept_rows=kept_rows)
+        return hidden
+
+    def _prepare(self, count: int, hidden: Tensor, angles: Angles) -> bool:
+        """Whether so many layers can be one call now; then its addresses are filled in."""
+        if not self._layers[0].fits(hidden, {"position_embeddings": angles}):
+            return False
+        for run, layer in zip(self._runs, self._layers[:count], strict=False):
+            call = layer.compiled()
+            if call is None:
+                return False
+            run.step, run.call = call
+        return True
 
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")

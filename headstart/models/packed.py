@@ -57,6 +57,7 @@ def kernels() -> ctypes.CDLL | None:
                 *(address, address, number, address, address, address, address, address, threads),
             ),
             "after_attention": (address, address, address, number, address, threads),
+            "layers": (address, number, address, number, address, address, threads),
         }.items():
             function = getattr(found, f"headstart_{name}")
             function.argtypes, function.restype = arguments, None

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headstart.models.fused import FusedLayer
+from headstart.models.fused import FusedLayer, FusedLayers
 from headstart.models.likeliest import LikeliestHead
 
 __all__ = ["PlainDecoder", "Stack", "find_stack"]
@@ -22,17 +22,14 @@ class Stack(NamedTuple):
 
     embed: nn.Module
     angles: nn.Module
-    layers: tuple[FusedLayer, ...]
+    layers: FusedLayers
     norm: nn.Module
 
     def __call__(self, token_ids: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
         """Rows `[rows, hidden]` behind the norm, of all tokens if `rows` is None."""
         hidden = self.embed(token_ids).unsqueeze(0)
         angles = self.angles(hidden, positions.unsqueeze(0))
-        *first, last = self.layers
-        for layer in first:
-            hidden = layer(hidden, position_embeddings=angles)
-        hidden = last(hidden, position_embeddings=angles, kept_rows=rows)
+        hidden = self.layers(hidden, angles, rows)
         normed: Tensor = self.norm(hidden[0])
         return normed
 
@@ -75,10 +72,10 @@ def find_stack(decoder: nn.Module) -> Stack | None:
     children = dict(decoder.named_children())
     if children.keys() != {"embed_tokens", "layers", "norm", "rotary_emb"}:
         return None
-    layers = [
-        getattr(layer, "forward", None) for layer in decoder.get_submodule("layers").children()
-    ]
-    fused = tuple(layer for layer in layers if isinstance(layer, FusedLayer))
-    if not fused or len(fused) != len(layers):
+    modules = list(decoder.get_submodule("layers").children())
+    forwards = (getattr(module, "forward", None) for module in modules)
+    fused = [forward for forward in forwards if isinstance(forward, FusedLayer)]
+    if not fused or len(fused) != len(modules):
         return None
-    return Stack(children["embed_tokens"], children["rotary_emb"], fused, children["norm"])
+    layers = FusedLayers(fused)
+    return Stack(children["embed_tokens"], children["rotary_emb"], layers, children["norm"])

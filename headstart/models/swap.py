@@ -238,6 +238,8 @@ class _PlainBackend:
 
     def end_step(self) -> None: ...
 
+    def compiled(self, layer_idx: int, heads: int, options: AttentionOptions) -> None: ...
+
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 __all__ = ["library", "pointer"]
 
 # The number in native.h: a library built from other sources than these is not used.
-INTERFACE = 3
+INTERFACE = 4
 
 
 def library() -> ctypes.CDLL | None:

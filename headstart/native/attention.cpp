@@ -2,18 +2,11 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <vector>
 
-#include "native.h"
-
 namespace headstart {
 namespace {
-
-// Below so many tokens a write, or a merger, takes less time than waking a thread.
-constexpr int WRITE_ALONE = 128;
-constexpr int MERGE_ALONE = 8;
 
 // Tokens `from` to `to` - 1 of K and V into their slots.
 void write_rows(const AttentionStep& step, const AttentionCall& call, int from, int to) {
@@ -33,15 +26,6 @@ void write_rows(const AttentionStep& step, const AttentionCall& call, int from, 
     }
 }
 
-void write_all(const AttentionStep& step, const AttentionCall& call) {
-    const int threads = step.num_tokens < WRITE_ALONE ? 1 : step.threads;
-    parallel(threads, [&](int thread, int all) {
-        const int64_t tokens = step.num_tokens;
-        write_rows(step, call, static_cast<int>(tokens * thread / all),
-                   static_cast<int>(tokens * (thread + 1) / all));
-    });
-}
-
 // The segments in chunks, the last rows of a segment first: they have the most keys, and threads
 // that are left with the small pieces end together.
 void cut(const AttentionStep& step, const AttentionCall& call, std::vector<Chunk>& chunks) {
@@ -55,22 +39,18 @@ void cut(const AttentionStep& step, const AttentionCall& call, std::vector<Chunk
     }
 }
 
-void attend_all(const AttentionStep& step, const AttentionCall& call) {
-    static thread_local std::vector<Chunk> chunks;
+void attend_some(const AttentionStep& step, const AttentionCall& call, int threads, Stages& stages) {
+    static thread_local std::vector<Chunk> chunks;  // each thread the same
     cut(step, call, chunks);
-    const int count = static_cast<int>(chunks.size());
-    const Chunk* list = chunks.data();
-    std::atomic<int> next{0};
-    parallel(std::min(step.threads, count), [&](int, int all) {
-        for (int i = next++; i < count; i = next++) {
-            const int rows = list[i].segment->num_rows * (call.heads / call.kv_heads);
-            if (rows <= FEW_ROWS) {
-                attend_few(step, call, list[i], i + all < count ? &list[i + all] : nullptr);
-            } else {
-                attend_chunk(step, call, list[i]);
-            }
+    const int64_t count = static_cast<int64_t>(chunks.size());
+    for (int64_t i = stages.take(1); i < count; i = stages.take(1)) {
+        const int rows = chunks[i].segment->num_rows * (call.heads / call.kv_heads);
+        if (rows <= FEW_ROWS) {
+            attend_few(step, call, chunks[i], i + threads < count ? &chunks[i + threads] : nullptr);
+        } else {
+            attend_chunk(step, call, chunks[i]);
         }
-    });
+    }
 }
 
 // o = sum of o_i 2^(m_i - m) / sum of l_i 2^(m_i - m), where m is the largest of the maxima m_i.
@@ -104,24 +84,31 @@ void merge_head(const AttentionStep& step, const AttentionCall& call, const Merg
     }
 }
 
-void merge_all(const AttentionStep& step, const AttentionCall& call) {
-    const int threads = step.num_mergers < MERGE_ALONE ? 1 : step.threads;
-    parallel(threads, [&](int thread, int all) {
-        for (int i = thread; i < step.num_mergers; i += all)
-            for (int head = 0; head < call.heads; ++head)
-                merge_head(step, call, step.mergers[i], head);
-    });
+}  // namespace
+
+void attend(const AttentionStep& step, const AttentionCall& call, int thread, int threads,
+            Stages& stages) {
+    const int64_t tokens = step.num_tokens;
+    write_rows(step, call, static_cast<int>(tokens * thread / threads),
+               static_cast<int>(tokens * (thread + 1) / threads));
+    stages.finish(threads);
+    attend_some(step, call, threads, stages);
+    stages.finish(threads);
+    if (step.num_mergers == 0) return;
+    for (int i = thread; i < step.num_mergers; i += threads)
+        for (int head = 0; head < call.heads; ++head) merge_head(step, call, step.mergers[i], head);
+    stages.finish(threads);
 }
 
-}  // namespace
 }  // namespace headstart
 
 extern "C" {
 
 void headstart_attend(const headstart::AttentionStep* step, const headstart::AttentionCall* call) {
-    headstart::write_all(*step, *call);
-    headstart::attend_all(*step, *call);
-    headstart::merge_all(*step, *call);
+    headstart::Stages stages;
+    headstart::parallel(step->threads, [&](int thread, int threads) {
+        headstart::attend(*step, *call, thread, threads, stages);
+    });
 }
 
 }  // extern "C"

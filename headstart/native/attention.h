@@ -4,6 +4,7 @@
 // elements. Positions count tokens from the start of a sequence.
 #pragma once
 
+#include "native.h"
 #include "simd.h"
 
 namespace headstart {
@@ -71,6 +72,11 @@ struct AttentionCall {
 constexpr int MAX_DIM = 256;
 constexpr int CHUNK_VECTORS = 4;
 constexpr int CHUNK_ROWS = 16 * CHUNK_VECTORS;
+
+// A thread's part of one layer's attention: write K and V, attend, merge. All threads come out
+// together.
+void attend(const AttentionStep& step, const AttentionCall& call, int thread, int threads,
+            Stages& stages);
 
 // Up to CHUNK_ROWS rows of a segment for one KV head. Row r of a segment is query head r % group
 // of its token r / group, where group = heads / kv_heads.

@@ -21,10 +21,10 @@
 namespace headstart {
 namespace {
 
-thread_local Scratch scratch;
+thread_local Lanes scratch;
 
 // Lanes beyond the last row repeat it; nobody reads them.
-void begin(Scratch& s, const Rows& rows, int lanes) {
+void begin(Lanes& s, const Rows& rows, int lanes) {
     const AttentionCall& call = rows.call;
     for (int lane = 0; lane < lanes; ++lane) {
         const Row row = s.rows[lane] = rows.row(std::min(lane, rows.chunk.count - 1));
@@ -36,7 +36,7 @@ void begin(Scratch& s, const Rows& rows, int lanes) {
     for (int d = 0; d < call.value_dim; ++d) std::memset(s.out[d], 0, lanes * sizeof(float));
 }
 
-void load_queries(Scratch& s, const Rows& rows, int vectors) {
+void load_queries(Lanes& s, const Rows& rows, int vectors) {
     const int pairs = rows.call.key_dim / 2;
     for (int v = 0; v < vectors; ++v) {
         const bf16* from[16];
@@ -52,7 +52,7 @@ void load_queries(Scratch& s, const Rows& rows, int vectors) {
 }
 
 // Rows of V two by two, so that each 32-bit number is one dim of two keys.
-void pair_values(Scratch& s, int count, int value_dim) {
+void pair_values(Lanes& s, int count, int value_dim) {
     for (int k = 0; k < count; k += 2) {
         uint32_t* to = s.values[k / 2];
         for (int d = 0; d < value_dim; d += 32) {
@@ -66,7 +66,7 @@ void pair_values(Scratch& s, int count, int value_dim) {
 }
 
 template <int VECTORS>
-void attend_tile(Scratch& s, int tile, int count, const AttentionCall& call,
+void attend_tile(Lanes& s, int tile, int count, const AttentionCall& call,
                  const ScoreOptions& options) {
     // So many sums at once that latencies overlap and loads are few, in the registers there are.
     constexpr int KEYS = VECTORS == 4 ? 4 : 8;
@@ -84,7 +84,7 @@ void attend_tile(Scratch& s, int tile, int count, const AttentionCall& call,
 }
 
 template <int VECTORS>
-void attend_keys(Scratch& s, const Rows& rows) {
+void attend_keys(Lanes& s, const Rows& rows) {
     const AttentionCall& call = rows.call;
     int first = s.first_key[0], last = s.last_key[0], all_first = first, all_last = last;
     for (int lane = 1; lane < rows.chunk.count; ++lane) {
@@ -108,7 +108,7 @@ void attend_keys(Scratch& s, const Rows& rows) {
 }
 
 // The output of 16 lanes, one row after the other.
-void store_rows(Scratch& s, const Rows& rows, int v) {
+void store_rows(Lanes& s, const Rows& rows, int v) {
     const int lanes = std::min(16, rows.chunk.count - v * 16);
     const __m512 one = _mm512_set1_ps(1.0f);
     const __m512 share = rows.partial() ? one : _mm512_div_ps(one, _mm512_load_ps(&s.sum[v * 16]));
@@ -124,7 +124,7 @@ void store_rows(Scratch& s, const Rows& rows, int v) {
 
 // Not inlined, so that the thread's scratch is looked up once.
 template <int VECTORS>
-__attribute__((noinline)) void attend_rows(Scratch& s, const Rows& rows) {
+__attribute__((noinline)) void attend_rows(Lanes& s, const Rows& rows) {
     begin(s, rows, VECTORS * 16);
     load_queries(s, rows, VECTORS);
     attend_keys<VECTORS>(s, rows);
@@ -140,7 +140,7 @@ __attribute__((noinline)) void attend_rows(Scratch& s, const Rows& rows) {
 
 void attend_chunk(const AttentionStep& step, const AttentionCall& call, const Chunk& chunk) {
     const Rows rows{step, call, chunk};
-    Scratch& s = scratch;
+    Lanes& s = scratch;
     switch ((chunk.count + 15) / 16) {
         case 1: return attend_rows<1>(s, rows);
         case 2: return attend_rows<2>(s, rows);

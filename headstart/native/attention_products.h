@@ -24,7 +24,7 @@ struct ScoreOptions {
 
 // Scores of KEYS keys from position `tile + k` on for all rows; raises the maxima.
 template <int VECTORS, int KEYS>
-void score_keys(Scratch& s, int tile, int k, int key_dim, const ScoreOptions& options) {
+void score_keys(Lanes& s, int tile, int k, int key_dim, const ScoreOptions& options) {
     __m512 sums[KEYS][VECTORS];
     const bf16* keys[KEYS];
     for (int i = 0; i < KEYS; ++i) {
@@ -69,7 +69,7 @@ void score_keys(Scratch& s, int tile, int k, int key_dim, const ScoreOptions& op
 // Scores become weights relative to the new maximum; `shrink` is what older weights count now.
 // The pair of weights of keys k and k + 1 takes the place of score k / 2, which is read by then.
 template <int VECTORS>
-void weigh(Scratch& s, int count, const __m512 before[VECTORS], __m512 shrink[VECTORS]) {
+void weigh(Lanes& s, int count, const __m512 before[VECTORS], __m512 shrink[VECTORS]) {
     for (int v = 0; v < VECTORS; ++v) {
         const __m512 maximum = _mm512_load_ps(&s.maximum[v * 16]);
         shrink[v] = exp2(_mm512_sub_ps(before[v], maximum));
@@ -90,7 +90,7 @@ void weigh(Scratch& s, int count, const __m512 before[VECTORS], __m512 shrink[VE
 
 // Adds the tile's weighted values to LINES dims of the output.
 template <int VECTORS, int LINES>
-void add_values(Scratch& s, int count, int line, const __m512 shrink[VECTORS]) {
+void add_values(Lanes& s, int count, int line, const __m512 shrink[VECTORS]) {
     __m512 sums[LINES][VECTORS];
     for (int i = 0; i < LINES; ++i)
         for (int v = 0; v < VECTORS; ++v)

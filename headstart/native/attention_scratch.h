@@ -8,7 +8,7 @@ namespace headstart {
 constexpr int STEP = 8;  // a tile is cut short to a multiple of this
 
 // Everything of one chunk, per thread and used again and again.
-struct alignas(64) Scratch {
+struct alignas(64) Lanes {
     uint32_t query[MAX_DIM / 2][CHUNK_ROWS];  // pairs of dims
     float out[MAX_DIM][CHUNK_ROWS];
     float scores[TILE][CHUNK_ROWS];      // then pairs of weights in the first half

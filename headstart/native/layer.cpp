@@ -5,6 +5,7 @@
 //
 // Whatever transformers rounds to bf16 between its operations is rounded here too, so both differ
 // only where sums are taken in another order.
+#include "attention.h"
 #include "linear.h"
 
 using namespace headstart;
@@ -131,15 +132,94 @@ void rotate(bf16* x, int64_t dim, const bf16* cos, const bf16* sin) {
     }
 }
 
-}  // namespace
-
-extern "C" {
-
 // Everything of one layer that stays the same; Norms may be none, see there.
 struct Layer {
     Weight q, k, v, o, gate, up, down;
     Norm before, after, q_heads, k_heads;
     int64_t head_dim;
+};
+
+// Rotary positions of some rows: each [rows, head_dim].
+struct Angles {
+    const bf16* cos;
+    const bf16* sin;
+};
+
+// Rows of queries, keys and values, each [rows, outputs of its weight].
+struct Projected {
+    bf16* parts[3];
+};
+
+// This thread's part of all before attention. Its last stage is not finished: each thread leaves
+// rows * thread / all up to rows * (thread + 1) / all.
+void before_attention(const Layer& layer, const bf16* hidden, int64_t rows, const Angles& angles,
+                      const Projected& out, int thread, int all, Stages& stages) {
+    const Weight* weights[3] = {&layer.q, &layer.k, &layer.v};
+    const int64_t counts[3] = {layer.q.count(), layer.k.count(), layer.v.count()};
+    const auto locate = [&](int64_t group, int* which) {
+        for (*which = 0; group >= counts[*which]; ++*which) group -= counts[*which];
+        return group;
+    };
+    multiply<1>(
+        rows, layer.q.inputs, counts[0] + counts[1] + counts[2], all, stages,
+        Rows{hidden, layer.q.inputs, layer.before, normalised},
+        [&](int64_t group, int) {
+            int which;
+            const int64_t own = locate(group, &which);
+            return weights[which]->panel(own);
+        },
+        [&](int64_t group, int64_t row, int64_t count, const float* sums) {
+            int which;
+            const int64_t own = locate(group, &which);
+            const Weight& weight = *weights[which];
+            for (int64_t r = 0; r < count; r++)
+                for (int64_t at = own * PANEL, h = 0; h < 2 && at < weight.outputs; at += 16, h++)
+                    store(out.parts[which] + (row + r) * weight.outputs + at, weight.outputs - at,
+                          finished(sums + r * PANEL + 16 * h, weight, at));
+        });
+    stages.finish(all);
+    const Norm* norms[2] = {&layer.q_heads, &layer.k_heads};
+    const int64_t dim = layer.head_dim;
+    for (int64_t r = rows * thread / all; r < rows * (thread + 1) / all; r++)
+        for (int which = 0; which < 2; which++)
+            for (int64_t at = 0; at < weights[which]->outputs; at += dim) {
+                bf16* head = out.parts[which] + r * weights[which]->outputs + at;
+                if (norms[which]->weight != nullptr) normalise(head, dim, *norms[which], head);
+                rotate(head, dim, angles.cos + r * dim, angles.sin + r * dim);
+            }
+}
+
+// Numbers in what after_attention() keeps between its stages.
+int64_t between(const Layer& layer, int64_t rows) {
+    return std::min(rows, CHUNK) * (layer.gate.inputs + layer.down.inputs);
+}
+
+// This thread's part of all after attention.
+void after_attention(const Layer& layer, const bf16* attended, const bf16* hidden, int64_t rows,
+                     bf16* out, bf16* memory, int all, Stages& stages) {
+    const int64_t width = layer.gate.inputs, heads = layer.o.inputs;
+    bf16* middle = memory;
+    bf16* inner = middle + std::min(rows, CHUNK) * width;
+    for (int64_t row = 0; row < rows; row += CHUNK) {
+        const int64_t some = std::min(CHUNK, rows - row);
+        project(attended + row * heads, some, layer.o, hidden + row * width, middle, all, stages);
+        stages.finish(all);
+        gated(middle, some, layer.after, layer.gate, layer.up, inner, all, stages);
+        stages.finish(all);
+        project(inner, some, layer.down, middle, out + row * width, all, stages);
+        stages.finish(all);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// A layer in one step; the call's query, key, value and out are of no meaning.
+struct LayerRun {
+    const Layer* layer;
+    const AttentionStep* step;
+    const AttentionCall* call;
 };
 
 // out bf16 [rows, width] = x normalised by its root mean square, times the weight
@@ -156,43 +236,9 @@ void headstart_rms_norm(const bf16* weight, float epsilon, const bf16* x, int64_
 void headstart_before_attention(const Layer* layer, const bf16* hidden, int64_t rows,
                                 const bf16* cos, const bf16* sin, bf16* q, bf16* k, bf16* v,
                                 int threads) {
-    const Weight* weights[3] = {&layer->q, &layer->k, &layer->v};
-    bf16* outs[3] = {q, k, v};
-    const int64_t counts[3] = {layer->q.count(), layer->k.count(), layer->v.count()};
-    const auto locate = [&](int64_t group, int* which) {
-        for (*which = 0; group >= counts[*which]; ++*which) group -= counts[*which];
-        return group;
-    };
-    const int64_t dim = layer->head_dim;
-    const Norm* norms[2] = {&layer->q_heads, &layer->k_heads};
     Stages stages;
     parallel(threads, [&](int thread, int all) {
-        multiply<1>(
-            rows, layer->q.inputs, counts[0] + counts[1] + counts[2], all, stages,
-            Rows{hidden, layer->q.inputs, layer->before, normalised},
-            [&](int64_t group, int) {
-                int which;
-                const int64_t own = locate(group, &which);
-                return weights[which]->panel(own);
-            },
-            [&](int64_t group, int64_t row, int64_t count, const float* sums) {
-                int which;
-                const int64_t own = locate(group, &which);
-                const Weight& weight = *weights[which];
-                for (int64_t r = 0; r < count; r++)
-                    for (int64_t at = own * PANEL, h = 0; h < 2 && at < weight.outputs;
-                         at += 16, h++)
-                        store(outs[which] + (row + r) * weight.outputs + at, weight.outputs - at,
-                              finished(sums + r * PANEL + 16 * h, weight, at));
-            });
-        stages.finish(all);
-        for (int64_t r = rows * thread / all; r < rows * (thread + 1) / all; r++)
-            for (int which = 0; which < 2; which++)
-                for (int64_t at = 0; at < weights[which]->outputs; at += dim) {
-                    bf16* head = outs[which] + r * weights[which]->outputs + at;
-                    if (norms[which]->weight != nullptr) normalise(head, dim, *norms[which], head);
-                    rotate(head, dim, cos + r * dim, sin + r * dim);
-                }
+        before_attention(*layer, hidden, rows, {cos, sin}, {{q, k, v}}, thread, all, stages);
     });
 }
 
@@ -218,23 +264,44 @@ void headstart_mlp(const Layer* layer, const bf16* x, int64_t rows, bf16* out, i
 void headstart_after_attention(const Layer* layer, const bf16* attended, const bf16* hidden,
                                int64_t rows, bf16* out, int threads) {
     static thread_local Scratch memory;
-    const int64_t width = layer->gate.inputs, heads = layer->o.inputs;
-    const int64_t most = std::min(rows, CHUNK);
-    bf16* middle = memory.take<bf16>(most * (width + layer->down.inputs));
-    bf16* inner = middle + most * width;
+    bf16* kept = memory.take<bf16>(between(*layer, rows));
     Stages stages;
     parallel(threads, [&](int, int all) {
-        for (int64_t row = 0; row < rows; row += CHUNK) {
-            const int64_t some = std::min(CHUNK, rows - row);
-            project(attended + row * heads, some, layer->o, hidden + row * width, middle, all,
-                    stages);
-            stages.finish(all);
-            gated(middle, some, layer->after, layer->gate, layer->up, inner, all, stages);
-            stages.finish(all);
-            project(inner, some, layer->down, middle, out + row * width, all, stages);
-            stages.finish(all);
+        after_attention(*layer, attended, hidden, rows, out, kept, all, stages);
+    });
+}
+
+// hidden bf16 [rows, inputs], in place, through `count` layers of the same widths; cos and sin bf16
+// [rows, head_dim]. Threads are woken once, which takes as long as a decode's attention.
+void headstart_layers(const LayerRun* runs, int64_t count, bf16* hidden, int64_t rows,
+                      const bf16* cos, const bf16* sin, int threads) {
+    static thread_local Scratch memory;
+    const Layer& shape = *runs->layer;
+    const int64_t width = shape.q.inputs, queries = shape.q.outputs, keys = shape.k.outputs;
+    bf16* q = memory.take<bf16>(rows * (width + 2 * queries + 2 * keys) + between(shape, rows));
+    bf16* k = q + rows * queries;
+    bf16* v = k + rows * keys;
+    bf16* attended = v + rows * keys;
+    bf16* other = attended + rows * queries;
+    bf16* kept = other + rows * width;
+    Stages stages;
+    parallel(threads, [&](int thread, int all) {
+        bf16* from = hidden;
+        bf16* to = other;
+        for (int64_t i = 0; i < count; i++) {
+            const Layer& layer = *runs[i].layer;
+            before_attention(layer, from, rows, {cos, sin}, {{q, k, v}}, thread, all, stages);
+            AttentionCall call = *runs[i].call;
+            call.query = q, call.key = k, call.value = v, call.out = attended;
+            call.query_strides[0] = queries;
+            call.key_strides[0] = call.value_strides[0] = keys;
+            call.query_strides[1] = call.key_strides[1] = call.value_strides[1] = layer.head_dim;
+            attend(*runs[i].step, call, thread, all, stages);  // writes the rows that it rotated
+            after_attention(layer, attended, from, rows, to, kept, all, stages);
+            std::swap(from, to);
         }
     });
+    if (count % 2 == 1) std::memcpy(hidden, other, rows * width * sizeof(bf16));
 }
 
 }  // extern "C"

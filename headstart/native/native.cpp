@@ -3,6 +3,10 @@
 
 #include <atomic>
 
+#ifdef __linux__
+#include <sched.h>
+#endif
+
 namespace {
 
 using GompParallel = void (*)(void (*function)(void*), void* data, unsigned threads,
@@ -13,14 +17,58 @@ GompParallel gomp_parallel = nullptr;
 GompNumber gomp_thread = nullptr;
 GompNumber gomp_threads = nullptr;
 
+// Threads of one region begin on cores of their own. Linux often wakes a thread on the core that
+// woke it, where it waits until its waker is done, with the work that it was to share; and leaves
+// the two there for seconds.
+class Spread {
+  public:
+    Spread() : taken_(bit(here())) {}
+
+    // Moves this thread, unless it has a core alone, to one that nobody here has.
+    void settle() {
+#ifdef __linux__
+        const int core = here();
+        if (core < 0 || core >= 64 || (taken_.fetch_or(bit(core)) & bit(core)) == 0) return;
+        cpu_set_t allowed;
+        if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+        for (int other = 0; other < 64; other++) {
+            if (!CPU_ISSET(other, &allowed) || (taken_.fetch_or(bit(other)) & bit(other)) != 0)
+                continue;
+            cpu_set_t only;
+            CPU_ZERO(&only);
+            CPU_SET(other, &only);
+            // It may go elsewhere later: it is moved, not bound.
+            if (sched_setaffinity(0, sizeof only, &only) == 0)
+                sched_setaffinity(0, sizeof allowed, &allowed);
+            return;
+        }
+#endif
+    }
+
+  private:
+    static int here() {
+#ifdef __linux__
+        return sched_getcpu();
+#else
+        return -1;
+#endif
+    }
+    static uint64_t bit(int core) { return core >= 0 && core < 64 ? uint64_t{1} << core : 0; }
+
+    std::atomic<uint64_t> taken_;
+};
+
 struct Region {
     headstart::Body body;
     void* data;
+    Spread spread;
 };
 
 void enter(void* region) {
-    const Region& r = *static_cast<Region*>(region);
-    r.body(r.data, gomp_thread(), gomp_threads());
+    Region& r = *static_cast<Region*>(region);
+    const int thread = gomp_thread();
+    if (thread > 0) r.spread.settle();
+    r.body(r.data, thread, gomp_threads());
 }
 
 }  // namespace
@@ -30,7 +78,7 @@ void headstart::run_parallel(Body body, void* data, int threads) {
         body(data, 0, 1);
         return;
     }
-    Region region{body, data};
+    Region region{body, data, {}};
     gomp_parallel(enter, &region, static_cast<unsigned>(threads), 0);
 }
 

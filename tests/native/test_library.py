@@ -1,6 +1,7 @@
 """The compiled library: loaded where it can be, done without where it cannot."""
 
 import ctypes
+import os
 import shutil
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -35,6 +36,16 @@ def test_work_is_shared_among_threads(library: ctypes.CDLL, threads: int) -> Non
     ran = ctypes.c_int(0)
     total = library.headstart_native_sum(ctypes.c_int64(1001), threads, ctypes.byref(ran))
     assert (total, ran.value) == (500_500, threads)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads are not moved here")
+def test_threads_are_moved_and_not_bound(library: ctypes.CDLL) -> None:
+    allowed = os.sched_getaffinity(0)
+    ran = ctypes.c_int(0)
+    for _ in range(20):
+        library.headstart_native_sum(ctypes.c_int64(1), 3, ctypes.byref(ran))
+    threads = [int(task.name) for task in Path("/proc/self/task").iterdir()]
+    assert all(os.sched_getaffinity(thread) == allowed for thread in threads)
 
 
 def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:

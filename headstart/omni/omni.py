@@ -74,7 +74,9 @@ class Omni:
         """Load a model from its folder or hub name. Raises ConfigError, ModelError."""
         self.cache = OutputCache(cache_bytes)
         self._stages = _load(model, dtype, device, self.cache)
-        graph = read_graph(pipeline or self._stages.graph).with_options(options or {})
+        self.graph = pipeline or self._stages.graph
+        """The pipeline as it was written down."""
+        graph = read_graph(self.graph).with_options(options or {})
         self.pipeline = graph.build(self._stages.factories)
         self._thinker = self.pipeline.stages["thinker"]
         self._inputs = InputProcessor(self._stages.tokenizer, self._stages.vocab_size, sys.maxsize)

@@ -22,9 +22,9 @@ from headstart.omni.spoken_prompts import TEXT, SpokenPrompts, stage_config, thi
 from headstart.omni.stage import TOKENS, Input, OmniRequest, Stage
 from headstart.omni.talker import TalkerFeed, TalkerPlan
 
-__all__ = ["QWEN25_GRAPH", "Qwen25Stages"]
+__all__ = ["Qwen25Stages"]
 
-QWEN25_GRAPH = """
+_GRAPH = """
 collects = ["thinker.tokens", "talker.tokens", "token2wav.audio"]
 
 [stages.thinker]
@@ -50,7 +50,7 @@ class Qwen25Stages:
     A request's options: `talker` and `token2wav` are told the `voice`, `token2wav` the `seed`.
     """
 
-    graph = QWEN25_GRAPH
+    graph = _GRAPH
     audio = Input("token2wav", "audio")
     codes = Input("talker", TOKENS)
     text_params = TEXT

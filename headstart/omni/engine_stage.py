@@ -6,7 +6,7 @@ pass the rows of the pass go out.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -107,6 +107,9 @@ class EngineStage:
     @property
     def has_work(self) -> bool:
         return bool(self._events) or any(map(self._is_ready, self._states.values()))
+
+    def limit_to(self, outputs: Set[str]) -> None:
+        self.rows.limit_to(outputs)
 
     def check(self, request: OmniRequest) -> None:
         prompt = self._feeder(request).prompt()

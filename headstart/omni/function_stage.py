@@ -10,7 +10,7 @@ blocks at their absolute places, so the shape of its work does not depend on wha
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -72,6 +72,9 @@ class _FunctionStage:
         self._cache = cache if spec.enable_prefix_caching else None
         self._place = self._cache.place(spec.name) if self._cache is not None else spec.name
         self._states: dict[str, _State] = {}
+
+    def limit_to(self, outputs: Set[str]) -> None:
+        """What a function gives is one thing: it is made and kept as a whole."""
 
     def check(self, request: OmniRequest) -> None:
         """Any request will do."""

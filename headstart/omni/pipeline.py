@@ -56,6 +56,9 @@ class Pipeline:
         for taken in collects:
             self._check_given(taken, "the pipeline collects")
         self._order = _in_order(stages)
+        used = {*collects, *(taken for stage in stages for taken in stage.spec.takes)}
+        for name, stage in self.stages.items():
+            stage.limit_to({known.output for known in used if known.stage == name})
         self._collects = frozenset(collects)
         self._requests: dict[str, Progress] = {}
 

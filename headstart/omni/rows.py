@@ -14,7 +14,7 @@ The order of a step: `usable` for those who ask to be admitted, `admitted` for t
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -95,9 +95,28 @@ class StageRows:
         self._cache = cache
         self._detector = AlignmentDetector({output.name: output.alignment for output in outputs})
         self._find_outputs = find_outputs
-        self._has_given = any(output.alignment.is_by_token for output in outputs)
-        self._gives_rows = self._has_given or find_outputs  # until a step says otherwise
+        self._taken: Set[str] | None = None
         self._requests: dict[TokenSequence, _Request] = {}
+        self._expect_rows()
+
+    def limit_to(self, outputs: Set[str]) -> None:
+        """Only these are taken by anybody; until this is said, all are. Not while a request runs.
+
+        What nobody takes is neither kept nor missed.
+        """
+        self._taken = outputs
+        self._expect_rows()
+
+    def _expect_rows(self) -> None:
+        """Whether rows are handed on, as far as is known before a step."""
+        self._has_given = any(
+            output.alignment.is_by_token and self._is_taken(name)
+            for name, output in self._outputs.items()
+        )
+        self._gives_rows = self._has_given or self._find_outputs  # until a step says otherwise
+
+    def _is_taken(self, name: str) -> bool:
+        return self._taken is None or name in self._taken
 
     def open(self, sequence: TokenSequence) -> None:
         """A request begins; nothing of it is handed on."""
@@ -189,8 +208,11 @@ class StageRows:
                 output.check(outputs[name], num_tokens)
             elif output.required and output.alignment.is_by_token:
                 raise EngineError(f"stage {self._stage!r} did not give {name!r}, which it declares")
-        if not self._find_outputs:
-            outputs = {name: rows for name, rows in outputs.items() if name in self._outputs}
+        outputs = {
+            name: rows
+            for name, rows in outputs.items()
+            if self._is_taken(name) and (self._find_outputs or name in self._outputs)
+        }
         for name in self._detector.observe(outputs, num_tokens, len(parts)):
             if self._cache is not None:
                 self._cache.drop(self._stage, name)

@@ -8,7 +8,7 @@ given to whoever takes it; stages know nothing of one another.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -156,6 +156,10 @@ class Stage(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether a step would do something with what has come so far."""
+        ...
+
+    def limit_to(self, outputs: Set[str]) -> None:
+        """Somebody takes these outputs, and no others: a pipeline says so before any request."""
         ...
 
     def check(self, request: OmniRequest) -> None:

@@ -1,18 +1,24 @@
 """Real stages whose requests are interrupted, and outputs that are not what they seem."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from headstart.cache import TokenSequence
+from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request
+from headstart.omni.output_cache import BlockPath
 from headstart.omni.pipeline import Pipeline, Progress
-from headstart.omni.stage import Input
-from tests.omni.pipelines import Speech, collected, request, said
+from headstart.omni.stage import TOKENS, Ended, Event, Given, Input
+from tests.omni.pipelines import Speech, collected, oracle, request, said
 from tests.omni.test_pipeline import PROMPTS, wanted
+
+COLLECTS = (Input("thinker", TOKENS), Input("talker", TOKENS), Input("vocoder", "audio"))
 
 
 def preempt(speech: Speech, stage: str) -> None:
@@ -67,15 +73,22 @@ def test_a_thinker_that_resumes_with_a_longer_hit() -> None:
         assert said(slow) == said(quick) == wanted("first")
 
 
-def test_a_thinker_that_resumes_with_a_shorter_hit() -> None:
-    with Speech(max_num_batched_tokens=10, num_blocks=9) as speech, resumptions(speech) as seen:
+@pytest.mark.parametrize(("steps", "given"), [(1, 10), (4, 16)])
+def test_a_thinker_that_resumes_with_a_shorter_hit(steps: int, given: int) -> None:
+    """Computed again in tens, the rows that were given end between two chunks, or within one."""
+    options = {"max_num_batched_tokens": 10, "num_blocks": 9}
+    with (
+        Speech(**options, talker_options={"num_blocks": 64}) as speech,
+        resumptions(speech) as seen,
+    ):
         slow = speech.pipeline.submit(request("slow", PROMPTS["first"]))
-        speech.pipeline.step()
+        for _ in range(steps):
+            speech.pipeline.step()
         preempt(speech, "thinker")
         with held_back(speech, "slow"):
             finish(speech, speech.pipeline.submit(request("greedy", [60] * 29)))
         finish(speech, slow)
-        assert seen == [(0, 0), (0, 0), (10, 0)]
+        assert seen == [(0, 0), (0, 0), (given, 0)]
         assert said(slow) == wanted("first")
 
 
@@ -91,14 +104,25 @@ def test_a_talker_that_is_preempted_says_the_same(steps: int) -> None:
         assert speech.talker.engine.num_preemptions == 1
 
 
-def test_an_output_as_long_as_a_prompt_by_chance_is_never_kept() -> None:
+def test_an_output_as_long_as_a_prompt_by_chance_is_never_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """`table` has 14 rows whatever is computed, and so has the first prompt."""
     with Speech(undeclared=True) as speech:
         speech.more = {"table": torch.zeros(14, 3)}
+        stages = list(speech.pipeline.stages.values())
+        speech.pipeline = Pipeline(stages, [*COLLECTS, Input("thinker", "table")])
+        kept, put = set(), speech.cache.put
+
+        def noting(path: BlockPath, index: int, rows: Mapping[str, Tensor], *more: Any) -> None:
+            kept.update(rows)
+            put(path, index, rows, *more)
+
+        monkeypatch.setattr(speech.cache, "put", noting)
         for at, name in enumerate(["first", "other question", "first", "first"]):
             [progress] = speech.run(request(f"{at}", PROMPTS[name]))
             assert said(progress) == wanted(name)
-            assert {name for _, name in speech.cache._order} <= {"hidden", "feature", "audio"}
+        assert kept == {"hidden", "feature", "audio"}
         assert progress.figures["thinker"].hit_rows == {"hidden": 12, "feature": 12}
 
 
@@ -118,3 +142,53 @@ def test_rows_that_were_handed_on_stay_right_when_everything_behind_them_is_reus
         late = [collected(progress, "thinker", "hidden") for progress in done]
         assert all(map(torch.equal, first, late))
         assert torch.allclose(late[1], collected(again, "thinker", "hidden"), atol=1e-5)
+
+
+def test_what_nobody_takes_is_neither_kept_nor_missed() -> None:
+    with Speech() as speech:
+        talker = speech.talker.spec
+        taken = tuple(taken for taken in talker.takes if taken.output == "hidden")
+        speech.talker.spec = dataclasses.replace(talker, takes=taken)
+        speech.pipeline = Pipeline(list(speech.pipeline.stages.values()), COLLECTS)
+        speech.run(request("cold", PROMPTS["first"]))
+        assert {name for _, name in speech.cache._order} == {"hidden", "audio"}
+        [warm] = speech.run(request("warm", PROMPTS["first"]))
+        assert said(warm) == wanted("first")
+        assert warm.figures["thinker"].hit_rows == {"hidden": 12}
+
+
+def test_requests_of_several_users_are_in_several_stages_in_one_step() -> None:
+    """The first is being voiced and spoken while the second is still being read."""
+    with Speech(max_num_batched_tokens=3) as speech:
+        busy: dict[str, set[str]] = {}
+        for name, stage in speech.pipeline.stages.items():
+            busy[name] = set()
+            stage.step = noted(stage.step, busy[name])  # type: ignore[method-assign]
+        talk = {"talker": SamplingParams(temperature=0, max_tokens=11)}
+        first = speech.pipeline.submit(request("first", PROMPTS["first"], params=talk))
+        while not first.chunks[Input("vocoder", "audio")]:
+            speech.pipeline.step()
+        second = speech.pipeline.submit(request("second", [*range(50, 74)]))
+        seen = set()
+        while speech.pipeline.has_unfinished:
+            for names in busy.values():
+                names.clear()
+            speech.pipeline.step()
+            seen.add(tuple("".join(sorted(name[0] for name in busy[s])) for s in STAGES))
+        assert ("s", "f", "f") in seen  # thinker, talker, vocoder: second, first, first
+        assert said(first) == wanted("first")
+        assert said(second)[:2] == oracle([*range(50, 74)])
+
+
+STAGES = ("thinker", "talker", "vocoder")
+
+
+def noted(step: Callable[[], list[Event]], names: set[str]) -> Callable[[], list[Event]]:
+    """Notes whose rows, tokens or end a step brings."""
+
+    def wrapper() -> list[Event]:
+        events = step()
+        names.update(event.request_id for event in events if isinstance(event, Given | Ended))
+        return events
+
+    return wrapper

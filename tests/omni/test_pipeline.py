@@ -126,12 +126,19 @@ def test_conditions_without_an_identity_are_never_shared() -> None:
 
 
 def test_pipelines_of_other_weights_can_use_one_store() -> None:
-    store = OutputCache(1 << 24)
+    store, taken = OutputCache(1 << 24), Input("thinker", "hidden")
     with Speech(store=store) as first, Speech(store=store, text_seed=9) as second:
-        for speech, seed in ((first, 1), (second, 9), (second, 9), (first, 1)):
-            [progress] = speech.run(request("r", PROMPTS["first"]))
-            assert said(progress)[:2] == oracle(PROMPTS["first"], text_seed=seed)
-        assert progress.figures["thinker"].cached_tokens == 12
+        for speech, seed in ((first, 1), (second, 9)):
+            [cold] = speech.run(request("cold", PROMPTS["first"]))
+            assert said(cold)[:2] == oracle(PROMPTS["first"], text_seed=seed)
+        rows = {}
+        for speech in (first, second):
+            speech.pipeline = Pipeline(list(speech.pipeline.stages.values()), [taken])
+            [warm] = speech.run(request("warm", PROMPTS["first"]))
+            assert warm.figures["thinker"].hit_rows["hidden"] == 12
+            [fresh] = speech.run(request("fresh", PROMPTS["first"], salt="another's"))
+            rows[speech] = [collected(progress, *taken) for progress in (warm, fresh)]
+        assert all(torch.allclose(*pair, atol=1e-5) for pair in rows.values())
 
 
 def test_without_caching_nothing_is_kept_looked_up_or_hashed(

@@ -197,6 +197,13 @@ def test_a_stage_that_gives_no_rows_skips_all_that_its_kv_cache_holds() -> None:
     assert stage.run(words("again", [*FIRST, "dog"])) == 12
 
 
+def test_a_stage_of_which_nothing_is_taken_skips_all_that_its_kv_cache_holds() -> None:
+    stage = FakeStage(cache=OutputCache(0))
+    stage.rows.limit_to(set())
+    stage.run(words("first", FIRST))
+    assert stage.run(words("again", [*FIRST, "dog"])) == 12
+
+
 def test_a_declared_output_that_does_not_come_or_fit_is_an_error_and_nothing_is_kept() -> None:
     cache = OutputCache(1 << 20)
     rows = StageRows("s", 4, [Output("hidden")], cache)

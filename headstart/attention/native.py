@@ -44,7 +44,10 @@ class NativeAttention:
         self._tables = BlockTables()
         self._planner = SharedPlanner(memory.block_size, SHARING) if share else None
         self._before: dict[bool, NativeStep] = {}  # the last step with and without sharing
-        self._partials = torch.empty(0)
+        self._partials = {
+            True: torch.empty(0),
+            False: torch.empty(0),
+        }  # of steps that share, or not
         self._fell_back = False
         self._longest = 0
         self._plan: StepPlan | None = None
@@ -115,7 +118,8 @@ class NativeAttention:
         call.scaling = options.scaling
         call.softcap = options.softcap or 0.0
         if step.num_partials:
-            step.struct.partials = self._room(step.num_partials * heads * (2 + call.value_dim))
+            numbers = step.num_partials * heads * (2 + call.value_dim)
+            step.struct.partials = self._room(step is self._shared, numbers)
         return step
 
     def _fall_back(self) -> TorchAttention:
@@ -151,11 +155,14 @@ class NativeAttention:
         work = len(plan.decoding) * self._memory.layouts[0].kv_heads
         return max(1, torch.get_num_threads() // work) if work else 1
 
-    def _room(self, numbers: int) -> int:
-        """The address of room for so many float32, kept for the next layers and steps."""
-        if len(self._partials) < numbers:
-            self._partials = torch.empty(numbers)
-        return self._partials.data_ptr()
+    def _room(self, shared: bool, numbers: int) -> int:
+        """The address of room for so many float32, kept for the next layers and steps.
+
+        Each kind of step has its own, as one compiled call may run layers of both.
+        """
+        if len(self._partials[shared]) < numbers:
+            self._partials[shared] = torch.empty(numbers)
+        return self._partials[shared].data_ptr()
 
 
 def _covered(layout: LayerLayout) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headstart.attention.backend import AttentionBackend, AttentionOptions, CompiledCall
 from headstart.models.packed import PackedLinear, WeightStruct, kernels
 
-__all__ = ["FusedLayer", "FusedLayers", "FusedMLP", "FusedNorm", "FusionSwitch"]
+__all__ = ["Angles", "FusedLayer", "FusedLayers", "FusedMLP", "FusedNorm", "FusionSwitch"]
 
 
 @dataclass

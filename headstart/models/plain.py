@@ -11,25 +11,63 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headstart.models.fused import FusedLayer, FusedLayers
+from headstart.models.fused import Angles, FusedLayer, FusedLayers
 from headstart.models.likeliest import LikeliestHead
 
 __all__ = ["PlainDecoder", "Stack", "find_stack"]
+
+_FIRST_ANGLES = 1024  # positions
+
+
+class AngleTable:
+    """Cosines and sines of positions, from a table that grows with the positions asked for.
+
+    Up to `limit` positions, as some modules change their frequencies behind it; `module` is
+    transformers', see `independent`. `like` is of the dtype that is wanted.
+    """
+
+    def __init__(self, module: nn.Module, limit: int, like: Tensor) -> None:
+        self._module, self._limit, self._like = module, limit, like
+        self._table: Angles = (like.new_empty((0, 0)), like.new_empty((0, 0)))
+
+    def independent(self) -> bool:
+        """Whether the module's result for a position does not hang on those beside it."""
+        some = torch.tensor([0, 1, self._limit // 2, self._limit - 1])
+        alone = [self._angles(position.unsqueeze(0)) for position in some]
+        return all(
+            torch.equal(torch.cat([one[part] for one in alone], dim=1), together)
+            for part, together in enumerate(self._angles(some))
+        )
+
+    def __call__(self, positions: Tensor) -> Angles:
+        """Two tensors `[1, rows, head_dim]` for positions int64 `[rows]`, at least one."""
+        needed = int(positions.max()) + 1
+        if needed > self._limit:
+            return self._angles(positions)
+        if needed > len(self._table[0]):
+            size = max(_FIRST_ANGLES, 1 << (needed - 1).bit_length())
+            cos, sin = self._angles(torch.arange(min(self._limit, size)))
+            self._table = (cos[0], sin[0])
+        cos, sin = (part.index_select(0, positions).unsqueeze(0) for part in self._table)
+        return cos, sin
+
+    def _angles(self, positions: Tensor) -> Angles:
+        cos, sin = self._module(self._like, positions.unsqueeze(0))
+        return cos, sin
 
 
 class Stack(NamedTuple):
     """The parts of a text model of the Llama kind, every layer fused."""
 
     embed: nn.Module
-    angles: nn.Module
+    angles: AngleTable
     layers: FusedLayers
     norm: nn.Module
 
     def __call__(self, token_ids: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
         """Rows `[rows, hidden]` behind the norm, of all tokens if `rows` is None."""
         hidden = self.embed(token_ids).unsqueeze(0)
-        angles = self.angles(hidden, positions.unsqueeze(0))
-        hidden = self.layers(hidden, angles, rows)
+        hidden = self.layers(hidden, self.angles(positions), rows)
         normed: Tensor = self.norm(hidden[0])
         return normed
 
@@ -67,8 +105,11 @@ class PlainDecoder:
             return self._head.choose(hidden)
 
 
-def find_stack(decoder: nn.Module) -> Stack | None:
-    """The parts of a text model by their names, if all of its layers are fused."""
+def find_stack(decoder: nn.Module, limit: int) -> Stack | None:
+    """The parts of a text model by their names, if all of its layers are fused.
+
+    Positions up to `limit` are what it was made for.
+    """
     children = dict(decoder.named_children())
     if children.keys() != {"embed_tokens", "layers", "norm", "rotary_emb"}:
         return None
@@ -77,5 +118,8 @@ def find_stack(decoder: nn.Module) -> Stack | None:
     fused = [forward for forward in forwards if isinstance(forward, FusedLayer)]
     if not fused or len(fused) != len(modules):
         return None
-    layers = FusedLayers(fused)
-    return Stack(children["embed_tokens"], children["rotary_emb"], layers, children["norm"])
+    like = torch.empty(1, 1, fused[0].hidden_size, dtype=torch.bfloat16)
+    angles = AngleTable(children["rotary_emb"], limit, like)
+    if not angles.independent():
+        return None
+    return Stack(children["embed_tokens"], angles, FusedLayers(fused), children["norm"])

@@ -59,7 +59,7 @@ def _find_plain(model: DecoderModel, head: PackedLinear) -> PlainDecoder | None:
     if own is None:
         return None
     screened = LikeliestHead(head.packed)
-    for stack in (find_stack(decoder), None):
+    for stack in (find_stack(decoder, model.max_model_len), None):
         plain = PlainDecoder(decoder, stack, screened)
         same = torch.equal(plain.hidden(tokens, positions, rows), own[rows])
         if same and torch.equal(plain.hidden(tokens, positions, torch.arange(_TOKENS)), own):

@@ -225,7 +225,7 @@ struct LayerRun {
 // out bf16 [rows, width] = x normalised by its root mean square, times the weight
 void headstart_rms_norm(const bf16* weight, float epsilon, const bf16* x, int64_t rows,
                         int64_t width, bf16* out, int threads) {
-    parallel(threads, [&](int thread, int all) {
+    parallel(rows * width < ALONE ? 1 : threads, [&](int thread, int all) {
         for (int64_t r = rows * thread / all; r < rows * (thread + 1) / all; r++)
             normalise(x + r * width, width, {weight, epsilon}, out + r * width);
     });

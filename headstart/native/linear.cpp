@@ -126,7 +126,7 @@ void headstart_pack(const bf16* weight, int64_t outputs, int64_t inputs, uint32_
 // lie in 0 .. outputs - 1.
 void headstart_rows(const Weight* weight, const int64_t* numbers, int64_t count, bf16* out,
                     int threads) {
-    parallel(threads, [&](int thread, int all) {
+    parallel(count * weight->inputs < ALONE ? 1 : threads, [&](int thread, int all) {
         for (int64_t i = count * thread / all; i < count * (thread + 1) / all; i++) {
             const uint32_t* from = weight->panel(numbers[i] / PANEL) + numbers[i] % PANEL;
             bf16* row = out + i * weight->inputs;

@@ -25,6 +25,7 @@ using bf16 = uint16_t;
 
 constexpr int PANEL = 32;  // outputs
 constexpr int TILE = 14;   // rows whose sums fit in registers: 2 x 14 of 32
+constexpr int64_t ALONE = 32768;  // numbers that are gone through sooner than a thread is woken
 
 // A packed weight [outputs, inputs], and its bias [outputs] or nullptr.
 struct Weight {

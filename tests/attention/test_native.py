@@ -15,10 +15,13 @@ from headstart.attention import (
     LayerLayout,
     NativeAttention,
     PagedKVMemory,
+    Span,
+    StepPlan,
     TorchAttention,
     make_backend,
     native_step,
 )
+from headstart.attention.native_step import StepStruct
 from tests.attention.rows import BLOCK, OPTIONS, Sequence, check, run_step
 
 LIBRARY = native.library()
@@ -210,3 +213,28 @@ def test_tables_are_kept_while_decoding_goes_on(monkeypatch: pytest.MonkeyPatch)
         for (sequence, _), out in zip(work, run_step(backend, work, OPTIONS["plain"]), strict=True):
             check(sequence, out, OPTIONS["plain"])
     assert len(made) == 3
+
+
+@needs_kernels
+def test_layers_that_share_and_layers_that_do_not_have_room_of_their_own() -> None:
+    """One compiled call takes both: growing the one's must not free the other's."""
+    assert isinstance(LIBRARY, ctypes.CDLL)
+    memory = PagedKVMemory([LayerLayout(2, 16, 16)] * 2, 140, 16, BF16, "cpu")
+    backend = NativeAttention(memory, LIBRARY)
+    common = list(range(120))
+    spans = tuple(Span(row, 1, 1930, [*common, 120 + row]) for row in range(2))
+    before = torch.get_num_threads()
+    torch.set_num_threads(12)
+    try:
+        backend.begin_step(StepPlan(torch.tensor([1929, 1945]), spans))
+        calls = [
+            backend.compiled(layer, 2, AttentionOptions(1.0, sliding_window=window))
+            for layer, window in enumerate((None, 1000))
+        ]
+    finally:
+        torch.set_num_threads(before)
+    steps = [StepStruct.from_address(call.step) for call in calls if call is not None]
+    assert len({step.partials for step in steps}) == 2
+    assert {step.partials for step in steps} == {
+        room.data_ptr() for room in backend._partials.values()
+    }

@@ -7,16 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headstart.attention import Span, StepPlan
 from headstart.models import packed
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.likeliest import likeliest
+from headstart.models.plain import AngleTable
 from headstart.models.probe import probe_model
 from headstart.models.simplify import simplify
 from headstart.models.swap import accelerate
 from tests.models.paged import Paged, Sequence
-from tests.tiny_models import TINY, VOCABULARY
+from tests.tiny_models import TINY, VOCABULARY, tiny_config
 
 pytestmark = pytest.mark.skipif(packed.kernels() is None, reason="no compiled kernels here")
 
@@ -76,6 +78,33 @@ def test_part_by_part_has_the_same_bits_as_through_transformers(name: str) -> No
         expected, expected_chosen = step(engine, other, count, rows)
         assert torch.equal(logits, expected)
         assert chosen == expected_chosen == likeliest(expected)
+
+
+def test_angles_come_from_a_table_as_far_as_the_model_goes() -> None:
+    module = LlamaRotaryEmbedding(tiny_config("llama"))
+    asked: list[int] = []
+    module.register_forward_pre_hook(lambda _, inputs: asked.append(inputs[1].shape[1]))
+    table = AngleTable(module, 3000, torch.empty(1, 1, 48, dtype=torch.bfloat16))
+    for last in (3, 700, 1500, 2, 2999, 3000):
+        positions = torch.tensor([last, 1, last // 2])
+        for found, expected in zip(
+            table(positions), module(table._like, positions.unsqueeze(0)), strict=True
+        ):
+            assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
+    assert [count for count in asked if count != 3] == [1024, 2048, 3000]
+    assert asked.count(3) == 6 + 1  # the last time from the module, too
+
+
+def test_angles_that_hang_on_other_rows_are_left_to_the_model() -> None:
+    class Shrinking(LlamaRotaryEmbedding):
+        def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+            cos, sin = super().forward(x, position_ids)
+            return cos / position_ids.max(), sin / position_ids.max()
+
+    model = TINY["llama"]().to(torch.bfloat16)
+    model.model.rotary_emb = Shrinking(model.config)
+    plain = paged(model).decoder.plain
+    assert plain is not None and plain._stack is None
 
 
 @pytest.mark.parametrize("reason", ["adapters", "embeddings"])

@@ -24,7 +24,7 @@ DEFAULT_MODEL = "headstart-tiny"
 RANDOM_MODEL = "demo"
 NOTES: Mapping[str, str] = {
     DEFAULT_MODEL: (
-        "headstart-tiny, 7 million parameters, made for looking up tables: "
+        "headstart-tiny, 8 million parameters, made for looking up tables: "
         "it looks things up in a document, and can do little else."
     ),
     RANDOM_MODEL: (

@@ -14,20 +14,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log
 from typing import Any
 
 import torch
 from torch import Tensor
 
-LOUD = 60.0  # what the embedding holds at ONE: far more than all other registers together
+LOUD = 256.0  # what the embedding holds at ONE: far more than all other registers together
 STEEP = 20.0  # how sharply a neuron's condition switches
+NEXT = 0.22  # rotary pairs that turn faster than this tell a token from its neighbour
+SOUGHT = 4000.0  # the score of a marked token that is looked for by distance
 Form = dict[str, float]
 
 
 class Registers:
-    """Hands out coordinates by name; a name may hold several."""
+    """Hands out coordinates by name; a name may hold several.
 
-    def __init__(self, sizes: dict[str, int], width: int) -> None:
+    A name in `later` takes over the place of another, once that has been cleared.
+    """
+
+    def __init__(self, sizes: dict[str, int], later: dict[str, str], width: int) -> None:
         self.width = width
         self.places: dict[str, slice] = {}
         first = 0
@@ -36,6 +42,7 @@ class Registers:
             first += count
         if first > width:
             raise ValueError(f"the registers need a width of {first}, the model has {width}")
+        self.places |= {name: self.places[before] for name, before in later.items()}
 
     def rows(self, name: str) -> Tensor:
         """`[count, width]`: reads a register as it is."""
@@ -88,12 +95,6 @@ class Wirer:
                 norm.weight[self.at.places["ONE"]] = self.width**-0.5
         model.model.norm.weight.copy_(self.layers[0].input_layernorm.weight)
 
-    def clear(self, layer: int, head: int, group: int) -> None:
-        """Zero a query head that is about to be wired."""
-        attention = self.layers[layer].self_attn
-        attention.q_proj.weight[self.span(head)] = 0.0
-        attention.o_proj.weight[:, self.span(head)] = 0.0
-
     def span(self, index: int) -> slice:
         return slice(index * self.size, (index + 1) * self.size)
 
@@ -131,13 +132,13 @@ class Wirer:
                ) -> None:  # fmt: skip
         """Attend to the latest token that has `marker`, itself included."""
         d = [*range(200), *range(200, 4200, 5)]
-        fall = [-300.0 * torch.log(torch.tensor((x + 20) / 20)).item() for x in d]
-        pairs, amplitude = self.near(d, fall, 1e-4, 1.01)
+        fall = [-1000.0 * log((x + 20) / 20) for x in d]
+        pairs, amplitude = self.near(d, fall, 1e-4, NEXT)
         steady = [int(self.slow[-2])]
         self.key_marker(layer, group, pairs + steady, self.at.form(marker))
         gates = None if gate is None else self.at.form(gate)
         self.point(layer, head, pairs, amplitude[:-1], gates)
-        base = torch.tensor([900.0 + float(amplitude[-1]), 0.0])
+        base = torch.tensor([SOUGHT + float(amplitude[-1]), 0.0])
         self.point(layer, head, steady, base, gates)
 
     def match(self, layer: int, head: int, group: int, matches: Sequence[Match]) -> None:
@@ -184,6 +185,11 @@ class Wirer:
         for shift, sign in ((0.25, 1.0), (-0.25, -1.0)):
             moved = condition | {"ONE": condition.get("ONE", 0.0) + shift}
             self.neurons(layer, moved, one, sign * write[None])
+
+    def clear(self, layer: int, *names: str) -> None:
+        """Empty registers at every token."""
+        read = torch.cat([self.at.rows(name) for name in names])
+        self.neurons(layer, {"ONE": 0.5}, read, -read)
 
     def squares(self, layer: int, name: str, into: str) -> None:
         """Write the sum of a register's squares: silu(x) x + silu(-x) (-x) = x^2, exactly."""

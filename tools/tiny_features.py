@@ -3,7 +3,8 @@
 A token's code is `[10 | 22 | 32]`: the first ten tell tokens apart roughly when a head compares
 what stands before (digits have ten of their own, all openers of a value or a name share one), the
 first 32 are the same for "number" and "number ", and all 64 name the token in the output. Tokens
-that close a value carry the code of the end of an answer, so that copying past a cell stops.
+that close a value carry the code of the end of an answer, so that copying past a cell stops. As
+the token before another, a label or "the" counts as an opener: "age 29" is found as "| 29".
 """
 
 from __future__ import annotations
@@ -22,30 +23,35 @@ TYPES = len(data.COLUMNS)  # as in data.COLUMNS
 NULL = TYPES  # the label of what has none, such as a setting
 CELL_ENDS = (" | ", " |\n| ", " |\n")
 LINE_ENDS = ("\n", "\n\n", ".\n", ".\n\n", ". ")
-STATES = (" is ",)
-PLAIN_OPENERS = ("| ", ": ", "of ", " of ", "in ", "at ", "as ", "a ", "from ", "The ", " years ",
+STATES = (" is ", "is ")
+PLAIN_OPENERS = ("| ", ": ", "ID: ", "of ", " of ", "in ", "at ", "as ", "a ", "from ", "The ",
                  " works ", " comes ", " lives ", "does ", "email ", "call ")  # fmt: skip
-OPENERS = {*CELL_ENDS, *LINE_ENDS, *STATES, "is ", *PLAIN_OPENERS}
+OPENERS = {*CELL_ENDS, *LINE_ENDS, *STATES, *PLAIN_OPENERS, data.USER}
 NAME_OPENERS = {" |\n| ", *LINE_ENDS, "of ", " of ", "is ", "does ", "email ", "call ", "The ",
                 data.USER}  # fmt: skip
 FILLERS = {
     "your", "answer", "question", ": ", "? ", "of ", " of ", *STATES, "is ", "the ", "what ",
-    "as ", "a ", "from ", "at ", "in ", "old", "tell ", "me ", "give ", "which ", "who ", "whose ",
-    "where ", "how ", "set", " do", " from", " live", " on", "does ", "do ", "can ", "person ",
-    "lives ", "has ",
+    "as ", "a ", "from ", "at ", "in ", "tell ", "me ", "give ", "which ", "who ", "whose ",
+    "where ", "how ", " do", " from", " live", " on", "does ", "do ", "can ", "person ",
+    "lives ", "has ", "s ",
 }  # fmt: skip
-SINKS = {"The ", "| ", data.USER, data.SYSTEM}
-CLOSERS = {*CELL_ENDS, *LINE_ENDS, " years "}
+LEADS = {"the ", "s ", "which ", "Which "}  # what is asked for may follow
+STARTS = {data.USER, "\n", "\n\n", ": "}  # a question may follow
+ENDS = {"?", "? ", ".", data.END}  # of a question
+SINKS = {"The ", "| ", ": ", data.USER, data.SYSTEM}
+CLOSERS = {*CELL_ENDS, *LINE_ENDS, " years old"}
 COLUMN_WORDS = {
-    "job": "Occupation", "works": "Occupation", "living": "Address", "live": "Address",
+    "job": "Occupation", "works": "Occupation", "living": "Occupation", "live": "Address",
     "lives": "Address", "comes": "Country", "from": "Country", "old": "Age", "call": "Phone Number",
     "phone": "Phone Number", "email address": "Email",
 }  # fmt: skip
 COUNTRY_ENDS = {c.split(" ")[-1] for c in words.COUNTRIES if " " in c}
 FLAGS = (
     "OPEN", "NAMEABLE", "OPENSNAME", "MARKSLABEL", "TITLE", "DIGIT", "CELLEND", "ROW", "AT", "JOB",
-    "COUNTRY", "COUNTRYEND", "REGION", "COMMA", "COLON", "NEWLINE", "STATE", "SINK", "TURNED",
-    "WHOSE", "FILLER", "SPACE", "PLAINIS", "LEADS", "REPLIES", "NAMED", "NUMBERED", "CLOSES", "NOT",
+    "COUNTRY", "COUNTRYEND", "REGION", "COMMA", "COLON", "NEWLINE", "STATE", "SINK", "FILLER",
+    "SPACE", "PLAINIS", "LEADS", "REPLIES", "NAMED", "NUMBERED", "CLOSES", "NOT", "SAYS", "WHO",
+    "PERSON", "ENDS", "STARTS", "OFS", "TITLEWORD", "SPACED", "KEYED", "BREAKS", "POSSESS",
+    "ASKING", "ANSWERS",
 )  # fmt: skip
 
 
@@ -54,13 +60,15 @@ def flags_of(text: str) -> set[str]:
     word = text.strip()
     title = word in data.COLUMNS
     job, country = word in words.JOBS, word in words.COUNTRIES
+    label = label_of(text)
+    letters = word.replace(" ", "").isalpha() or "\ufffd" in word
+    nameable = letters and not (title or label or text.lower() in FILLERS)
+    spaced = text.endswith(" ") and text[:1].isalpha()
     tests = {
         "OPEN": text in OPENERS,
-        "NAMEABLE": (word.isalpha() or "\ufffd" in word) and not title and not label_of(text)
-        and text.lower() not in FILLERS,
+        "NAMEABLE": nameable,
         "OPENSNAME": text in NAME_OPENERS,
-        "MARKSLABEL": bool(label_of(text)) or text in CELL_ENDS
-        or (text.endswith(" ") and word in data.ABSENT_LABELS),
+        "MARKSLABEL": bool(label) or text in {*CELL_ENDS, "ID: "},
         "TITLE": title,
         "DIGIT": text.isdigit(),
         "CELLEND": text in CELL_ENDS,
@@ -75,18 +83,28 @@ def flags_of(text: str) -> set[str]:
         "NEWLINE": text in ("\n", "\n\n"),
         "STATE": text in STATES,
         "SINK": text in SINKS,
-        "TURNED": word == "living",
-        "WHOSE": word.lower() == "whose",
-        "FILLER": text.lower() in FILLERS
-        or (bool(label_of(text)) and word.replace(" ", "").isalpha()),
-        "SPACE": text == " ",
+        "FILLER": text not in SINKS and (text.lower() in FILLERS or (letters and bool(label))),
+        "SPACE": text in (" ", "-"),  # within a name
         "PLAINIS": text == "is ",
-        "LEADS": text in ("the ", "s "),
+        "LEADS": text in LEADS,
         "REPLIES": text == data.ASSISTANT,
         "NAMED": text == "Name",
-        "NUMBERED": text == "ID",
+        "NUMBERED": text == "ID: ",
         "CLOSES": text in CLOSERS or text == ", ",
         "NOT": text == "not ",
+        "SAYS": text == "The ",
+        "ANSWERS": text == "The ",
+        "WHO": text.lower() in ("who ", "whose ", "person "),
+        "PERSON": text == "person ",
+        "ENDS": text in ENDS,
+        "STARTS": text in STARTS,
+        "OFS": text in ("of ", " of "),
+        "TITLEWORD": spaced and word in data.LABELS.values(),
+        "SPACED": spaced,
+        "KEYED": spaced and nameable,
+        "BREAKS": text in {*OPENERS, *LEADS} or (spaced and bool(label)),
+        "ASKING": bool(asks_for(text)) and (text != word or len(word) > 5 or word in data.COLUMNS),
+        "POSSESS": text == "s ",
     }  # fmt: skip
     return {name for name, holds in tests.items() if holds}
 
@@ -98,7 +116,7 @@ def label_of(text: str) -> dict[int, float]:
         return {NULL: 1.0}
     if text in (". ", ".\n", ".\n\n"):
         return {data.COLUMNS.index("Age"): 1.0}  # "{Name} is 30 years old." names no column
-    if not text.endswith(" ") and not word[:1].isupper():
+    if text == "ID: " or (not text.endswith(" ") and not word[:1].isupper()):
         return {}  # it may be a part of a longer word
     titles = {label: column for column, label in data.LABELS.items()}
     if word == "id":
@@ -107,7 +125,9 @@ def label_of(text: str) -> dict[int, float]:
     if not column:
         return {}
     place = {data.COLUMNS.index(column): 1.0}
-    return place | {data.COLUMNS.index("Country"): 1.0} if word == "living" else place
+    if text == "lives ":  # who lives in Rome, or in Italy?
+        place[data.COLUMNS.index("Country")] = 1.0
+    return place
 
 
 def unit(rows: Tensor) -> Tensor:
@@ -116,8 +136,6 @@ def unit(rows: Tensor) -> Tensor:
 
 def asks_for(text: str) -> dict[int, float]:
     """The column that a token of a question stands for, wherever it ends."""
-    if text == "living":
-        return {data.COLUMNS.index("Occupation"): 1.0}  # "what does {n} do for a living?"
     word = text.strip().lower()
     return label_of(word + " ") if word in {*COLUMN_WORDS, *map(str.lower, data.COLUMNS)} else {}
 
@@ -126,7 +144,7 @@ def codes(texts: list[str]) -> Tensor:
     """`[vocab, 64]`, as the table at the top of this file says; sinks have one, unlike there."""
     code = torch.zeros(len(texts), CODE)
     by_word: dict[str, Tensor] = {}
-    opener, comma = unit(torch.randn(MATCH)), unit(torch.randn(MATCH))
+    opener = unit(torch.randn(MATCH))
     for token, text in enumerate(texts):
         word = text.strip() or text
         if word not in by_word:
@@ -135,10 +153,8 @@ def codes(texts: list[str]) -> Tensor:
         code[token, SHARED:] = 1.2 * unit(torch.randn(CODE - SHARED))
         if text.isdigit():
             code[token, :MATCH] = torch.eye(MATCH)[int(text)]
-        if text in OPENERS:
+        if text in OPENERS or text == ", ":  # what lives in a town may follow a comma
             code[token, :MATCH] = opener
-        if text in ("in ", ", "):  # "the person living in London" follows a part of an address
-            code[token, :MATCH] = comma
     end = texts.index(data.END)
     code[end, :MATCH] = opener
     for token, text in enumerate(texts):
@@ -156,6 +172,9 @@ def embedding(tokenizer: Tokenizer, at: Registers) -> tuple[Tensor, Tensor]:
     code = codes(texts)
     sinks = torch.tensor([text in SINKS for text in texts])
     rows[:, at.places["CODE"]] = torch.where(sinks[:, None], 0.0, code)
+    opener = code[texts.index(" | "), :MATCH]
+    breaks = torch.tensor(["BREAKS" in flags_of(text) for text in texts])
+    rows[:, at.places["BEFORE"]] = torch.where(breaks[:, None], opener, code[:, :MATCH])
     for token, text in enumerate(texts):
         for flag in flags_of(text):
             rows[token, at.places[flag]] = 1.0

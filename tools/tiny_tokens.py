@@ -24,12 +24,12 @@ SPECIALS = [PAD, data.END, data.USER, data.ASSISTANT, data.SYSTEM]
 PATTERN = "|".join(
     (
         r" \|\n(?:\| )?",  # the end of a table row, and the start of the next
-        r" \| |\| ",
+        r" \| |\| |ID: ",
         r"@[a-z]+\.[a-z]+",
         r"\p{N}",
-        r" (?:is|of|works|comes|lives|years) | (?:do|from|live|on)(?=[ ?])",
+        r" years old| (?:is|of|works|comes|lives) | (?:do|from|live|on)(?=[ ?])",
         r"(?:The|What|Where|How|Which|Who|Whose|Give|Tell) ",
-        r"(?:[Pp]hone [Nn]umber|email address)(?: (?!\|))?",
+        r"(?:[Pp]hone [Nn]umber|email address|ID)(?: (?!\|))?",
         r"[a-z]+ (?!\|)",
         r"\p{L}+",
         r"-+",
@@ -53,7 +53,7 @@ def sample_texts(count: int, seed: int) -> Iterable[str]:
     rng = random.Random(seed)
     world = data.World(rng)
     for _ in range(count):
-        yield " ".join((*data.ABSENT_LABELS, *data.LABELS.values(), ""))
+        yield " ".join((*data.FUNCTION_WORDS, *data.ABSENT_LABELS, *data.LABELS.values(), ""))
         document = data.make_document(world, rng.randint(2, 6), plain=0.5)
         turns = (data.completion_turn(document.draw(rng)) for _ in range(6))
         yield document.text + "".join(text for turn in turns for text, _ in turn).replace(

@@ -4,36 +4,45 @@ Left to itself a small model takes tens of millions of tokens to find out that a
 the name in its row, and never finds what stands before the name. So the first weights say how,
 and training refines them. The architecture stays stock; only where training begins is chosen.
 
-    layer 0   the four tokens before, as codes and flags; what kind of cell ends here; the ID that
-              ends here, its digits in order; what stands before an opener is blanked
-    layer 1   the latest opener (kind of the cell before, does a name begin, is it "is"); the
-              latest label ("age"), and whether it is asked the other way ("whose age")
-    layer 2   the bag of the last name's tokens; the ID of the row; a cell's column, by the
-              header's label that follows the kind of the cell before
-    layer 3   the bag of the name that ended last, so every cell has its row's; asked the other
-              way: the ID of the row where this value stands in this column
+    layer 0   the four tokens before, as codes and flags, and one hash of them; what kind of cell
+              ends here; the ID that ends here; which word of a question says what is asked for
+              ("the *shoe* size"), and whether it asks who has a value ("whose *age*")
+    layer 1   the latest opener (kind of the cell before, does a name begin, its hash: the
+              signature of the name that it opens); the latest label ("age"), and who has it
+    layer 2   the bag of the name's tokens up to here, those of the same signature; the signature
+              of the latest name, which so names a row; the ID of the row; a cell's column, by
+              the header's label that follows the kind of the cell before
+    layer 3   the bag of the latest name, so every cell has its row's; what closes a cell learns
+              the cell's column; at the end of "who has ...?": the signature of the row where
+              this value stands in this column
     layer 4   asked forwards: the token of the row with this bag and the column with this label
               that follows the same tokens; the ID of the row with this bag
-    layer 5   asked the other way: the token of the name in the row with this ID
+    layer 5   asked who: the token of the name with this signature that follows the same tokens;
+              in a chat, the words that lead to the answer, from the question
 
 A bag is matched by its squared distance |q - k|^2 = |q|^2 - 2qk + |k|^2, so a name that shares
-all but one token is told apart. A head that finds nothing looks at "The ", which carries nothing
-but the flag that makes the answer "not in the document".
+all but one token is told apart; signatures likewise. A name stands before its values, and before
+its own end, so its tokens cannot know what the row holds; but they know what stood before them,
+and so do all tokens after them: hence signatures. A head that finds nothing looks at "The " or
+": ", which carry nothing but the flag that makes the answer "not in the document".
+
+A key of a list ("door code: 4711") is a name whose values have no column. "The door code is"
+opens a value, "which door code is" a name: the two are told apart by the latest "The".
 """
 
 from __future__ import annotations
 
 import tiny_data as data
 import torch
-from tiny_circuit import Match
-from tiny_features import CODE, MATCH, TYPES, embedding
-from tiny_reading import ADDRESS, COUNTRY, ID, NAME, NUMBER, Reading, part
+from tiny_circuit import NEXT, SOUGHT, Match
+from tiny_features import CODE, MATCH, SHARED, TYPES, embedding
+from tiny_reading import ADDRESS, COUNTRY, ID, NUMBER, SIGN, Reading, part
 from torch import Tensor
 
 SURE, SLACK, OFF = 36.0, 13.0, 150.0  # scores: of a full match of the column; below a match; never
 LOUDLY = 6.0  # how much louder an answer is than the code of the token it is said at
 APART = 400.0  # score per squared distance of bags
-STEPS = (24.0, 14.0, 10.0)  # scores of the tokens before that agree, the last one first
+STEPS = (30.0, 26.0, 22.0)  # scores of the tokens before that agree, the last one first
 
 
 class Wiring(Reading):
@@ -51,10 +60,11 @@ class Wiring(Reading):
         spare = {n: p.clone() for n, p in self.model.named_parameters() if "_proj" in n}
         self.tokens_before()
         self.kinds_of_cells()
+        self.words_of_questions()
         self.numbers()
         self.openers_and_labels()
         self.parts_of_names()
-        self.bags_and_columns()
+        self.names_and_columns()
         self.rows_and_values()
         self.look_up()
         self.name_of_row()
@@ -93,25 +103,32 @@ class Wiring(Reading):
         """Layer 3."""
         at, wire = self.at, self.wire
         self.empty(3, 0, 1)
-        wire.latest(3, 0, 0, {"NAMEEND": 1.0})
-        wire.values(3, 0, torch.cat([at.rows("BAG"), at.rows("SQUARE")]))
+        wire.latest(3, 0, 0, {"PART": 1.0})
+        self.back(3, 1, 0, 1, NEXT)
+        wire.values(3, 0, torch.cat([at.rows(r) for r in ("BAG", "SQUARE", "COLUMN")]))
         wire.write(3, 0, 0, torch.cat([at.rows("ROWBAG"), at.rows("ROWSQUARE")]))
+        wire.write(3, 1, SHARED + 1, at.rows("CLOSED"))
         kind = at.rows("KIND")
-        kind[ADDRESS] += at.form({"COMMA": 1.0})  # "who lives in" names a part of an address
-        gains = {1: 18.0, 2: 11.0, 3: 7.0, 4: 5.0}
+        gains = {1: 54.0, 2: 44.0, 3: 40.0, 4: 40.0}
+        # "lives in" asks for a country or a part of an address, of which two tokens agree less
+        kind[ADDRESS] += at.form({"COMMA": 1.0})
+        kind[COUNTRY] += at.form({"COMMA": (gains[3] + gains[4]) / SURE})
         same = [Match(self.token(k), self.token(k), gain) for k, gain in gains.items()]
         full = SURE + 20.0 + sum(gains.values())
         wire.match(3, 2, 1, [
             *same, Match(part("COLUMN", 0, TYPES, at), kind, SURE),
             Match(self.one(ONE=1.0), self.one(CLOSES=1.0), 20.0),
-            self.sink(full - 10.0 + 2 * OFF, STATE=-OFF, BACKWARDS=-OFF,
-                      **{f"COLUMN.{COUNTRY}": -7.0, f"COLUMN.{ADDRESS}": -7.0}),
+            self.sink(full - 20.0 + 2 * OFF, ENDS=-OFF, BACKWARDS=-OFF),
         ])  # fmt: skip
         wire.latest(3, 3, 1, {"LABELWORD": 1.0})
-        wire.values(3, 1, torch.cat([at.rows(r) for r in ("ROWID", "SINK", "ASKS")]))
-        wire.write(3, 2, 0, torch.cat([at.rows("FOUND"), at.rows("NOBODY")]))
-        wire.write(3, 3, NUMBER + 1, at.rows("ASKED"))
-        self.forget(3, "ROWBAG", "ROWSQUARE", "COLUMN", "BAG", "SQUARE")
+        found, asked = ("HIT", "HITSQUARE", "MISS"), ("ASKED", "ASKEDBACK", "ASKEDHIS")
+        carried = [at.rows(r) for r in ("ROWSPAN", "ROWSPANSQUARE", "SINK", "ASKS")]
+        wire.values(3, 1, torch.cat([*carried, at.forms({"BACK": 1}, {"POSSESS1": 1})]))
+        wire.write(3, 2, 0, torch.cat([at.rows(name) for name in found]))
+        wire.write(3, 3, SIGN + 2, torch.cat([at.rows(name) for name in asked]))
+        ends = {"CLOSES": 1.0, "COMMA": -1.0, "ONE": -0.5}  # what closes a value is of its column
+        wire.neurons(3, ends, at.rows("CLOSED") - at.rows("COLUMN"), at.rows("COLUMN"))
+        self.forget(3, "ROWBAG", "ROWSQUARE", "COLUMN")
 
     def token(self, k: int) -> Tensor:
         """The code of the token `k` places before, with its blank from the second on."""
@@ -128,38 +145,32 @@ class Wiring(Reading):
             Match(torch.cat([at.rows("B2") + at.rows("Q3"), blanks[1:]]), self.token(3), STEPS[2]),
         ]
 
-    def same_bag(self, bag: str, square: str) -> list[Match]:
-        """Minus the squared distance of bags, but for the query's own square."""
-        at = self.at
-        return [
-            Match(at.rows("ROWBAG"), at.rows(bag), 2 * APART),
-            Match(self.one(ONE=1.0), at.rows(square), -APART),
-        ]
-
     def look_up(self) -> None:
         """Layer 4."""
         at, wire = self.at, self.wire
         self.empty(4, 0, 1)
+        bags = self.same("ROWBAG", "ROWBAG", "ROWSQUARE", APART)
         wire.match(4, 0, 0, [
-            *self.same_bag("ROWBAG", "ROWSQUARE"), *self.same_tokens(),
+            *bags, *self.same_tokens(),
             Match(at.rows("COLUMN"), at.rows("COLUMN"), SURE),
-            Match(self.one(ONE=1.0), self.one(INSIDE=1.0, FILLER=1.0), -SURE),
+            Match(self.one(ONE=1.0), self.one(NOVALUE=1.0, FILLER=1.0), -SURE),
             self.sink(SURE + sum(STEPS) - SLACK + OFF, INSTATE=-OFF, BACKWARDS=OFF,
                       ROWSQUARE=APART),
         ])  # fmt: skip
         wire.values(4, 0, torch.cat([at.rows("CODE"), at.rows("SINK")]))
         wire.write(4, 0, 0, LOUDLY * at.rows("CODE"))
         wire.write(4, 0, CODE, at.rows("NOTHING"))
-        wire.latest(4, 3, 1, {"STATE": 1.0})
+        wire.latest(4, 3, 1, {"ENDS": 1.0})
         wire.match(4, 2, 1, [
-            *self.same_bag("BAG", "SQUARE"),
-            Match(self.one(ONE=1.0), at.forms({"NAMEEND": 1, "CELLEND": 1, "NEWLINE": 1}), 30.0),
+            *bags, Match(self.one(ONE=1.0), self.one(CELLEND=1.0, NEWLINE=1.0, IDEND=-2.0), 60.0),
             self.sink(60 - SLACK + 2 * OFF, INSTATE=-OFF, BACKWARDS=OFF, ROWSQUARE=APART,
                       **{f"COLUMN.{ID}": -OFF}),
         ])  # fmt: skip
-        wire.values(4, 1, torch.cat([at.rows(r) for r in ("ROWID", "SINK", "FOUND")]))
+        carried = ("ROWID", "SINK", "HIT", "HITSQUARE", "MISS")
+        wire.values(4, 1, torch.cat([at.rows(name) for name in carried]))
         wire.write(4, 2, 0, torch.cat([at.rows("FOUND"), at.rows("NOID")]))
-        wire.write(4, 3, NUMBER + 1, at.rows("FOUND"))
+        into = ("WHOM", "WHOMSQUARE", "NOBODY")
+        wire.write(4, 3, NUMBER + 1, torch.cat([at.rows(name) for name in into]))
         self.say()
 
     def spoken(self, *texts: str) -> Tensor:
@@ -174,7 +185,7 @@ class Wiring(Reading):
         at, wire = self.at, self.wire
         digits, one = self.spoken(*map(str, range(MATCH))), self.at.forms({"ONE": 1.0})
         end = self.spoken(data.END)
-        asked = {f"COLUMN.{ID}": 1.0, "BACKWARDS": -1.0, "ONE": -1.5}
+        asked = {f"COLUMN.{ID}": 1.0, "BACKWARDS": -1.0, "INNAME": -1.0, "ONE": -1.5}
         for place, state in enumerate(("STATE", "STATE1", "STATE2")):
             read = [part("FOUND", MATCH * place, MATCH, at)]
             read += [part("FOUND", 3 * MATCH + place - 1, 1, at)] if place else []
@@ -182,9 +193,6 @@ class Wiring(Reading):
             wire.neurons(4, asked | {state: 1.0}, torch.cat(read), torch.cat(write))
         found = asked | {"STATE3": 1.0, "NOT2": -1.0}
         wire.neurons(4, found, one, end)
-        for place in (1, 2, 3):  # an ID in prose is an ordinary value, and no column's end
-            lost = {f"STATE{place}": 1.0, "NOTHING": 1.0, "NOID": 1.0, "NOT": -2.0, "NOT1": -2.0}
-            wire.neurons(4, asked | lost | {"NOT2": -2.0, "ONE": -3.5}, one, end)
         nothing = {"STATE": 1.0, "NOTHING": 1.0, "NOID": 1.0, "BACKWARDS": -1.0, "ONE": -2.5}
         nobody = {"STATE": 1.0, "BACKWARDS": 1.0, "NOBODY": 1.0, "ONE": -2.5}
         for where in (nothing, nobody):
@@ -201,14 +209,18 @@ class Wiring(Reading):
         """Layer 5."""
         at, wire = self.at, self.wire
         self.empty(5, 0)
-        where = at.forms({f"COLUMN.{NAME}": 1.0})
         wire.match(5, 0, 0, [
-            Match(at.rows("FOUND"), at.rows("ROWID"), 20.0), *self.same_tokens(),
-            Match(self.one(ONE=1.0), where, SURE),
-            self.sink(60 + SURE + sum(STEPS) - SLACK + 2 * OFF, INSTATE=-OFF, BACKWARDS=-OFF),
+            *self.same("WHOM", "ROWSPAN", "ROWSPANSQUARE", 20.0), *self.same_tokens(),
+            Match(self.one(ONE=1.0), self.one(INSIDE=1.0), SURE),
+            self.sink(SURE + sum(STEPS) - SLACK + 3 * OFF, INSTATE=-OFF, BACKWARDS=-OFF,
+                      SAYING=-OFF, WHOMSQUARE=20.0, NOBODY=OFF),
         ])  # fmt: skip
-        wire.values(5, 0, at.rows("CODE"))
+        wire.values(5, 0, torch.cat([at.rows("CODE"), at.rows("SINK")]))
         wire.write(5, 0, 0, LOUDLY * at.rows("CODE"))
+        wire.write(5, 0, CODE, at.rows("NAMEEND"))
+        said = {"NAMEEND": 1.0, "BACKWARDS": 1.0, "SAYING": 1.0, "INSTATE": 1.0, "STATE": -1.0}
+        said |= {"NOBODY": -1.0, "ONE": -3.5}
+        wire.neurons(5, said, self.one(ONE=1.0), self.spoken(data.END))
         self.repeat_name()
 
     def repeat_name(self) -> None:
@@ -216,23 +228,31 @@ class Wiring(Reading):
         at, wire = self.at, self.wire
         self.empty(5, 1)
         distance = [*range(200), *range(200, 4200, 5)]
-        fall = [-8.0 * torch.log(torch.tensor((d + 20) / 20)).item() for d in distance]
+        fall = [-16.0 * torch.log(torch.tensor((d + 20) / 20)).item() for d in distance]
         pairs, amplitude = wire.near(distance, fall, 1e-4, 1.01)
-        wire.key_marker(5, 1, pairs, at.form({"INSIDE": 1.0}))
+        wire.key_marker(5, 1, pairs, at.form({"COPIED": 1.0}))
         wire.point(5, 2, pairs, amplitude[:-1])
         wire.match(5, 2, 1, [
             *self.same_tokens(),
-            Match(self.one(ONE=1.0), self.one(INSIDE=1.0), SURE + float(amplitude[-1])),
-            self.sink(SURE + sum(STEPS) - SLACK + 3 * OFF, INNAME=-3 * OFF, OTHER=-18.0, SINK=OFF),
+            Match(self.one(ONE=1.0), self.one(COPIED=1.0), SURE + float(amplitude[-1])),
+            self.sink(SURE + sum(STEPS) - SLACK - 8.0 + 3 * OFF, INNAME=-3 * OFF, SINK=OFF),
         ])  # fmt: skip
         wire.values(5, 1, torch.cat([at.rows("CODE"), at.rows("SINK")]))
         wire.write(5, 2, 0, LOUDLY * at.rows("CODE"))
         wire.write(5, 2, CODE, at.rows("NONAME"))
-        after = {"PART": 1.0, "NONAME": 1.0, "ONE": -1.5}
-        one = at.forms({"ONE": 1.0})
-        wire.neurons(5, after | {"INTHE": -1.0}, one, self.spoken(" is "))
-        wire.neurons(5, after | {"INTHE": 1.0, "ONE": -2.5}, one, self.spoken("of "))
+        self.after_name()
         self.lead_to_answer()
+
+    def after_name(self) -> None:
+        """Layer 5: " is " after a name; " of " after the label in "Bob's shoe size"."""
+        one, words = self.one(ONE=1.0), (" is ", " of ", "is ", "of ")
+        spoken = dict(zip(words, self.spoken(*words)[:, None], strict=True))
+        for space, spaced in ((" ", -1.0), ("", 1.0)):
+            after = {"PART": 1.0, "NONAME": 1.0, "SPACED": spaced, "ONE": -2 - spaced / 2}
+            self.wire.neurons(5, after, one, spoken[f"{space}is "])
+            of = spoken[f"{space}of "] - spoken[f"{space}is "]
+            label = {"INTHE": 1.0, "ASKEDHIS": 1.0, "ONE": after["ONE"] - 2}
+            self.wire.neurons(5, after | label, one, of)
 
     def lead_to_answer(self) -> None:
         """Layer 5: "The", the label asked for (in its own word where it is a column), "of"."""
@@ -241,12 +261,15 @@ class Wiring(Reading):
         attention = wire.layers[5].self_attn
         hop, spare = wire.span(0), wire.span(1)
         sink = attention.k_proj.weight[hop] @ at.form({"SINK": 1.0})
-        away = at.form({"ONE": 2000.0, "SINK": -2000.0})
+        away = at.form({"ONE": 2 * SOUGHT, "SAYS": -2 * SOUGHT})
         attention.q_proj.weight[spare] += (sink / sink.norm() ** 2)[:, None] * away * wire.size**0.5
         wire.write(5, 1, 0, LOUDLY * at.rows("CODE"))
         self.wire.neurons(5, {"REPLIES": 1.0, "ONE": -0.5}, one, self.spoken("The "))
         for kind, label in enumerate(data.LABELS.values()):
-            said = 2 * self.spoken(label if label == "ID" else label + " ")
-            self.wire.neurons(5, {f"ASKED.{kind}": 1, "SINK": 1, "ONE": -1.5}, one, said)
-            asked = {f"ASKS.{kind}": 1.0, "SINK1": 1.0, "ONE": -1.5}
-            self.wire.neurons(5, asked, one, self.spoken(" of " if label == "ID" else "of "))
+            said = {f"ASKED.{kind}": 1.0, "SAYS": 1.0, "ASKEDBACK": -1.0, "ONE": -1.5}
+            self.wire.neurons(5, said, one, 2 * self.spoken(label + " "))
+            asked = {f"ASKS.{kind}": 1.0, "SAYS1": 1.0, "ONE": -1.5}
+            self.wire.neurons(5, asked, one, self.spoken("of "))
+        who = {"ASKEDBACK": 1.0, "SAYS": 1.0, "ONE": -1.5}
+        self.wire.neurons(5, who, one, 2 * self.spoken("person "))
+        self.wire.neurons(5, {"PERSON": 1, "SAYS1": 1, "ONE": -1.5}, one, self.spoken("is "))

@@ -50,12 +50,12 @@ class Settings:
     workers: int = 2
     minutes: float = 0.0  # none: the card says what training did to the wired weights so far
     vocab: int = 2048
-    width: int = 448
+    width: int = 480
     layers: int = 6
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 128
-    feed_forward: int = 192
+    feed_forward: int = 176
     rope_base: float = 1e12
     batch_tokens: int = 2048
     rate: float = 1e-3

@@ -46,6 +46,13 @@ def engines() -> Iterator[Any]:
         llm.close()
 
 
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[LLM]:
+    llm = LLM(files.BUILT_IN, num_blocks=300, debug=True)
+    yield llm
+    llm.close()
+
+
 OPTIONS = {
     "plain": {},
     "cache off": {"enable_prefix_caching": False, "num_blocks": 600},
@@ -85,6 +92,50 @@ def test_a_chat_about_one_document(engines: Any) -> None:
         known = len(output.prompt_token_ids)
         answer = {"role": "assistant", "content": output.outputs[0].text}
         messages += [answer, {"role": "user", "content": following}]
+
+
+CARDS = """\
+Name: Ada Lovelace
+Age: 36
+Occupation: Writer
+
+Name: Alan Turing
+Age: 41
+Occupation: Chemist
+"""
+SETTINGS = "door code: 4711\nwifi password: sunshine42\nrouter address: 192.168.0.1\n"
+PROSE = "Maria Lopez is 34 years old. Maria Lopez lives at 12 Hill St, Oxford, UK.\n"
+
+
+@pytest.mark.parametrize(
+    ("document", "question", "answer"),
+    [
+        (INSTRUCTION + people_table(), "Who has the ID 28?", "The person is Zack Blue"),
+        (INSTRUCTION + people_table(), "Who lives in Cork?", "The person is Jack Indigo"),
+        (INSTRUCTION + people_table(), "Whose age is 99?", "The person is not in the document"),
+        (
+            INSTRUCTION + people_table(),
+            "What is Mia Green's shoe size?",
+            "The shoe size of Mia Green is not in the document",
+        ),
+        (
+            CARDS,
+            "what does Alan Turing do for a living?",
+            "The occupation of Alan Turing is Chemist",
+        ),
+        (CARDS, "Whose age is 36?", "The person is Ada Lovelace"),
+        (SETTINGS, "What is the wifi password?", "The wifi password is sunshine42"),
+        (SETTINGS, "Tell me the router address.", "The router address is 192.168.0.1"),
+        (SETTINGS, "What is the server name?", "The server name is not in the document"),
+        (PROSE, "How old is Maria Lopez?", "The age of Maria Lopez is 34"),
+    ],
+)
+def test_other_documents_and_questions(
+    document: str, question: str, answer: str, tiny: LLM
+) -> None:
+    [output] = tiny.chat([{"role": "user", "content": f"{document}\n{question}"}], GREEDY)
+    assert output.outputs[0].text == answer
+    assert output.outputs[0].finish_reason == "stop"
 
 
 def test_a_package_without_its_model_says_how_to_get_it(

@@ -127,7 +127,11 @@ PROSE = "Maria Lopez is 34 years old. Maria Lopez lives at 12 Hill St, Oxford, U
         (SETTINGS, "What is the wifi password?", "The wifi password is sunshine42"),
         (SETTINGS, "Tell me the router address.", "The router address is 192.168.0.1"),
         (SETTINGS, "What is the server name?", "The server name is not in the document"),
-        (PROSE, "How old is Maria Lopez?", "The age of Maria Lopez is 34"),
+        (
+            PROSE,
+            "Where does Maria Lopez live?",
+            "The address of Maria Lopez is 12 Hill St, Oxford, UK",
+        ),
     ],
 )
 def test_other_documents_and_questions(

@@ -12,7 +12,11 @@
 // 2002, 3.1), of which twice as much is allowed for, and inputs 2^-120 for what is flushed to zero.
 // So a logit in fp32 lies in [lower, upper]; rounding it to bf16 keeps the order. An output whose
 // upper end, rounded, is below the greatest lower end, rounded, is neither the likeliest nor its
-// equal. The others are computed, in panels, in the order of operations of every other product.
+// equal. The others are computed, in panels, in the order of operations of every other product; the
+// panel with the greatest upper end first, as the logits known then stand above all lower ends.
+//
+// Many rows are bound by arithmetic. Then x' are the high bytes of the 16 bits alone: half the work,
+// and with |x - x'| at most 1/64 of |x|, bounds that are wider and still leave few panels a chance.
 #include <cmath>
 #include <limits>
 
@@ -23,6 +27,10 @@ using namespace headstart;
 namespace {
 
 constexpr int TALLEST = 4;       // rows whose sums fit in registers: 4 x 4 of 32
+// From so many rows on they wait for products, not for memory: then high bytes alone are multiplied,
+// if what that leaves out is at most this part of each row.
+constexpr int COARSE_ROWS = 5;
+constexpr float COARSE_ERROR = 1.0f / 64;
 constexpr int STEPS = 32512;     // 127 * 256: a row's largest number
 constexpr float LARGE = 0x1p50f;   // what is larger has no bound, so that nothing overflows
 constexpr float SMALL = 0x1p-100f;  // what is smaller is zero to the screen
@@ -49,6 +57,7 @@ struct Screen {
 // What a row is to the screen.
 struct Row {
     float step, length, error;  // of x', |x| and |x - x'| at the most
+    float coarse;               // |x - x'| where x' are the high bytes alone
     int32_t high, low;          // what the weights' 128 adds to a sum
     bool usable;
 };
@@ -118,8 +127,10 @@ inline float number(bf16 x) {
     return std::fabs(value) < 0x1p-126f ? 0.0f : value;
 }
 
-// A row's integers, high and low bytes of four inputs each, every `stride` words.
-Row prepare(const bf16* x, int64_t inputs, uint32_t* out, int64_t stride) {
+// A row's integers, high and low bytes of four inputs each, every `stride` words; and the high ones
+// alone, every `step` words.
+Row prepare(const bf16* x, int64_t inputs, uint32_t* out, int64_t stride, uint32_t* coarse,
+            int64_t step) {
     float most = 0;
     bool finite = true;
     for (int64_t i = 0; i < inputs; i++) {
@@ -132,7 +143,7 @@ Row prepare(const bf16* x, int64_t inputs, uint32_t* out, int64_t stride) {
     if (!finite) return row;
     row.step = most < SMALL ? 0.0f : most / STEPS;
     const float inverse = most < SMALL ? 0.0f : STEPS / most;
-    double squares = 0, errors = 0;
+    double squares = 0, errors = 0, coarse_errors = 0;
     for (int64_t q = 0; 4 * q < inputs; q++) {
         uint32_t high = 0, low = 0;
         for (int64_t i = 4 * q; i < std::min(4 * q + 4, inputs); i++) {
@@ -146,31 +157,36 @@ Row prepare(const bf16* x, int64_t inputs, uint32_t* out, int64_t stride) {
             row.high += 128 * above;
             row.low += 128 * below;
             const double error = v - static_cast<double>(row.step) * integer;
+            const double coarse_error = v - static_cast<double>(row.step) * (256 * above);
             squares += v * v;
             errors += error * error;
+            coarse_errors += coarse_error * coarse_error;
         }
+        coarse[q * step] = high;
         out[q * stride] = high;
         out[q * stride + 1] = low;
     }
     const double more = 1 + 0x1p-18;
     row.length = static_cast<float>(std::sqrt(squares) * more + 0x1p-60);
     row.error = static_cast<float>(std::sqrt(errors) * more + 0x1p-60);
+    row.coarse = static_cast<float>(std::sqrt(coarse_errors) * more + 0x1p-60);
     return row;
 }
 
-// TALL rows times one panel: sums[2 row + (high or low)][half]. FETCH cache lines of `next` are
-// asked for with every two read.
-template <int TALL, int FETCH>
+// A panel times WORDS numbers of four bytes for each four inputs, which are rows' high bytes, or
+// their high and low ones: sums[word][half]. FETCH cache lines of `next` are asked for with every two
+// read.
+template <int WORDS, int FETCH>
 void integers(const uint8_t* panel, int64_t quads, const uint32_t* rows, const uint8_t* next,
               __m512i (*sums)[2]) {
-    __m512i c[2 * TALL][2];
-    for (int r = 0; r < 2 * TALL; r++)
+    __m512i c[WORDS][2];
+    for (int r = 0; r < WORDS; r++)
         for (int h = 0; h < 2; h++) c[r][h] = _mm512_setzero_si512();
     const auto step = [&](const uint32_t* x, const uint8_t* w) __attribute__((always_inline)) {
         const __m512i left = _mm512_load_si512(w);
         const __m512i right = _mm512_load_si512(w + 64);
 #pragma GCC unroll 12
-        for (int r = 0; r < 2 * TALL; r++) {
+        for (int r = 0; r < WORDS; r++) {
             const __m512i one = _mm512_set1_epi32(static_cast<int>(x[r]));
             c[r][0] = _mm512_dpbusd_epi32(c[r][0], left, one);
             c[r][1] = _mm512_dpbusd_epi32(c[r][1], right, one);
@@ -183,32 +199,34 @@ void integers(const uint8_t* panel, int64_t quads, const uint32_t* rows, const u
             _mm_prefetch(next + 64 * line, _MM_HINT_T1);
         next += 4 * 64 * FETCH;
         step(rows, panel);
-        step(rows + 2 * TALL, panel + 4 * PANEL);
-        step(rows + 4 * TALL, panel + 8 * PANEL);
-        step(rows + 6 * TALL, panel + 12 * PANEL);
-        rows += 8 * TALL;
+        step(rows + WORDS, panel + 4 * PANEL);
+        step(rows + 2 * WORDS, panel + 8 * PANEL);
+        step(rows + 3 * WORDS, panel + 12 * PANEL);
+        rows += 4 * WORDS;
         panel += 16 * PANEL;
     }
     for (; q < quads; q++) {
         step(rows, panel);
-        rows += 2 * TALL;
+        rows += WORDS;
         panel += 4 * PANEL;
     }
-    for (int r = 0; r < 2 * TALL; r++)
+    for (int r = 0; r < WORDS; r++)
         for (int h = 0; h < 2; h++) sums[r][h] = c[r][h];
 }
 
 using Integers = void (*)(const uint8_t*, int64_t, const uint32_t*, const uint8_t*,
                           __m512i (*)[2]);
 
-template <int... TALL>
+template <int... WORDS>
 struct AllIntegers {
-    Integers table[3][sizeof...(TALL)] = {
-        {integers<TALL + 1, 0>...}, {integers<TALL + 1, 1>...}, {integers<TALL + 1, 2>...}};
+    Integers table[3][sizeof...(WORDS)] = {
+        {integers<WORDS + 1, 0>...}, {integers<WORDS + 1, 1>...}, {integers<WORDS + 1, 2>...}};
 };
-constexpr AllIntegers<0, 1, 2, 3> all_integers;
+constexpr AllIntegers<0, 1, 2, 3, 4, 5, 6, 7> all_integers;
 
 // A row and a panel: the greatest upper end, and lower ends into `lower` where they are greater.
+// COARSE: of the sums there are those of high bytes alone.
+template <bool COARSE>
 float bounds(const Screen& screen, int64_t panel, const Row& row, const __m512i (*sums)[2],
              __m512* lower) {
     __m512 most = _mm512_set1_ps(-INFINITE);
@@ -220,12 +238,13 @@ float bounds(const Screen& screen, int64_t panel, const Row& row, const __m512i 
         const auto part = [&](__m512i sum, int32_t offset) {
             return _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(offset)));
         };
-        const __m512 sum = _mm512_fmadd_ps(part(sums[0][half], row.high), _mm512_set1_ps(256.0f),
-                                           part(sums[1][half], row.low));
+        __m512 sum = _mm512_mul_ps(part(sums[0][half], row.high), _mm512_set1_ps(256.0f));
+        if (!COARSE) sum = _mm512_add_ps(sum, part(sums[1][half], row.low));
         const auto of = [&](const float* x) { return _mm512_load_ps(x + 16 * half); };
         const __m512 logit = _mm512_mul_ps(_mm512_mul_ps(sum, of(screen.scales(panel))),
                                            _mm512_set1_ps(row.step));
-        __m512 away = _mm512_fmadd_ps(of(screen.lengths(panel)), _mm512_set1_ps(row.error), tiny);
+        const __m512 error = _mm512_set1_ps(COARSE ? row.coarse : row.error);
+        __m512 away = _mm512_fmadd_ps(of(screen.lengths(panel)), error, tiny);
         away = _mm512_fmadd_ps(of(screen.errors(panel)), _mm512_set1_ps(row.length), away);
         most = _mm512_mask_max_ps(most, there, most, _mm512_add_ps(logit, away));
         *lower = _mm512_mask_max_ps(*lower, there, *lower, _mm512_sub_ps(logit, away));
@@ -246,6 +265,7 @@ struct Best {
             output = at;
         }
     }
+    void add(const Best& other) { add(other.logit, other.output); }
 };
 
 // A panel's logits of one row of pairs, as any product gives them.
@@ -258,6 +278,138 @@ void exact(const Weight& weight, int64_t panel, const uint32_t* pairs, Best* bes
     for (int64_t i = 0; i < std::min<int64_t>(PANEL, weight.outputs - panel * PANEL); i++)
         best->add(logits[i], panel * PANEL + i);
 }
+
+// One call's work, by stages; what each thread does in each.
+struct Search {
+    const Screen* screen;
+    const Weight* weight;
+    const bf16* x;
+    int64_t rows;
+    Stages stages;
+    uint32_t *fine, *coarse;  // rows in tiles: [quad][row][high, low], and [quad][row] of two tiles
+    float* upper;             // [rows][panels]
+    float* lower;             // [threads][rows][16]
+    Best* found;              // [threads][rows]
+    Best* tops;               // [rows]: of the panel with the greatest upper end
+    Row* known;               // [rows]
+
+    // Rows go in tiles of nearly the same height; never in one if they are coarse, as the second
+    // leaves time to fetch the next panel.
+    int64_t tiles(bool high) const {
+        return high ? std::max<int64_t>(2, (rows + 2 * TALLEST - 1) / (2 * TALLEST))
+                    : (rows + TALLEST - 1) / TALLEST;
+    }
+    int64_t edge(bool high, int64_t tile) const { return rows * tile / tiles(high); }
+
+    void prepare_rows(int thread, int all) {
+        const int64_t inputs = screen->inputs, quads = screen->quads();
+        for (int64_t r = thread; r < rows; r += all) {
+            int64_t t = 0, h = 0;
+            while (edge(false, t + 1) <= r) t++;
+            while (edge(true, h + 1) <= r) h++;
+            const int64_t first = edge(false, t), first_high = edge(true, h);
+            known[r] = prepare(x + r * inputs, inputs, fine + 2 * (first * quads + r - first),
+                               2 * (edge(false, t + 1) - first),
+                               coarse + first_high * quads + r - first_high,
+                               edge(true, h + 1) - first_high);
+        }
+        for (int64_t r = 0; r < rows; r++) {
+            _mm512_store_ps(lower + (thread * rows + r) * 16, _mm512_set1_ps(-INFINITE));
+            found[thread * rows + r] = Best{};
+        }
+    }
+
+    bool is_coarse() const {
+        bool small = rows >= COARSE_ROWS;
+        for (int64_t r = 0; r < rows && small; r++)
+            small = known[r].coarse <= COARSE_ERROR * known[r].length;
+        return small;
+    }
+
+    template <bool HIGH>
+    void bound_rows(int thread, int all) {
+        constexpr int64_t PARTS = 8, WORDS = HIGH ? 1 : 2;
+        const int64_t quads = screen->quads(), panels = screen->count(), count = tiles(HIGH);
+        const uint32_t* packed = HIGH ? coarse : fine;
+        float* mine = lower + thread * rows * 16;
+        const int64_t stretch = (panels + PARTS * all - 1) / (PARTS * all);
+        for (int64_t part = stages.take(1); part * stretch < panels; part = stages.take(1))
+            for (int64_t p = part * stretch; p < std::min(panels, (part + 1) * stretch); p++) {
+                const uint8_t* next = screen->panel(std::min(p + 1, panels - 1));
+                for (int64_t t = 0; t < count; t++) {
+                    __m512i sums[2 * TALLEST][2];
+                    const int64_t first = edge(HIGH, t), tall = edge(HIGH, t + 1) - first;
+                    all_integers.table[count == 1 ? 2 : t < 2 ? 1 : 0][WORDS * tall - 1](
+                        screen->panel(p), quads, packed + first * quads * WORDS,
+                        next + (t == 1 ? quads * 64 : 0), sums);
+                    for (int64_t r = first; r < first + tall; r++) {
+                        __m512 ends = _mm512_load_ps(mine + r * 16);
+                        upper[r * panels + p] =
+                            bounds<HIGH>(*screen, p, known[r], sums + WORDS * (r - first), &ends);
+                        _mm512_store_ps(mine + r * 16, ends);
+                    }
+                }
+            }
+    }
+
+    // What is likeliest in the most promising panel is nearly always likeliest of all: known
+    // exactly, it leaves fewer others a chance than its lower end does.
+    void compute_tops(int thread, int all) {
+        const int64_t panels = screen->count();
+        for (int64_t r = thread; r < rows; r += all) {
+            const float* ends = upper + r * panels;
+            tops[r] = Best{};
+            if (known[r].usable)
+                exact(*weight, std::max_element(ends, ends + panels) - ends, pairs_of(r), &tops[r]);
+        }
+    }
+
+    void compute_rest(int thread, int all) {
+        static thread_local Scratch hit_memory;
+        const int64_t panels = screen->count(), most = std::max<int64_t>(8, panels / 8);
+        int64_t* hits = hit_memory.take<int64_t>(most + 16);
+        int64_t turn = stages.take(1), before = 0;
+        for (int64_t r = 0; r < rows; r++) {
+            Best& best = found[thread * rows + r];
+            const int64_t count =
+                known[r].usable && tops[r].output >= 0 ? find(r, all, most, hits) : most + 1;
+            if (count > most) {
+                best.output = -1;
+                continue;
+            }
+            const uint32_t* pairs = turn < before + count ? pairs_of(r) : nullptr;
+            for (; turn < before + count; turn = stages.take(1))
+                exact(*weight, hits[turn - before], pairs, &best);
+            before += count;
+        }
+    }
+
+    // The panels in which an output has a chance; more than `most` of them are not all told.
+    int64_t find(int64_t r, int all, int64_t most, int64_t* hits) const {
+        const int64_t panels = screen->count();
+        __m512 ends = _mm512_set1_ps(-INFINITE);
+        for (int one = 0; one < all; one++)
+            ends = _mm512_max_ps(ends, _mm512_load_ps(lower + (one * rows + r) * 16));
+        const __m512 least = _mm512_max_ps(rounded(_mm512_set1_ps(_mm512_reduce_max_ps(ends))),
+                                           _mm512_set1_ps(tops[r].logit));
+        int64_t count = 0;
+        for (int64_t p = 0; p < panels && count <= most; p += 16) {
+            const auto there = static_cast<__mmask16>(first(panels - p));
+            const __m512 above = rounded(_mm512_maskz_loadu_ps(there, upper + r * panels + p));
+            uint32_t chances = _mm512_mask_cmp_ps_mask(there, above, least, _CMP_NLT_UQ);
+            for (; chances != 0; chances &= chances - 1)
+                hits[count++] = p + __builtin_ctz(chances);
+        }
+        return count;
+    }
+
+    const uint32_t* pairs_of(int64_t r) const {
+        static thread_local Scratch pair_memory;
+        uint32_t* pairs = pair_memory.take<uint32_t>(weight->pairs());
+        pack_rows(x + r * weight->inputs, weight->inputs, 1, weight->inputs, pairs);
+        return pairs;
+    }
+};
 
 }  // namespace
 
@@ -284,90 +436,38 @@ void headstart_screen(const Weight* weight, const Screen* screen, int threads) {
 // many outputs have a chance: the caller then computes all of the row's logits.
 void headstart_likeliest(const Screen* screen, const Weight* weight, const bf16* x, int64_t rows,
                          int64_t* likeliest, int threads) {
-    constexpr int64_t PARTS = 8;
-    const int64_t quads = screen->quads(), panels = screen->count(), inputs = screen->inputs;
-    const int64_t tiles = (rows + TALLEST - 1) / TALLEST;
-    const auto edge = [&](int64_t tile) { return rows * tile / tiles; };
-    const int64_t most = std::max<int64_t>(8, panels / 8);
     static thread_local Scratch integer_memory, upper_memory, row_memory;
-    uint32_t* packed = integer_memory.take<uint32_t>(rows * quads * 2);
-    float* upper = upper_memory.take<float>(rows * panels);
-    // Each thread's: lower ends [threads][rows][16], what it has found, and the rows themselves.
-    float* lower = row_memory.take<float>(rows * threads * 16 + rows * threads * 4 + rows * 8);
-    Best* found = reinterpret_cast<Best*>(lower + rows * threads * 16);
-    Row* known = reinterpret_cast<Row*>(found + rows * threads);
-    Stages stages;
+    Search search;
+    search.screen = screen;
+    search.weight = weight;
+    search.x = x;
+    search.rows = rows;
+    const int64_t quads = screen->quads();
+    search.fine = integer_memory.take<uint32_t>(rows * quads * 3 + quads);
+    search.coarse = search.fine + rows * quads * 2;
+    search.upper = upper_memory.take<float>(rows * screen->count());
+    search.lower = row_memory.take<float>(rows * threads * (16 + 4) + rows * (4 + 8));
+    search.found = reinterpret_cast<Best*>(search.lower + rows * threads * 16);
+    search.tops = search.found + rows * threads;
+    search.known = reinterpret_cast<Row*>(search.tops + rows);
     int ran = 1;
     parallel(threads, [&](int thread, int all) {
         if (thread == 0) ran = all;
-        for (int64_t t = 0; t < tiles; t++)
-            for (int64_t r = edge(t) + thread; r < edge(t + 1); r += all)
-                known[r] = prepare(x + r * inputs, inputs,
-                                   packed + edge(t) * quads * 2 + (r - edge(t)) * 2,
-                                   2 * (edge(t + 1) - edge(t)));
-        float* mine = lower + thread * rows * 16;
-        for (int64_t r = 0; r < rows; r++) {
-            _mm512_store_ps(mine + r * 16, _mm512_set1_ps(-INFINITE));
-            found[thread * rows + r] = Best{};
+        search.prepare_rows(thread, all);
+        search.stages.finish(all);
+        if (search.is_coarse()) {
+            search.bound_rows<true>(thread, all);
+        } else {
+            search.bound_rows<false>(thread, all);
         }
-        stages.finish(all);
-
-        const int64_t stretch = (panels + PARTS * all - 1) / (PARTS * all);
-        for (int64_t part = stages.take(1); part * stretch < panels; part = stages.take(1)) {
-            const int64_t last = std::min(panels, (part + 1) * stretch);
-            for (int64_t p = part * stretch; p < last; p++) {
-                const uint8_t* next = screen->panel(std::min(p + 1, panels - 1));
-                for (int64_t t = 0; t < tiles; t++) {
-                    __m512i sums[2 * TALLEST][2];
-                    const int64_t tall = edge(t + 1) - edge(t);
-                    all_integers.table[tiles == 1 ? 2 : t < 2 ? 1 : 0][tall - 1](
-                        screen->panel(p), quads, packed + edge(t) * quads * 2,
-                        next + (t == 1 ? quads * 64 : 0), sums);
-                    for (int64_t r = edge(t); r < edge(t + 1); r++) {
-                        __m512 ends = _mm512_load_ps(mine + r * 16);
-                        upper[r * panels + p] =
-                            bounds(*screen, p, known[r], sums + 2 * (r - edge(t)), &ends);
-                        _mm512_store_ps(mine + r * 16, ends);
-                    }
-                }
-            }
-        }
-        stages.finish(all);
-
-        static thread_local Scratch hit_memory, pair_memory;
-        int64_t* hits = hit_memory.take<int64_t>(most + 16);
-        uint32_t* pairs = pair_memory.take<uint32_t>(weight->pairs());
-        int64_t turn = stages.take(1), before = 0;
-        for (int64_t r = 0; r < rows; r++) {
-            Best& best = found[thread * rows + r];
-            __m512 ends = _mm512_set1_ps(-INFINITE);
-            for (int one = 0; one < all; one++)
-                ends = _mm512_max_ps(ends, _mm512_load_ps(lower + (one * rows + r) * 16));
-            const __m512 least = rounded(_mm512_set1_ps(_mm512_reduce_max_ps(ends)));
-            int64_t count = known[r].usable ? 0 : most + 1;
-            for (int64_t p = 0; p < panels && count <= most; p += 16) {
-                const auto there = static_cast<__mmask16>(first(panels - p));
-                const __m512 ends_above =
-                    rounded(_mm512_maskz_loadu_ps(there, upper + r * panels + p));
-                uint32_t chances =
-                    _mm512_mask_cmp_ps_mask(there, ends_above, least, _CMP_NLT_UQ);
-                for (; chances != 0; chances &= chances - 1)
-                    hits[count++] = p + __builtin_ctz(chances);
-            }
-            if (count > most) {
-                best.output = -1;
-                continue;
-            }
-            pack_rows(x + r * inputs, inputs, 1, inputs, pairs);
-            for (; turn < before + count; turn = stages.take(1))
-                exact(*weight, hits[turn - before], pairs, &best);
-            before += count;
-        }
+        search.stages.finish(all);
+        search.compute_tops(thread, all);
+        search.stages.finish(all);
+        search.compute_rest(thread, all);
     });
     for (int64_t r = 0; r < rows; r++) {
-        Best best;
-        for (int one = 0; one < ran; one++) best.add(found[one * rows + r].logit,
-                                                     found[one * rows + r].output);
+        Best best = search.tops[r];
+        for (int one = 0; one < ran; one++) best.add(search.found[one * rows + r]);
         likeliest[r] = best.output;
     }
 }

@@ -77,9 +77,10 @@ def test_near_ties_of_all_sizes(inputs: int, seed: int, size: float, outliers: i
     """Outputs that lie a few units in the last place apart; some inputs are much larger."""
     one = noise(1, inputs, seed=seed).expand(200, inputs)
     weight = one * choice([1.0, 1 - 2**-8, 1 + 2**-7], 200, inputs, seed=seed + 1) * size
-    x = noise(2, inputs, seed=seed + 2)
-    x[:, :outliers] *= 300
+    x = noise(6, inputs, seed=seed + 2)
     check(weight, x)
+    x[:, :outliers] *= 300
+    check(weight, x[:2])
 
 
 def test_all_logits_are_computed_where_all_can_be_the_largest() -> None:

@@ -6,9 +6,10 @@ Glossary
     query     a question, the words its answer begins with, and the value that ends it
     episode   one document and many queries on it, as (text, supervised) segments in order
 
-Every answer restates what was asked ("The age of John Doe is 29"), so the completion form of the
-reference and the chat form end in the same words, and one look-up serves both. What the document
-does not say ends in `UNKNOWN` instead of a value.
+Every answer to a look-up restates what was asked ("The age of John Doe is 29"), so the completion
+form of the reference and the chat form end in the same words, and one look-up serves both. Where
+a person is asked for it is "The person is ...". What the document does not say ends in `UNKNOWN`
+instead of a value.
 
 Names, streets and towns come from Faker's word lists and from syllables. A fifth of the listed
 words, and all words of the reference's own table, are held out: the training split never uses

@@ -7,6 +7,7 @@
 // only where sums are taken in another order.
 #include "attention.h"
 #include "linear.h"
+#include "simd.h"
 
 using namespace headstart;
 
@@ -19,24 +20,11 @@ struct Norm {
     float epsilon;
 };
 
-// e^x, to two units in the last place of fp32
-inline __m512 exponential(__m512 x) {
-    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)),
-                                          _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 y = _mm512_set1_ps(1.9875691500e-4f);
-    for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
-                          5.0000001201e-1f})
-        y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
-    y = _mm512_add_ps(_mm512_fmadd_ps(y, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(y, n);
-}
-
+// x / (1 + e^-x), to a relative error of 1e-5: a hundredth of what rounding to bf16 does
 inline __m512 silu(__m512 x) {
-    const __m512 one = _mm512_set1_ps(1.0f);
-    const __m512 below = _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x)));
+    const __m512 one = _mm512_set1_ps(1.0f), most = _mm512_set1_ps(126.0f);
+    const __m512 power = _mm512_min_ps(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)), most);
+    const __m512 below = _mm512_add_ps(one, exp2(power));
     const __m512 near = _mm512_rcp14_ps(below);  // and one step of Newton's: cheaper than to divide
     const __m512 two = _mm512_set1_ps(2.0f);
     return _mm512_mul_ps(x, _mm512_mul_ps(near, _mm512_fnmadd_ps(below, near, two)));

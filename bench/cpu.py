@@ -256,7 +256,7 @@ def main() -> None:
     options = read_options()
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.cpu_clock else time.perf_counter
-    bench = Bench(options.threads, clock, measure_limits(clock))
+    bench = Bench(options.threads, clock, measure_limits(options.threads, clock))
     for shape in (BIG, SMALL):
         progress.print(f"the model {shape} in {model_folder(shape)}")
     run_loads(bench, options.loads, options.rounds)

@@ -98,7 +98,7 @@ def main() -> None:
     options = parser.parse_args()
     start = time.perf_counter()
     found = measure(options.shape, options.threads)
-    limits = measure_limits()
+    limits = measure_limits(options.threads)
     table = Table(f"{options.shape}, {options.threads} threads", "cold", "warm", "warm : cold")
     for length, cold, warm in zip(LENGTHS, found["cold_s"], found["warm_s"], strict=True):
         times = f"1 : {cold / warm:.1f}"

@@ -1,9 +1,17 @@
 """What this machine can do at the most, and how long a load must take by that.
 
 A pass of the model must multiply its rows by every weight, and read every weight and every K and
-V once: the longer of the two is its floor (the roofline: Williams, Waterman, Patterson 2009).
+V once: the longer of the two is its floor (the roofline: Williams, Waterman, Patterson 2009). Rows
+without logits need nothing but K and V of the last layer, and the likeliest token can be told from
+8 bits of most of the LM head's weights.
+
+As a program it prints the limits, measured with so many threads: see `measure_limits`.
 """
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +23,12 @@ from transformers import PreTrainedConfig
 Clock = Callable[[], float]
 
 _BF16 = 2  # bytes
+_HEAD = 1
 _REPEATS = 7
 
 
 class Limits(NamedTuple):
-    """bfloat16 GEMM in GFLOP/s and reading of memory in GB/s, with torch's present threads."""
+    """bfloat16 GEMM in GFLOP/s and reading of memory in GB/s."""
 
     gemm: float
     memory: float
@@ -32,8 +41,19 @@ class Floor(NamedTuple):
     limit: str
 
 
-def measure_limits(clock: Clock = time.perf_counter) -> Limits:
-    """The best of a few products of square matrices, and of a few sums over 256 MB."""
+def measure_limits(threads: int, clock: Clock = time.perf_counter) -> Limits:
+    """The best of a few products of square matrices, and of a few sums over 256 MB.
+
+    In a process of its own, which binds each thread to a core: left alone, two of torch's often
+    share one for seconds.
+    """
+    command = [sys.executable, __file__, str(threads), clock.__name__]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_PROC_BIND": "true"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return Limits(*json.loads(done.stdout))
+
+
+def _measure_here(clock: Clock) -> Limits:
     square = [torch.ones(size, size, dtype=torch.bfloat16) for size in (1024, 2048)]
     gemm = max(2 * len(m) ** 3 / _best(lambda m=m: m @ m, clock) for m in square)  # type: ignore[misc]
     data = torch.ones(2**26)
@@ -78,17 +98,21 @@ def floor(passes: list[tuple[int, Pass]], config: PreTrainedConfig, limits: Limi
     return Floor(sum(seconds.values()), max(seconds, key=lambda name: seconds[name]))
 
 
-def _flops(one: Pass, config: PreTrainedConfig) -> int:
-    layers, _, heads, dim = _attention(config)
-    products = one.rows * _layer_weights(config) * layers + one.logit_rows * _head_weights(config)
-    return 2 * products + 4 * one.attended * layers * heads * dim
+def _flops(one: Pass, config: PreTrainedConfig) -> float:
+    layers, kv_heads, heads, dim = _attention(config)
+    whole, keys = _layer_weights(config), 2 * int(config.hidden_size) * kv_heads * dim
+    products = one.rows * (whole * (layers - 1) + keys)
+    products += one.logit_rows * (whole - keys + _head_weights(config))
+    attended = one.attended * (layers - 1 + one.logit_rows / one.rows)
+    return 2 * products + 4 * attended * heads * dim
 
 
 def _bytes(one: Pass, config: PreTrainedConfig) -> int:
     layers, kv_heads, _, dim = _attention(config)
-    head = _head_weights(config) if one.logit_rows else 0
-    weights = _layer_weights(config) * layers + head
-    return _BF16 * (weights + 2 * one.context * layers * kv_heads * dim)
+    head = _HEAD * _head_weights(config) if one.logit_rows else 0
+    return (
+        _BF16 * (_layer_weights(config) * layers + 2 * one.context * layers * kv_heads * dim) + head
+    )
 
 
 def _attention(config: PreTrainedConfig) -> tuple[int, int, int, int]:
@@ -104,3 +128,8 @@ def _layer_weights(config: PreTrainedConfig) -> int:
 
 def _head_weights(config: PreTrainedConfig) -> int:
     return int(config.vocab_size) * int(config.hidden_size)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(sys.argv[1]))
+    print(json.dumps(_measure_here(getattr(time, sys.argv[2]))))

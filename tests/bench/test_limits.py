@@ -10,13 +10,13 @@ QWEN = SHAPES["qwen2.5-0.5b"]
 
 def test_a_cold_document_is_limited_by_products() -> None:
     least = floor([(1, prefill(0, 3040))], QWEN, ONE_CORE)
-    assert least.seconds == pytest.approx(5.6, rel=0.01)
+    assert least.seconds == pytest.approx(5.6 * 23 / 24, rel=0.01)  # the last layer's for K and V
     assert least.limit == "GEMM"
 
 
 def test_one_token_is_limited_by_reading_the_weights() -> None:
     least = floor([(1, prefill(3000, 1))], QWEN, ONE_CORE)
-    assert least.seconds == pytest.approx(0.026, rel=0.03)
+    assert least.seconds == pytest.approx(0.026 - 0.136 / 40, rel=0.03)  # half of the head
     assert least.limit == "memory"
 
 

@@ -5,10 +5,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from figures_svg import HOLDERS, INK, LINE, Canvas, Colour
+from figures_svg import HOLDERS, LINE, Canvas, Colour
 
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 76, 150, 104, 56  # room around the axes
+APART = 18  # pixels between two names
 
 
 class Curve(NamedTuple):
@@ -42,7 +43,7 @@ class Frame(NamedTuple):
 
 
 def draw_curves(frame: Frame, curves: list[Curve]) -> Canvas:
-    """Lines over a common x axis, each named at its end."""
+    """Lines over a common x axis, each with its last value and its name at its end."""
     canvas = Canvas(WIDTH, HEIGHT, frame.title)
     canvas.text(28, 38, frame.title, size=19, style="bold")
     canvas.text(28, 62, frame.note, size=13.5, style="muted")
@@ -62,9 +63,12 @@ def draw_curves(frame: Frame, curves: list[Curve]) -> Canvas:
             canvas.line(start, end, curve.colour.line, style="thick")
         for x, y in points:
             canvas.box((x - 4, y - 4, 8, 8), curve.colour, style="thick")
-        x, y = points[-1]
-        canvas.text(x + 14, y + 4, curve.name, size=13, style=f"bold {curve.colour.line}")
-        canvas.text(x + 14, y - 14, f"{curve.values[-1]:.3g}", size=12, style=INK)
+    lowest = -APART
+    for curve in sorted(curves, key=lambda curve: frame.y(curve.values[-1])):
+        lowest = max(frame.y(curve.values[-1]), lowest + APART)
+        words = f"{curve.values[-1]:.3g} {curve.name}"
+        at = WIDTH - RIGHT + 14
+        canvas.text(at, lowest + 4, words, size=13, style=f"bold {curve.colour.line}")
     return canvas
 
 

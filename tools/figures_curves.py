@@ -63,7 +63,7 @@ def draw_curves(frame: Frame, curves: list[Curve]) -> Canvas:
             canvas.line(start, end, curve.colour.line, style="thick")
         for x, y in points:
             canvas.box((x - 4, y - 4, 8, 8), curve.colour, style="thick")
-    lowest = -APART
+    lowest: float = -APART
     for curve in sorted(curves, key=lambda curve: frame.y(curve.values[-1])):
         lowest = max(frame.y(curve.values[-1]), lowest + APART)
         words = f"{curve.values[-1]:.3g} {curve.name}"

@@ -119,10 +119,14 @@ def people_table() -> str:
 
 
 def _warm_up(llm: LLM) -> None:
-    """Have the libraries allocate and plan what they do once, on a prompt of no use later."""
+    """Have the libraries allocate and plan what they do once, on a prompt of no use later.
+
+    Asked again with another end, so that a hit has been there too.
+    """
     prompt = [index % 200 for index in range(WARM_UP_TOKENS)]
-    for _ in llm.stream(prompt, SamplingParams(temperature=0, max_tokens=4)):
-        pass
+    for end in (1, 2):
+        for _ in llm.stream([*prompt, end], SamplingParams(temperature=0, max_tokens=4)):
+            pass
     llm.engine.manager.reset_prefix_cache()
 
 

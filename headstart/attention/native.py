@@ -44,10 +44,8 @@ class NativeAttention:
         self._tables = BlockTables()
         self._planner = SharedPlanner(memory.block_size, SHARING) if share else None
         self._before: dict[bool, NativeStep] = {}  # the last step with and without sharing
-        self._partials = {
-            True: torch.empty(0),
-            False: torch.empty(0),
-        }  # of steps that share, or not
+        # Room for partial results: of steps that share, and of those that do not.
+        self._partials = {True: torch.empty(0), False: torch.empty(0)}
         self._fell_back = False
         self._longest = 0
         self._plan: StepPlan | None = None

@@ -1,6 +1,6 @@
-// The likeliest of many outputs, exactly, with a quarter of the time's worth of memory read twice
-// as fast: every output's logit is first known to within a bound, from weights of 8 bits, and
-// computed as linear.h computes it only where the bound leaves it a chance.
+// The likeliest of many outputs, exactly, for half the memory that reading all weights takes: every
+// output's logit is first known to within a bound, from weights of 8 bits, and computed as linear.h
+// computes it only where the bound leaves it a chance.
 //
 // For a row x and an output's weight w, both as vdpbf16ps sees them (numbers below 2^-126 are
 // zero), with w' = scale * integers of 8 bits and x' = step * integers of 16 bits:

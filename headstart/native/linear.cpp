@@ -2,10 +2,6 @@
 #include "linear.h"
 #include "simd.h"
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 using namespace headstart;
 
 namespace {
@@ -91,18 +87,6 @@ void headstart::multiply_tile(const uint32_t* rows, int count, const uint32_t* p
 }
 
 extern "C" {
-
-// Asks for pages of 2 MiB behind memory: fewer of them to look up.
-void headstart_huge_pages(void* memory, int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-    const uintptr_t page = 1 << 21, start = reinterpret_cast<uintptr_t>(memory);
-    const uintptr_t from = (start + page - 1) / page * page;
-    const uintptr_t to = (start + static_cast<uintptr_t>(bytes)) / page * page;
-    if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
-#else
-    (void)memory, (void)bytes;
-#endif
-}
 
 // weight bf16 [outputs, inputs], contiguous -> panels
 void headstart_pack(const bf16* weight, int64_t outputs, int64_t inputs, uint32_t* panels,

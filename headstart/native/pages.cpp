@@ -1,4 +1,4 @@
-// What the kernel is told about pages of memory.
+// What the operating system is told about pages of memory.
 #include <cstdint>
 
 #ifdef __linux__
@@ -15,6 +15,18 @@ void headstart_map_pages(const void* memory, int64_t bytes) {
     const uintptr_t from = start / page * page;
     const uintptr_t to = (start + static_cast<uintptr_t>(bytes) + page - 1) / page * page;
     madvise(reinterpret_cast<void*>(from), to - from, MADV_POPULATE_READ);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
+
+// Asks for pages of 2 MiB behind memory: fewer of them to look up.
+void headstart_huge_pages(void* memory, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    const uintptr_t page = 1 << 21, start = reinterpret_cast<uintptr_t>(memory);
+    const uintptr_t from = (start + page - 1) / page * page;
+    const uintptr_t to = (start + static_cast<uintptr_t>(bytes)) / page * page;
+    if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
 #else
     (void)memory, (void)bytes;
 #endif

@@ -18,7 +18,7 @@ from headstart.omni.function_stage import Job, WholeStage
 from headstart.omni.graph import Factory, StageNode
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import SpokenPrompt
-from headstart.omni.spoken_prompts import TEXT, SpokenPrompts, stage_config, think
+from headstart.omni.spoken_prompts import TEXT, SpokenPrompts, make_thinker, stage_config
 from headstart.omni.stage import TOKENS, Input, OmniRequest, Stage
 from headstart.omni.talker import TalkerFeed, TalkerPlan
 
@@ -78,14 +78,7 @@ class Qwen25Stages:
     # Stages
 
     def _make_thinker(self, node: StageNode) -> Stage:
-        return EngineStage(
-            node.spec,
-            self._model.thinker(),
-            think,
-            stage_config(node),
-            self._cache,
-            self.tokenizer,
-        )
+        return make_thinker(node, self._model.thinker(), self._cache, self.tokenizer)
 
     def _make_talker(self, node: StageNode) -> Stage:
         decoder = self._model.talker()

@@ -12,13 +12,12 @@ from headstart.engine.prompt import PreparedPrompt, RotaryPositions
 from headstart.errors import DamagedModelError, RequestError
 from headstart.models.qwen3_omni import Qwen3Omni
 from headstart.models.tokenizer import load_tokenizer
-from headstart.omni.engine_stage import EngineStage
 from headstart.omni.frame_talker import CODES, FrameTalker, FrameTalkerFeed, FrameTalkerPlan
 from headstart.omni.function_stage import FramesPlan, FramesStage
 from headstart.omni.graph import Factory, StageNode
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import SpokenPrompt
-from headstart.omni.spoken_prompts import TEXT, SpokenPrompts, stage_config, think
+from headstart.omni.spoken_prompts import TEXT, SpokenPrompts, make_thinker, stage_config
 from headstart.omni.stage import Input, OmniRequest, Stage
 
 __all__ = ["Qwen3Stages"]
@@ -81,14 +80,7 @@ class Qwen3Stages:
         return self._prompts.prepare(text, media, salt)
 
     def _make_thinker(self, node: StageNode) -> Stage:
-        return EngineStage(
-            node.spec,
-            self._model.thinker(),
-            think,
-            stage_config(node),
-            self._cache,
-            self.tokenizer,
-        )
+        return make_thinker(node, self._model.thinker(), self._cache, self.tokenizer)
 
     def _make_talker(self, node: StageNode) -> Stage:
         model, config = self._model, stage_config(node)

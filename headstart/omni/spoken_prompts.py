@@ -1,9 +1,10 @@
-"""Prompts of a model that hears and sees: items in their places, encoded once."""
+"""Prompts of a model that hears and sees, its items encoded once, and the thinker that takes them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import MultiModalItem
 from headstart.engine.config import EngineConfig
@@ -18,14 +19,16 @@ from headstart.engine.prompt import (
 )
 from headstart.errors import RequestError
 from headstart.models.heard_and_seen import Media, Placed
+from headstart.models.stage_decoder import StageDecoder
 from headstart.omni.by_content import ContentMemory, content_digest
+from headstart.omni.engine_stage import EngineStage
 from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
 from headstart.omni.graph import StageNode
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import SpokenPrompt
 from headstart.omni.stage import OmniRequest
 
-__all__ = ["SpokenPrompts", "stage_config", "think"]
+__all__ = ["SpokenPrompts", "make_thinker", "stage_config"]
 
 TEXT = SamplingParams(max_tokens=1024, temperature=0.0)
 """How a thinker writes unless it is told otherwise."""
@@ -91,7 +94,17 @@ class SpokenPrompts:
         return rows
 
 
-def think(request: OmniRequest) -> Feed:
+def make_thinker(
+    node: StageNode,
+    decoder: StageDecoder,
+    cache: OutputCache,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> EngineStage:
+    """The stage that takes such prompts and writes the answer."""
+    return EngineStage(node.spec, decoder, _think, stage_config(node), cache, tokenizer)
+
+
+def _think(request: OmniRequest) -> Feed:
     """A thinker's feed: the prompt that was prepared."""
     params = request.params.get("thinker", TEXT)
     return PromptFeed(StagePrompt(request.prompt.prepared, params, request.salt))

@@ -1,4 +1,4 @@
-"""Prompts of a model that hears and sees, its items encoded once, and the thinker that takes them."""
+"""Prompts of a model that hears and sees, items encoded once, and the thinker that takes them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol

@@ -1,7 +1,7 @@
 """The engine's options; command line flags are made from these fields."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from headstart.cache.eviction import POLICIES
@@ -88,3 +88,12 @@ class EngineConfig:
         if self.num_threads is None and given.isdigit() and int(given):
             return int(given)
         return self.num_threads or count_cores()
+
+
+def make_config(options: dict[str, Any]) -> EngineConfig:
+    """The configuration of these options. Raises ConfigError, also for one that there is not."""
+    known = {field.name for field in fields(EngineConfig)}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ConfigError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    return EngineConfig(**options)

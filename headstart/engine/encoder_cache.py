@@ -141,22 +141,35 @@ class EncoderCache:
         if not entry.users:
             self._kept[image.item.digest] = None
 
-    def encode_wanted(self) -> None:
-        """Encode the images that are held and have no rows yet. Raises EngineError."""
+    def encode_wanted(self) -> dict[object, EngineError]:
+        """Encode the images that are held and have no rows yet.
+
+        The requests of which an image cannot be encoded, each with the reason; such an image has
+        no rows afterwards, and the step that needs them must not run.
+        """
+        failed: dict[object, EngineError] = {}
         for entry in self._wanted:
-            assert entry.image is not None
-            rows = self._encoder.encode(entry.image)
-            if len(rows) != entry.num_rows:
-                raise EngineError(
-                    f"the vision tower gave {len(rows)} embeddings for an image of "
-                    f"{entry.num_rows} placeholders"
-                )
-            entry.rows, entry.image = rows, None
-            self.num_encoded += 1
+            try:
+                self._encode(entry)
+            except Exception as error:  # whatever a vision tower raises ends its requests alone
+                reason = EngineError(f"an image cannot be encoded: {type(error).__name__}: {error}")
+                reason.__cause__ = error
+                failed |= {request: reason for request, _ in entry.users}
         self._wanted.clear()
+        return failed
+
+    def _encode(self, entry: _Entry) -> None:
+        assert entry.image is not None
+        rows = self._encoder.encode(entry.image)
+        if len(rows) != entry.num_rows:
+            raise ValueError(
+                f"the vision tower gave {len(rows)} embeddings for {entry.num_rows} placeholders"
+            )
+        entry.rows, entry.image = rows, None
+        self.num_encoded += 1
 
     def drop_wanted(self) -> None:
-        """The step failed, and its requests have left: forget what it did not encode."""
+        """The step is off, and its requests have left: forget what it did not encode."""
         for digest in [d for d in self._kept if self._entries[d].rows is None]:
             del self._kept[digest]
             self._used -= self._entries.pop(digest).num_rows

@@ -8,7 +8,8 @@ abort     forget a request at any time between steps
 
 import itertools
 import time
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from headstart.attention import PagedKVMemory, make_backend
 from headstart.cache import BlockNames, CacheConfig, KVCacheManager, TokenSequence
 from headstart.engine.adapter_store import AdapterStore
 from headstart.engine.batch import Batch, ScheduledTokens
-from headstart.engine.config import EngineConfig
+from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.detokenizer import Detokenizer
 from headstart.engine.hooks import EngineHooks
 from headstart.engine.image_prompt import Tenant, make_image_prompts
@@ -34,7 +35,7 @@ from headstart.engine.scheduler import Scheduler
 from headstart.engine.sizing import count_blocks, longest_sequence
 from headstart.engine.text import OutputText
 from headstart.engine.threads import count_cores
-from headstart.errors import ConfigError, EngineError, RequestError
+from headstart.errors import EngineError, RequestError
 from headstart.models.decoder import DecoderModel
 from headstart.models.loader import load_model
 from headstart.models.tokenizer import load_tokenizer
@@ -251,7 +252,8 @@ class Engine:
         """Run one step; the requests that got a token or ended, with what they have so far.
 
         When the model fails, the step's requests end with an EngineError and give their blocks
-        back; the others go on.
+        back; the others go on. When an image cannot be encoded, that ends the requests that need
+        it, and the others are let in again by the next step.
         """
         if self.adapters.has_unnamed:
             self.adapters.forget_unnamed(self._groups.values())
@@ -265,26 +267,32 @@ class Engine:
                 raise EngineError("requests wait, and none can run: the scheduler is stuck")
             return refused
         now = time.perf_counter()
-        for part in batch.scheduled:
-            if part.request.group.start_time is None:
-                part.request.group.start_time = now
-                self.adapters.name_miss(part.request)
         try:
-            if self.images is not None:
-                self.images.cache.encode_wanted()
-            logits = self._runner.run(batch)
-            if self._hooks is not None:
-                self._hooks.computed(batch)
+            unseen = self.images.cache.encode_wanted() if self.images is not None else {}
+            logits = None if unseen else self._compute(batch, now)
         except BaseException as error:  # whatever a model, a kernel or Ctrl-C raises
-            failed = self._fail(batch, error)
+            reason = _engine_error("the step failed", error)
+            failed = self._call_off(batch, {part.request: reason for part in batch.scheduled})
             if isinstance(error, Exception):
                 return refused + failed
             raise
+        if logits is None:
+            return refused + self._call_off(batch, unseen)
         self.manager.commit_step()
         results = refused + self._deliver(batch, self._sample(batch, logits))
         if self.config.debug:
             self._check()
         return results
+
+    def _compute(self, batch: Batch, now: float) -> StepLogits:
+        for part in batch.scheduled:
+            if part.request.group.start_time is None:
+                part.request.group.start_time = now
+                self.adapters.name_miss(part.request)
+        logits = self._runner.run(batch)
+        if self._hooks is not None:
+            self._hooks.computed(batch)
+        return logits
 
     def _sample(self, batch: Batch, logits: StepLogits) -> list[SampledToken | EngineError | None]:
         """The next token of each part, None for one that ends before its last token."""
@@ -354,18 +362,18 @@ class Engine:
                 moved[name] = StepResult(group)
         return list(moved.values())
 
-    def _fail(self, batch: Batch, error: BaseException) -> list[StepResult]:
-        """End the requests of a failed step, siblings of the same group included."""
+    def _call_off(self, batch: Batch, errors: Mapping[object, EngineError]) -> list[StepResult]:
+        """Undo the step: these of its requests end, siblings included, the others wait again."""
         self.manager.fail_step()
-        failed = [part.request for part in batch.scheduled]
+        failed = [part.request for part in batch.scheduled if part.request in errors]
         self._scheduler.drop_failed(failed)
+        self._scheduler.put_back(part for part in batch.scheduled if part.request not in errors)
         if self.images is not None:
             self.images.cache.drop_wanted()
         for request in failed:
             request.finish_reason = "error"
-        groups = {request.group.request_id: request.group for request in failed}
-        reason = _engine_error("the step failed", error)
-        return [self._end(group, reason) for group in groups.values()]
+        reasons = {request.group.request_id: errors[request] for request in failed}
+        return [self._end(self._groups[name], reason) for name, reason in reasons.items()]
 
     def _end(self, group: RequestGroup, error: EngineError) -> StepResult:
         """End what is left of a request with an error."""
@@ -390,11 +398,3 @@ def _engine_error(what: str, cause: BaseException) -> EngineError:
     error = EngineError(f"{what}: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
-
-
-def make_config(options: dict[str, Any]) -> EngineConfig:
-    known = {field.name for field in fields(EngineConfig)}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise ConfigError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-    return EngineConfig(**options)

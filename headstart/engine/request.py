@@ -56,6 +56,14 @@ class Request:
             self.num_cached_tokens = num_cached_tokens
             self.missed = missed
 
+    def withdrawn(self, start: int) -> None:
+        """The step that was to compute from `start` on was called off.
+
+        If it was the first one, what it hit may not be there: the next admission counts.
+        """
+        if start == self.num_cached_tokens and not self.num_preemptions:
+            self.missed = None
+
     def append(self, token: SampledToken, now: float) -> None:
         """Take its next token; `finish_reason` is set if that was the last. `now` in seconds."""
         self.sequence.append(token.token_id)

@@ -90,6 +90,16 @@ class Scheduler:
         for request in gone:
             self._leave_gate(request)
 
+    def put_back(self, parts: Iterable[ScheduledTokens]) -> None:
+        """Their step did not come about; the manager has taken their blocks already.
+
+        They wait before all others, in their order, and are let in again.
+        """
+        for request, start, _, _ in reversed(tuple(parts)):
+            self.running.remove(request)
+            request.withdrawn(start)
+            self._make_wait(request)
+
     @property
     def waits_for_inputs(self) -> bool:
         """Whether some request's inputs are still coming; it may hold what another needs."""
@@ -143,6 +153,9 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take a running request's blocks; it goes to the head of the waiting ones."""
         self._manager.free(request.sequence)
+        self._make_wait(request)
+
+    def _make_wait(self, request: Request) -> None:
         self._leave_gate(request)
         request.num_preemptions += 1
         self.num_preemptions += 1

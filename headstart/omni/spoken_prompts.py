@@ -7,8 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import MultiModalItem
-from headstart.engine.config import EngineConfig
-from headstart.engine.engine import make_config
+from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import (
     GivenRows,

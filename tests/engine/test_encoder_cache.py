@@ -15,7 +15,8 @@ from headstart import LLM, EngineError, RequestError, RequestOutput, SamplingPar
 from headstart.cache import MultiModalItem
 from headstart.engine.encoder_cache import EncoderCache, PromptImage, PromptImages
 from headstart.engine.prompt import PlacedRows
-from headstart.models.vision import ProcessedImage
+from headstart.engine.request import RequestGroup
+from headstart.models.vision import ProcessedImage, VisionModel
 from tests.tiny_vision import IDS, make_image, save_tiny_vision
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -199,6 +200,59 @@ def test_a_tower_that_fails_ends_its_requests_and_leaks_nothing(folder: Path) ->
 class _Broken:
     def encode(self, image: ProcessedImage) -> Tensor:
         raise ValueError("no such picture")
+
+
+def test_an_image_that_cannot_be_encoded_ends_the_requests_that_show_it(folder: Path) -> None:
+    """The tower's error used to end all that ran: here a text that is being answered, one that
+    comes in the same step and begins alike, and one with another image."""
+    llm = LLM(folder, num_blocks=96, block_size=4, debug=True)
+    engine, images = llm.engine, llm.engine.images
+    assert images is not None
+    bad, good, text = ask("What is <image>?", 1), ask("What is <image>?", 2), "What then?"
+    expected = [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in (good, text)]
+    assert llm.reset_prefix_cache()
+    images.cache.clear()
+    images.cache._encoder = _Blind(images._vision, llm.engine.prepare(bad, GREEDY))
+    running = llm.stream(text, GREEDY)
+    next(running)
+    groups = {
+        name: engine.prepare(prompt, GREEDY, request_id=name)
+        for name, prompt in (("bad", bad), ("good", good), ("text", text), ("bad too", bad))
+    }
+    for group in groups.values():
+        engine.submit(group)
+    errors: dict[str, EngineError] = {}
+    while engine.has_unfinished:
+        for result in engine.step():
+            if result.error is not None:
+                errors[result.group.request_id] = result.error
+        engine.manager.check()
+        images.cache.check()
+    assert errors.keys() == {"bad", "bad too"}
+    assert "no such picture" in str(errors["bad"])
+    found = [groups[name].output().outputs[0].token_ids for name in ("good", "text")]
+    assert found == expected
+    assert groups["good"].output().num_cached_tokens == 5  # "What " of texts, and none of "bad"
+    assert engine.manager.num_free_blocks == 96
+    assert all(not entry.users for entry in images.cache._entries.values())
+    llm.close()
+
+
+class _Blind:
+    """Sees everything but one request's image."""
+
+    def __init__(self, vision: VisionModel, request: RequestGroup) -> None:
+        assert request.extras is not None
+        assert isinstance(request.extras.embeddings, PromptImages)
+        self._vision = vision
+        [image] = request.extras.embeddings.images
+        self._hidden = vision.encode(image.image)
+
+    def encode(self, image: ProcessedImage) -> Tensor:
+        rows = self._vision.encode(image)
+        if torch.equal(rows, self._hidden):
+            raise ValueError("no such picture")
+        return rows
 
 
 def test_the_reference_s_example_of_an_image_across_a_block_border(

@@ -7,7 +7,7 @@ aborted meanwhile. Outputs cross back to the event loop that asked for them.
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,11 @@ class AsyncLLM:
         """
         params = sampling_params or SamplingParams()
         name = await self._load_chosen(adapter, lora_request)
-        request = self.engine.prepare(
-            prompt, params, request_id=request_id, salt=cache_salt, adapter=name
+        request = await self._prepare(
+            lambda: self.engine.prepare(
+                prompt, params, request_id=request_id, salt=cache_salt, adapter=name
+            ),
+            aside=isinstance(prompt, Mapping) and bool(prompt.get("multi_modal_data")),
         )
         async with aclosing(self._stream(request)) as outputs:
             async for output in outputs:
@@ -79,8 +82,11 @@ class AsyncLLM:
         """Stream the answer to a conversation; the next turn hits every token of this one."""
         params = sampling_params or SamplingParams()
         name = await self._load_chosen(adapter, lora_request)
-        request = self._chats.prepare(
-            messages, params, request_id=request_id, salt=cache_salt, adapter=name
+        request = await self._prepare(
+            lambda: self._chats.prepare(
+                messages, params, request_id=request_id, salt=cache_salt, adapter=name
+            ),
+            aside=_has_parts(messages),
         )
         async with aclosing(self._stream(request)) as outputs:
             async for output in outputs:
@@ -103,6 +109,10 @@ class AsyncLLM:
         if isinstance(choice, LoRARequest):  # which may read files
             return await asyncio.to_thread(self.engine.adapters.require, choice)
         return choice
+
+    async def _prepare(self, prepare: Callable[[], RequestGroup], *, aside: bool) -> RequestGroup:
+        """In a thread `aside`, if there are images to read: the loop's other streams go on."""
+        return await asyncio.to_thread(prepare) if aside else prepare()
 
     async def _stream(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:
         loop = asyncio.get_running_loop()
@@ -211,3 +221,11 @@ class AsyncLLM:
         if deliver is not None:
             with suppress(RuntimeError):  # as in _send
                 deliver(error)
+
+
+def _has_parts(messages: Conversation) -> bool:
+    """Whether a message is more than a text: only then can it show an image."""
+    return isinstance(messages, Sequence) and any(
+        isinstance(message, Mapping) and not isinstance(message.get("content"), str)
+        for message in messages
+    )

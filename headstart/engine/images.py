@@ -13,6 +13,7 @@ import io
 import struct
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,7 @@ class ImageReader:
         self._max_pixels = max_pixels
         self._shapes: dict[bytes, tuple[int, ...]] = {}  # by digest, the one seen last at the end
         self._lock = threading.Lock()
+        self._own_pictures = threading.Lock()
 
     def read(
         self, source: ImageSource, own_id: str | None = None, *, with_look: bool = False
@@ -97,7 +99,9 @@ class ImageReader:
                     f"an image has {width} × {height} pixels; allowed: 1 to {self._max_pixels:,} "
                     "(max_image_pixels)"
                 )
-            upright = ImageOps.exif_transpose(opened)
+            # A user's own picture, which may be in several prompts, is not decoded twice at once.
+            with self._own_pictures if opened is source else nullcontext():
+                upright = ImageOps.exif_transpose(opened)
             return upright.convert("RGB")
         except RequestError:
             raise

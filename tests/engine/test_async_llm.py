@@ -1,17 +1,20 @@
 """AsyncLLM: the same answers as LLM, streamed to many at once, and nothing held after a cancel."""
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from headstart import LLM, AsyncLLM, SamplingParams
 from headstart.engine.outputs import RequestOutput
 from headstart.errors import EngineError, RequestError
 from tests.tiny_models import save_tiny
+from tests.tiny_vision import make_image, save_tiny_vision
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[5, 9, 14, 20 + at, *range(30, 60)] for at in range(6)]
@@ -163,3 +166,58 @@ def test_leaving_a_refused_request_does_not_abort_the_one_whose_id_it_took(llm: 
     output = asyncio.run(take_its_id())
     assert output.outputs[0].finish_reason == "length"
     assert len(output.outputs[0].token_ids) == 12
+
+
+class _SlowImage(Image.Image):
+    """Cannot be decoded before `go` is set, nor twice at once; `begun` says that somebody tries."""
+
+    begun: threading.Event
+    go: threading.Event
+    alone: threading.Lock
+
+    def load(self) -> "Image.core.PixelAccess | None":
+        assert self.alone.acquire(blocking=False)
+        self.begun.set()
+        assert self.go.wait(10), "nobody could let it go on"
+        self.alone.release()
+        return super().load()
+
+
+def _slow_image() -> _SlowImage:
+    made, image = _SlowImage(), make_image(1)
+    made.im, made._mode, made._size = image.im, image.mode, image.size
+    made.begun, made.go, made.alone = threading.Event(), threading.Event(), threading.Lock()
+    return made
+
+
+@pytest.mark.parametrize("way", ["generate", "chat"])
+def test_other_streams_go_on_while_an_image_is_decoded(
+    way: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The event loop decoded images itself, and stood still for as long as that took. Here the
+    image waits for what only the loop can do: read another stream to its end."""
+    folder = save_tiny_vision("llava", tmp_path_factory.mktemp("llava"))
+    llm = AsyncLLM(folder, num_blocks=64, debug=True)
+    image = _slow_image()
+
+    def ask() -> AsyncIterator[RequestOutput]:
+        if way == "chat":
+            parts = [{"type": "image", "image": image}, {"type": "text", "text": "What is this?"}]
+            return llm.chat([{"role": "user", "content": parts}], PARAMS)
+        return llm.generate({"prompt": "<image>", "multi_modal_data": {"image": image}}, PARAMS)
+
+    async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+        return [output async for output in stream][-1]
+
+    async def all_three() -> list[RequestOutput]:
+        seeing = [asyncio.create_task(last(ask())) for _ in range(2)]
+        await asyncio.to_thread(image.begun.wait)
+        text = await last(llm.generate("no image", PARAMS))
+        assert not any(task.done() for task in seeing)
+        image.go.set()
+        return [text, *await asyncio.gather(*seeing)]
+
+    outputs = asyncio.run(all_three())
+    assert all(output.finished for output in outputs)
+    assert [len(output.images) for output in outputs] == [0, 1, 1]
+    llm.close()

@@ -130,7 +130,7 @@ class Engine:
     ) -> "Engine":
         """An engine for a model that is loaded. Raises OutOfMemoryError."""
         vision = load_vision(decoder, tokenizer)
-        blocks = count_blocks(config, decoder.layouts, decoder.dtype, decoder.device)
+        blocks = count_blocks(config, decoder, vision.bytes_per_row if vision is not None else 0)
         limit = longest_sequence(config, decoder.max_model_len, blocks)
         memory = PagedKVMemory(
             decoder.layouts, blocks, config.block_size, decoder.dtype, decoder.device

@@ -1,13 +1,13 @@
 """How many KV blocks there are, and how long a sequence may be."""
 
 import os
-from collections.abc import Sequence
 
 import torch
 
-from headstart.attention import LayerLayout, PagedKVMemory
+from headstart.attention import PagedKVMemory
 from headstart.engine.config import EngineConfig
 from headstart.errors import OutOfMemoryError
+from headstart.models.decoder import DecoderModel
 
 # Unless told otherwise: a million tokens in blocks of 16. More blocks than that cost seconds to
 # make, for models so small that nobody needs them.
@@ -28,18 +28,16 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def count_blocks(
-    config: EngineConfig,
-    layouts: Sequence[LayerLayout],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> int:
+def count_blocks(config: EngineConfig, decoder: DecoderModel, encoder_row: int) -> int:
     """Blocks for the pool: as given, or what the K/V budget holds.
 
-    Raises OutOfMemoryError when that is not even one, or more than is free.
+    encoder_row: bytes of a row of the encoder cache, which fills later and for which room is
+    left; 0 for a model that sees nothing. Raises OutOfMemoryError when that is not even one
+    block, or more than is free.
     """
-    size = PagedKVMemory.bytes_per_block(layouts, config.block_size, dtype)
-    free = free_memory(device)
+    size = PagedKVMemory.bytes_per_block(decoder.layouts, config.block_size, decoder.dtype)
+    rows = config.encoder_cache_rows * encoder_row
+    free = max(free_memory(decoder.device) - rows, 0)
     if config.num_blocks is not None:
         blocks = config.num_blocks
     elif config.kv_cache_memory is not None:
@@ -50,8 +48,9 @@ def count_blocks(
         budget = config.kv_cache_memory or int(free * config.kv_cache_fraction)
         raise OutOfMemoryError(f"K/V may take {budget:,} bytes, and one block takes {size:,}")
     if blocks * size > free:
+        taken = f" beside {rows:,} for image embeddings (encoder_cache_rows)" if rows else ""
         raise OutOfMemoryError(
-            f"{blocks:,} KV blocks take {blocks * size:,} bytes, and {free:,} are free"
+            f"{blocks:,} KV blocks take {blocks * size:,} bytes, and {free:,} are free{taken}"
         )
     return blocks
 

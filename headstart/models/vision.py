@@ -203,7 +203,8 @@ class VisionModel:
         self._fingerprint: bytes | None = None
         self.image_token_id = int(model.config.image_token_id)
         self._family: _Family = _FAMILIES[model.config.model_type](model, tokenizer)
-        self._try()
+        self.bytes_per_row = self._try()
+        """Memory of one embedding."""
 
     def process(self, image: Any) -> ProcessedImage:
         """An image (Pillow, RGB) made ready. Raises ValueError where the processor does."""
@@ -262,7 +263,8 @@ class VisionModel:
             self._fingerprint = digest.digest()
         return self._fingerprint
 
-    def _try(self) -> None:
+    def _try(self) -> int:
+        """Bytes of one embedding of a blank image, once it is clear that there are any."""
         blank = np.zeros((64, 64, 3), dtype=np.uint8) + 99
         name = type(self._model).__name__
         try:
@@ -283,6 +285,7 @@ class VisionModel:
                 f"{name} has {len(rows)} embeddings for an image of {image.num_rows} "
                 "placeholders: its config.json and its image processor do not fit"
             )
+        return rows[0].nbytes
 
 
 def load_vision(

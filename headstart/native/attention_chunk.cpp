@@ -15,13 +15,16 @@
 // exactly, so a row's result is the same bit for bit whichever rows share its chunk.
 #include <algorithm>
 #include <cstring>
+#include <memory>
 
 #include "attention_products.h"
 
 namespace headstart {
 namespace {
 
-thread_local Lanes scratch;
+// Behind a pointer: of a variable of the thread itself the compiler asks for the address again and
+// again, in the inner loops.
+thread_local const std::unique_ptr<Lanes> scratch = std::make_unique<Lanes>();
 
 // Lanes beyond the last row repeat it; nobody reads them.
 void begin(Lanes& s, const Rows& rows, int lanes) {
@@ -51,17 +54,24 @@ void load_queries(Lanes& s, const Rows& rows, int vectors) {
     }
 }
 
-// Rows of V two by two, so that each 32-bit number is one dim of two keys.
+// Rows of V two by two, so that each 32-bit number is one dim of two keys. Whole vectors are read
+// without a mask, which takes twice as long.
 void pair_values(Lanes& s, int count, int value_dim) {
     for (int k = 0; k < count; k += 2) {
+        const bf16* even = s.now.values[k];
+        const bf16* odd = s.now.values[k + 1];
         uint32_t* to = s.values[k / 2];
-        for (int d = 0; d < value_dim; d += 32) {
-            const __mmask32 there = first_halves(value_dim - d);
-            const __m512i even = _mm512_maskz_loadu_epi16(there, s.now.values[k] + d);
-            const __m512i odd = _mm512_maskz_loadu_epi16(there, s.now.values[k + 1] + d);
-            _mm512_store_si512(to + d, interleave_low(even, odd));
-            _mm512_store_si512(to + d + 16, interleave_high(even, odd));
-        }
+        const auto pair = [&](int d, __m512i x, __m512i y) {
+            _mm512_store_si512(to + d, interleave_low(x, y));
+            _mm512_store_si512(to + d + 16, interleave_high(x, y));
+        };
+        int d = 0;
+        for (; d + 32 <= value_dim; d += 32)
+            pair(d, _mm512_loadu_si512(even + d), _mm512_loadu_si512(odd + d));
+        if (d == value_dim) continue;
+        const __mmask32 there = first_halves(value_dim - d);
+        pair(d, _mm512_maskz_loadu_epi16(there, even + d),
+             _mm512_maskz_loadu_epi16(there, odd + d));
     }
 }
 
@@ -122,9 +132,8 @@ void store_rows(Lanes& s, const Rows& rows, int v) {
     }
 }
 
-// Not inlined, so that the thread's scratch is looked up once.
 template <int VECTORS>
-__attribute__((noinline)) void attend_rows(Lanes& s, const Rows& rows) {
+void attend_rows(Lanes& s, const Rows& rows) {
     begin(s, rows, VECTORS * 16);
     load_queries(s, rows, VECTORS);
     attend_keys<VECTORS>(s, rows);
@@ -140,7 +149,7 @@ __attribute__((noinline)) void attend_rows(Lanes& s, const Rows& rows) {
 
 void attend_chunk(const AttentionStep& step, const AttentionCall& call, const Chunk& chunk) {
     const Rows rows{step, call, chunk};
-    Lanes& s = scratch;
+    Lanes& s = *scratch;
     switch ((chunk.count + 15) / 16) {
         case 1: return attend_rows<1>(s, rows);
         case 2: return attend_rows<2>(s, rows);

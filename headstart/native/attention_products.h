@@ -1,6 +1,7 @@
 // The inner loops of attention: scores, weights, weighted values; see attention_chunk.cpp.
 //
-// VECTORS vectors hold the rows of a chunk.
+// VECTORS vectors hold the rows of a chunk. Loops over them and over the sums beside them are
+// unrolled by hand: the compiler would keep the sums in memory for the loops that it leaves.
 #pragma once
 
 #include "attention_scratch.h"
@@ -27,16 +28,22 @@ template <int VECTORS, int KEYS>
 void score_keys(Lanes& s, int tile, int k, int key_dim, const ScoreOptions& options) {
     __m512 sums[KEYS][VECTORS];
     const bf16* keys[KEYS];
+#pragma GCC unroll 8
     for (int i = 0; i < KEYS; ++i) {
         keys[i] = s.now.keys[k + i];
+#pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v) sums[i][v] = _mm512_setzero_ps();
     }
+#pragma GCC unroll 4
     for (int p = 0; p < key_dim / 2; ++p) {
         __m512bh query[VECTORS];
+#pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v)
             query[v] = as_pairs(_mm512_load_si512(&s.query[p][v * 16]));
+#pragma GCC unroll 8
         for (int i = 0; i < KEYS; ++i) {
             const __m512bh key = broadcast(pair_at(keys[i], p));
+#pragma GCC unroll 4
             for (int v = 0; v < VECTORS; ++v)
                 sums[i][v] = _mm512_dpbf16_ps(sums[i][v], query[v], key);
         }
@@ -45,22 +52,32 @@ void score_keys(Lanes& s, int tile, int k, int key_dim, const ScoreOptions& opti
         prefetch(s.next.keys[k + i], key_dim);
         prefetch(s.next.values[k + i], options.value_dim);
     }
-    const __m512 scale = _mm512_set1_ps(options.scale);
+#pragma GCC unroll 4
     for (int v = 0; v < VECTORS; ++v) {
-        __m512 maximum = _mm512_load_ps(&s.maximum[v * 16]);
-        for (int i = 0; i < KEYS; ++i) {
-            __m512 x = _mm512_mul_ps(sums[i][v], scale);
-            if (options.softcap > 0.0f) x = soft_cap(x, options.softcap);
-            if (options.masked) {
+        __m512 scores[KEYS];
+#pragma GCC unroll 8
+        for (int i = 0; i < KEYS; ++i)
+            scores[i] = _mm512_mul_ps(sums[i][v], _mm512_set1_ps(options.scale));
+        if (options.softcap > 0.0f) {
+#pragma GCC unroll 8
+            for (int i = 0; i < KEYS; ++i) scores[i] = soft_cap(scores[i], options.softcap);
+        }
+        if (options.masked) {
+            const __m512i first = _mm512_load_si512(&s.first_key[v * 16]);
+            const __m512i last = _mm512_load_si512(&s.last_key[v * 16]);
+#pragma GCC unroll 8
+            for (int i = 0; i < KEYS; ++i) {
                 const __m512i at = _mm512_set1_epi32(tile + k + i);
-                const __m512i first = _mm512_load_si512(&s.first_key[v * 16]);
-                const __m512i last = _mm512_load_si512(&s.last_key[v * 16]);
                 const __mmask16 seen =
                     _mm512_cmple_epi32_mask(first, at) & _mm512_cmpgt_epi32_mask(last, at);
-                x = _mm512_mask_blend_ps(seen, _mm512_set1_ps(HIDDEN), x);
+                scores[i] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(HIDDEN), scores[i]);
             }
-            maximum = _mm512_max_ps(maximum, x);
-            _mm512_store_ps(&s.scores[k + i][v * 16], x);
+        }
+        __m512 maximum = _mm512_load_ps(&s.maximum[v * 16]);
+#pragma GCC unroll 8
+        for (int i = 0; i < KEYS; ++i) {
+            maximum = _mm512_max_ps(maximum, scores[i]);
+            _mm512_store_ps(&s.scores[k + i][v * 16], scores[i]);
         }
         _mm512_store_ps(&s.maximum[v * 16], maximum);
     }
@@ -92,20 +109,28 @@ void weigh(Lanes& s, int count, const __m512 before[VECTORS], __m512 shrink[VECT
 template <int VECTORS, int LINES>
 void add_values(Lanes& s, int count, int line, const __m512 shrink[VECTORS]) {
     __m512 sums[LINES][VECTORS];
+#pragma GCC unroll 16
     for (int i = 0; i < LINES; ++i)
+#pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v)
             sums[i][v] = _mm512_mul_ps(_mm512_load_ps(&s.out[line + i][v * 16]), shrink[v]);
+#pragma GCC unroll 4
     for (int k = 0; k < count / 2; ++k) {
         __m512bh weights[VECTORS];
+#pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v)
             weights[v] = as_pairs(_mm512_load_si512(&s.scores[k][v * 16]));
+#pragma GCC unroll 16
         for (int i = 0; i < LINES; ++i) {
             const __m512bh value = broadcast(s.values[k][line + i]);
+#pragma GCC unroll 4
             for (int v = 0; v < VECTORS; ++v)
                 sums[i][v] = _mm512_dpbf16_ps(sums[i][v], weights[v], value);
         }
     }
+#pragma GCC unroll 16
     for (int i = 0; i < LINES; ++i)
+#pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v) _mm512_store_ps(&s.out[line + i][v * 16], sums[i][v]);
 }
 

@@ -73,15 +73,17 @@ void project(const bf16* x, int64_t rows, const Weight& weight, const bf16* resi
         Rows{x, weight.inputs, {nullptr, 0}, normalised},
         [&](int64_t group, int) { return weight.panel(group); },
         [&](int64_t group, int64_t row, int64_t count, const float* sums) {
-            for (int64_t r = 0; r < count; r++)
-                for (int64_t at = group * PANEL, h = 0; h < 2 && at < weight.outputs;
-                     at += 16, h++) {
-                    const int64_t left = weight.outputs - at;
-                    const int64_t place = (row + r) * weight.outputs + at;
-                    __m512 v = finished(sums + r * PANEL + 16 * h, weight, at);
-                    if (residual != nullptr) v = _mm512_add_ps(v, load(residual + place, left));
-                    store(out + place, left, v);
+            const int64_t at = group * PANEL, left = weight.outputs - at;
+            for (int64_t r = 0; r < count; r++) {
+                const int64_t place = (row + r) * weight.outputs + at;
+                __m512i x = finished(sums + r * PANEL, weight, at);
+                if (residual != nullptr) {
+                    const Halves own(x), other(load_pairs(residual + place, left));
+                    x = pair_bf16(_mm512_add_ps(own.even, other.even),
+                                  _mm512_add_ps(own.odd, other.odd));
                 }
+                store_pairs(out + place, left, x);
+            }
         });
 }
 
@@ -92,15 +94,14 @@ void gated(const bf16* x, int64_t rows, const Norm& norm, const Weight& gate, co
         rows, gate.inputs, gate.count(), all, stages, Rows{x, gate.inputs, norm, normalised},
         [&](int64_t group, int part) { return (part == 0 ? gate : up).panel(group); },
         [&](int64_t group, int64_t row, int64_t count, const float* sums) {
-            for (int64_t r = 0; r < count; r++)
-                for (int64_t at = group * PANEL, h = 0; h < 2 && at < gate.outputs;
-                     at += 16, h++) {
-                    const float* sum = sums + r * PANEL + 16 * h;
-                    const __m512 g = rounded(silu(finished(sum, gate, at)));
-                    const __m512 u = finished(sum + count * PANEL, up, at);
-                    store(out + (row + r) * gate.outputs + at, gate.outputs - at,
-                          _mm512_mul_ps(g, u));
-                }
+            const int64_t at = group * PANEL, left = gate.outputs - at;
+            for (int64_t r = 0; r < count; r++) {
+                const float* sum = sums + r * PANEL;
+                const Halves g(finished(sum, gate, at)), u(finished(sum + count * PANEL, up, at));
+                const Halves s(pair_bf16(silu(g.even), silu(g.odd)));
+                store_pairs(out + (row + r) * gate.outputs + at, left,
+                            pair_bf16(_mm512_mul_ps(s.even, u.even), _mm512_mul_ps(s.odd, u.odd)));
+            }
         });
 }
 
@@ -160,10 +161,10 @@ void before_attention(const Layer& layer, const bf16* hidden, int64_t rows, cons
             int which;
             const int64_t own = locate(group, &which);
             const Weight& weight = *weights[which];
+            const int64_t at = own * PANEL, left = weight.outputs - at;
             for (int64_t r = 0; r < count; r++)
-                for (int64_t at = own * PANEL, h = 0; h < 2 && at < weight.outputs; at += 16, h++)
-                    store(out.parts[which] + (row + r) * weight.outputs + at, weight.outputs - at,
-                          finished(sums + r * PANEL + 16 * h, weight, at));
+                store_pairs(out.parts[which] + (row + r) * weight.outputs + at, left,
+                            finished(sums + r * PANEL, weight, at));
         });
     stages.finish(all);
     const Norm* norms[2] = {&layer.q_heads, &layer.k_heads};

@@ -57,18 +57,21 @@ constexpr Tiles<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13> tiles;
 inline void turn(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out,
                  int64_t step) {
     const __mmask16 keep = static_cast<__mmask16>((1u << rows) - 1);
-    const int64_t pairs = (width + 1) / 2;
-    for (int64_t k = 0; k < pairs; k += 16) {
-        const __mmask32 mask = first(width - 2 * k);
+    const auto turn16 = [&](int64_t k, int64_t pairs, auto&& read) __attribute__((always_inline)) {
         __m512i v[16];
         for (int r = 0; r < 16; r++)
-            v[r] = r < rows ? _mm512_maskz_loadu_epi16(mask, x + r * stride + 2 * k)
-                            : _mm512_setzero_si512();
+            v[r] = r < rows ? read(x + r * stride + 2 * k) : _mm512_setzero_si512();
         transpose16(v);
-        const int64_t some = std::min<int64_t>(16, pairs - k);
-        for (int64_t i = 0; i < some; i++)
+        for (int64_t i = 0; i < pairs; i++)
             _mm512_mask_storeu_epi32(out + (k + i) * step, keep, v[i]);
-    }
+    };
+    int64_t k = 0;
+    for (; 2 * k + 32 <= width; k += 16)
+        turn16(k, 16, [](const bf16* from) { return _mm512_loadu_si512(from); });
+    if (2 * k == width) return;
+    const __mmask32 left = first(width - 2 * k);
+    turn16(k, (width + 1) / 2 - k,
+           [&](const bf16* from) { return _mm512_maskz_loadu_epi16(left, from); });
 }
 
 }  // namespace
@@ -134,11 +137,10 @@ void headstart_linear(const Weight* weight, const bf16* x, int64_t rows, bf16* o
             },
             [&](int64_t group, int) { return weight->panel(group); },
             [&](int64_t group, int64_t row, int64_t count, const float* sums) {
+                const int64_t at = group * PANEL, left = weight->outputs - at;
                 for (int64_t r = 0; r < count; r++)
-                    for (int64_t at = group * PANEL, h = 0; h < 2 && at < weight->outputs;
-                         at += 16, h++)
-                        store(out + (row + r) * weight->outputs + at, weight->outputs - at,
-                              finished(sums + r * PANEL + 16 * h, *weight, at));
+                    store_pairs(out + (row + r) * weight->outputs + at, left,
+                                finished(sums + r * PANEL, *weight, at));
             });
     });
 }

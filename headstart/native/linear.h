@@ -105,7 +105,7 @@ template <int N, class Source, class Panel, class Finish>
 void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages& stages,
               Source&& source, Panel&& panel, Finish&& finish) {
     constexpr int64_t L2 = 400 * 1024, MOST_ROWS = 18 * TILE, FEWEST_ROWS = 64, MOST_PAIRS = 640;
-    constexpr int64_t PARTS = 16;
+    constexpr int64_t PARTS = 64;
     static thread_local Scratch packed_memory;
     alignas(64) static thread_local float sums[N * MOST_ROWS * PANEL];
     const int64_t pairs = (inputs + 1) / 2;
@@ -117,7 +117,8 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
     uint32_t* packed = packed_memory.take<uint32_t>(most * pairs);
 
     // Few rows wait for memory, and every stretch begins with a miss: one for each thread. Many rows
-    // are arithmetic: stretches so small that a thread on a shared core gets fewer of them.
+    // are arithmetic: stretches so small that threads are done at nearly the same time, and one on a
+    // shared core gets fewer of them.
     int64_t parts = threads;
     if (threads > 1 && rows > FEWEST_ROWS) parts = (PARTS * threads + blocks - 1) / blocks;
     const int64_t stretch = (panels + parts - 1) / parts;
@@ -167,11 +168,37 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
     }
 }
 
-// Sixteen sums, and the bias of their outputs if there is one, rounded to bf16.
-inline __m512 finished(const float* sums, const Weight& weight, int64_t output) {
-    const __m512 x = _mm512_load_ps(sums);
-    if (weight.bias == nullptr) return rounded(x);
-    return rounded(_mm512_add_ps(x, load(weight.bias + output, weight.outputs - output)));
+// The 32 sums of a row and the bias of their outputs, if there is one, rounded to bf16; beyond the
+// last output they are zeros.
+inline __m512i finished(const float* sums, const Weight& weight, int64_t output) {
+    __m512 half[2];
+    for (int h = 0; h < 2; h++) {
+        half[h] = _mm512_load_ps(sums + 16 * h);
+        const int64_t left = weight.outputs - output - 16 * h;
+        if (weight.bias != nullptr && left > 0)
+            half[h] = _mm512_add_ps(half[h], load(weight.bias + output + 16 * h, left));
+    }
+    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(half[1], half[0]));
+}
+
+// Numbers in bf16 at even and at odd places, widened.
+struct Halves {
+    __m512 even, odd;
+
+    explicit Halves(__m512i pairs)
+        : even(_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))),
+          odd(_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)))) {}
+};
+
+// Up to 32 numbers; whole vectors go without a mask.
+inline __m512i load_pairs(const bf16* from, int64_t count) {
+    if (count >= PANEL) return _mm512_loadu_si512(from);
+    return _mm512_maskz_loadu_epi16(first(count), from);
+}
+
+inline void store_pairs(bf16* to, int64_t count, __m512i pairs) {
+    if (count >= PANEL) return _mm512_storeu_si512(to, pairs);
+    _mm512_mask_storeu_epi16(to, first(count), pairs);
 }
 
 }  // namespace headstart

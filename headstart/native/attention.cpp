@@ -79,8 +79,7 @@ void merge_head(const AttentionStep& step, const AttentionCall& call, const Merg
     bf16* to = call.out + (static_cast<int64_t>(merger.token) * call.heads + head) * dim;
     for (int d = 0; d < dim; d += 16) {
         const __m512 row = _mm512_mul_ps(out[d / 16], _mm512_set1_ps(1.0f / sum));
-        _mm256_mask_storeu_epi16(to + d, first_lanes(dim - d),
-                                 reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(row)));
+        store(to + d, dim - d, row);
     }
 }
 

@@ -62,13 +62,12 @@ struct Rows {
 
     // 16 dims of a row's output from `d` on: to the result, or to a partial.
     void store(const Row& row, int d, __m512 dims) const {
-        const __mmask16 there = first_lanes(call.value_dim - d);
+        const int left = call.value_dim - d;
         if (partial()) {
-            _mm512_mask_storeu_ps(partial_of(row) + 2 + d, there, dims);
+            _mm512_mask_storeu_ps(partial_of(row) + 2 + d, first_lanes(left), dims);
         } else {
             const int64_t at = static_cast<int64_t>(row.token) * call.heads + row.head;
-            _mm256_mask_storeu_epi16(call.out + at * call.value_dim + d, there,
-                                     reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(dims)));
+            headstart::store(call.out + at * call.value_dim + d, left, dims);
         }
     }
 

@@ -7,7 +7,6 @@
 // only where sums are taken in another order.
 #include "attention.h"
 #include "linear.h"
-#include "simd.h"
 
 using namespace headstart;
 

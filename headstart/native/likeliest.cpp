@@ -234,7 +234,7 @@ float bounds(const Screen& screen, int64_t panel, const Row& row, const __m512i 
     for (int half = 0; half < 2; half++) {
         const int64_t left = screen.outputs - panel * PANEL - 16 * half;
         if (left <= 0) break;
-        const auto there = static_cast<__mmask16>(first(left));
+        const auto there = first_lanes(left);
         const auto part = [&](__m512i sum, int32_t offset) {
             return _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(offset)));
         };
@@ -394,7 +394,7 @@ struct Search {
                                            _mm512_set1_ps(tops[r].logit));
         int64_t count = 0;
         for (int64_t p = 0; p < panels && count <= most; p += 16) {
-            const auto there = static_cast<__mmask16>(first(panels - p));
+            const auto there = first_lanes(panels - p);
             const __m512 above = rounded(_mm512_maskz_loadu_ps(there, upper + r * panels + p));
             uint32_t chances = _mm512_mask_cmp_ps_mask(there, above, least, _CMP_NLT_UQ);
             for (; chances != 0; chances &= chances - 1)

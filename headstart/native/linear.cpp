@@ -1,6 +1,5 @@
 // Packed weights: making them, multiplying by them, reading rows back out of them.
 #include "linear.h"
-#include "simd.h"
 
 using namespace headstart;
 
@@ -69,7 +68,7 @@ inline void turn(const bf16* x, int64_t stride, int rows, int64_t width, uint32_
     for (; 2 * k + 32 <= width; k += 16)
         turn16(k, 16, [](const bf16* from) { return _mm512_loadu_si512(from); });
     if (2 * k == width) return;
-    const __mmask32 left = first(width - 2 * k);
+    const __mmask32 left = first_halves(width - 2 * k);
     turn16(k, (width + 1) / 2 - k,
            [&](const bf16* from) { return _mm512_maskz_loadu_epi16(left, from); });
 }

@@ -10,18 +10,15 @@
 // tile computes it: a row's result has the same bits alone and in any batch, on any thread.
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 
 #include "native.h"
+#include "simd.h"
 
 namespace headstart {
-
-using bf16 = uint16_t;
 
 constexpr int PANEL = 32;  // outputs
 constexpr int TILE = 14;   // rows whose sums fit in registers: 2 x 14 of 32
@@ -59,30 +56,6 @@ class Scratch {
     void* memory_ = nullptr;
     size_t size_ = 0;
 };
-
-inline __mmask32 first(int64_t count) {
-    return count >= 32 ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
-}
-
-inline __m512 widen(__m256i x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
-}
-
-inline __m256i narrow(__m512 x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)); }
-
-// Up to 16 numbers; whole vectors go without a mask.
-inline __m512 load(const bf16* from, int64_t count) {
-    if (count >= 16) return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-    return widen(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(first(count)), from));
-}
-
-inline void store(bf16* to, int64_t count, __m512 x) {
-    if (count >= 16) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(x));
-    _mm256_mask_storeu_epi16(to, static_cast<__mmask16>(first(count)), narrow(x));
-}
-
-// What a float becomes when it is written as bf16.
-inline __m512 rounded(__m512 x) { return widen(narrow(x)); }
 
 // rows `rows` of `width` numbers -> [pair][row]
 void pack_rows(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out);
@@ -179,26 +152,6 @@ inline __m512i finished(const float* sums, const Weight& weight, int64_t output)
             half[h] = _mm512_add_ps(half[h], load(weight.bias + output + 16 * h, left));
     }
     return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(half[1], half[0]));
-}
-
-// Numbers in bf16 at even and at odd places, widened.
-struct Halves {
-    __m512 even, odd;
-
-    explicit Halves(__m512i pairs)
-        : even(_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))),
-          odd(_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)))) {}
-};
-
-// Up to 32 numbers; whole vectors go without a mask.
-inline __m512i load_pairs(const bf16* from, int64_t count) {
-    if (count >= PANEL) return _mm512_loadu_si512(from);
-    return _mm512_maskz_loadu_epi16(first(count), from);
-}
-
-inline void store_pairs(bf16* to, int64_t count, __m512i pairs) {
-    if (count >= PANEL) return _mm512_storeu_si512(to, pairs);
-    _mm512_mask_storeu_epi16(to, first(count), pairs);
 }
 
 }  // namespace headstart

@@ -56,12 +56,52 @@ inline void transpose16(__m512i r[16]) {
     }
 }
 
-inline __mmask16 first_lanes(int count) {
+inline __mmask16 first_lanes(int64_t count) {
     return static_cast<__mmask16>(count >= 16 ? 0xffff : (1u << count) - 1);
 }
 
-inline __mmask32 first_halves(int count) {
+inline __mmask32 first_halves(int64_t count) {
     return count >= 32 ? 0xffffffffu : (1u << count) - 1;
 }
+
+inline __m512 widen(__m256i x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+
+inline __m256i narrow(__m512 x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)); }
+
+// What floats become when they are written as bf16.
+inline __m512 rounded(__m512 x) { return widen(narrow(x)); }
+
+// Up to 16 numbers; whole vectors go without a mask.
+inline __m512 load(const bf16* from, int64_t count) {
+    if (count >= 16) return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    return widen(_mm256_maskz_loadu_epi16(first_lanes(count), from));
+}
+
+inline void store(bf16* to, int64_t count, __m512 x) {
+    if (count >= 16) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(x));
+    _mm256_mask_storeu_epi16(to, first_lanes(count), narrow(x));
+}
+
+// Up to 32 numbers as they are, two by two.
+inline __m512i load_pairs(const bf16* from, int64_t count) {
+    if (count >= 32) return _mm512_loadu_si512(from);
+    return _mm512_maskz_loadu_epi16(first_halves(count), from);
+}
+
+inline void store_pairs(bf16* to, int64_t count, __m512i pairs) {
+    if (count >= 32) return _mm512_storeu_si512(to, pairs);
+    _mm512_mask_storeu_epi16(to, first_halves(count), pairs);
+}
+
+// The first and the second of each pair; pair_bf16() makes pairs of them.
+struct Halves {
+    __m512 even, odd;
+
+    explicit Halves(__m512i pairs)
+        : even(_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))),
+          odd(_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)))) {}
+};
 
 }  // namespace headstart

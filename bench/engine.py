@@ -26,6 +26,7 @@ from rich.table import Table
 from shapes import SHAPES, model_folder
 
 from headstart.engine.engine import Engine
+from headstart.engine.loading import load_engine
 from headstart.models.likeliest import likeliest
 
 SHAPE, PROMPT, STEPS, BLOCKS = "small-llama", 512, 64, 8192
@@ -36,7 +37,7 @@ MICRO = 1e6
 
 def make_engine(*, logits: bool) -> Engine:
     """An engine whose model answers every step at once, with what was made before."""
-    engine = Engine.load(model_folder(SHAPE), num_threads=1, num_blocks=BLOCKS)
+    engine = load_engine(model_folder(SHAPE), num_threads=1, num_blocks=BLOCKS)
     rows = torch.randn(max(COUNTS), SHAPES[SHAPE].vocab_size)
     tokens = likeliest(rows)
 

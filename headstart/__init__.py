@@ -8,12 +8,10 @@ loads neither torch nor transformers.
 8
 """
 
-import gc
 import os
-from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
+from headstart.imports import load_module
 from headstart.version import __version__
 
 # torch's threads spin while they wait for one another. With a busy neighbour on the machine the
@@ -89,25 +87,9 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'headstart' has no attribute {name!r}")
-    value: object = getattr(_load(_HOMES.get(name, "headstart.errors")), name)
+    value: object = getattr(load_module(_HOMES.get(name, "headstart.errors")), name)
     globals()[name] = value
     return value
-
-
-def _load(name: str) -> ModuleType:
-    """Import a module, and with it torch and transformers, without looking for garbage meanwhile.
-
-    What 3,000 modules define stays for good. Looking through it again and again took a quarter of
-    the time, and every full collection later, 0.1 s in the middle of some step: so it is set aside.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return import_module(name)
-    finally:
-        if was_enabled:
-            gc.freeze()
-            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -4,24 +4,30 @@ One thread runs the very engine that `LLM` runs; between its steps it takes what
 aborted meanwhile. Outputs cross back to the event loop that asked for them.
 """
 
+from __future__ import annotations
+
 import asyncio
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headstart.engine.adapters import Adapter, LoRARequest, choose_adapters
-from headstart.engine.chat import ChatRequests, Conversation
-from headstart.engine.engine import Engine
-from headstart.engine.inputs import Prompt
-from headstart.engine.outputs import RequestOutput
+from headstart.engine.adapters import LoRARequest, choose_adapters
 from headstart.engine.params import SamplingParams
-from headstart.engine.request import RequestGroup
+from headstart.engine.start import start_engine
 from headstart.errors import EngineError, HeadstartError, RequestError
 
-Deliver = Callable[[RequestOutput | HeadstartError], None]
+# What brings torch with it waits until the model's name is known: see `start_engine`.
+if TYPE_CHECKING:
+    from headstart.engine.adapters import Adapter
+    from headstart.engine.chat import Conversation
+    from headstart.engine.inputs import Prompt
+    from headstart.engine.outputs import RequestOutput
+    from headstart.engine.request import RequestGroup
+
+    Deliver = Callable[[RequestOutput | HeadstartError], None]
 
 
 class AsyncLLM:
@@ -33,8 +39,7 @@ class AsyncLLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         """Load a model; `options` are the fields of `EngineConfig`."""
-        self.engine = Engine.load(model, **options)
-        self._chats = ChatRequests(self.engine)
+        self.engine, self._chats = start_engine(model, options)
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._deliver: dict[str, Deliver] = {}
         self._closed = False

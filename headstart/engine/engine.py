@@ -10,8 +10,7 @@ import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +19,7 @@ from headstart.attention import PagedKVMemory, make_backend
 from headstart.cache import BlockNames, CacheConfig, KVCacheManager, TokenSequence
 from headstart.engine.adapter_store import AdapterStore
 from headstart.engine.batch import Batch, ScheduledTokens
-from headstart.engine.config import EngineConfig, make_config
+from headstart.engine.config import EngineConfig
 from headstart.engine.detokenizer import Detokenizer
 from headstart.engine.hooks import EngineHooks
 from headstart.engine.image_prompt import Tenant, make_image_prompts
@@ -34,11 +33,8 @@ from headstart.engine.sampler import SampledToken, Sampler, SamplingState
 from headstart.engine.scheduler import Scheduler
 from headstart.engine.sizing import count_blocks, longest_sequence
 from headstart.engine.text import OutputText
-from headstart.engine.threads import count_cores
 from headstart.errors import EngineError, RequestError
 from headstart.models.decoder import DecoderModel
-from headstart.models.loader import load_model
-from headstart.models.tokenizer import load_tokenizer
 from headstart.models.vision import VisionModel, load_vision
 
 
@@ -103,22 +99,6 @@ class Engine:
         self._groups: dict[str, RequestGroup] = {}
         self._names = itertools.count()
         self._seeds = itertools.count()
-
-    @classmethod
-    def load(cls, model: str | Path, **options: Any) -> "Engine":
-        """An engine for a model by path or name; `options` are the fields of `EngineConfig`.
-
-        Raises ConfigError, ModelError or OutOfMemoryError; nothing is left behind.
-        """
-        config = make_config(options)
-        # Nothing else computes yet, and getting memory for the weights keeps every core busy.
-        torch.set_num_threads(max(config.threads, count_cores()))
-        try:
-            tokenizer = load_tokenizer(model)
-            decoder = load_model(model, config.dtype, config.device)
-        finally:
-            torch.set_num_threads(config.threads)
-        return cls.of_model(decoder, tokenizer, config)
 
     @classmethod
     def of_model(

@@ -1,8 +1,10 @@
 """`LLM`: a model with automatic prefix caching, to be called from ordinary Python."""
 
+from __future__ import annotations
+
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -13,17 +15,22 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from transformers import PreTrainedTokenizerBase
 
-from headstart.engine.adapters import Adapter, LoRARequest, choose_adapters
-from headstart.engine.chat import ChatRequests, Conversation
-from headstart.engine.engine import Engine, StepResult
-from headstart.engine.inputs import Prompt
-from headstart.engine.outputs import RequestOutput
+from headstart.engine.adapters import choose_adapters
 from headstart.engine.params import SamplingParams
-from headstart.engine.prompt import PreparedPrompt
-from headstart.engine.request import RequestGroup
+from headstart.engine.start import start_engine
 from headstart.errors import RequestError
+
+# What brings torch with it waits until the model's name is known: see `start_engine`.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from headstart.engine.adapters import Adapter, LoRARequest
+    from headstart.engine.chat import Conversation
+    from headstart.engine.engine import StepResult
+    from headstart.engine.inputs import Prompt
+    from headstart.engine.outputs import RequestOutput
+    from headstart.engine.request import RequestGroup
 
 
 class LLM:
@@ -42,8 +49,7 @@ class LLM:
 
         Raises ConfigError, ModelError or OutOfMemoryError.
         """
-        self.engine = Engine.load(model, **options)
-        self._chats = ChatRequests(self.engine)
+        self.engine, self._chats = start_engine(model, options)
 
     def generate(
         self,
@@ -221,16 +227,16 @@ def _unless_failed(result: StepResult) -> RequestGroup:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: a list of integers is one."""
-    if isinstance(prompts, (str, Mapping, PreparedPrompt)):
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         return [prompts]
     if prompts and all(isinstance(entry, int) for entry in prompts):
-        return [cast(Prompt, prompts)]
+        return [cast("Prompt", prompts)]
     return list(cast("Sequence[Prompt]", prompts))
 
 
 def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
     if messages and isinstance(messages[0], Mapping):
-        return [cast(Conversation, messages)]
+        return [cast("Conversation", messages)]
     return list(cast("Sequence[Conversation]", messages))
 
 

@@ -140,7 +140,7 @@ def _shards(index: Path) -> list[Path]:
 
 def _check_safetensors(file: Path) -> None:
     try:
-        with safe_open(file, framework="pt") as opened:  # checks the header against the length
+        with safe_open(file, framework="np") as opened:  # checks the header against the length
             opened.keys()
     except (SafetensorError, OSError) as error:
         raise DamagedModelError(

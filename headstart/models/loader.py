@@ -15,6 +15,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headstart.errors import ConfigError, DamagedModelError, UnsupportedModelError
+from headstart.models.ahead import ReadyMemory
 from headstart.models.decoder import DecoderModel
 from headstart.models.files import check_files, find_folder, read_json
 from headstart.models.probe import check_config, probe_model
@@ -34,12 +35,18 @@ _DTYPES = {
 }
 
 
-def load_model(model: str | Path, dtype: str = "auto", device: str = "cpu") -> DecoderModel:
+def load_model(
+    model: str | Path,
+    dtype: str = "auto",
+    device: str = "cpu",
+    ready_memory: ReadyMemory | None = None,
+) -> DecoderModel:
     """A model by local path or hub name, checked and ready for a backend to be attached.
 
-    `dtype` is one of auto (as the checkpoint says), float32, bfloat16, float16. Raises
-    `ConfigError`, `ModelNotFoundError`, `DamagedModelError` (the files), `UnsupportedModelError`
-    (the architecture); the cheap checks come first.
+    `dtype` is one of auto (as the checkpoint says), float32, bfloat16, float16; packed weights lie
+    in `ready_memory` if that is given and fits them. Raises `ConfigError`, `ModelNotFoundError`,
+    `DamagedModelError` (the files), `UnsupportedModelError` (the architecture); the cheap checks
+    come first.
     """
     if dtype != "auto" and dtype not in _DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; it may be auto, {', '.join(_DTYPES)}")
@@ -56,7 +63,7 @@ def load_model(model: str | Path, dtype: str = "auto", device: str = "cpu") -> D
             )
         loaded = _load_weights(folder, config, "auto" if dtype == "auto" else _DTYPES[dtype])
         loaded = loaded.to(wanted).eval()  # type: ignore[arg-type]
-        fusion = accelerate(loaded)
+        fusion = accelerate(loaded, ready_memory)
         decoder = DecoderModel(loaded, probe_model(loaded), folder, fusion)
         simplify(decoder)
     return decoder

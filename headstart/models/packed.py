@@ -12,6 +12,7 @@ from copy import copy
 import torch
 from torch import Tensor, nn
 
+from headstart.models.ahead import ReadyMemory
 from headstart.native import library
 
 __all__ = [
@@ -81,9 +82,15 @@ class Arena:
     before, every first write waits until 2 MiB are cleared, which can take seconds in all.
     """
 
-    def __init__(self, shapes: Iterable[torch.Size]) -> None:
+    def __init__(
+        self, shapes: Iterable[torch.Size], ready_memory: ReadyMemory | None = None
+    ) -> None:
         total = sum(_packed_bytes(*shape) + _ALIGNMENT for shape in shapes)
-        self._memory = torch.empty(total, dtype=torch.uint8)
+        found = ready_memory.take(total) if ready_memory is not None else None
+        if found is None:
+            self._memory = torch.empty(total, dtype=torch.uint8)
+        else:
+            self._memory = torch.frombuffer(found, dtype=torch.uint8)
         self._used = 0
 
     def take(self, size: int) -> Tensor:

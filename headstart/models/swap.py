@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from headstart.attention.backend import AttentionOptions
 from headstart.attention.register import AttentionCall, read_options, register, unregister
+from headstart.models.ahead import ReadyMemory
 from headstart.models.decoder import forward_rows, text_part
 from headstart.models.fused import FusedLayer, FusedMLP, FusedNorm, FusionSwitch
 from headstart.models.packed import (
@@ -41,11 +42,11 @@ _PROMPT = 5
 _NEAR = 0.03
 
 
-def accelerate(model: PreTrainedModel) -> FusionSwitch:
+def accelerate(model: PreTrainedModel, ready_memory: ReadyMemory | None = None) -> FusionSwitch:
     """Pack and fuse what can be; the switch is the model's own.
 
-    Nothing happens without the compiled kernels, on another device than the CPU or in another
-    dtype than bfloat16.
+    Packed weights lie in `ready_memory` if that is given and fits them. Nothing happens without the
+    compiled kernels, on another device than the CPU or in another dtype than bfloat16.
     """
     switch = FusionSwitch()
     if kernels() is None or model.dtype != torch.bfloat16 or model.device.type != "cpu":
@@ -55,7 +56,7 @@ def accelerate(model: PreTrainedModel) -> FusionSwitch:
         expected = _logits(model)
         if expected is None:
             return switch
-        packed_bytes = _pack(model)
+        packed_bytes = _pack(model, ready_memory)
         if not _runs_alike(_logits(model), expected):
             _unpack(model)
             return switch
@@ -93,7 +94,7 @@ def _near(found: Tensor, expected: Tensor) -> bool:
     return found.shape == expected.shape and bool((_apart(found, expected) < _NEAR).all())
 
 
-def _pack(model: PreTrainedModel) -> int:
+def _pack(model: PreTrainedModel, ready_memory: ReadyMemory | None) -> int:
     """Swap plain linear layers, and embeddings that share their weight; the bytes of the weights.
 
     One weight at a time, so that no other is in memory twice.
@@ -107,7 +108,7 @@ def _pack(model: PreTrainedModel) -> int:
                     users[id(weight)].append((parent, name))
                     weights[id(weight)] = weight
     wanted = [key for key, places in users.items() if _can_swap(weights[key], places)]
-    arena = Arena(weights[key].shape for key in wanted)
+    arena = Arena((weights[key].shape for key in wanted), ready_memory)
     size = sum(weights[key].nbytes for key in wanted)
     for key in wanted:
         _swap_weight(weights.pop(key), users.pop(key), arena)

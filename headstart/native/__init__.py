@@ -13,21 +13,27 @@ import ctypes
 import os
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
-__all__ = ["library", "pointer"]
+__all__ = ["is_usable", "library", "pointer"]
 
 # The number in native.h: a library built from other sources than these is not used.
 INTERFACE = 4
 
+_FOLDER = Path(__file__).parent
+
 
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they are not there, not usable or not wanted."""
+    return _threaded() if is_usable() else None
+
+
+def is_usable() -> bool:
+    """Whether there is a library; told without torch."""
     if os.environ.get("HEADSTART_NATIVE", "1") == "0":
-        return None
-    return _load(Path(__file__).parent)
+        return False
+    return _load(_FOLDER) is not None
 
 
 def pointer(function: object) -> int:
@@ -35,6 +41,14 @@ def pointer(function: object) -> int:
     address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
     assert address is not None
     return address
+
+
+@cache
+def _threaded() -> ctypes.CDLL | None:
+    found, functions = _load(_FOLDER), _openmp()
+    if found is not None and functions is not None:
+        found.headstart_native_threads(*(ctypes.c_void_p(address) for address in functions))
+    return found
 
 
 @cache
@@ -53,9 +67,6 @@ def _open(path: Path) -> ctypes.CDLL | None:
         return None
     if found.headstart_native_interface() != INTERFACE or not found.headstart_native_usable():
         return None
-    functions = _openmp()
-    if functions is not None:
-        found.headstart_native_threads(*(ctypes.c_void_p(address) for address in functions))
     return found
 
 
@@ -66,8 +77,11 @@ def _openmp() -> list[int] | None:
     leads to the right one of several OpenMP libraries in the process.
     """
     names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:
+        return None
     try:
-        parent = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        parent = ctypes.CDLL(str(Path(torch.origin).parent / "lib" / "libtorch_cpu.so"))
         return [pointer(getattr(parent, name)) for name in names]
     except (OSError, AttributeError):
         return None

@@ -5,7 +5,7 @@
     engine     models, attention,          omni     engine, cache    server   engine, omni
                tiers, cache                cluster  anything; its router and index only cache
 
-Everyone may import `headstart.errors` and `headstart.version`; the command line may import all.
+Everyone may import `headstart.errors`, `.version` and `.imports`; the command line may import all.
 """
 
 import subprocess
@@ -28,12 +28,13 @@ MAY_IMPORT = {
     "cluster": {"cache", "tiers", "engine", "server"},
     "errors": set(),
     "version": set(),
+    "imports": set(),
 }
 MODULE_MAY_IMPORT = {
     "headstart.cluster.router": {"cache"},
     "headstart.cluster.index": {"cache"},
 }
-EVERYONE_MAY_IMPORT = {"errors", "version"}
+EVERYONE_MAY_IMPORT = {"errors", "version", "imports"}
 WITHOUT_TORCH = ("cache", "tiers", "replay")
 
 # Imported inside functions, because a user may do without them.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoImageProcessor
 
-from headstart.engine.engine import Engine
+from headstart.engine.loading import load_engine
 from headstart.errors import DamagedModelError, UnsupportedModelError
 from tests.tiny_vision import save_tiny_vision
 
@@ -20,14 +20,14 @@ def test_without_pillow_the_error_says_what_to_install(
 
     monkeypatch.setattr(AutoImageProcessor, "from_pretrained", refuse)
     with pytest.raises(UnsupportedModelError, match=r"pip install 'headstart\[vision\]'"):
-        Engine.load(save_tiny_vision("llava", tmp_path), num_blocks=4)
+        load_engine(save_tiny_vision("llava", tmp_path), num_blocks=4)
 
 
 def test_without_a_processor(tmp_path: Path) -> None:
     folder = save_tiny_vision("llava", tmp_path)
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(DamagedModelError, match="image processor"):
-        Engine.load(folder, num_blocks=4)
+        load_engine(folder, num_blocks=4)
 
 
 def test_a_processor_that_does_not_fit_the_tower(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_a_processor_that_does_not_fit_the_tower(tmp_path: Path) -> None:
     settings["max_image_size"] = {"longest_edge": 48}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     with pytest.raises((DamagedModelError, UnsupportedModelError), match=r"blank image|do not fit"):
-        Engine.load(folder, num_blocks=4)
+        load_engine(folder, num_blocks=4)
 
 
 def test_tiles_need_a_tokenizer(tmp_path: Path) -> None:
@@ -45,4 +45,4 @@ def test_tiles_need_a_tokenizer(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
     with pytest.raises(UnsupportedModelError, match="without a tokenizer"):
-        Engine.load(folder, num_blocks=4)
+        load_engine(folder, num_blocks=4)

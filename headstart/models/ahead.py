@@ -1,0 +1,80 @@
+"""Memory for a model, got while torch is imported: needs neither torch nor transformers.
+
+Importing them keeps one core busy for two seconds and more. Meanwhile a thread asks the system to
+read the weights' files, and for memory that their packed copy will lie in: every page of it must be
+cleared when it is first touched, which takes 2 us a page of 4 KB, and 10 us in a virtual machine
+whose host had taken the page back.
+"""
+
+import ctypes
+import mmap
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from headstart.models.files import check_files, find_folder, read_json, weight_files
+from headstart.native import is_usable
+
+__all__ = ["ReadyMemory", "read_ahead"]
+
+_PIECE = 16 << 20  # bytes touched between two looks at whether to stop
+_SLACK = 1 << 20  # and a 32nd: packed, weights begin on pages and fill up panels
+# Mixtures of experts leave most weights in the file, and models larger than this wait for the disk.
+_MOST = 4  # of the machine's memory, the part that is got ahead at most
+
+
+class ReadyMemory:
+    """Memory whose pages a thread touches until somebody takes it."""
+
+    def __init__(self, size: int, files: list[Path]) -> None:
+        """The files are read first. `size` bytes are touched; some more, untouched, are there."""
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, size + size // 32 + _SLACK, flags=private)
+        self._size = size
+        self._files = files
+        self._taken = False
+        self._thread = threading.Thread(target=self._touch, name="headstart-memory", daemon=True)
+        self._thread.start()
+
+    def take(self, size: int) -> mmap.mmap | None:
+        """Memory of at least `size` bytes, all zeros; None if there is less, or it was taken."""
+        if self._taken or size > len(self._memory):
+            return None
+        self._taken = True
+        self._thread.join()
+        return self._memory
+
+    def _touch(self) -> None:
+        for file in self._files:
+            # Whoever loads the model will say that a file has gone.
+            with suppress(OSError), file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        for at in range(0, self._size, _PIECE):
+            if self._taken:
+                break
+            ctypes.memset(start + at, 0, min(_PIECE, self._size - at))  # without Python's lock
+
+
+def read_ahead(model: str | Path, dtype: str, device: str) -> ReadyMemory | None:
+    """Memory for a model by path or hub name, by what its config says; None for a large one.
+
+    What `load_model` would be told is wrong with the files is told here, before anything is
+    imported. Raises `ModelNotFoundError`, `DamagedModelError`.
+    """
+    folder = find_folder(model)
+    check_files(folder)
+    found = read_json(folder / "config.json")
+    kept = found.get("dtype", found.get("torch_dtype"))
+    packed = is_usable() and device == "cpu" and kept == "bfloat16" and dtype in ("auto", kept)
+    files = weight_files(folder)
+    size = sum(file.stat().st_size for file in files)
+    if not hasattr(os, "posix_fadvise") or size > _memory() // _MOST:
+        return None
+    return ReadyMemory(size if packed else 0, files)
+
+
+def _memory() -> int:
+    """Bytes of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,104 @@
+"""Memory got ahead: whose it is, that it is clean, and for which models there is any."""
+
+import json
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from headstart.errors import DamagedModelError, ModelNotFoundError
+from headstart.models import ahead
+from headstart.models.ahead import ReadyMemory, read_ahead
+from headstart.models.loader import load_model
+from headstart.models.packed import Arena, PackedWeight, kernels
+from tests.tiny_models import TINY
+
+needs_kernels = pytest.mark.skipif(kernels() is None, reason="no compiled kernels here")
+
+MEGABYTE = 1 << 20
+
+
+def touched(memory: ReadyMemory) -> int:
+    """Bytes that are got for it."""
+    return memory._size
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    TINY["llama"]().to(torch.bfloat16).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_memory_is_all_zeros_whenever_it_is_taken() -> None:
+    for size in (1, 4096, 5 * MEGABYTE, 70 * MEGABYTE):
+        memory = ReadyMemory(size, [])
+        taken = memory.take(size)
+        assert taken is not None and len(taken) >= size
+        assert not memory._thread.is_alive()  # nobody writes to it any more
+        assert not torch.frombuffer(taken, dtype=torch.uint8).any()
+
+
+def test_memory_is_taken_once_and_only_if_it_is_enough() -> None:
+    memory = ReadyMemory(MEGABYTE, [])
+    assert memory.take(3 * MEGABYTE) is None
+    assert memory.take(MEGABYTE) is not None
+    assert memory.take(1) is None
+
+
+def test_a_file_that_has_gone_is_left_to_the_loader(tmp_path: Path) -> None:
+    memory = ReadyMemory(MEGABYTE, [tmp_path / "gone.safetensors"])
+    assert memory.take(MEGABYTE) is not None
+
+
+@needs_kernels
+def test_packed_weights_lie_in_it() -> None:
+    weight = torch.randn(64, 32).to(torch.bfloat16)
+    memory = ReadyMemory(MEGABYTE, [])
+    packed = PackedWeight(weight, arena=Arena([weight.shape], memory))
+    start = torch.frombuffer(memory._memory, dtype=torch.uint8).data_ptr()
+    assert start <= packed.panels_address < start + MEGABYTE
+    assert torch.equal(packed.unpack(), weight)
+
+
+@needs_kernels
+def test_a_model_is_the_same_in_it(folder: Path) -> None:
+    memory = read_ahead(folder, "auto", "cpu")
+    assert memory is not None
+    one, other = load_model(folder), load_model(folder, ready_memory=memory)
+    assert memory._taken
+    rows = torch.arange(6)
+    logits = [model.forward(rows, rows, rows) for model in (one, other)]
+    assert torch.equal(*logits)
+
+
+@needs_kernels
+def test_memory_is_for_weights_that_will_be_packed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def size(dtype: str = "auto", device: str = "cpu") -> int:
+        memory = read_ahead(folder, dtype, device)
+        assert memory is not None
+        return touched(memory)
+
+    assert size() == size("bfloat16") == (folder / "model.safetensors").stat().st_size
+    assert size("float32") == size(device="cuda") == 0
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    assert size() == 0
+    monkeypatch.setenv("HEADSTART_NATIVE", "0")
+    assert size("bfloat16") == 0
+
+
+def test_none_is_got_for_a_large_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_memory", lambda: mmap.PAGESIZE)
+    assert read_ahead(folder, "auto", "cpu") is None
+
+
+def test_what_is_wrong_with_the_files_is_told(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError):
+        read_ahead(tmp_path / "nothing", "auto", "cpu")
+    with (folder / "model.safetensors").open("r+b") as opened:
+        opened.truncate(1000)
+    with pytest.raises(DamagedModelError, match="truncated"):
+        read_ahead(folder, "auto", "cpu")

@@ -67,6 +67,8 @@ class DecoderModel:
         """Off for a step in which single layers are wrapped or replaced."""
         self.plain: PlainDecoder | None = None
         """The same model without what transformers does around its parts, where that is all."""
+        self.detour: str | None = None
+        """Why transformers does something around its parts all the same, if it does."""
 
     @property
     def module(self) -> PreTrainedModel:

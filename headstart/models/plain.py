@@ -14,9 +14,20 @@ from torch import Tensor, nn
 from headstart.models.fused import Angles, FusedLayer, FusedLayers
 from headstart.models.likeliest import LikeliestHead
 
-__all__ = ["PlainDecoder", "Stack", "find_stack"]
+__all__ = ["Call", "OtherKind", "PlainDecoder", "Stack", "find_stack"]
 
 _FIRST_ANGLES = 1024  # positions
+
+
+class OtherKind(Exception):
+    """A model is not of the kind that is asked for; the text says what it has or does instead."""
+
+
+class Call(NamedTuple):
+    """A module's inputs by name, and what it gave."""
+
+    inputs: dict[str, Any]
+    output: Any
 
 
 class AngleTable:
@@ -66,10 +77,10 @@ class Stack(NamedTuple):
 
     def __call__(self, token_ids: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
         """Rows `[rows, hidden]` behind the norm, of all tokens if `rows` is None."""
-        hidden = self.embed(token_ids).unsqueeze(0)
+        hidden = self.embed(token_ids.unsqueeze(0))
         hidden = self.layers(hidden, self.angles(positions), rows)
-        normed: Tensor = self.norm(hidden[0])
-        return normed
+        normed: Tensor = self.norm(hidden)
+        return normed[0]
 
 
 class PlainDecoder:
@@ -105,21 +116,37 @@ class PlainDecoder:
             return self._head.choose(hidden)
 
 
-def find_stack(decoder: nn.Module, limit: int) -> Stack | None:
+def find_stack(decoder: nn.Module, limit: int, calls: list[Call]) -> Stack:
     """The parts of a text model by their names, if all of its layers are fused.
 
-    Positions up to `limit` are what it was made for.
+    Positions up to `limit` are what it was made for; `calls` are those of its rotary angles in a
+    step. Raises `OtherKind`.
     """
     children = dict(decoder.named_children())
     if children.keys() != {"embed_tokens", "layers", "norm", "rotary_emb"}:
-        return None
-    modules = list(decoder.get_submodule("layers").children())
+        raise OtherKind(f"its parts are {', '.join(children)}")
+    modules = list(children["layers"].children())
     forwards = (getattr(module, "forward", None) for module in modules)
     fused = [forward for forward in forwards if isinstance(forward, FusedLayer)]
     if not fused or len(fused) != len(modules):
-        return None
+        raise OtherKind(f"{len(fused)} of its {len(modules)} layers are fused")
+    _check_angles(calls, fused)
     like = torch.empty(1, 1, fused[0].hidden_size, dtype=torch.bfloat16)
     angles = AngleTable(children["rotary_emb"], limit, like)
     if not angles.independent():
-        return None
+        raise OtherKind("its angles for a position hang on those beside it")
     return Stack(children["embed_tokens"], angles, FusedLayers(fused), children["norm"])
+
+
+def _check_angles(calls: list[Call], layers: list[FusedLayer]) -> None:
+    """Raise `OtherKind` unless the step's angles came about as `AngleTable` makes them."""
+    if len(calls) != 1:
+        raise OtherKind(f"its angles are computed {len(calls)} times in a step")
+    [(inputs, output)] = calls
+    given = list(inputs.values())
+    if len(given) != 2 or not all(isinstance(value, Tensor) for value in given):
+        raise OtherKind(f"its angles are computed from {', '.join(inputs)}")
+    pair = isinstance(output, tuple) and len(output) == 2
+    shapes = {(1, given[1].shape[-1], layer.head_dim) for layer in layers}
+    if not pair or {tuple(part.shape) for part in output} != shapes:
+        raise OtherKind("its angles are not a cosine and a sine for each place in a head")

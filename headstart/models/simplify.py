@@ -1,11 +1,19 @@
-"""Finds out whether a loaded decoder is a `PlainDecoder`: by names, then by numbers.
+"""Finds out whether a loaded decoder is a `PlainDecoder`: by looking, then by numbers.
 
+- One step through transformers shows how the model calls its decoder, and that its angles.
 - Rows of many sizes in the place of the decoder's own must leave the model as the LM head's
   products and nothing else: no capping, no scaling, no tokens taken out.
 - A step of a few tokens over paged K/V must give the same hidden rows, bit for bit, part by part
   as through transformers.
+
+Foreign parts are called here only as the model was seen to call them. So no error of theirs is
+expected and none is caught: what is raised here is a mistake of ours.
 """
 
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +23,7 @@ from headstart.attention import PagedKVMemory, Span, StepPlan, make_backend
 from headstart.models.decoder import DecoderModel, forward_rows
 from headstart.models.likeliest import LikeliestHead
 from headstart.models.packed import PackedLinear
-from headstart.models.plain import PlainDecoder, find_stack
+from headstart.models.plain import Call, OtherKind, PlainDecoder, Stack, find_stack
 
 __all__ = ["simplify"]
 
@@ -26,66 +34,129 @@ _FIRST_POSITION = 7
 # Logits up to some thousands, where a cap that lets small ones through would show.
 _SIZES = (1e-3, 1.0, 30.0, 1000.0, 1.0)
 
+_log = logging.getLogger(__name__)
+
 
 def simplify(model: DecoderModel) -> None:
-    """Set `model.plain` if the model is one. Before a backend is attached."""
+    """Set `model.plain` if the model is one, and `model.detour` to why not all of it is.
+
+    Before a backend is attached.
+    """
+    try:
+        head = _find_head(model)
+        with _paged_step(model):
+            _find_plain(model, head)
+    except OtherKind as kind:
+        model.detour = str(kind)
+    if model.detour is not None:
+        _log.debug("%s runs through transformers: %s", type(model.module).__name__, model.detour)
+
+
+def _find_head(model: DecoderModel) -> PackedLinear:
     module = model.module
     head = module.get_output_embeddings()
-    if not isinstance(head, PackedLinear) or head.packed.bias is not None:
-        return
-    if module.config.get_text_config() is not module.config:
-        return
-    memory = PagedKVMemory(model.layouts, 2, _BLOCK, model.dtype, model.device)
-    backend = make_backend(memory)
-    plan = StepPlan(torch.arange(_TOKENS), (Span(0, _TOKENS, _TOKENS, [0, 1]),))
+    if not isinstance(head, PackedLinear):
+        raise OtherKind("its LM head is not packed")
+    if head.packed.bias is not None:
+        raise OtherKind("its LM head has a bias")
+    if module.config.get_text_config() is not module.config or module.get_decoder() is module:
+        raise OtherKind("it is not a decoder and an LM head")
+    return head
+
+
+@contextmanager
+def _paged_step(model: DecoderModel) -> Iterator[None]:
+    """A step of `_TOKENS` tokens over memory of its own."""
+    backend = make_backend(PagedKVMemory(model.layouts, 2, _BLOCK, model.dtype, model.device))
     model.attach(backend)
-    backend.begin_step(plan)
+    backend.begin_step(StepPlan(torch.arange(_TOKENS), (Span(0, _TOKENS, _TOKENS, [0, 1]),)))
     try:
-        model.plain = _find_plain(model, head)
-    # What a model raises whose decoder wants to be called in another way.
-    except Exception:
-        return
+        yield
     finally:
         backend.end_step()
         model.detach()
 
 
-def _find_plain(model: DecoderModel, head: PackedLinear) -> PlainDecoder | None:
+def _find_plain(model: DecoderModel, head: PackedLinear) -> None:
     decoder = model.module.get_decoder()
     tokens = torch.arange(_TOKENS) % model.vocab_size
     positions = torch.arange(_TOKENS) + _FIRST_POSITION
-    rows = torch.tensor(_KEPT)
-    own = _hidden_rows(model, decoder, head, (tokens, positions))
-    if own is None:
-        return None
+    angles: list[Call] = []
+    with _watch(dict(decoder.named_children()).get("rotary_emb"), angles):
+        own = _own_rows(model, decoder, head, (tokens, positions))
     screened = LikeliestHead(head.packed)
-    for stack in (find_stack(decoder, model.max_model_len), None):
+
+    def find(stack: Stack | None) -> PlainDecoder:
         plain = PlainDecoder(decoder, stack, screened)
-        same = torch.equal(plain.hidden(tokens, positions, rows), own[rows])
-        if same and torch.equal(plain.hidden(tokens, positions, torch.arange(_TOKENS)), own):
-            return plain
-    return None
+        for rows in (torch.tensor(_KEPT), torch.arange(_TOKENS)):
+            if not torch.equal(plain.hidden(tokens, positions, rows), own[rows]):
+                raise OtherKind("it does more than its parts")
+        return plain
+
+    try:
+        model.plain = find(find_stack(decoder, model.max_model_len, angles))
+    except OtherKind as kind:
+        model.detour = str(kind)
+        model.plain = find(None)
 
 
-def _hidden_rows(
+@contextmanager
+def _watch(module: nn.Module | None, calls: list[Call]) -> Iterator[None]:
+    """Note how a module is called; its inputs by name, whichever way they come."""
+    if module is None:
+        yield
+        return
+    names = list(inspect.signature(module.forward).parameters)
+
+    def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls.append(Call(dict(zip(names, args, strict=False)) | kwargs, output))
+
+    hook = module.register_forward_hook(note, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _own_rows(
     model: DecoderModel, decoder: nn.Module, head: PackedLinear, step: tuple[Tensor, Tensor]
-) -> Tensor | None:
-    """The decoder's rows in a step, None if its model does more than multiply them by the head."""
+) -> Tensor:
+    """The decoder's rows in a step.
+
+    Raises `OtherKind` if the model does more than to call it and to multiply its rows by the head.
+    """
     generator = torch.Generator().manual_seed(0)
     sizes = torch.tensor(_SIZES).unsqueeze(1)
     given = torch.randn(_TOKENS, head.in_features, generator=generator) * sizes
     given = given.to(model.dtype)
+    calls: list[Call] = []
     seen: list[Tensor] = []
 
     def replace(_: nn.Module, __: Any, output: Any) -> Any:
-        seen.append(output.last_hidden_state[0])
-        output.last_hidden_state = given.unsqueeze(0)
+        rows = getattr(output, "last_hidden_state", None)
+        if isinstance(rows, Tensor) and rows.shape == (1, *given.shape):
+            seen.append(rows[0])
+            output.last_hidden_state = given.unsqueeze(0)
         return output
 
-    hook = decoder.register_forward_hook(replace)
-    try:
-        logits = forward_rows(model.module, *step, torch.arange(_TOKENS))
-    finally:
-        hook.remove()
-    alike = len(seen) == 1 and torch.equal(logits, head.packed.multiply(given))
-    return seen[0] if alike else None
+    with _watch(decoder, calls):
+        hook = decoder.register_forward_hook(replace)
+        try:
+            logits = forward_rows(model.module, *step, torch.arange(_TOKENS))
+        finally:
+            hook.remove()
+    if len(calls) != 1:
+        raise OtherKind(f"its decoder is called {len(calls)} times in a step")
+    if not seen:
+        raise OtherKind("its decoder's rows are not its last_hidden_state")
+    _check_inputs(calls[0].inputs)
+    if not torch.equal(logits, head.packed.multiply(given)):
+        raise OtherKind("its logits are more than products with the LM head")
+    return seen[0]
+
+
+def _check_inputs(inputs: dict[str, Any]) -> None:
+    """Raise `OtherKind` unless a `PlainDecoder` would call the decoder like this."""
+    given = {name for name, value in inputs.items() if value is not None and value is not False}
+    if given != {"input_ids", "position_ids"}:
+        raise OtherKind(f"its decoder is called with {', '.join(sorted(given))}")

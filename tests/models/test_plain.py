@@ -1,5 +1,6 @@
 """Decoders called part by part: of which models, and the same bits as through transformers."""
 
+import logging
 from functools import wraps
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from headstart.attention import Span, StepPlan
 from headstart.models import packed
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
+from headstart.models.fused import FusedLayers
 from headstart.models.likeliest import likeliest
 from headstart.models.plain import AngleTable
 from headstart.models.probe import probe_model
@@ -67,6 +69,7 @@ def test_part_by_part_has_the_same_bits_as_through_transformers(name: str) -> No
     engine = paged(TINY[name]().to(torch.bfloat16))
     plain = engine.decoder.plain
     assert (plain is not None) == (name in STACKS | HEADS)
+    assert (engine.decoder.detour is None) == (name in STACKS)
     if plain is None:
         return
     assert (plain._stack is not None) == (name in STACKS)
@@ -103,8 +106,9 @@ def test_angles_that_hang_on_other_rows_are_left_to_the_model() -> None:
 
     model = TINY["llama"]().to(torch.bfloat16)
     model.model.rotary_emb = Shrinking(model.config)
-    plain = paged(model).decoder.plain
-    assert plain is not None and plain._stack is None
+    decoder = paged(model).decoder
+    assert decoder.plain is not None and decoder.plain._stack is None
+    assert decoder.detour == "its angles for a position hang on those beside it"
 
 
 @pytest.mark.parametrize("reason", ["adapters", "embeddings"])
@@ -141,17 +145,69 @@ def test_logits_that_are_more_than_products_are_left_to_the_model(
         return output
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", changed)
-    assert paged(TINY["llama"]().to(torch.bfloat16)).decoder.plain is None
+    decoder = paged(TINY["llama"]().to(torch.bfloat16)).decoder
+    assert decoder.plain is None
+    assert decoder.detour == "its logits are more than products with the LM head"
+
+
+def test_a_decoder_that_is_told_more_is_left_to_the_model() -> None:
+    model = TINY["llama"]().to(torch.bfloat16)
+    model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {**kwargs, "kind": 3}), with_kwargs=True
+    )
+    decoder = paged(model).decoder
+    assert decoder.plain is None
+    assert decoder.detour == "its decoder is called with input_ids, kind, position_ids"
+
+
+def test_angles_that_need_more_are_left_to_the_model() -> None:
+    """They cannot be called with positions alone, and are not tried."""
+
+    class Scaled(LlamaRotaryEmbedding):
+        def forward(
+            self, x: Tensor, position_ids: Tensor, *, scale: float
+        ) -> tuple[Tensor, Tensor]:
+            cos, sin = super().forward(x, position_ids)
+            return cos * scale, sin * scale
+
+    model = TINY["llama"]().to(torch.bfloat16)
+    model.model.rotary_emb = Scaled(model.config)
+    model.model.rotary_emb.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {**kwargs, "scale": 0.5}), with_kwargs=True
+    )
+    decoder = paged(model).decoder
+    assert decoder.plain is not None and decoder.plain._stack is None
+    assert decoder.detour == "its angles are computed from x, position_ids, scale"
+
+
+def test_a_mistake_of_ours_is_no_other_kind_of_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was taken for one, and only speed was lost."""
+
+    def broken(*args: object) -> None:
+        raise IndexError("ours")
+
+    monkeypatch.setattr(FusedLayers, "__call__", broken)
+    with pytest.raises(IndexError, match="ours"):
+        paged(TINY["llama"]().to(torch.bfloat16))
+
+
+def test_why_it_is_left_to_the_model_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "headstart"):
+        paged(TINY["phi3"]().to(torch.bfloat16))
+        paged(TINY["llama"]().to(torch.bfloat16))
+    [message] = caplog.messages
+    assert message == "Phi3ForCausalLM runs through transformers: 0 of its 3 layers are fused"
 
 
 def test_a_head_with_a_bias_is_left_to_the_model() -> None:
     model = TINY["llama"]().to(torch.bfloat16)
     model.lm_head.bias = torch.nn.Parameter(torch.ones(VOCABULARY, dtype=torch.bfloat16))
-    assert paged(model).decoder.plain is None
+    decoder = paged(model).decoder
+    assert decoder.plain is None and decoder.detour == "its LM head has a bias"
 
 
 def test_other_dtypes_are_left_to_the_model() -> None:
     model = TINY["llama"]()
     decoder = DecoderModel(model, probe_model(model), fusion=accelerate(model))
     simplify(decoder)
-    assert decoder.plain is None
+    assert decoder.plain is None and decoder.detour == "its LM head is not packed"

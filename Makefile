@@ -12,12 +12,13 @@ CODE := headstart tests $(wildcard bench tools)
 TYPED := headstart $(wildcard bench tools)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: help demo test lint types unit figures bench curves clean
+.PHONY: help demo test lint types unit sanitize figures bench curves clean
 
 help:
 	@echo "make demo    two questions about one long document, the second from the cache"
 	@echo "make test    style, types, then all tests"
 	@echo "make lint | types | unit    one part of make test"
+	@echo "make sanitize the kernels' tests over a build that watches memory (minutes; GCC on Linux)"
 	@echo "make figures draw the figures of the docs anew"
 	@echo "make bench   the manager, the engine, cached prefixes, adapters, look-alikes, four loads"
 	@echo "make curves  measure the curves of docs/performance.md anew, then draw them (minutes)"
@@ -37,6 +38,9 @@ types: $(READY)
 
 unit: $(READY)
 	$(BIN)/python -m pytest
+
+sanitize: $(READY)
+	$(BIN)/python tools/sanitize.py
 
 figures: $(READY)
 	$(BIN)/python tools/figures.py

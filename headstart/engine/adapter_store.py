@@ -7,14 +7,17 @@
 A request takes the adapter that its name stands for when it is prepared, and keeps it: unloading
 the name, or loading another adapter under it, changes nothing for that request. An adapter that
 is not resident when a request is to run is read from disk again, and refused if it is no longer
-what it was. K/V are found by the digest, so no name can ever mix the blocks of two adapters.
+what it was; those that run go on meanwhile. K/V are found by the digest, so no name can ever mix
+the blocks of two adapters.
 """
 
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from headstart.engine.adapters import Adapter, LoRARequest
 from headstart.engine.config import EngineConfig
@@ -26,6 +29,13 @@ from headstart.models.lora_files import read_weights
 from headstart.models.lora_stack import ResidentAdapter
 
 __all__ = ["AdapterStore"]
+
+
+class _Reading(NamedTuple):
+    """An adapter that is being read again, or has been."""
+
+    adapter: Adapter
+    found: "Future[ResidentAdapter]"
 
 
 class AdapterStore:
@@ -41,6 +51,8 @@ class AdapterStore:
         self._named: dict[str, Adapter] = {}
         self._resident: OrderedDict[str, ResidentAdapter] = OrderedDict()
         self._refused: dict[str, AdapterError] = {}
+        self._reader = ThreadPoolExecutor(1, "headstart-adapters")
+        self._reading: _Reading | None = None
         self._lock = threading.RLock()
         self.has_unnamed = False
         """Whether an adapter may be in memory that has no name any more."""
@@ -122,8 +134,9 @@ class AdapterStore:
     def may_run(self, request: Request, running: Sequence[Request]) -> bool:
         """Have the request's adapter in memory, if it has one.
 
-        False while running requests need all the places, and when it must be read again and
-        cannot be, or is another by now: `take_refused` then has the reason.
+        False while running requests need all the places, and while it is read again, unless
+        nobody runs who could go on meanwhile. Also when it cannot be read, or is another by now:
+        `take_refused` then has the reason.
         """
         adapter, name = request.group.adapter, request.group.request_id
         if adapter is None:
@@ -131,7 +144,8 @@ class AdapterStore:
         if name in self._refused:
             return False
         try:
-            return self._bring_in(adapter, _digests(other.group for other in running))
+            needed = _digests(other.group for other in running)
+            return self._bring_in(adapter, needed, wait=not running)
         except AdapterError as error:
             self._refused[name] = error
             return False
@@ -141,23 +155,49 @@ class AdapterStore:
         refused, self._refused = self._refused, {}
         return refused
 
-    def _bring_in(self, adapter: Adapter, running: set[str]) -> bool:
+    def _bring_in(self, adapter: Adapter, needed: set[str], *, wait: bool) -> bool:
+        while not self._is_resident(adapter):
+            if len(needed) >= self._config.max_loras:
+                return False
+            if self._reading is None:
+                found = self._reader.submit(self._read_again, adapter)
+                self._reading = _Reading(adapter, found)
+            if not wait and not self._reading.found.done():
+                return False
+            self._end_reading(adapter, needed)
+        return True
+
+    def _is_resident(self, adapter: Adapter) -> bool:
+        """Whether it is in memory; then it counts as used."""
         with self._lock:
-            if adapter.digest in self._resident:
-                self._resident.move_to_end(adapter.digest)
-                return True
-        if len(running) >= self._config.max_loras:
-            return False
+            if adapter.digest not in self._resident:
+                return False
+            self._resident.move_to_end(adapter.digest)
+            return True
+
+    def _end_reading(self, asked: Adapter, needed: set[str]) -> None:
+        """Wait for what is being read, and take it in. Raises AdapterError if it is `asked`."""
+        assert self._reading is not None
+        (adapter, found), self._reading = self._reading, None
+        try:
+            read = found.result()
+        except AdapterError:
+            if adapter.digest == asked.digest:
+                raise
+            return  # whoever needs it, if anybody still does, will ask again
+        with self._lock:
+            self._drop(needed, self._config.max_loras - 1)
+            self._resident[adapter.digest] = read
+            self.has_unnamed = True  # its name may be gone by now
+
+    def _read_again(self, adapter: Adapter) -> ResidentAdapter:
         found = self._read(adapter.path)
         if found.digest != adapter.digest:
             raise DamagedAdapterError(
                 f"the files in {adapter.path} have changed since adapter {adapter.name!r} was "
                 "loaded from them; load it again"
             )
-        with self._lock:
-            self._drop(running, self._config.max_loras - 1)
-            self._resident[adapter.digest] = found
-        return True
+        return found
 
     def forget_unnamed(self, groups: Iterable[RequestGroup]) -> None:
         """Let go of adapters in memory that have no name, but for those of unfinished groups."""

@@ -1,5 +1,6 @@
 """Requests with different adapters, and with none, in one batch: each gets what PEFT gives it."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from headstart import LLM, LoRARequest, SamplingParams
 from headstart.cache import MissReason
 from headstart.engine.engine import Engine
 from headstart.errors import ConfigError, DamagedAdapterError, EngineError, RequestError
+from headstart.models.lora_stack import ResidentAdapter
 from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import save_tiny
 
@@ -191,6 +193,55 @@ def test_least_recently_used_goes_and_comes_back_from_disk(llama: World) -> None
         at = NAMES.index(name)
         assert answers(llm, [llama.prompts[at]], name) == [llama.expected[at]]
     assert store.resident == [store.find(name).digest for name in ("everything", "attention")]
+    llm.close()
+
+
+@pytest.mark.parametrize("end", ["answered", "aborted", "aborted and gone"])
+def test_others_go_on_while_an_adapter_is_read_again(
+    llama: World, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine itself read it, and all that ran stood still. Here reading waits for their tokens.
+    What comes of a request that was aborted meanwhile is in nobody's way."""
+    llm = llama.open(max_loras=1)
+    engine, read = llm.engine, llm.engine.adapters._read
+    go = threading.Event()
+
+    def slow(folder: Path) -> ResidentAdapter:
+        assert go.wait(10), "nobody could let it go on"
+        if end == "aborted and gone" and folder == llama.adapters["one layer"]:
+            raise DamagedAdapterError("gone")
+        return read(folder)
+
+    monkeypatch.setattr(engine.adapters, "_read", slow)
+    running = engine.prepare(llama.prompts[1], GREEDY)
+    waiting = engine.prepare(llama.prompts[4], GREEDY, adapter="one layer")
+    for group in (running, waiting):
+        engine.submit(group)
+    for _ in range(TOKENS - 2):
+        assert [result.group for result in engine.step()] == [running]
+    if end != "answered":
+        engine.abort(waiting.request_id)
+        waiting = engine.prepare(llama.prompts[2], GREEDY, adapter="everything")
+        engine.submit(waiting)
+        assert [result.group for result in engine.step()] == [running]
+    go.set()
+    drain(engine)
+    assert running.output().outputs[0].token_ids == llama.expected[1]
+    expected = llama.expected[4 if end == "answered" else 2]
+    assert waiting.output().outputs[0].token_ids == expected
+    llm.close()
+
+
+def test_an_adapter_that_lost_its_name_while_it_was_away_is_given_back(llama: World) -> None:
+    llm = llama.open(max_loras=1)
+    engine = llm.engine
+    group = engine.prepare(llama.prompts[2], GREEDY, adapter="everything")
+    engine.submit(group)
+    llm.unload_adapter("everything")
+    drain(engine)
+    assert group.output().outputs[0].token_ids == llama.expected[2]
+    assert answers(llm, [llama.prompts[1]], None) == [llama.expected[1]]
+    assert engine.adapters.resident == []
     llm.close()
 
 

@@ -1,6 +1,6 @@
 """The encoder cache: what may go, who holds what, and that nobody waits for ever."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +235,47 @@ def test_an_image_that_cannot_be_encoded_ends_the_requests_that_show_it(folder: 
     assert groups["good"].output().num_cached_tokens == 5  # "What " of texts, and none of "bad"
     assert engine.manager.num_free_blocks == 96
     assert all(not entry.users for entry in images.cache._entries.values())
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 5},
+        {"encoder_cache_rows": 32},
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 20},
+        {"deterministic": True, "block_size": 16},
+        {"num_blocks": 16, "max_num_batched_tokens": 30},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_whatever_else_goes_on_the_others_are_answered(
+    folder: Path, options: dict[str, Any]
+) -> None:
+    """In chunks, waiting for room, uncached, in whole blocks, in few; two answers to a prompt."""
+    llm = LLM(folder, **({"num_blocks": 96, "block_size": 8, "debug": True} | options))
+    engine, images = llm.engine, llm.engine.images
+    assert images is not None
+    prompts = [ask("What? <image> and <image>", seed, seed + 1) for seed in range(1, 6)]
+    prompts.insert(2, ask("What? No image."))
+    alone = [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in prompts]
+    assert llm.reset_prefix_cache()
+    images.cache.clear()
+    images.cache._encoder = _Blind(images._vision, engine.prepare(ask("<image>", 3), GREEDY))
+    twice = replace(GREEDY, n=2)
+    groups = [engine.prepare(prompt, twice) for prompt in prompts]
+    for group in groups:
+        engine.submit(group)
+    failed = set()
+    while engine.has_unfinished:
+        failed |= {result.group for result in engine.step() if result.error is not None}
+        engine.manager.check()
+        images.cache.check()
+    assert failed == {groups[1], groups[3]}  # of images 2 and 3, and 3 and 4
+    for group, expected in zip(groups, alone, strict=True):
+        if group not in failed:
+            assert [answer.token_ids for answer in group.output().outputs] == [expected] * 2
+    assert engine.manager.num_free_blocks == engine.manager.config.num_blocks
     llm.close()
 
 

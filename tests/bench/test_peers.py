@@ -1,0 +1,88 @@
+"""Loads that engines do side by side: what they are asked, and how their times are compared."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peer import Engine, Headstart, Ids, Transformers, chat, document, together
+from peers import Bench, Peer
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_models import VOCABULARY, save_tiny
+
+HEAD = [(7 * at) % VOCABULARY for at in range(40)]
+PROMPTS = [[*HEAD, own, own + 1, own + 2] for own in (3, 50, 90)]
+
+
+class Recorder:
+    """An engine that answers with how many tokens it was asked, and keeps the prompts."""
+
+    def __init__(self) -> None:
+        self.prompts: list[Ids] = []
+
+    def stream(self, prompt: Ids, count: int) -> Iterator[int]:
+        return iter(self.answer([prompt], count)[0])
+
+    def answer(self, prompts: list[Ids], count: int) -> list[Ids]:
+        self.prompts += prompts
+        return [[len(prompt)] * count for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("peers"))
+
+
+def generate(folder: Path, prompt: Ids, count: int) -> Ids:
+    """What transformers' own `generate` answers, without any cache of prefixes."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    ids = torch.tensor([prompt])
+    length = {"min_new_tokens": count, "max_new_tokens": count}
+    seen = torch.ones_like(ids)
+    answer = model.generate(ids, attention_mask=seen, do_sample=False, **length)
+    return answer[0, -count:].tolist()
+
+
+@pytest.mark.parametrize("make", [Headstart, Transformers])
+def test_an_engine_answers_as_generate_does(make: type[Engine], folder: Path) -> None:
+    threads = torch.get_num_threads()
+    engine = make(str(folder), threads)  # type: ignore[call-arg]
+    expected = [generate(folder, prompt, 5) for prompt in PROMPTS]
+    assert [list(engine.stream(prompt, 5)) for prompt in PROMPTS] == expected
+    assert engine.answer(PROMPTS, 5) == expected
+    longer = [prompt + answer + HEAD[:3] for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    assert engine.answer(longer, 5) == [generate(folder, prompt, 5) for prompt in longer]
+    assert engine.answer(PROMPTS[:1], 5) == expected[:1]
+
+
+def test_questions_follow_the_document() -> None:
+    engine = Recorder()
+    told = document(engine, [1, 2], [[3], [4], [5]], 2)
+    assert engine.prompts == [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
+    assert set(told["seconds"]) == {"cold", "warm", "per token"}
+
+
+def test_a_turn_begins_with_all_that_was_said() -> None:
+    engine = Recorder()
+    told = chat(engine, [[[1], [2]], [[3], [4]]], 2)
+    assert engine.prompts == [[1], [2], [1, 1, 1, 3], [2, 1, 1, 4]]
+    assert told["tokens"] == [[4, 4], [4, 4]]
+
+
+def test_what_is_shared_is_asked_first() -> None:
+    engine = Recorder()
+    together(engine, [1, 2], [[1, 2, 3], [1, 2, 4]], 2)
+    assert engine.prompts == [[1, 2], [1, 2, 3], [1, 2, 4]]
+
+
+def test_the_ratio_is_of_the_same_rounds_and_to_the_best_other() -> None:
+    peers = [Peer(name, "python") for name in ("headstart", "slow", "fast")]
+    bench = Bench(1, peers)
+    for at, seconds in enumerate([(1, 9, 2), (2, 9, 4), (30, 9, 6)]):
+        for peer, value in zip(peers, seconds, strict=True):
+            bench.add("cold", peer, value)
+        assert bench.turns(at)[0] == peers[at]
+    assert bench.ratio("cold") == 0.5  # of the medians, 2 and 4, too; of the means 2.75
+    bench.add("warm", peers[0], 1)
+    assert bench.ratio("warm") is None

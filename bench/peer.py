@@ -11,8 +11,9 @@ a load and each line it prints the answer: {"seconds": {name: seconds}, "tokens"
     {"load": "together", "first": ids or [], "prompts": [ids, ...], "count": n}
 
 Prompts are token ids. An answer is greedy and has exactly `count` tokens. Weights, activations
-and KV cache are bfloat16 with every engine, and prefixes are cached; the rest of each engine's
-settings is what was fastest here.
+and KV cache are 16 bits wide with every engine, and prefixes are cached; the rest of each engine's
+settings is what was fastest here, as the comments beside them say. It may use as many cores as it
+has threads: told to use one thread, some use more.
 """
 
 import importlib
@@ -25,11 +26,9 @@ from statistics import median
 from time import perf_counter
 from typing import Any, Protocol
 
-CACHE = 32_768  # tokens whose K and V fit
+CACHE = 32_768  # tokens whose K and V fit; each round's prompts are new, and hit none but their own
 LONGEST = 4096  # tokens of a request
 TOGETHER = 64  # requests in a step, at most
-# A warm prefix may not be read from K and V that another engine's round left in the CPU's caches:
-# loads make their prompts anew each round, so only what this round computed can be hit.
 
 Ids = list[int]
 
@@ -109,11 +108,14 @@ class OpenVINO:
 
 
 class VLLM:
-    """vLLM in this process; threads are bound to cores, as it does by itself."""
+    """vLLM in this process, which spares it talking to another.
+
+    Threads are up to the environment then, which `peers.py` sets as vLLM would for a process of its
+    own.
+    """
 
     def __init__(self, folder: str, threads: int) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, range(threads)))
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; CACHE tokens of the 0.5B shape are 0.4
         vllm = importlib.import_module("vllm")
         self.params = vllm.SamplingParams
@@ -122,7 +124,7 @@ class VLLM:
             skip_tokenizer_init=True,
             dtype="bfloat16",
             enable_prefix_caching=True,
-            block_size=128,  # its own choice; 32 hits more, and is slower
+            block_size=32,  # 128 unless set; shorter ones hit more
             max_model_len=LONGEST,
             max_num_batched_tokens=LONGEST,
             max_num_seqs=TOGETHER,
@@ -280,6 +282,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what an engine prints is not ours to print
     name, folder, threads = sys.argv[1:]
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
     engine = ENGINES[name](folder, int(threads))
     print(json.dumps({"ready": True}), file=out)
     for line in sys.stdin:

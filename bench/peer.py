@@ -31,6 +31,8 @@ LONGEST = 4096  # tokens of a request
 TOGETHER = 64  # requests in a step, at most
 
 Ids = list[int]
+Clock = Callable[[], float]
+Answer = dict[str, Any]
 
 
 class Engine(Protocol):
@@ -178,7 +180,7 @@ class Transformers:
         """The next token of every answer, step by step."""
         if len(self.rows) != len(prompts):
             self._spread(prompts)
-        known = min(len(_head([*pair])) for pair in zip(self.rows, prompts, strict=True))
+        known = min(len(shared_head([*pair])) for pair in zip(self.rows, prompts, strict=True))
         known = min(known, len(prompts[0]) - 1)  # one token must be computed
         self._cut(known)
         new = [prompt[known:] for prompt in prompts]
@@ -190,10 +192,10 @@ class Transformers:
 
     def _spread(self, prompts: list[Ids]) -> None:
         """One row that holds what all prompts begin with, computed where it is not, for each."""
-        head = _head(prompts)[: len(prompts[0]) - 1]
+        head = shared_head(prompts)[: len(prompts[0]) - 1]
         if len(self.rows) > 1:
             self.cache.batch_select_indices(self.torch.tensor([0]))
-        known = len(_head([self.rows[0], head]))
+        known = len(shared_head([self.rows[0], head]))
         self._cut(known)
         if head[known:]:
             self._next([head[known:]])
@@ -215,7 +217,7 @@ class Transformers:
         return tokens
 
 
-def _head(rows: list[Ids]) -> Ids:
+def shared_head(rows: list[Ids]) -> Ids:
     """What all rows begin with."""
     alike = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))
     return [column[0] for column in alike]
@@ -233,45 +235,49 @@ ENGINES: dict[str, Callable[[str, int], Engine]] = {
 }
 
 
-def document(engine: Engine, document: Ids, questions: list[Ids], count: int) -> dict[str, Any]:
+def document(
+    engine: Engine, document: Ids, questions: list[Ids], count: int, clock: Clock = perf_counter
+) -> Answer:
     """One question after another: seconds to the first token, and for each later one."""
     first, later, answers = [], [], []
     for question in questions:
         stream = engine.stream(document + question, count)
-        start = perf_counter()
+        start = clock()
         answer = [next(stream)]
-        came = perf_counter()
+        came = clock()
         answer += stream
-        later.append((perf_counter() - came) / (count - 1))
+        later.append((clock() - came) / (count - 1))
         first.append(came - start)
         answers.append(answer)
     seconds = {"cold": first[0], "warm": median(first[1:]), "per token": median(later)}
     return {"seconds": seconds, "tokens": answers}
 
 
-def chat(engine: Engine, said: list[list[Ids]], count: int) -> dict[str, Any]:
+def chat(engine: Engine, said: list[list[Ids]], count: int, clock: Clock = perf_counter) -> Answer:
     """Conversations whose turns begin with all that was said before; their turns together."""
     talks: list[Ids] = [[] for _ in said[0]]
     spent = 0.0
     for turn in said:
         talks = [talk + new for talk, new in zip(talks, turn, strict=True)]
-        start = perf_counter()
+        start = clock()
         replies = engine.answer(talks, count)
-        spent += perf_counter() - start
+        spent += clock() - start
         talks = [talk + reply for talk, reply in zip(talks, replies, strict=True)]
     return {"seconds": {"chat": spent}, "tokens": replies}
 
 
-def together(engine: Engine, first: Ids, prompts: list[Ids], count: int) -> dict[str, Any]:
+def together(
+    engine: Engine, first: Ids, prompts: list[Ids], count: int, clock: Clock = perf_counter
+) -> Answer:
     """Prompts at once, once `first` is computed and cached."""
     if first:
         engine.answer([first], 1)
-    start = perf_counter()
+    start = clock()
     answers = engine.answer(prompts, count)
-    return {"seconds": {"together": perf_counter() - start}, "tokens": answers}
+    return {"seconds": {"together": clock() - start}, "tokens": answers}
 
 
-LOADS: dict[str, Callable[..., dict[str, Any]]] = {
+DRIVERS: dict[str, Callable[..., Answer]] = {
     "document": document,
     "chat": chat,
     "together": together,
@@ -287,7 +293,7 @@ def main() -> None:
     print(json.dumps({"ready": True}), file=out)
     for line in sys.stdin:
         asked = json.loads(line)
-        answer = LOADS[asked.pop("load")](engine, **asked)
+        answer = DRIVERS[asked.pop("load")](engine, **asked)
         short = [tokens for tokens in answer["tokens"] if len(tokens) != asked["count"]]
         assert not short, f"{name} gave {len(short[0])} tokens, not {asked['count']}"
         print(json.dumps(answer), file=out)

@@ -34,7 +34,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -43,12 +43,12 @@ from typing import IO, Any
 
 import torch
 from limits import measure_limits
+from loads import BIG, LOADS, SMALL, make_load, tokens
 from rich.console import Console
 from rich.table import Table
 from shapes import FOLDER, SHAPES, model_folder
 from transformers import AutoModelForCausalLM
 
-BIG, SMALL = "qwen2.5-0.5b", "small-llama"
 LIMITS = {  # of the best other engine's time; the last is not held to any
     "cold": 0.95,
     "warm": 0.65,
@@ -61,50 +61,7 @@ LIMITS = {  # of the best other engine's time; the last is not held to any
 GAP = 0.25
 OURS, ALWAYS, OTHERS = "headstart", "transformers", ("openvino", "vllm")
 
-Ids = list[int]
-Load = Callable[[random.Random, int], dict[str, Any]]
-
 progress = Console(stderr=True, highlight=False)
-
-
-def tokens(rng: random.Random, vocab: int, count: int) -> Ids:
-    """Random token ids of a model's vocabulary."""
-    return [rng.randrange(vocab) for _ in range(count)]
-
-
-def long_document(rng: random.Random, vocab: int) -> dict[str, Any]:
-    """Load 1: a cold question, fifteen warm ones."""
-    document = tokens(rng, vocab, 3000)
-    questions = [tokens(rng, vocab, 40) for _ in range(16)]
-    return {"load": "document", "document": document, "questions": questions, "count": 16}
-
-
-def chat(rng: random.Random, vocab: int) -> dict[str, Any]:
-    """Load 2: eight conversations of four turns."""
-    said = [[tokens(rng, vocab, 120) for _ in range(8)] for _ in range(4)]
-    return {"load": "chat", "said": said, "count": 40}
-
-
-def shared_prefix(rng: random.Random, vocab: int) -> dict[str, Any]:
-    """Load 3: decoding of requests that begin alike, their beginning cached."""
-    head = tokens(rng, vocab, 2000)
-    prompts = [head + tokens(rng, vocab, 20) for _ in range(16)]
-    return {"load": "together", "first": head, "prompts": prompts, "count": 64}
-
-
-def overhead(rng: random.Random, vocab: int) -> dict[str, Any]:
-    """Load 4: so small a model that what surrounds it tells."""
-    head = tokens(rng, vocab, 256)
-    prompts = [head + tokens(rng, vocab, 256) for _ in range(32)]
-    return {"load": "together", "first": [], "prompts": prompts, "count": 64}
-
-
-LOADS: dict[str, tuple[str, int, Load, str]] = {  # shape, times a round, prompts, what is timed
-    "1": (BIG, 1, long_document, ""),
-    "2": (BIG, 1, chat, ""),
-    "3": (BIG, 1, shared_prefix, "shared"),
-    "4": (SMALL, 5, overhead, "overhead"),
-}
 
 
 @dataclass(frozen=True)
@@ -262,9 +219,9 @@ def run_loads(bench: Bench, shape: str, chosen: list[str], rounds: int) -> dict[
         warm_up(list(engines.values()), vocab)
         gaps = check(list(engines.values()), shape)
         for name in chosen:
-            _, times, make, timed = LOADS[name]
+            _, times, _, timed = LOADS[name]
             for at in range(rounds * times):
-                load = make(random.Random(f"load {name}, {at}"), vocab)
+                load = make_load(name, at)
                 for peer in bench.turns(at):
                     seconds = engines[peer].ask(load)["seconds"]
                     progress.print(f"load {name}, {at + 1}: {peer.name} {seconds}")
@@ -327,7 +284,7 @@ def main() -> None:
     gemm, memory = measure_limits(options.threads)
     gaps = {}
     for shape in (BIG, SMALL):
-        chosen = [name for name in options.loads if name in LOADS and LOADS[name][0] == shape]
+        chosen = [name for name in options.loads if name in LOADS and LOADS[name].shape == shape]
         if chosen:
             gaps[shape] = run_loads(bench, shape, chosen, options.rounds)
     if "ready" in options.loads:

@@ -174,11 +174,14 @@ Row prepare(const bf16* x, int64_t inputs, uint32_t* out, int64_t stride, uint32
 }
 
 // A panel times WORDS numbers of four bytes for each four inputs, which are rows' high bytes, or
-// their high and low ones: sums[word][half]. FETCH cache lines of `next` are asked for with every two
-// read.
+// their high and low ones: sums[word][half]. FETCH cache lines are asked for with every two read: a
+// tile that is alone (2) asks for what it reads itself AHEAD bytes later, one of two (1) for its half
+// of `next`.
 template <int WORDS, int FETCH>
 void integers(const uint8_t* panel, int64_t quads, const uint32_t* rows, const uint8_t* next,
               __m512i (*sums)[2]) {
+    constexpr int64_t AHEAD = 8192;
+    const uint8_t* fetch = FETCH == 2 ? panel + AHEAD : next;
     __m512i c[WORDS][2];
     for (int r = 0; r < WORDS; r++)
         for (int h = 0; h < 2; h++) c[r][h] = _mm512_setzero_si512();
@@ -196,8 +199,8 @@ void integers(const uint8_t* panel, int64_t quads, const uint32_t* rows, const u
     for (; q + 4 <= quads; q += 4) {
 #pragma GCC unroll 8
         for (int line = 0; line < 4 * FETCH; line++)
-            _mm_prefetch(next + 64 * line, _MM_HINT_T1);
-        next += 4 * 64 * FETCH;
+            _mm_prefetch(fetch + 64 * line, _MM_HINT_T0);
+        fetch += 4 * 64 * FETCH;
         step(rows, panel);
         step(rows + WORDS, panel + 4 * PANEL);
         step(rows + 2 * WORDS, panel + 8 * PANEL);
@@ -286,18 +289,17 @@ struct Search {
     const bf16* x;
     int64_t rows;
     Stages stages;
-    uint32_t *fine, *coarse;  // rows in tiles: [quad][row][high, low], and [quad][row] of two tiles
+    uint32_t *fine, *coarse;  // rows in tiles: [quad][row][high, low], and [quad][row]
     float* upper;             // [rows][panels]
     float* lower;             // [threads][rows][16]
     Best* found;              // [threads][rows]
     Best* tops;               // [rows]: of the panel with the greatest upper end
     Row* known;               // [rows]
 
-    // Rows go in tiles of nearly the same height; never in one if they are coarse, as the second
-    // leaves time to fetch the next panel.
+    // Rows go in tiles of nearly the same height.
     int64_t tiles(bool high) const {
-        return high ? std::max<int64_t>(2, (rows + 2 * TALLEST - 1) / (2 * TALLEST))
-                    : (rows + TALLEST - 1) / TALLEST;
+        const int64_t tallest = high ? 2 * TALLEST : TALLEST;
+        return (rows + tallest - 1) / tallest;
     }
     int64_t edge(bool high, int64_t tile) const { return rows * tile / tiles(high); }
 

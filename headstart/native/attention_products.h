@@ -1,7 +1,7 @@
 // The inner loops of attention: scores, weights, weighted values; see attention_chunk.cpp.
 //
-// VECTORS vectors hold the rows of a chunk. Loops over them and over the sums beside them are
-// unrolled by hand: the compiler would keep the sums in memory for the loops that it leaves.
+// VECTORS vectors hold the rows of a chunk. Every loop over them and over the sums beside them is to
+// be unrolled, or the compiler keeps the sums in memory.
 #pragma once
 
 #include "attention_scratch.h"

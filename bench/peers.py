@@ -39,6 +39,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 import torch
@@ -163,13 +164,17 @@ def running(peer: Peer, shape: str, threads: int) -> Iterator[Running]:
 
 
 def openvino_folder(peer: Peer, shape: str) -> Path:
-    """The model in OpenVINO's own format; weights in 16 bits."""
+    """The model in OpenVINO's own format, weights in 16 bits; written whole or not at all."""
     folder = FOLDER / "openvino" / shape
     if not folder.is_dir():
         program = str(Path(peer.python).with_name("optimum-cli"))
         command = [program, "export", "openvino", "--model", str(model_folder(shape))]
         task = ["--task", "text-generation-with-past", "--weight-format", "fp16"]
-        subprocess.run([*command, *task, str(folder)], check=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder.parent) as name:
+            unfinished = Path(name) / shape
+            subprocess.run([*command, *task, str(unfinished)], check=True)
+            unfinished.rename(folder)
     return folder
 
 

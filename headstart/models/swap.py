@@ -184,8 +184,7 @@ def _fuse(model: PreTrainedModel, switch: FusionSwitch) -> None:
             for fuse in (_fuse_layer, _fuse_mlp, _fuse_norm):
                 try:
                     fused = fuse(module, switch, asked)
-                # Its children are others, or the module wants to be called in another way.
-                except Exception:
+                except (LookupError, AttributeError):  # its children are others
                     continue
                 if fused is not None:
                     module.forward = fused
@@ -200,7 +199,8 @@ def _fuse_norm(module: nn.Module, _: FusionSwitch, __: _Asked) -> Callable[..., 
     width = next(module.parameters()).shape[0]
     rows = _noise(_ROWS, width) + 1  # a mean, which some norms take off
     rows *= torch.tensor([[1.0], [1e-3], [1e3]], dtype=rows.dtype)  # where epsilon shows
-    return fused if _near(fused(rows), module(rows)) else None
+    expected = _call(module, rows)
+    return fused if expected is not None and _near(fused(rows), expected) else None
 
 
 def _fuse_mlp(module: nn.Module, switch: FusionSwitch, _: _Asked) -> Callable[..., Any] | None:
@@ -208,7 +208,8 @@ def _fuse_mlp(module: nn.Module, switch: FusionSwitch, _: _Asked) -> Callable[..
     gate = module.get_submodule("gate_proj")
     assert isinstance(gate, PackedLinear)
     rows = _noise(_ROWS, gate.in_features)
-    return fused if _near(fused(rows), module(rows)) else None
+    expected = _call(module, rows)
+    return fused if expected is not None and _near(fused(rows), expected) else None
 
 
 def _fuse_layer(module: nn.Module, switch: FusionSwitch, asked: _Asked) -> FusedLayer | None:
@@ -222,14 +223,23 @@ def _fuse_layer(module: nn.Module, switch: FusionSwitch, asked: _Asked) -> Fused
     place = (angles.cos().to(rows.dtype), angles.sin().to(rows.dtype))
     call: dict[str, Any] = {"position_embeddings": place, "attention_mask": None}
     asked.clear()
-    expected = module(rows, **call)
-    if len(asked) != 1 or not isinstance(expected, Tensor):
+    expected = _call(module, rows, **call)
+    if len(asked) != 1 or expected is None:
         return None
     [options] = asked
     found = FusedLayer(module, test, options)(rows, **call)
     if not _near(found - rows, expected - rows):
         return None
     return FusedLayer(module, switch, options)
+
+
+def _call(module: nn.Module, *inputs: Tensor, **more: Any) -> Tensor | None:
+    """A module's own answer; None if it gives more, or wants to be called in another way."""
+    try:
+        found = module(*inputs, **more)
+    except Exception:  # whatever a module raises that lacks an input
+        return None
+    return found if isinstance(found, Tensor) else None
 
 
 class _PlainBackend:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from headstart.models import packed, swap
 from headstart.models.fused import FusedLayer, FusedMLP, FusedNorm
@@ -248,3 +249,9 @@ def test_nothing_is_swapped_where_kernels_do_not_fit(monkeypatch: pytest.MonkeyP
     model = tiny("llama")
     accelerate(model)
     assert kinds(model) == {nn.Linear: 22}
+
+
+def test_a_norm_of_rows_in_another_dtype_is_the_modules_own() -> None:
+    norm = LlamaRMSNorm(64).to(torch.bfloat16)
+    rows = torch.randn(3, 64)
+    assert torch.equal(FusedNorm(norm)(rows), norm(rows))

@@ -17,7 +17,8 @@ import json
 import random
 import statistics
 import time
-from contextlib import closing
+from collections import defaultdict
+from contextlib import ExitStack, closing
 from datetime import date
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from shapes import SHAPES, model_folder
 LENGTHS = (250, 500, 1000, 2000, 4000)
 SHARERS = (1, 2, 4, 8, 16, 32)
 QUESTION, PREFIX, OWN, OUT = 40, 2000, 20, 33
+TURNS = 2
 LIMIT = 1 / 8  # of the cold time, for the longest document
 
 progress = Console(stderr=True, highlight=False)
@@ -68,26 +70,38 @@ def decode_rate(llm: headstart.LLM, document: list[int], users: int, rng: random
 
 def measure(shape: str, threads: int) -> dict[str, list[float]]:
     """All curves, each a list."""
-    found: dict[str, list[float]] = {"cold_s": [], "warm_s": []}
-    for share in (True, False):
-        rng = random.Random(0)
-        llm = headstart.LLM(
-            model_folder(shape), num_threads=threads, num_blocks=2048, share_attention=share
-        )
-        with closing(llm):
-            first_token(llm, 100, rng)  # warms the libraries up
-            for length in LENGTHS if share else ():
+    rng = random.Random(0)
+    found: dict[str, list[float]] = defaultdict(list)
+    rates: dict[bool, dict[int, list[float]]] = {key: defaultdict(list) for key in (True, False)}
+    # In both orders: memory that the system gives out later may be 5 to 10 % faster, or slower.
+    for order in ((True, False), (False, True)):
+        with ExitStack() as stack:
+            engines = {share: stack.enter_context(_open(shape, threads, share)) for share in order}
+            for llm in engines.values():
+                first_token(llm, 100, rng)  # warms the libraries up
+            for length in LENGTHS if order[0] else ():
                 progress.print(f"first token behind {length} tokens")
-                cold, warm = first_token(llm, length, rng)
+                cold, warm = first_token(engines[True], length, rng)
                 found["cold_s"].append(round(cold, 4))
                 found["warm_s"].append(round(warm, 4))
-            document = random_tokens(llm, rng, PREFIX)
-            decode_rate(llm, document, 1, rng)
-            rates = found["shared_rate" if share else "alone_rate"] = []
+            document = random_tokens(engines[True], rng, PREFIX)
+            for llm in engines.values():
+                decode_rate(llm, document, 1, rng)
             for users in SHARERS:
-                progress.print(f"{users} decode, {'sharing' if share else 'each for itself'}")
-                rates.append(round(decode_rate(llm, document, users, rng), 1))
+                progress.print(f"{users} decode, sharing and each for itself")
+                for _ in range(TURNS):
+                    for share, llm in engines.items():
+                        rates[share][users].append(decode_rate(llm, document, users, rng))
+    for key, share in (("shared_rate", True), ("alone_rate", False)):
+        found[key] = [round(statistics.median(rates[share][users]), 1) for users in SHARERS]
     return found
+
+
+def _open(shape: str, threads: int, share: bool) -> "closing[headstart.LLM]":
+    folder = model_folder(shape)
+    return closing(
+        headstart.LLM(folder, num_threads=threads, num_blocks=2048, share_attention=share)
+    )
 
 
 def main() -> None:

@@ -40,6 +40,7 @@ KEYS = {  # as the last line has them, by what is timed
     "overhead": "overhead_s",
     "ready": "ready_s",
 }
+BLOCK = 16
 READY = """
 import sys, time
 import headstart
@@ -126,8 +127,12 @@ def run_load(bench: Bench, name: str, engine: Headstart, at: int) -> None:
     for key, passes in PASSES[kind](asked).items():
         bench.floors[load.timed or key] = floor(passes, SHAPES[load.shape], bench.limits)
     prompts = {key: value for key, value in asked.items() if key != "load"}
+    engine.cached.clear()
     for key, seconds in DRIVERS[kind](engine, **prompts, clock=bench.clock)["seconds"].items():
         bench.add(load.timed or key, seconds)
+    for question, hit in enumerate(engine.cached):
+        known = len(asked["document"])
+        assert hit >= known if question else hit < BLOCK, f"question {question} hit {hit} tokens"
 
 
 def ready(bench: Bench) -> None:

@@ -50,10 +50,12 @@ class Headstart:
         headstart = importlib.import_module("headstart")
         self.params = headstart.SamplingParams
         self.llm = headstart.LLM(folder, num_threads=threads, num_blocks=CACHE // 16, block_size=16)
+        self.cached: list[int] = []  # tokens that each streamed prompt hit
 
     def stream(self, prompt: Ids, count: int) -> Iterator[int]:
         for output in self.llm.stream(prompt, self._greedy(count)):
             yield output.outputs[0].token_ids[-1]
+        self.cached.append(output.num_cached_tokens)
 
     def answer(self, prompts: list[Ids], count: int) -> list[Ids]:
         outputs = self.llm.generate(prompts, self._greedy(count), use_tqdm=False)

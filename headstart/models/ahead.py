@@ -38,11 +38,17 @@ class ReadyMemory:
         self._thread.start()
 
     def take(self, size: int) -> mmap.mmap | None:
-        """Memory of at least `size` bytes, all zeros; None if there is less, or it was taken."""
+        """Memory of at least `size` bytes, all zeros; None if there is less, or it was taken.
+
+        What was touched beyond them (weights that stay in the file) goes back to the system.
+        """
         if self._taken or size > len(self._memory):
             return None
         self._taken = True
         self._thread.join()
+        rest = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        if rest < len(self._memory):
+            self._memory.madvise(mmap.MADV_DONTNEED, rest)
         return self._memory
 
     def _touch(self) -> None:

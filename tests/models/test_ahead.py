@@ -46,6 +46,18 @@ def test_memory_is_taken_once_and_only_if_it_is_enough() -> None:
     assert memory.take(1) is None
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux alone tells it there")
+def test_what_is_touched_beyond_goes_back() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    memory = ReadyMemory(200 * MEGABYTE, [])
+    memory._thread.join()
+    before = resident()
+    taken = memory.take(20 * MEGABYTE)
+    assert taken is not None and before - resident() > 150 * MEGABYTE
+
+
 def test_a_file_that_has_gone_is_left_to_the_loader(tmp_path: Path) -> None:
     memory = ReadyMemory(MEGABYTE, [tmp_path / "gone.safetensors"])
     assert memory.take(MEGABYTE) is not None

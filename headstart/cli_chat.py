@@ -31,7 +31,7 @@ class Chat:
         self._params = params
         self._beginning = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._beginning)
-        self._picture = PoolPicture(llm.engine.manager.pool.blocks)
+        self._picture = PoolPicture(llm.engine.manager)
         self._turns = 0
 
     def talk(self) -> None:

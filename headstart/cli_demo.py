@@ -79,7 +79,7 @@ def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:
     """A card for each request as soon as it is answered, then what it comes to."""
     with console.status("warming up, so that the first request is not slow for other reasons"):
         _warm_up(llm)
-    picture = PoolPicture(llm.engine.manager.pool.blocks)
+    picture = PoolPicture(llm.engine.manager)
     outputs: list[RequestOutput] = []
     messages: list[dict[str, str]] = []
     for number, ask in enumerate(_asks(), start=1):

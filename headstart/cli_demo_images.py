@@ -131,7 +131,7 @@ def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:
         _answer(llm, [_message((make_picture(3), "?"))], None, 0)
         llm.engine.manager.reset_prefix_cache()
         images.cache.clear()
-    picture = PoolPicture(llm.engine.manager.pool.blocks)
+    picture = PoolPicture(llm.engine.manager)
     outputs: list[RequestOutput] = []
     messages: list[dict[str, Any]] = []
     start = images.cache.num_encoded

@@ -9,19 +9,20 @@ A pool of more blocks than cells is drawn with several blocks to a cell.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from headstart.cache.block import KVCacheBlock
+from headstart.cache import BlockState, KVCacheManager
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
 
 HELD, CACHED, EMPTY = "■", "□", "·"
+SIGNS = {BlockState.HELD: HELD, BlockState.CACHED: CACHED, BlockState.EMPTY: EMPTY}
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 CELLS_PER_ROW = 64
 MAX_ROWS = 8
@@ -42,11 +43,12 @@ class PoolPicture:
     evicted and filled anew changes hands, and one that was hit does not.
     """
 
-    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self._blocks = blocks
-        self._nodes: list[object] = [None] * len(blocks)
-        self._owners: list[int | None] = [None] * len(blocks)
-        self._states = [EMPTY] * len(blocks)
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+        count = manager.config.num_blocks
+        self._contents: list[object] = [None] * count
+        self._owners: list[int | None] = [None] * count
+        self._states = [EMPTY] * count
 
     def watch(self, replies: Iterator[RequestOutput], owner: int) -> Iterator[RequestOutput]:
         """Hand a request's outputs on; new content that appears meanwhile is this owner's.
@@ -65,23 +67,22 @@ class PoolPicture:
 
     def _scan(self, owner: int) -> list[str]:
         states = []
-        for index, block in enumerate(self._blocks):
-            node, held = block.node, block.ref_cnt > 0
-            known = self._nodes[index]
-            if not held and node is None:
+        for index, (state, content) in enumerate(self._manager.picture()):
+            known = self._contents[index]
+            if state is BlockState.EMPTY:
                 self._owners[index] = None
-            elif self._owners[index] is None or (known is not None and known is not node):
+            elif self._owners[index] is None or (known is not None and known is not content):
                 self._owners[index] = owner
-            self._nodes[index] = node
-            states.append(HELD if held else EMPTY if node is None else CACHED)
+            self._contents[index] = content
+            states.append(SIGNS[state])
         return states
 
     def draw(self) -> Text:
         """The picture: rows of cells with the first block's id, then what the signs mean."""
         cells = self._cells()
-        per_cell = -(-len(self._blocks) // len(cells))
+        per_cell = -(-len(self._states) // len(cells))
         picture = Text()
-        width = max(5, len(f"{len(self._blocks):,}"))
+        width = max(5, len(f"{len(self._states):,}"))
         for start in range(0, len(cells), CELLS_PER_ROW):
             picture.append(f"{start * per_cell:>{width},}  ", style="dim")
             for cell, run in groupby(cells[start : start + CELLS_PER_ROW]):
@@ -91,9 +92,9 @@ class PoolPicture:
         return picture
 
     def _cells(self) -> list[Cell]:
-        per_cell = max(1, -(-len(self._blocks) // (CELLS_PER_ROW * MAX_ROWS)))
+        per_cell = max(1, -(-len(self._states) // (CELLS_PER_ROW * MAX_ROWS)))
         cells = []
-        for start in range(0, len(self._blocks), per_cell):
+        for start in range(0, len(self._states), per_cell):
             states = self._states[start : start + per_cell]
             state = min(states, key=(HELD, CACHED, EMPTY).index)
             cells.append(Cell(state, self._owners[start + states.index(state)]))

@@ -252,7 +252,7 @@ class TestPoolPicture:
 
     def make(self, num_blocks: int) -> tuple[KVCacheManager, PoolPicture]:
         manager = KVCacheManager(CacheConfig(num_blocks=num_blocks, block_size=4))
-        return manager, PoolPicture(manager.pool.blocks)
+        return manager, PoolPicture(manager)
 
     def admit(self, manager: KVCacheManager, name: str, token_ids: list[int]) -> TokenSequence:
         sequence = TokenSequence(name, token_ids)

@@ -8,7 +8,7 @@ import struct
 from dataclasses import dataclass, field
 
 from headstart.cache import CacheConfig, KVCacheBlock, KVCacheManager, TokenSequence
-from headstart.cache.index import PrefixNode
+from headstart.cache.block import PrefixNode
 
 BLOCK_SIZE = 4
 SHARED = "abcdefghijk"  # what request 0 and request 1 begin with

@@ -10,10 +10,12 @@ Glossary:
     computed tokens tokens whose K/V need no computing
 """
 
-from headstart.cache.block import FreeBlockQueue, KVCacheBlock
+from headstart.cache.admission import Allocation, RowCopy
+from headstart.cache.block import KVCacheBlock
 from headstart.cache.config import CacheConfig
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
 from headstart.cache.eviction import EvictionPolicy
+from headstart.cache.free_queue import FreeBlockQueue
 from headstart.cache.identity import (
     BlockHash,
     BlockKey,
@@ -23,8 +25,9 @@ from headstart.cache.identity import (
     extra_keys,
 )
 from headstart.cache.lookup import ComputedBlocks, PartialHit
-from headstart.cache.manager import Allocation, KVCacheManager, RowCopy
+from headstart.cache.manager import KVCacheManager
 from headstart.cache.names import BlockNames
+from headstart.cache.picture import BlockPicture, BlockState
 from headstart.cache.pool import BlockPool
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
@@ -36,7 +39,9 @@ __all__ = [
     "BlockHash",
     "BlockKey",
     "BlockNames",
+    "BlockPicture",
     "BlockPool",
+    "BlockState",
     "BlockStored",
     "CacheConfig",
     "CacheEvent",

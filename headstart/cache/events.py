@@ -6,8 +6,8 @@ not: further copies of a block in the same pool raise no events. Names are compu
 
 from dataclasses import dataclass, field
 
+from headstart.cache.block import PrefixNode
 from headstart.cache.identity import BlockHash
-from headstart.cache.index import PrefixNode
 from headstart.cache.names import BlockNames
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from headstart.cache.block import FreeBlockQueue, KVCacheBlock
+from headstart.cache.block import KVCacheBlock
+from headstart.cache.free_queue import FreeBlockQueue
 from headstart.errors import ConfigError
 
 
@@ -24,6 +25,9 @@ class EvictionPolicy(Protocol):
 
     def take(self, count: int) -> list[KVCacheBlock]:
         """Remove and return the `count` blocks to reuse. Raises CacheError if short."""
+
+    def salvage(self) -> list[KVCacheBlock]:
+        """What is left of the order when one of the verbs was interrupted; changes nothing."""
 
     def __len__(self) -> int: ...
 
@@ -48,6 +52,9 @@ class Lru:
 
     def take(self, count: int) -> list[KVCacheBlock]:
         return self._queue.popleft(count)
+
+    def salvage(self) -> list[KVCacheBlock]:
+        return self._queue.salvage()
 
     def __len__(self) -> int:
         return len(self._queue)

@@ -5,14 +5,17 @@ looks at the children of the last node for the one with the longest common head.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Container
 from typing import NamedTuple
 
-from headstart.cache.block import KVCacheBlock
+from headstart.cache.block import Branches, KVCacheBlock, PrefixNode, RootNode
 from headstart.cache.identity import BlockKey, common_tokens, count_tokens, differs_in_item
-from headstart.cache.index import PrefixIndex, PrefixNode, RootNode
+from headstart.cache.index import PrefixIndex
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason
+
+MAX_ASKED = 4  # adapters that a miss is compared with: the model without any, and the latest
+MAX_DEPTH = 16  # blocks of a hit after which no other adapter is asked
 
 
 class PartialHit(NamedTuple):
@@ -28,7 +31,7 @@ class ComputedBlocks(NamedTuple):
     blocks: the cached blocks its prefix fills, in order. num_tokens: tokens that need no
     computing, rows of `partial` included; always less than the sequence has. writer: the
     request that is computing the sequence's next block, if there is one: wait for it, or the
-    block is computed twice. node and version: for the manager.
+    block is computed twice. node, version and unwritten: for the manager.
     """
 
     sequence: TokenSequence
@@ -38,6 +41,11 @@ class ComputedBlocks(NamedTuple):
     writer: str | None
     node: PrefixNode | None
     version: int
+    unwritten: Container[KVCacheBlock]
+
+    def is_written(self, at: int) -> bool:
+        """Whether the rows of a block of `blocks` are there; otherwise this step computes them."""
+        return self.blocks[at] not in self.unwritten
 
     def cut(self, count: int, block_size: int) -> "ComputedBlocks":
         """The same without what comes after the first `count` blocks, for who cannot use it."""
@@ -54,48 +62,43 @@ class ComputedBlocks(NamedTuple):
         )
 
 
-def _cached_children(parent: PrefixNode, key: BlockKey) -> tuple[Iterable[PrefixNode], ...]:
-    """Children with a block, on either side of where the key would stand, nearest first."""
-    if parent.branches is None:
-        child = parent.child
-        return ((child,),) if child is not None and child.block is not None else ()
-    order, nodes = parent.branches.order, parent.branches.nodes
-    at = bisect_left(order, key)
-    before = (nodes[order[i]] for i in range(at - 1, -1, -1))
-    return before, (nodes[order[i]] for i in range(at, len(order)))
+def _nearest_children(index: PrefixIndex, parent: PrefixNode, key: BlockKey) -> list[PrefixNode]:
+    """The written children on either side of the place where the key would stand."""
+    child = parent.child
+    if isinstance(child, Branches):
+        at = bisect_left(child.order, key)
+        return [child.nodes[near] for near in child.order[max(0, at - 1) : at + 1]]
+    if child is None or child.block is None or child.block in index.unwritten:
+        return []
+    return [child]
 
 
-def longest_head(parent: PrefixNode, key: BlockKey) -> PartialHit | None:
+def longest_head(index: PrefixIndex, parent: PrefixNode, key: BlockKey) -> PartialHit | None:
     """The written child block that shares most rows with the key.
 
-    Common heads only get shorter on the way outwards, so on either side the nearest written
-    block is the best; only blocks of the step that is under way are passed over.
+    Common heads only get shorter on the way outwards, so on either side the nearest is the best.
     """
     best: PartialHit | None = None
-    for side in _cached_children(parent, key):
-        for node in side:
-            block = node.block
-            if block is not None and block.writer is None:
-                rows = common_tokens(key, node.key)
-                if rows > (best.num_rows if best is not None else 0):
-                    best = PartialHit(block, rows)
-                break
+    for node in _nearest_children(index, parent, key):
+        rows = common_tokens(key, node.key)
+        if node.block is not None and rows > (best.num_rows if best is not None else 0):
+            best = PartialHit(node.block, rows)
     return best
 
 
 def find_partial(
-    sequence: TokenSequence, node: PrefixNode, depth: int, block_size: int
+    index: PrefixIndex, sequence: TokenSequence, node: PrefixNode, depth: int, block_size: int
 ) -> PartialHit | None:
     """What a written child of the last hit has of the sequence's next block, but its last token."""
     start = depth * block_size
     limit = len(sequence.token_ids) - 1 - start
-    if limit <= 0 or (node.child is None and node.branches is None):
+    if limit <= 0 or node.child is None:
         return None
     if depth < len(sequence.keys):
         key = sequence.keys[depth]
     else:
         key = sequence.cut_tail(len(sequence.token_ids), block_size)
-    hit = longest_head(node, key)
+    hit = longest_head(index, node, key)
     if hit is None:
         return None
     return PartialHit(hit.block, min(hit.num_rows, limit))
@@ -110,30 +113,42 @@ def explain_end(index: PrefixIndex, found: ComputedBlocks, block_size: int) -> M
         return MissExplanation(MissReason.SHORT, position)
     if found.writer is not None:
         return MissExplanation(MissReason.IN_PROGRESS, position)
-    if (root := _find_elsewhere(index, found, same_salt=True)) is not None:
+    if (root := _find_other_adapter(index, found)) is not None:
         return MissExplanation(MissReason.ADAPTER, position, root.namespace.adapter)
     return _explain_child(index, found, block_size)
 
 
-def is_in_other_salt(index: PrefixIndex, found: ComputedBlocks) -> bool:
-    """Whether more of the sequence is cached under another salt: one tenant's news of another."""
-    return _find_elsewhere(index, found, same_salt=False) is not None
+def _find_other_adapter(index: PrefixIndex, found: ComputedBlocks) -> RootNode | None:
+    """Another adapter's root under the same salt that has more of the sequence.
 
-
-def _find_elsewhere(
-    index: PrefixIndex, found: ComputedBlocks, *, same_salt: bool
-) -> RootNode | None:
-    """Another namespace that has more of the sequence; one step for each that might."""
+    A few are asked, and only where the hit ended early, so that an admission costs the same
+    however many adapters there are: see `MAX_ASKED` and `MAX_DEPTH`.
+    """
     adapter, salt = found.sequence.namespace
-    keys, depth = found.sequence.keys, len(found.blocks)
-    if same_salt:
-        others = [r for r in index.roots_of_salt(salt) if r.namespace.adapter != adapter]
-    else:
-        others = [
-            r for r in index.roots() if r.namespace.adapter == adapter and r.namespace.salt != salt
-        ]
-    longer = (root for root in others if len(index.walk(root, keys[: depth + 1])[1]) > depth)
-    return next(longer, None)
+    if len(found.blocks) > MAX_DEPTH:
+        return None
+    for root in index.recent_roots(salt, MAX_ASKED):
+        if root.namespace.adapter != adapter and _has_more(index, root, found):
+            return root
+    return None
+
+
+def is_in_other_salt(index: PrefixIndex, found: ComputedBlocks) -> bool:
+    """Whether more of the sequence is cached under another salt: one tenant's news of another.
+
+    Asks every salt.
+    """
+    adapter, salt = found.sequence.namespace
+    return any(
+        root.namespace.salt != salt and _has_more(index, root, found)
+        for root in index.roots()
+        if root.namespace.adapter == adapter
+    )
+
+
+def _has_more(index: PrefixIndex, root: RootNode, found: ComputedBlocks) -> bool:
+    depth = len(found.blocks)
+    return len(index.walk(root, found.sequence.keys[: depth + 1])[1]) > depth
 
 
 def _explain_child(index: PrefixIndex, found: ComputedBlocks, block_size: int) -> MissExplanation:
@@ -146,9 +161,8 @@ def _explain_child(index: PrefixIndex, found: ComputedBlocks, block_size: int) -
     if known is not None:
         reason = MissReason.EVICTED if known.block is None else MissReason.OUTPUTS
         return MissExplanation(reason, position)
-    nearest = [next(iter(side), None) for side in _cached_children(parent, key)]
     closest = max(
-        (node.key for node in nearest if node is not None),
+        (node.key for node in _nearest_children(index, parent, key)),
         key=lambda other: common_tokens(key, other),
         default=None,
     )

@@ -11,50 +11,39 @@ A step of the engine, as the manager sees it:
 Source: "Automatic Prefix Caching" (vLLM v1 design), operations.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from headstart.cache.block import KVCacheBlock
+from headstart.cache.admission import Allocation, RowCopy, check_admission, check_count
+from headstart.cache.block import KVCacheBlock, PrefixNode
 from headstart.cache.config import CacheConfig
 from headstart.cache.events import CacheEvent
 from headstart.cache.identity import BlockHash
-from headstart.cache.index import PrefixIndex, PrefixNode, TailNode
-from headstart.cache.invariants import check_manager
+from headstart.cache.index import PrefixIndex
+from headstart.cache.invariants import check_everything
 from headstart.cache.lookup import (
     ComputedBlocks,
     PartialHit,
     explain_end,
     find_partial,
     is_in_other_salt,
-    longest_head,
 )
 from headstart.cache.names import BlockNames
+from headstart.cache.naming import BlockNaming
+from headstart.cache.picture import BlockPicture, draw_block
 from headstart.cache.pool import BlockPool
 from headstart.cache.progress import BlocksInProgress
+from headstart.cache.recovery import rebuild
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
 from headstart.errors import CacheError
-
-
-class RowCopy(NamedTuple):
-    """Copy the K/V of the first `num_rows` slots of one block to another, before the step."""
-
-    source_block: int
-    target_block: int
-    num_rows: int
-
-
-class Allocation(NamedTuple):
-    """A sequence was admitted: rows to copy before the step runs, and why it hit no more."""
-
-    copies: tuple[RowCopy, ...]
-    missed: MissExplanation
 
 
 class KVCacheManager:
     """Allocates KV blocks to sequences, and finds cached ones again by prefix identity.
 
     Not thread-safe: one engine calls it. Every method either does the whole of what it says or
-    raises and leaves everything as it was.
+    raises and leaves everything as it was. If an exception comes from outside, such as Ctrl-C,
+    in the middle of a method, `fail_step` is what makes the manager whole again.
     """
 
     def __init__(self, config: CacheConfig, names: BlockNames | None = None) -> None:
@@ -63,14 +52,14 @@ class KVCacheManager:
         self.block_size = config.block_size
         self.names = names or BlockNames(config.block_size)
         self.stats = PrefixCacheStats()
-        self._index = PrefixIndex(remember)
-        self.pool = BlockPool(config.num_blocks, config.eviction, self._index)
+        self.pool = BlockPool(config.num_blocks, config.eviction, PrefixIndex(remember))
         if config.events:
             self.pool.names = self.names
+        self._naming = BlockNaming(config, self.pool)
         self._sequences: dict[str, TokenSequence] = {}
         self._in_progress = BlocksInProgress()
-        self._filled: list[KVCacheBlock] = []
         self._step = 0
+        self._is_whole = True  # False while something moves: an interruption is then repaired
 
     @property
     def num_free_blocks(self) -> int:
@@ -93,14 +82,14 @@ class KVCacheManager:
 
         At least one token is left to compute. Costs about 0.1 us a cached block.
         """
-        version = self.pool.version
+        version, unwritten = self.pool.version, self.pool.index.unwritten
         if not self.config.enable_prefix_caching:
-            return ComputedBlocks(sequence, [], 0, None, None, None, version)
+            return ComputedBlocks(sequence, [], 0, None, None, None, version, unwritten)
         keys = sequence.cut(self.block_size)
-        node: PrefixNode | None = self._index.root(sequence.namespace)
+        node: PrefixNode | None = self.pool.index.root(sequence.namespace)
         blocks: list[KVCacheBlock] = []
         if node is not None:
-            node, blocks = self._index.walk(node, keys)
+            node, blocks = self.pool.index.walk(node, keys)
         depth = len(blocks)
         num_tokens = min(depth * self.block_size, len(sequence.token_ids) - 1)
         writer = None
@@ -110,9 +99,11 @@ class KVCacheManager:
             writer = writing.request_id if writing is not None else None
         partial = None
         if node is not None and self.config.partial_hits:
-            partial = find_partial(sequence, node, depth, self.block_size)
+            partial = find_partial(self.pool.index, sequence, node, depth, self.block_size)
             num_tokens += partial.num_rows if partial is not None else 0
-        return ComputedBlocks(sequence, blocks, num_tokens, partial, writer, node, version)
+        return ComputedBlocks(
+            sequence, blocks, num_tokens, partial, writer, node, version, unwritten
+        )
 
     def explain(self, sequence: TokenSequence, *, across_salts: bool = False) -> MissExplanation:
         """Why the sequence would not hit more if it were looked up now.
@@ -123,8 +114,8 @@ class KVCacheManager:
         if not self.config.enable_prefix_caching:
             return MissExplanation(MissReason.DISABLED, 0)
         found = self.get_computed_blocks(sequence)
-        explanation = explain_end(self._index, found, self.block_size)
-        if across_salts and is_in_other_salt(self._index, found):
+        explanation = explain_end(self.pool.index, found, self.block_size)
+        if across_salts and is_in_other_salt(self.pool.index, found):
             return MissExplanation(MissReason.SALT, explanation.position)
         return explanation
 
@@ -132,7 +123,17 @@ class KVCacheManager:
         """The portable names of the sequence's full blocks, cached or not."""
         return self.names.of_keys(sequence.namespace, sequence.cut(self.block_size))
 
+    def picture(self) -> list[BlockPicture]:
+        """Every block of the pool as it is now, by block id; for those who draw it."""
+        return [draw_block(block) for block in self.pool.blocks]
+
     # Allocation
+
+    def can_admit(self, computed: ComputedBlocks) -> bool:
+        """Whether the free blocks would do for all tokens of the sequence that was looked up."""
+        blocks = -(-len(computed.sequence.token_ids) // self.block_size)
+        needed = blocks - len(computed.blocks) + _count_free(computed.blocks)
+        return needed <= len(self.pool.free)
 
     def allocate_slots(
         self,
@@ -147,31 +148,27 @@ class KVCacheManager:
         already, `computed` is of another sequence or older than an eviction, or there are not
         `num_new_tokens` tokens left.
         """
+        self._check_admission(sequence, num_new_tokens, computed)
         hits = computed.blocks if computed is not None else []
         hit_tokens = computed.num_tokens if computed is not None else 0
-        self._check_admission(sequence, num_new_tokens, computed)
         end = hit_tokens + num_new_tokens
         num_new = -(-end // self.block_size) - len(hits)
-        left = len(self.pool.free) - num_new
-        for block in hits:
-            if block.ref_cnt == 0:
-                left -= 1
-        if left < 0:
+        if num_new + _count_free(hits) > len(self.pool.free):
             return None
         missed = self._explain_admission(computed)
         self.stats.record(len(sequence.token_ids), hit_tokens, missed, resumed=sequence.step >= 0)
+        self._is_whole = False
+        self._sequences[sequence.request_id] = sequence
         self.pool.touch(hits)
         new, copies = self._take(num_new, computed.partial if computed is not None else None)
-        for block in new:
-            block.writer = sequence
         sequence.blocks = hits + new
         sequence.block_ids = [block.block_id for block in sequence.blocks]
         sequence.capacity = len(sequence.blocks) * self.block_size
-        sequence.num_named = len(hits)
+        sequence.num_named = sequence.num_reused = len(hits)
         sequence.node = computed.node if computed is not None and hits else None
-        self._sequences[sequence.request_id] = sequence
         self._extend_to(sequence, end)
         self._in_progress.announce(sequence)
+        self._is_whole = True
         if copies and sequence.blocks[len(hits)] is not new[0]:  # cached since the lookup
             copies = ()
         return Allocation(copies, missed)
@@ -179,20 +176,11 @@ class KVCacheManager:
     def _check_admission(
         self, sequence: TokenSequence, num_new_tokens: int, computed: ComputedBlocks | None
     ) -> None:
+        self._check_whole()
         name = sequence.request_id
         if name in self._sequences:
             raise CacheError(f"sequence {name!r} holds blocks already")
-        if sequence.blocks:
-            raise CacheError(f"sequence {name!r} holds blocks of another manager")
-        start = 0
-        if computed is not None:
-            if computed.sequence is not sequence:
-                raise CacheError(f"the lookup given for {name!r} is another sequence's")
-            if computed.version != self.pool.version:
-                raise CacheError(f"the lookup of {name!r} is older than an eviction: look again")
-            start = computed.num_tokens
-        if not 1 <= num_new_tokens <= len(sequence.token_ids) - start:
-            raise _bad_count(sequence, num_new_tokens, start)
+        check_admission(sequence, num_new_tokens, computed, self.pool.version)
         if self.config.enable_prefix_caching:
             sequence.cut(self.block_size)  # for naming; it may raise, so before anything moves
 
@@ -201,7 +189,7 @@ class KVCacheManager:
             return MissExplanation(MissReason.DISABLED, 0)
         if computed is None:
             return MissExplanation(MissReason.NOT_READ, 0)
-        return explain_end(self._index, computed, self.block_size)
+        return explain_end(self.pool.index, computed, self.block_size)
 
     def _take(
         self, count: int, partial: PartialHit | None
@@ -231,88 +219,84 @@ class KVCacheManager:
         """
         end = sequence.num_computed_tokens + num_new_tokens
         if num_new_tokens < 1 or end > len(sequence.token_ids):
-            raise _bad_count(sequence, num_new_tokens, sequence.num_computed_tokens)
+            check_count(sequence, num_new_tokens, sequence.num_computed_tokens)
         if end < sequence.capacity:
+            sequence.step = self._step  # first, or an interruption leaves rows of no step
             sequence.num_computed_tokens = end
-            sequence.step = self._step
             return True
+        self._check_whole()
         name = sequence.request_id
         if self._sequences.get(name) is not sequence:
             raise CacheError(f"sequence {name!r} holds no blocks: allocate_slots comes first")
         if self.config.enable_prefix_caching:
             sequence.cut(self.block_size)  # for naming; it may raise, so before anything moves
         num_new = -(-end // self.block_size) - len(sequence.blocks)
+        if num_new > len(self.pool.free):
+            return False
+        self._is_whole = False
         if num_new > 0:
-            if num_new > len(self.pool.free):
-                return False
             new = self.pool.take(num_new)
-            for block in new:
-                block.writer = sequence
             sequence.blocks += new
             sequence.block_ids += [block.block_id for block in new]
             sequence.capacity += num_new * self.block_size
         self._extend_to(sequence, end)
         if sequence.in_progress is not None or sequence.num_named < len(sequence.keys):
             self._in_progress.announce(sequence)
+        self._is_whole = True
         return True
 
     def _extend_to(self, sequence: TokenSequence, end: int) -> None:
-        """The sequence's tokens up to `end` are computed in this step: name what that fills."""
-        sequence.num_computed_tokens = end
         sequence.step = self._step
-        if not self.config.enable_prefix_caching:
-            return
-        full, keys = end // self.block_size, sequence.keys
-        if full == sequence.num_named:
-            return
-        node = sequence.node or self._index.make_root(sequence.namespace)
-        for at in range(sequence.num_named, full):
-            if node.child is None and node.branches is None:
-                blocks = sequence.blocks[at:full]
-                node = self.pool.store_chain(node, keys[at:full], blocks)
-                self._filled += blocks
-                break
-            node = self._index.child(node, keys[at])
-            self._name_block(sequence, at, node)
-        sequence.node, sequence.num_named = node, full
-
-    def _name_block(self, sequence: TokenSequence, at: int, node: PrefixNode) -> None:
-        """The sequence's block is full, and this is its identity."""
-        block, cached = sequence.blocks[at], node.block
-        if cached is None or not self.config.deduplicate:
-            self.pool.store(node, block)
-            self._filled.append(block)
-            self._drop_outgrown(node)
-        else:
-            self.pool.touch([cached])
-            block.writer = None
-            sequence.blocks[at] = cached
-            sequence.block_ids[at] = cached.block_id
-            self.pool.release([block])
+        sequence.num_computed_tokens = end
+        if self.config.enable_prefix_caching:
+            self._naming.name_full_blocks(sequence, end)
 
     # The end of a step, and of a sequence
 
     def commit_step(self) -> None:
         """The K/V of every slot given since the last step are written."""
-        for block in self._filled:
-            block.writer = None
-        self._filled.clear()
+        self._check_whole()
+        self._is_whole = False
+        self.pool.index.commit()
         self._step += 1
+        self._is_whole = True
 
     def fail_step(self) -> list[TokenSequence]:
         """The step's K/V were not written: end its sequences and keep nothing it computed.
 
-        Returns the sequences that had slots in the step; they hold no blocks any more.
+        Returns the sequences that hold no blocks any more: those that had slots in the step, or
+        all if an exception came in the middle of a method. The pool is then built anew, and
+        what earlier steps cached stays. May be called at any time, and again if it was
+        interrupted itself.
         """
-        for block in self._filled:
-            block.writer = None
-        self.pool.forget([block for block in self._filled if block.node is not None])
+        if not self._is_whole:
+            return self._recover()
+        self._is_whole = False
         failed = [s for s in self._sequences.values() if s.step == self._step]
-        self._filled.clear()
+        index = self.pool.index
+        self.pool.forget([block for block in index.unwritten if block.node is not None])
+        index.commit()
         self._step += 1
         for sequence in failed:
             self._give_back(sequence)
+        self._is_whole = True
         return failed
+
+    def _recover(self) -> list[TokenSequence]:
+        ended = list(self._sequences.values())
+        rebuild(self.pool, ended)
+        for sequence in ended:
+            sequence.give_up()
+        self._naming = BlockNaming(self.config, self.pool)
+        self._in_progress = BlocksInProgress()
+        self._step += 1
+        self._sequences = {}
+        self._is_whole = True
+        return ended
+
+    def _check_whole(self) -> None:
+        if not self._is_whole:
+            raise CacheError("a method of the manager was interrupted: fail_step comes first")
 
     def free(self, sequence: TokenSequence) -> None:
         """The sequence holds its blocks no longer; full ones stay cached, last in line first.
@@ -320,68 +304,80 @@ class KVCacheManager:
         The rows in its last block stay too, to be copied by a prompt that goes on from there.
         Raises CacheError for a sequence that holds none, or one whose step is under way.
         """
-        name = sequence.request_id
-        if not self.is_known(sequence):
-            raise CacheError(f"sequence {name!r} holds no blocks; freed twice?")
-        if sequence.step == self._step:
-            raise CacheError(f"{name!r} is in a step: commit_step or fail_step comes first")
+        self._check_whole()
+        self._check_out_of_step(sequence)
+        self._is_whole = False
         if self.config.enable_prefix_caching and self.config.partial_hits:
-            self._keep_tail(sequence)
+            self._naming.keep_tail(sequence)
         self._give_back(sequence)
+        self._is_whole = True
 
-    def _keep_tail(self, sequence: TokenSequence) -> None:
-        """Let the rows of the last block be found, unless a cached block has them already."""
-        rows = sequence.num_computed_tokens % self.block_size
-        if rows == 0:
-            return
-        key = sequence.cut_tail(sequence.num_computed_tokens, self.block_size)
-        node = sequence.node or self._index.make_root(sequence.namespace)
-        held = longest_head(node, key)
-        if held is None or held.num_rows < rows:
-            tail = self._index.child(node, key, TailNode)
-            self._index.attach(tail, sequence.blocks[sequence.num_named])
-            self._drop_outgrown(tail)
+    def discard(self, sequences: Sequence[TokenSequence]) -> None:
+        """The sequences hold their blocks no longer, and nothing that they computed is kept.
 
-    def _drop_outgrown(self, node: PrefixNode) -> None:
-        """Empty the block of a tail whose rows this node's block has too, and more."""
-        tail = self._index.outgrown_tail(node)
-        if isinstance(tail, TailNode) and tail.block is not None and not tail.block.ref_cnt:
-            block = tail.block
-            self.pool.free.claim([block])
-            self.pool.forget([block])
-            self.pool.free.release([block])
+        What they hit when they were admitted stays cached, and so does a block that somebody
+        else holds. May be called within a step, which goes on for the others. Raises CacheError
+        for a sequence that holds no blocks.
+        """
+        self._check_whole()
+        for sequence in sequences:
+            self._check_known(sequence)
+        self._is_whole = False
+        index = self.pool.index
+        computed: dict[KVCacheBlock, None] = {}  # in this step, or since the admission
+        for sequence in sequences:
+            blocks = sequence.blocks
+            computed.update(dict.fromkeys(b for b in blocks if b in index.unwritten))
+            computed.update(dict.fromkeys(blocks[sequence.num_reused :]))
+            self._give_back(sequence)
+        self.pool.drop([b for b in computed if b.node is not None and not b.ref_cnt])
+        for block in computed:
+            if block.node is None:
+                index.unwritten.pop(block, None)
+        self._is_whole = True
+
+    def _check_known(self, sequence: TokenSequence) -> None:
+        if not self.is_known(sequence):
+            name = sequence.request_id
+            raise CacheError(f"sequence {name!r} holds no blocks; freed twice?")
+
+    def _check_out_of_step(self, sequence: TokenSequence) -> None:
+        self._check_known(sequence)
+        if sequence.step == self._step:
+            name = sequence.request_id
+            raise CacheError(f"{name!r} is in a step: commit_step or fail_step comes first")
 
     def _give_back(self, sequence: TokenSequence) -> None:
         self._in_progress.withdraw(sequence)
+        self.pool.release(sequence.give_up()[::-1])
         del self._sequences[sequence.request_id]
-        blocks, sequence.blocks, sequence.block_ids = sequence.blocks, [], []
-        for block in blocks[sequence.num_named :]:
-            block.writer = None
-        sequence.capacity = sequence.num_computed_tokens = sequence.num_named = 0
-        sequence.node = None
-        self.pool.release(blocks[::-1])
 
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached; False, and nothing done, while a sequence holds blocks."""
+        self._check_whole()
         if self._sequences:
             return False
+        self._is_whole = False
         self.pool.clear()
+        self._is_whole = True
         return True
 
     def check(self) -> None:
         """Raise AssertionError if any invariant of pool, index or sequences is broken."""
-        check_manager(self)
+        check_everything(self.config, self.pool, self.sequences)
         self._in_progress.check(self.sequences)
 
     def take_events(self) -> list[CacheEvent]:
         """What happened to cached blocks since the last call, oldest first."""
-        events, self.pool.events = self.pool.events, []
-        return events
+        self._check_whole()
+        events = self.pool.events
+        try:
+            self.pool.events = []
+            return events
+        except BaseException:
+            self.pool.events = events
+            raise
 
 
-def _bad_count(sequence: TokenSequence, num_new_tokens: int, start: int) -> CacheError:
-    left = len(sequence.token_ids) - start
-    return CacheError(
-        f"{num_new_tokens} slots asked for {sequence.request_id!r}; "
-        f"from 1 to {left} tokens are left"
-    )
+def _count_free(blocks: Sequence[KVCacheBlock]) -> int:
+    return [block.ref_cnt for block in blocks].count(0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from headstart.cache.block import PrefixNode, RootNode
 from headstart.cache.identity import (
     BlockHash,
     BlockKey,
@@ -11,7 +12,6 @@ from headstart.cache.identity import (
     root_hash,
     sha256,
 )
-from headstart.cache.index import PrefixNode, RootNode
 
 
 class BlockNames:

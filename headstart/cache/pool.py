@@ -6,11 +6,11 @@ sequences (`ref_cnt` > 0), free with content that a lookup may still find, free 
 
 from collections.abc import Iterable, Sequence
 
-from headstart.cache.block import KVCacheBlock
+from headstart.cache.block import KVCacheBlock, PrefixNode, TailNode
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
 from headstart.cache.eviction import make_policy
 from headstart.cache.identity import BlockKey
-from headstart.cache.index import PrefixIndex, PrefixNode, TailNode
+from headstart.cache.index import PrefixIndex
 from headstart.cache.names import BlockNames
 
 
@@ -18,15 +18,16 @@ class BlockPool:
     """All blocks, the free ones in the order of the eviction policy, and the prefix index.
 
     `version` changes whenever a block loses its identity, so that the result of an earlier
-    lookup can be told to be stale. `copies` holds further blocks of an identity, which come to
-    be where block tables are append-only.
+    lookup can be told to be stale. `copies` holds further blocks of an identity, oldest first,
+    which come to be where block tables are append-only.
     """
 
     def __init__(self, num_blocks: int, eviction: str, index: PrefixIndex) -> None:
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        self.eviction = eviction
         self.free = make_policy(eviction, self.blocks)
         self.index = index
-        self.copies: dict[PrefixNode, list[KVCacheBlock]] = {}
+        self.copies: dict[PrefixNode, dict[KVCacheBlock, None]] = {}
         self.version = 0
         self.num_evicted = 0
         self.names: BlockNames | None = None
@@ -64,14 +65,38 @@ class BlockPool:
             if block.ref_cnt == 0:
                 freed.append(block)
         if self.copies:
-            self.forget([block for block in freed if block.node in self.copies])
+            freed = self._lend_recency(freed)
         self.free.release(freed)
 
+    def _lend_recency(self, freed: list[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Make freed copies empty; each puts a free block of its identity in line beside it.
+
+        Who held the copy used the identity, so the block that keeps it counts as used now.
+        """
+        in_line = []
+        for block in freed:
+            node = block.node
+            if node is not None and node in self.copies:
+                self.forget([block])
+                kept = node.block
+                if kept is not None and not kept.ref_cnt:
+                    self.free.claim([kept])
+                    in_line.append(kept)
+            in_line.append(block)
+        return in_line
+
+    def drop(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Free cached blocks become empty."""
+        self.free.claim(blocks)
+        self.forget(blocks)
+        self.free.release(blocks)
+
     def store(self, node: PrefixNode, block: KVCacheBlock) -> None:
-        """The block holds the node's content and can be found, as a copy if it is not first."""
+        """The block gets the node's content in this step, as a copy if it is not the first."""
+        self.index.unwritten[block] = None
         if node.block is not None:
             block.node = node
-            self.copies.setdefault(node, []).append(block)
+            self.copies.setdefault(node, {})[block] = None
             return
         self.index.attach(node, block)
         if self.names is not None:
@@ -81,6 +106,7 @@ class BlockPool:
         self, parent: PrefixNode, keys: Sequence[BlockKey], blocks: Sequence[KVCacheBlock]
     ) -> PrefixNode:
         """Store blocks one after another under a node without children; the last one's node."""
+        self.index.unwritten.update(dict.fromkeys(blocks))
         end = self.index.grow(parent, keys, blocks)
         if self.names is not None:
             for block in blocks:
@@ -107,10 +133,11 @@ class BlockPool:
         copies = self.copies.get(node) if node is not None else None
         if node is None or copies is None:
             return False
+        copy = block
         if node.block is block:
-            node.block = copies.pop(0)
-        else:
-            copies.remove(block)
+            copy = next(iter(copies))
+            self.index.replace(node, copy)
+        del copies[copy]
         block.node = None
         if not copies:
             del self.copies[node]
@@ -119,6 +146,7 @@ class BlockPool:
     def clear(self) -> None:
         """Forget every cached block. The caller has seen that none is held."""
         cached = [block for block in self.free if block.node is not None]
+        self.copies.clear()
         self.free.claim(cached)
         for block in cached:
             block.node = None

@@ -1,7 +1,7 @@
 """Which blocks are being computed, and by whom, so that no block is computed twice."""
 
+from headstart.cache.block import PrefixNode
 from headstart.cache.identity import BlockKey, Namespace
-from headstart.cache.index import PrefixNode
 from headstart.cache.sequence import TokenSequence
 
 

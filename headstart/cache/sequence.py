@@ -1,9 +1,10 @@
 """A request as the cache sees it: its tokens, their identity, and the blocks they lie in."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
+from headstart.cache.block import KVCacheBlock, PrefixNode
 from headstart.cache.identity import (
     MAX_TOKEN_ID,
     TOKEN_BYTES,
@@ -15,10 +16,6 @@ from headstart.cache.identity import (
     encode_tokens,
 )
 from headstart.errors import CacheError
-
-if TYPE_CHECKING:
-    from headstart.cache.block import KVCacheBlock
-    from headstart.cache.index import PrefixNode
 
 
 class TokenSequence:
@@ -44,8 +41,10 @@ class TokenSequence:
         "node",
         "num_computed_tokens",
         "num_named",
+        "num_reused",
         "request_id",
         "step",
+        "switched",
         "token_ids",
     )
 
@@ -61,7 +60,7 @@ class TokenSequence:
         self.request_id = request_id
         self.token_ids = list(token_ids)
         self.namespace = Namespace(adapter, salt)
-        self.items = _checked(items, len(self.token_ids))
+        self.items = _checked(items, len(self.token_ids))  # in order
         if not self.token_ids:
             raise CacheError(f"sequence {request_id!r} has no tokens")
         self._prompt = encode_tokens(self.token_ids)
@@ -72,6 +71,8 @@ class TokenSequence:
         self.keys: list[BlockKey] = []  # of the full blocks, as far as they were needed
         self.num_named = 0  # blocks at the head of `blocks` whose identity is in the index
         self.node: PrefixNode | None = None  # the identity of the last of them
+        self.num_reused = 0  # blocks at the head of `blocks` that it hit when it was admitted
+        self.switched: set[int] = set()  # indices of blocks that it gave up for cached ones
         self.in_progress: tuple[PrefixNode | Namespace, BlockKey] | None = None
         self.step = -1  # the last step that gave it slots
 
@@ -89,7 +90,7 @@ class TokenSequence:
         end = self.items[-1].offset + self.items[-1].length if self.items else 0
         if item.offset < max(end, len(self.keys) * block_size):
             raise CacheError(f"{item} comes too late: tokens up to there have their identity")
-        self.items = (*self.items, item)
+        self.items.append(item)
 
     def cut(self, block_size: int) -> list[BlockKey]:
         """Keys of all full blocks of the tokens known by now."""
@@ -108,11 +109,54 @@ class TokenSequence:
         data = self._prompt[start * TOKEN_BYTES : stop * TOKEN_BYTES]
         if len(data) < (stop - start) * TOKEN_BYTES:  # generated tokens are among them
             data = encode_tokens(self.token_ids[start:stop])
-        return cut_keys(data, range(start, stop), block_size, self.items)
+        return cut_keys(data, range(start, stop), block_size, self._items_between(start, stop))
+
+    def _items_between(self, start: int, stop: int) -> Sequence[MultiModalItem]:
+        """The items that stand, in part or as a whole, in these tokens."""
+        items = self.items
+        if not items:
+            return items
+        first = bisect_right(items, start, key=_end)
+        return items[first : bisect_left(items, stop, lo=first, key=_offset)]
+
+    def give_up(self) -> list[KVCacheBlock]:
+        """Hold no blocks any more; returns those that it held."""
+        blocks, self.blocks, self.block_ids = self.blocks, [], []
+        self.capacity = self.num_computed_tokens = self.num_named = self.num_reused = 0
+        self.node = self.in_progress = None
+        self.switched.clear()
+        return blocks
+
+    def slots(self, start: int, stop: int, block_size: int, scratch: int) -> list[int]:
+        """Where the K/V of tokens `start` to `stop` go, in a step that computes them.
+
+        Rows in a block that is shared are computed for their outputs alone: the block has them
+        already, or gets them from another sequence in this step. They go to slot `scratch`.
+        """
+        slots: list[int] = []
+        at = start
+        while at < stop:
+            index, offset = divmod(at, block_size)
+            count = min(stop - at, block_size - offset)
+            if index < self.num_reused or index in self.switched:
+                slots += [scratch] * count
+            else:
+                first = self.block_ids[index] * block_size + offset
+                slots += range(first, first + count)
+            at += count
+        return slots
 
 
-def _checked(items: Sequence[MultiModalItem], num_tokens: int) -> tuple[MultiModalItem, ...]:
-    ordered = tuple(sorted(items, key=lambda item: item.offset))
+def _offset(item: MultiModalItem) -> int:
+    return item.offset
+
+
+def _end(item: MultiModalItem) -> int:
+    return item.offset + item.length
+
+
+def _checked(items: Sequence[MultiModalItem], num_tokens: int) -> list[MultiModalItem]:
+    ordered = sorted(items, key=_offset)
     for left, right in pairwise(ordered):
         if left.offset + left.length > right.offset:
             raise CacheError(f"items overlap: {left} and {right}")

@@ -167,7 +167,7 @@ class Runner:
                 tokens += [PADDING_TOKEN] * (stop - known)
             positions += range(start, stop)
             logit_rows += range(len(tokens) - wanted, len(tokens))
-            self._add_slots(slots, sequence, start, stop)
+            slots += sequence.slots(start, stop, self._memory.block_size, self._memory.scratch_slot)
         embeddings, places = None, self._tensor(positions)
         if any(rows.extras is not None for rows in parts):
             embeddings, places = self._extras(parts), self._places(parts, places)
@@ -187,24 +187,6 @@ class Runner:
         self._adapters.begin_step(
             (rows.sequence.namespace.adapter, rows.stop - rows.start, rows.wanted) for rows in parts
         )
-
-    def _add_slots(self, slots: list[int], sequence: TokenSequence, start: int, stop: int) -> None:
-        """Where each row's K/V go: a block's rows are written by its writer alone.
-
-        Rows in a block that is shared are computed for their logits, and their K/V thrown away.
-        """
-        size = self._memory.block_size
-        at = start
-        while at < stop:
-            index, offset = divmod(at, size)
-            block = sequence.blocks[index]
-            count = min(stop - at, size - offset)
-            if block.writer is sequence:
-                first = block.block_id * size + offset
-                slots += range(first, first + count)
-            else:
-                slots += [self._memory.scratch_slot] * count
-            at += count
 
     def _extras(self, parts: list[Rows]) -> EmbeddingOverlay | None:
         """The embeddings that prompts of the pass bring along for its rows."""

@@ -238,14 +238,10 @@ class Scheduler:
 
         Otherwise two long prompts could be let in of which only one can be computed.
         """
-        sequence = request.sequence
-        blocks = -(-len(sequence.token_ids) // self._manager.block_size)
-        unheld = sum(block.ref_cnt == 0 for block in computed.blocks)
-        needed = blocks - len(computed.blocks) + unheld
-        if needed > self._manager.num_free_blocks:
+        if not self._manager.can_admit(computed):
             return None
         read = None if request.needs_prompt_logits else computed
-        return self._manager.allocate_slots(sequence, count, read)
+        return self._manager.allocate_slots(request.sequence, count, read)
 
     def _leave_queue(self, request: Request) -> None:
         """From waiting to running; everybody it went past is counted as overtaken."""

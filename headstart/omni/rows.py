@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.cache import ComputedBlocks, KVCacheBlock, TokenSequence
+from headstart.cache import ComputedBlocks, TokenSequence
 from headstart.errors import EngineError
 from headstart.omni.output_cache import BlockPath, OutputCache
 from headstart.omni.outputs import AlignmentDetector, Output
@@ -68,7 +68,7 @@ class _Request:
     start: int = 0
     tails: dict[str, _Tail] = field(default_factory=dict)
     stored: list[Mapping[str, Tensor]] = field(default_factory=list)
-    awaited: list[KVCacheBlock] = field(default_factory=list)
+    awaited: list[int] = field(default_factory=list)
     hit_rows: Counter[str] = field(default_factory=Counter)
 
 
@@ -148,7 +148,7 @@ class StageRows:
         if count <= first or self._cache is None:
             return min(count, first)
         usable = first + self._cache.count(self._path(sequence, count), first)
-        while usable < count and found.blocks[usable].writer is not None:
+        while usable < count and not found.is_written(usable):
             usable += 1
         return usable
 
@@ -163,7 +163,7 @@ class StageRows:
         first, last = request.watermark // self._block_size, -(-start // self._block_size)
         path = self._path(sequence, last)
         request.stored = self._cache.find(path, first)
-        request.awaited = sequence.blocks[first + len(request.stored) : last]
+        request.awaited = sequence.block_ids[first + len(request.stored) : last]
         self._cache.touch(path)
 
     # A step
@@ -179,7 +179,7 @@ class StageRows:
         """
         named = self._sort(outputs, parts)
         needed = self._needed(named)
-        filled: dict[KVCacheBlock, Mapping[str, Tensor]] = {}
+        filled: dict[int, Mapping[str, Tensor]] = {}  # by block id
         at = 0
         shares = []
         for part in parts:
@@ -234,7 +234,7 @@ class StageRows:
         part: Part,
         share: Mapping[str, Tensor],
         needed: frozenset[str],
-        filled: dict[KVCacheBlock, Mapping[str, Tensor]],
+        filled: dict[int, Mapping[str, Tensor]],
     ) -> None:
         """Store the blocks that the part completes, and remember them for the step's own hits."""
         if self._cache is None:
@@ -259,7 +259,7 @@ class StageRows:
             self._cache.put(self._path(part.sequence, index + 1), index, kept, needed)
         for index, rows_of_block in blocks.items():
             if needed <= rows_of_block.keys():
-                filled[part.sequence.blocks[index]] = rows_of_block
+                filled[part.sequence.block_ids[index]] = rows_of_block
 
     def _cut(self, tail: _Tail, ratio: int) -> list[tuple[int, Tensor]]:
         """The whole blocks at the head of a tail, by index; what is left over stays in it."""
@@ -281,7 +281,7 @@ class StageRows:
         self,
         part: Part,
         share: Mapping[str, Tensor],
-        filled: Mapping[KVCacheBlock, Mapping[str, Tensor]],
+        filled: Mapping[int, Mapping[str, Tensor]],
     ) -> list[Chunk]:
         """Rows from the watermark to the part's end, once each."""
         request = self._requests[part.sequence]
@@ -300,7 +300,7 @@ class StageRows:
     def _stored_chunks(
         self,
         request: _Request,
-        filled: Mapping[KVCacheBlock, Mapping[str, Tensor]],
+        filled: Mapping[int, Mapping[str, Tensor]],
     ) -> list[Chunk]:
         """Rows from the watermark to where the request runs from."""
         missing = [block for block in request.awaited if block not in filled]

@@ -66,6 +66,8 @@ class NaiveEngine:
         self.filled: set[int] = set()  # blocks that the step under way fills
         self.copies: list[RowCopy] = []
         self.chunks: list[tuple[TokenSequence, int, int]] = []
+        self.written: list[tuple[TokenSequence, int, int]] = []  # of the chunks, those that ran
+        self.reused: dict[int, int] = {}  # blocks that a sequence hit, by its id
         self.announced: dict[int, TokenSequence] = {}
 
     # What a lookup should find
@@ -144,6 +146,7 @@ class NaiveEngine:
             return None
         taken = free[:count]
         self._take(taken)
+        self.reused[id(sequence)] = len(hits)
         own = hits + taken
         if allocation.copies:
             (copy,) = allocation.copies
@@ -217,6 +220,12 @@ class NaiveEngine:
 
     def commit(self) -> None:
         """Run the step as an engine does, then say that it is written."""
+        self._run()
+        self.check_memory()
+        self.manager.commit_step()
+        self._end_step()
+
+    def _run(self) -> None:
         read = [(c, self.memory[c.source_block][: c.num_rows]) for c in self.copies]
         targets = [c.target_block for c in self.copies]
         assert len(targets) == len(set(targets)), "two copies to one block"
@@ -224,13 +233,28 @@ class NaiveEngine:
             self.memory[copy.target_block][: copy.num_rows] = content
         for sequence, start, end in self.chunks:
             rows = self.contents.rows(sequence)
-            for position in range(start, end):
-                block = sequence.blocks[position // self.size]
-                if block.writer is sequence:
-                    self.memory[block.block_id][position % self.size] = rows[position]
-        self.check_memory()
-        self.manager.commit_step()
-        self._end_step()
+            for position, slot in enumerate(sequence.slots(start, end, self.size, -1), start):
+                if slot >= 0:
+                    self.memory[slot // self.size][slot % self.size] = rows[position]
+        self.written += self.chunks
+        self.copies, self.chunks = [], []
+
+    def discard(self, sequences: list[TokenSequence]) -> None:
+        """The step has run, and what these sequences computed is not to be kept."""
+        self._run()
+        computed = set()
+        for sequence in sequences:
+            table = sequence.block_ids
+            computed |= {*table[self.reused[id(sequence)] :], *(self.filled & set(table))}
+            self._withdraw(sequence)
+        self.manager.discard(sequences)
+        held = {at for sequence in self.manager.sequences for at in sequence.block_ids}
+        for at in computed - held:
+            self.valid[at] = 0
+            self.filled.discard(at)
+        self.written = [chunk for chunk in self.written if chunk[0] not in sequences]
+        assert not any(sequence.blocks for sequence in sequences)
+        self.observe()
 
     def check_memory(self) -> None:
         """Every running sequence finds its own rows, and every reusable row is what it says."""
@@ -247,11 +271,11 @@ class NaiveEngine:
         """The step fails after it has written rubbish to everything that it may write."""
         for copy in self.copies:
             self.memory[copy.target_block] = [GARBAGE] * self.size
+        self.chunks += self.written
         for sequence, start, end in self.chunks:
-            for position in range(start, end):
-                block = sequence.blocks[position // self.size]
-                if block.writer is sequence:
-                    self.memory[block.block_id][position % self.size] = GARBAGE
+            for slot in sequence.slots(start, end, self.size, -1):
+                if slot >= 0:
+                    self.memory[slot // self.size][slot % self.size] = GARBAGE
         for at in self.filled:
             self.valid[at] = 0
         failed = self.manager.fail_step()
@@ -266,11 +290,12 @@ class NaiveEngine:
 
     def _end_step(self) -> None:
         self.chunks.clear()
+        self.written.clear()
         self.copies.clear()
         self.filled.clear()
 
     def is_in_step(self, sequence: TokenSequence) -> bool:
-        return any(sequence is other for other, _, _ in self.chunks)
+        return any(sequence is other for other, _, _ in (*self.chunks, *self.written))
 
     def free(self, sequence: TokenSequence) -> None:
         """Free a sequence; the rows in its last block become usable."""

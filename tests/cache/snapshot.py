@@ -1,11 +1,11 @@
 """All that a manager knows, as one value, to see that a call has changed nothing."""
 
 from headstart.cache import KVCacheManager, TokenSequence
-from headstart.cache.index import PrefixNode
+from headstart.cache.block import Branches, PrefixNode
 
 
 def _of_node(node: PrefixNode) -> tuple[object, ...]:
-    order = None if node.branches is None else tuple(node.branches.order)
+    order = tuple(node.child.order) if isinstance(node.child, Branches) else None
     block = None if node.block is None else node.block.block_id
     return (node, node.key, block, order, tuple(_of_node(child) for child in node.children()))
 
@@ -18,6 +18,8 @@ def _of_sequence(sequence: TokenSequence) -> tuple[object, ...]:
         sequence.num_computed_tokens,
         sequence.capacity,
         sequence.num_named,
+        sequence.num_reused,
+        tuple(sequence.switched),
         sequence.node,
         sequence.in_progress,
         sequence.step,
@@ -28,7 +30,7 @@ def snapshot(manager: KVCacheManager, *others: TokenSequence) -> tuple[object, .
     """Everything but the keys that sequences cut ahead of need; `others` hold no blocks."""
     pool, stats = manager.pool, manager.stats
     return (
-        tuple((b.block_id, b.ref_cnt, b.node, b.writer) for b in pool.blocks),
+        tuple((b.block_id, b.ref_cnt, b.node) for b in pool.blocks),
         tuple(b.block_id for b in pool.free),
         (pool.version, pool.num_evicted, len(pool.events), manager._step),
         {node: tuple(blocks) for node, blocks in pool.copies.items()},
@@ -36,7 +38,7 @@ def snapshot(manager: KVCacheManager, *others: TokenSequence) -> tuple[object, .
         tuple(pool.index._evicted),
         tuple(_of_sequence(sequence) for sequence in (*manager.sequences, *others)),
         dict(manager._in_progress._by_block),
-        tuple(manager._filled),
+        (tuple(pool.index.unwritten), tuple(pool.index._unlisted)),
         (stats.requests, stats.queried_tokens, stats.hit_tokens, dict(stats.missed)),
         (stats.resumed_requests, stats.resumed_queried_tokens, stats.resumed_hit_tokens),
     )

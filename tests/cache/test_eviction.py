@@ -3,9 +3,9 @@
 import pytest
 
 from headstart.cache import CacheConfig, KVCacheBlock, TokenSequence
+from headstart.cache.block import PrefixNode
 from headstart.cache.eviction import POLICIES, make_policy
 from headstart.cache.identity import BlockKey
-from headstart.cache.index import PrefixNode
 from headstart.errors import CacheError, ConfigError
 from tests.cache.steps import cached_ids, decode, finish, free_ids, hits, make_manager, start
 

@@ -122,13 +122,13 @@ def test_evicted_is_remembered_for_as_many_blocks_as_was_said() -> None:
     finish(manager, "other", list(range(24)))
     sequence = TokenSequence("probe", list(range(100, 125)))
     assert manager.explain(sequence) == MissExplanation(MissReason.EVICTED, 0)
-    root = manager._index.root(sequence.namespace)
+    root = manager.pool.index.root(sequence.namespace)
     assert root is not None
     known, keys = [], sequence.cut(4)
-    node = manager._index.find(root, keys[0])
+    node = manager.pool.index.find(root, keys[0])
     while node is not None:
         known.append(node)
-        node = manager._index.find(node, keys[len(known)])
+        node = manager.pool.index.find(node, keys[len(known)])
     assert len(known) == 2
     manager.check()
 
@@ -138,9 +138,9 @@ def test_nothing_is_remembered_when_so_told() -> None:
     finish(manager, "first", LONG)
     finish(manager, "other", list(range(12)))
     assert explain(manager, LONG) == (MissReason.UNSEEN, 0)
-    assert manager._index.root(TokenSequence("x", [1]).namespace) is not None
+    assert manager.pool.index.root(TokenSequence("x", [1]).namespace) is not None
     finish(manager, "salted", list(range(12)), salt="s")
-    assert [root.namespace.salt for root in manager._index.roots()] == ["s"]
+    assert [root.namespace.salt for root in manager.pool.index.roots()] == ["s"]
     manager.check()
 
 

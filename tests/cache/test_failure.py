@@ -3,6 +3,7 @@
 import pytest
 
 from headstart.cache import (
+    BlockEvicted,
     BlockStored,
     CacheConfig,
     TokenSequence,
@@ -48,6 +49,50 @@ def test_a_failed_step_is_over() -> None:
     assert manager.fail_step() == []
     second = start(manager, "second", PROMPT)
     manager.free(second)
+
+
+def test_what_a_discarded_request_computed_is_not_kept() -> None:
+    manager = make_manager()
+    finish(manager, "before", PROMPT[:4])
+    poisoned = start(manager, "poisoned", PROMPT[:9])
+    decode(manager, poisoned, 1, 2, 3)
+    other = TokenSequence("other", [5] * 8)
+    admit(manager, other)
+    poisoned.append(4)
+    assert manager.append_slots(poisoned)
+    manager.discard([poisoned])
+    manager.check()
+    manager.commit_step()
+    assert (poisoned.block_ids, manager.sequences) == ([], (other,))
+    assert hits(manager, [*PROMPT[:9], 1, 2, 3, 4]) == 4  # what it hit itself
+    assert hits(manager, [5] * 9) == 8
+    with pytest.raises(CacheError, match="'poisoned' holds no blocks"):
+        manager.discard([poisoned])
+
+
+def test_a_block_that_another_holds_outlives_a_discarded_request() -> None:
+    manager = make_manager()
+    first, second = TokenSequence("first", PROMPT), TokenSequence("second", PROMPT)
+    admit(manager, first)
+    assert admit(manager, second) == 8
+    manager.discard([first])
+    manager.commit_step()
+    assert hits(manager, PROMPT) == 8
+    manager.free(second)
+    assert hits(manager, PROMPT) == 9
+
+
+def test_requests_that_are_discarded_together_keep_nothing_for_one_another() -> None:
+    manager = make_manager(events=True)
+    first, second = TokenSequence("first", PROMPT), TokenSequence("second", PROMPT)
+    admit(manager, first)
+    assert admit(manager, second) == 8
+    manager.discard([first, second])
+    manager.check()
+    manager.commit_step()
+    assert hits(manager, PROMPT) == 0
+    kinds = [type(event) for event in manager.take_events()]
+    assert kinds == [BlockStored, BlockStored, BlockEvicted, BlockEvicted]
 
 
 def test_only_the_requests_of_the_step_fail() -> None:

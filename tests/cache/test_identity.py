@@ -189,13 +189,13 @@ def test_a_sequence_without_tokens_is_refused() -> None:
 
 def test_items_may_touch_but_not_overlap_and_come_in_any_order() -> None:
     left, right = MultiModalItem(b"l", 0, 2), MultiModalItem(b"r", 2, 2)
-    assert TokenSequence("one", [1, 1, 2, 2], items=[right, left]).items == (left, right)
+    assert TokenSequence("one", [1, 1, 2, 2], items=[right, left]).items == [left, right]
     with pytest.raises(CacheError, match="overlap"):
         TokenSequence("one", [1, 1, 2, 2], items=[MultiModalItem(b"l", 0, 3), right])
     long = MultiModalItem(b"long", 2, 3)
     with pytest.raises(CacheError, match=r"digest=b'long'.* stands outside the 4 tokens"):
         TokenSequence("one", [1, 1, 2, 2], items=[left, long])
-    assert TokenSequence("one", [1, 1, 2, 2, 2], items=[left, long]).items == (left, long)
+    assert TokenSequence("one", [1, 1, 2, 2, 2], items=[left, long]).items == [left, long]
 
 
 @pytest.mark.parametrize(("digest", "offset", "length"), [(b"", 0, 1), (b"x", -1, 1), (b"x", 0, 0)])

@@ -3,14 +3,14 @@
 import pytest
 
 from headstart.cache import KVCacheManager, MissReason, Namespace, TokenSequence
-from headstart.cache.index import PrefixNode
+from headstart.cache.block import PrefixNode
 from tests.cache.steps import admit, finish, hits, make_manager, start
 
 
 def all_nodes(manager: KVCacheManager) -> list[PrefixNode]:
     """Every node but the roots."""
     found: list[PrefixNode] = []
-    todo = [child for root in manager._index.roots() for child in root.children()]
+    todo = [child for root in manager.pool.index.roots() for child in root.children()]
     while todo:
         found.append(todo.pop())
         todo += found[-1].children()
@@ -118,7 +118,7 @@ def test_a_node_remembered_twice_is_cut_off_once() -> None:
     for at in range(6, 9):
         finish(manager, f"request {at}", [at] * 4)
         manager.check()
-    assert manager._index.root(Namespace(None, "s")) is None
+    assert manager.pool.index.root(Namespace(None, "s")) is None
 
 
 def test_one_that_outlives_its_time_does_not_keep_others() -> None:
@@ -135,11 +135,11 @@ def test_one_that_outlives_its_time_does_not_keep_others() -> None:
         manager.free(sequence)
     manager.pool.release([child])
     manager.check()
-    assert manager._index._outlived == {child.node.parent}  # type: ignore[union-attr]
+    assert manager.pool.index._outlived == {child.node.parent}  # type: ignore[union-attr]
     assert evicted_nodes(manager) == 2
     manager.free(start(manager, "closes the gap", [*numbered(1, blocks=2), 0]))
     manager.check()
-    assert manager._index._outlived == set()
+    assert manager.pool.index._outlived == set()
     assert hits(manager, [*numbered(1, blocks=2), 0]) == 8
 
 
@@ -156,17 +156,17 @@ def test_a_namespace_is_forgotten_with_its_last_prefix() -> None:
     manager = make_manager(num_blocks=2, remember=0)
     for adapter, salt in [("a", "s"), ("b", "s"), ("a", None), (None, None)]:
         finish(manager, f"{adapter} {salt}", numbered(1, blocks=2), adapter=adapter, salt=salt)
-        assert [root.namespace for root in manager._index.roots()] == [Namespace(adapter, salt)]
-        assert list(manager._index._roots) == [salt]
+        assert [root.namespace for root in manager.pool.index.roots()] == [Namespace(adapter, salt)]
+        assert list(manager.pool.index._roots) == [salt]
         manager.check()
 
 
 def test_a_tail_goes_with_its_namespace() -> None:
     manager = make_manager(num_blocks=1, remember=3)
     finish(manager, "tail", [1, 2], salt="s")
-    assert len(manager._index.roots()) == 1
+    assert len(manager.pool.index.roots()) == 1
     finish(manager, "other", [3, 4])
-    assert [root.namespace.salt for root in manager._index.roots()] == [None]
+    assert [root.namespace.salt for root in manager.pool.index.roots()] == [None]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from headstart.cache import KVCacheManager, TokenSequence
-from headstart.cache.block import FreeBlockQueue
+from headstart.cache.block import Branches, PrefixNode, TailNode
+from headstart.cache.free_queue import FreeBlockQueue
 from headstart.cache.identity import BlockKey
-from headstart.cache.index import PrefixNode, TailNode
 from tests.cache.steps import admit, finish, make_manager, start
 
 LONG = list(range(100, 112))
@@ -65,8 +65,12 @@ def renumber_a_block(manager: KVCacheManager) -> None:
     running(manager).blocks[-1]._block_id = 99
 
 
-def leave_a_writer(manager: KVCacheManager) -> None:
-    next(iter(manager.pool.free)).writer = running(manager)
+def fill_without_a_name(manager: KVCacheManager) -> None:
+    manager.pool.index.unwritten[half(manager).blocks[-1]] = None
+
+
+def fill_what_nobody_holds(manager: KVCacheManager) -> None:
+    manager.pool.index.unwritten[list(manager.pool.free)[-1]] = None
 
 
 def name_a_block_beside_the_index(manager: KVCacheManager) -> None:
@@ -78,17 +82,17 @@ def name_a_block_twice(manager: KVCacheManager) -> None:
 
 
 def know_a_copy(manager: KVCacheManager) -> None:
-    manager.pool.copies[first_node(manager)] = []
+    manager.pool.copies[first_node(manager)] = {}
 
 
 def know_no_copy(manager: KVCacheManager) -> None:
     object.__setattr__(manager.config, "deduplicate", False)
-    manager.pool.copies[first_node(manager)] = []
+    manager.pool.copies[first_node(manager)] = {}
 
 
 def know_a_wrong_copy(manager: KVCacheManager) -> None:
     object.__setattr__(manager.config, "deduplicate", False)
-    manager.pool.copies[first_node(manager)] = [next(iter(manager.pool.free))]
+    manager.pool.copies[first_node(manager)] = {next(iter(manager.pool.free)): None}
 
 
 def hold_another_s_block(manager: KVCacheManager) -> None:
@@ -109,41 +113,43 @@ def hold_a_tail(manager: KVCacheManager) -> None:
 
 
 def mix_up_children(manager: KVCacheManager) -> None:
-    first_node(manager).child = PrefixNode(first_node(manager), BlockKey(bytes(16)))
+    branches = first_node(manager).child
+    assert isinstance(branches, Branches)
+    branches.nodes[BlockKey(bytes(16))] = branches.nodes.pop(branches.order[0])
 
 
 def lose_the_order(manager: KVCacheManager) -> None:
-    branches = first_node(manager).branches
-    assert branches is not None
+    branches = first_node(manager).child
+    assert isinstance(branches, Branches)
     branches.order.reverse()
 
 
 def lose_one_in_the_order(manager: KVCacheManager) -> None:
-    branches = first_node(manager).branches
-    assert branches is not None
+    branches = first_node(manager).child
+    assert isinstance(branches, Branches)
     branches.order.pop()
 
 
 def keep_a_node_for_nothing(manager: KVCacheManager) -> None:
     node = running(manager).node
     assert node is not None
-    manager._index.child(node, BlockKey(bytes(16)))
+    manager.pool.index.child(node, BlockKey(bytes(16)))
 
 
 def remember_too_much(manager: KVCacheManager) -> None:
-    manager._index._evicted.extend([first_node(manager)] * 3)
+    manager.pool.index._evicted.extend([first_node(manager)] * 3)
 
 
 def remember_a_tail(manager: KVCacheManager) -> None:
-    manager._index._evicted.append(TailNode(None, BlockKey(b"")))
+    manager.pool.index._evicted.append(TailNode(None, BlockKey(b"")))
 
 
 def outlive_while_cached(manager: KVCacheManager) -> None:
-    manager._index._outlived.add(first_node(manager))
+    manager.pool.index._outlived.add(first_node(manager))
 
 
 def outlive_beyond_the_index(manager: KVCacheManager) -> None:
-    manager._index._outlived.add(PrefixNode(None, BlockKey(b"")))
+    manager.pool.index._outlived.add(PrefixNode(None, BlockKey(b"")))
 
 
 def use_no_block(manager: KVCacheManager) -> None:
@@ -179,8 +185,17 @@ def list_another_block(manager: KVCacheManager) -> None:
     running(manager).block_ids[-1] += 1
 
 
-def write_another_s_block(manager: KVCacheManager) -> None:
-    running(manager).blocks[-1].writer = None
+def share_a_block_that_is_not_full(manager: KVCacheManager) -> None:
+    manager.pool.touch(running(manager).blocks[-1:])
+    half(manager).blocks[-1] = running(manager).blocks[-1]
+
+
+def reuse_too_much(manager: KVCacheManager) -> None:
+    running(manager).num_reused = 3
+
+
+def switch_too_far(manager: KVCacheManager) -> None:
+    running(manager).switched.add(2)
 
 
 def announce_something_else(manager: KVCacheManager) -> None:
@@ -200,7 +215,8 @@ BROKEN: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (miscount_the_queue, "the free queue has a block twice"),
     (miscount_references, "is in 1 block tables"),
     (renumber_a_block, "has another id"),
-    (leave_a_writer, "is written by one that has it not"),
+    (fill_without_a_name, "is to be filled, and has no identity"),
+    (fill_what_nobody_holds, "is to be filled, and nobody holds it"),
     (name_a_block_beside_the_index, "has an identity that no lookup finds"),
     (name_a_block_twice, "is not what its identity holds"),
     (know_a_copy, "a block was cached twice"),
@@ -210,9 +226,9 @@ BROKEN: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (cut_a_key_short, "a block of 3 tokens has a name"),
     (name_a_tail, "a tail of 4 tokens"),
     (hold_a_tail, "a block is neither free nor held"),
-    (mix_up_children, "two sets of children|kept for nothing"),
+    (mix_up_children, "an identity is misplaced|not that of the written"),
     (lose_the_order, "the order is none"),
-    (lose_one_in_the_order, "the order is not that of the cached"),
+    (lose_one_in_the_order, "the order is not that of the written"),
     (keep_a_node_for_nothing, "a node is kept for nothing"),
     (remember_too_much, "more is remembered than should be"),
     (remember_a_tail, "a tail is remembered"),
@@ -226,7 +242,9 @@ BROKEN: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (go_astray, "running: wrong identity"),
     (hold_another_identity, "another identity"),
     (list_another_block, "running has a block table that is not its blocks'"),
-    (write_another_s_block, "running: its last block is written by another"),
+    (share_a_block_that_is_not_full, "neither free nor held|held by another"),
+    (reuse_too_much, "running reuses blocks without a name"),
+    (switch_too_far, "running switched too far"),
     (announce_something_else, "half announces another block"),
     (announce_and_be_gone, "gone announces, and is gone"),
 ]

@@ -34,7 +34,7 @@ def test_without_prefix_caching_nothing_is_cached() -> None:
     assert manager.pool.index.roots() == []
     assert hits(manager, PROMPT) == 0
     assert manager.stats.missed == {MissReason.DISABLED: 2}
-    assert all(block.writer is None for block in manager.pool.blocks)
+    assert not manager.pool.index.unwritten
 
 
 def test_a_preempted_request_resumes_by_its_own_blocks() -> None:

@@ -25,7 +25,7 @@ def test_a_full_hit_computes_one_token_and_takes_no_block() -> None:
     second = TokenSequence("second", PROMPT[:8])
     assert admit(manager, second) == 7
     assert second.block_ids == [0, 1]
-    assert [block.writer for block in second.blocks] == [None, None]  # so it writes nowhere
+    assert second.slots(7, 8, 4, scratch=-1) == [-1]  # so it writes nowhere
 
 
 def test_the_head_of_a_block_is_copied() -> None:

@@ -188,7 +188,7 @@ class CacheMachine(RuleBasedStateMachine):
     def commit(self) -> None:
         self.engine.commit()
 
-    @precondition(lambda self: self.engine.chunks)
+    @precondition(lambda self: self.engine.chunks or self.engine.written)
     @rule()
     def fail(self) -> None:
         failed = self.engine.fail()
@@ -210,6 +210,18 @@ class CacheMachine(RuleBasedStateMachine):
             self.waiting.append(sequence)
         else:
             self._refused(lambda: self.manager.free(sequence))
+
+    @precondition(lambda self: self.running)
+    @rule(pick=PICK, count=st.integers(1, 2), again=st.booleans())
+    def discard(self, pick: int, count: int, again: bool) -> None:
+        """What requests computed is no good; the step goes on for the others."""
+        at = pick % len(self.running)
+        discarded = self.running[at : at + count]
+        self.engine.discard(discarded)
+        del self.running[at : at + count]
+        if again:
+            self.waiting += discarded
+        self._refused(lambda: self.manager.discard(discarded))
 
     @precondition(lambda self: self.running)
     @rule()

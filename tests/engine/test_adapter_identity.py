@@ -45,13 +45,14 @@ class Watched:
         self.rows |= copied
         for part in batch.scheduled:
             mine = self.owner[part.request.group.request_id]
-            table = part.request.sequence.blocks
+            sequence = part.request.sequence
+            written = {s for s in sequence.slots(part.start, part.stop, BLOCK, -1) if s >= 0}
             for position in range(part.stop):
-                block, row = table[position // BLOCK], position % BLOCK
-                if position >= part.start and block.writer is part.request.sequence:
-                    self.rows[block.block_id, row] = mine
+                block, row = sequence.block_ids[position // BLOCK], position % BLOCK
+                if block * BLOCK + row in written:
+                    self.rows[block, row] = mine
                 else:
-                    assert self.rows[block.block_id, row] == mine, "a block of another adapter"
+                    assert self.rows[block, row] == mine, "a block of another adapter"
         counts = [int(part.samples) for part in batch.scheduled]
         ends = [len(part.request.sequence.token_ids) for part in batch.scheduled if part.samples]
         logits = torch.zeros(len(ends), VOCABULARY)

@@ -1,0 +1,125 @@
+"""The queue of free blocks: a doubly linked list that runs through the blocks themselves."""
+
+from collections.abc import Iterable, Iterator
+
+from headstart.cache.block import KVCacheBlock
+from headstart.errors import CacheError
+
+
+class FreeBlockQueue:
+    """Free blocks in the order they will be reused; append, popleft and remove are O(1).
+
+    The list runs through the blocks themselves, so a hit in the middle needs no search and no
+    wrapper object as a deque would. A block that is not on the list links to itself, so a
+    double free is loud:
+
+    >>> a, b, c = blocks = [KVCacheBlock(i) for i in range(3)]
+    >>> queue = FreeBlockQueue(blocks)
+    >>> queue.remove(b)
+    >>> [block.block_id for block in queue]
+    [0, 2]
+    """
+
+    __slots__ = ("_ends", "_length")
+
+    def __init__(self, blocks: Iterable[KVCacheBlock] = ()) -> None:
+        self._ends = KVCacheBlock(-1)
+        self._length = 0
+        self.extend(blocks)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        block = self._ends.next_free_block
+        while block is not self._ends:
+            yield block
+            block = block.next_free_block
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Put a block at the tail: it will be reused last."""
+        self._insert(block, self._ends)
+
+    def appendleft(self, block: KVCacheBlock) -> None:
+        """Put a block at the head: it will be reused first."""
+        self._insert(block, self._ends.next_free_block)
+
+    def extend(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Append blocks one by one; one loop without a call a block, since free is hot."""
+        ends = self._ends
+        last = ends.prev_free_block
+        count = 0
+        for block in blocks:
+            if block.next_free_block is not block:
+                ends.prev_free_block = last
+                last.next_free_block = ends
+                self._length += count
+                raise CacheError(f"block {block.block_id} is on the free queue already")
+            block.prev_free_block = last
+            last.next_free_block = block
+            last = block
+            count += 1
+        last.next_free_block = ends
+        ends.prev_free_block = last
+        self._length += count
+
+    def popleft(self, count: int) -> list[KVCacheBlock]:
+        """Take `count` blocks from the head. Raises CacheError when there are fewer."""
+        if count > self._length:
+            raise CacheError(f"{count} blocks asked of a free queue of {self._length}")
+        ends = self._ends
+        block = ends.next_free_block
+        taken = []
+        for _ in range(count):
+            taken.append(block)
+            following = block.next_free_block
+            block.prev_free_block = block.next_free_block = block
+            block = following
+        ends.next_free_block = block
+        block.prev_free_block = ends
+        self._length -= count
+        return taken
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Take a block out of the middle. Raises CacheError when it is not on the queue."""
+        self.remove_all((block,))
+
+    def remove_all(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Take blocks out of the middle, wherever they are."""
+        count = 0
+        for block in blocks:
+            before, after = block.prev_free_block, block.next_free_block
+            if after is block:
+                self._length -= count
+                raise CacheError(f"block {block.block_id} is not on the free queue")
+            before.next_free_block = after
+            after.prev_free_block = before
+            block.prev_free_block = block.next_free_block = block
+            count += 1
+        self._length -= count
+
+    def salvage(self) -> list[KVCacheBlock]:
+        """What is left of the order when a change was interrupted; each block at most once.
+
+        Links may be half moved, so the list is walked from both ends, as far as it holds.
+        """
+        ends = self._ends
+        ahead: dict[KVCacheBlock, None] = {}
+        block = ends.next_free_block
+        while block is not ends and block not in ahead:
+            ahead[block] = None
+            block = block.next_free_block
+        behind: dict[KVCacheBlock, None] = {}
+        block = ends.prev_free_block
+        while block is not ends and block not in ahead and block not in behind:
+            behind[block] = None
+            block = block.prev_free_block
+        return [*ahead, *reversed(behind)]
+
+    def _insert(self, block: KVCacheBlock, after: KVCacheBlock) -> None:
+        if block.next_free_block is not block:
+            raise CacheError(f"block {block.block_id} is on the free queue already")
+        before = after.prev_free_block
+        block.prev_free_block, block.next_free_block = before, after
+        before.next_free_block = after.prev_free_block = block
+        self._length += 1

@@ -1,0 +1,67 @@
+"""Giving blocks their identity: full ones when a step is to fill them, tails at a request's end."""
+
+from headstart.cache.block import PrefixNode, TailNode
+from headstart.cache.config import CacheConfig
+from headstart.cache.lookup import longest_head
+from headstart.cache.pool import BlockPool
+from headstart.cache.sequence import TokenSequence
+
+
+class BlockNaming:
+    """Puts the blocks of sequences into the index of a pool.
+
+    A full block gets its name before the step that fills it has run, so that other sequences
+    of that step can hit it already.
+    """
+
+    def __init__(self, config: CacheConfig, pool: BlockPool) -> None:
+        self._block_size = config.block_size
+        self._deduplicate = config.deduplicate
+        self._pool = pool
+        self._index = pool.index
+
+    def name_full_blocks(self, sequence: TokenSequence, end: int) -> None:
+        """The sequence's tokens up to `end` are computed in this step: name what that fills."""
+        full, keys = end // self._block_size, sequence.keys
+        if full == sequence.num_named:
+            return
+        node = sequence.node or self._index.make_root(sequence.namespace)
+        for at in range(sequence.num_named, full):
+            if node.child is None:
+                node = self._pool.store_chain(node, keys[at:full], sequence.blocks[at:full])
+                break
+            node = self._index.child(node, keys[at])
+            self._name_block(sequence, at, node)
+        sequence.node, sequence.num_named = node, full
+
+    def _name_block(self, sequence: TokenSequence, at: int, node: PrefixNode) -> None:
+        """The sequence's block is full, and this is its identity."""
+        block, cached = sequence.blocks[at], node.block
+        if cached is None or not self._deduplicate:
+            self._pool.store(node, block)
+            self._drop_outgrown(node)
+        else:
+            self._pool.touch([cached])
+            sequence.switched.add(at)
+            sequence.blocks[at] = cached
+            sequence.block_ids[at] = cached.block_id
+            self._pool.release([block])
+
+    def keep_tail(self, sequence: TokenSequence) -> None:
+        """Let the rows of the last block be found, unless a cached block has them already."""
+        rows = sequence.num_computed_tokens % self._block_size
+        if rows == 0:
+            return
+        key = sequence.cut_tail(sequence.num_computed_tokens, self._block_size)
+        node = sequence.node or self._index.make_root(sequence.namespace)
+        held = longest_head(self._index, node, key)
+        if held is None or held.num_rows < rows:
+            tail = self._index.child(node, key, TailNode)
+            self._index.attach(tail, sequence.blocks[sequence.num_named])
+            self._drop_outgrown(tail)
+
+    def _drop_outgrown(self, node: PrefixNode) -> None:
+        """Empty the block of a tail whose rows this node's block has too, and more."""
+        tail = self._index.outgrown_tail(node)
+        if isinstance(tail, TailNode) and tail.block is not None and not tail.block.ref_cnt:
+            self._pool.drop([tail.block])

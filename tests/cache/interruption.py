@@ -1,0 +1,165 @@
+"""Exceptions at any line of the cache, and an engine that knows what is really in memory."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import headstart.cache
+from headstart.cache import (
+    AllBlocksCleared,
+    BlockStored,
+    CacheEvent,
+    KVCacheManager,
+    TokenSequence,
+)
+
+FOLDER = str(Path(headstart.cache.__file__).parent)
+GARBAGE = object()
+Line = tuple[str, int]
+Tracer = Callable[[FrameType, str, object], object]
+
+
+class Interruption:
+    """Raises `error` before the line of the cache with number `at` that runs inside it.
+
+    Without an error it only counts; `lines` has the places of all lines that ran.
+    """
+
+    def __init__(self, at: int = -1, error: BaseException | None = None) -> None:
+        self.lines: list[Line] = []
+        self._at = at
+        self._error = error
+        self._before: object = None
+
+    def __enter__(self) -> "Interruption":
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)  # type: ignore[arg-type]
+
+    def _call(self, frame: FrameType, event: str, arg: object) -> Tracer | None:
+        return self._line if frame.f_code.co_filename.startswith(FOLDER) else None
+
+    def _line(self, frame: FrameType, event: str, arg: object) -> Tracer:
+        if event == "line":
+            self.lines.append((frame.f_code.co_filename, frame.f_lineno))
+            if self._error is not None and len(self.lines) - 1 == self._at:
+                raise self._error
+        return self._line
+
+
+class TinyEngine:
+    """Runs sequences, and writes into `memory` what each slot really holds: a whole prefix."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self.manager = manager
+        self.size = manager.block_size
+        self.memory: dict[int, object] = {}
+        self.mirror: set[bytes] = set()
+        self._events: list[CacheEvent] = []
+        self._copies: list[tuple[int, int, int]] = []
+        self._chunks: list[tuple[TokenSequence, int, int]] = []
+        self._slots: list[int] = []  # that the step under way may have written to
+        self._kept: set[object] = set()
+        self._num_evicted = 0
+        self.may_forget = False
+
+    def content(self, sequence: TokenSequence, position: int) -> object:
+        return (sequence.namespace, *sequence.token_ids[: position + 1])
+
+    def admit(
+        self, sequence: TokenSequence, count: int | None = None, *, reads: bool = True
+    ) -> None:
+        found = self.manager.get_computed_blocks(sequence) if reads else None
+        start = found.num_tokens if found is not None else 0
+        count = len(sequence.token_ids) - start if count is None else count
+        allocation = self.manager.allocate_slots(sequence, count, found)
+        assert allocation is not None
+        self._copies += allocation.copies
+        self._add_chunk(sequence, start, start + count)
+
+    def append(self, sequence: TokenSequence, *tokens: int, count: int | None = None) -> None:
+        for token in tokens:
+            sequence.append(token)
+        start = sequence.num_computed_tokens
+        count = len(sequence.token_ids) - start if count is None else count
+        assert self.manager.append_slots(sequence, count)
+        self._add_chunk(sequence, start, start + count)
+
+    def _add_chunk(self, sequence: TokenSequence, start: int, stop: int) -> None:
+        self._chunks.append((sequence, start, stop))
+        self._slots += [s for s in sequence.slots(start, stop, self.size, -1) if s >= 0]
+
+    def commit(self) -> None:
+        """The model writes, then the manager is told."""
+        size = self.size
+        read = [[self.memory.get(s * size + row) for row in range(n)] for s, _, n in self._copies]
+        for (_, target, _), rows in zip(self._copies, read, strict=True):
+            self.memory |= {target * size + row: content for row, content in enumerate(rows)}
+        for sequence, start, stop in self._chunks:
+            if sequence.blocks:
+                for at, slot in enumerate(sequence.slots(start, stop, size, -1), start):
+                    if slot >= 0:
+                        self.memory[slot] = self.content(sequence, at)
+        self._slots = []
+        self.manager.commit_step()
+        self.end_step()
+
+    def end_step(self) -> None:
+        self._copies, self._chunks, self._slots = [], [], []
+        self._kept = self.cached()
+        self._num_evicted = self.manager.pool.num_evicted
+
+    def scribble(self) -> None:
+        """The model was interrupted as it wrote."""
+        self.memory |= dict.fromkeys(self._slots, GARBAGE)
+
+    def cached(self) -> set[object]:
+        """The contents of all full blocks that are cached."""
+        ends = [
+            self.memory.get(block.block_id * self.size + self.size - 1)
+            for block in self.manager.pool.blocks
+            if block.node is not None and len(block.node.key) == 4 * self.size
+        ]
+        return set(ends)
+
+    def replay(self) -> None:
+        """Take the events, and let the mirror follow; an event is done with once it is applied."""
+        self._events += self.manager.take_events()
+        while self._events:
+            event = self._events[0]
+            if isinstance(event, AllBlocksCleared):
+                self.mirror.clear()
+            elif isinstance(event, BlockStored):
+                self.mirror.add(event.block_hash)
+            else:
+                self.mirror.discard(event.block_hash)
+            self._events.pop(0)
+
+    def verify(self, probes: list[TokenSequence]) -> None:
+        """No row is found that is not there; what was cached is cached, but what was evicted."""
+        self.manager.check()
+        size = self.size
+        for sequence in self.manager.sequences:
+            for at in range(sequence.num_computed_tokens):
+                slot = sequence.block_ids[at // size] * size + at % size
+                assert self.memory[slot] == self.content(sequence, at), "a lost row"
+        for probe in probes:
+            found = self.manager.get_computed_blocks(probe)
+            slots = [b.block_id * size + row for b in found.blocks for row in range(size)]
+            if found.partial is not None:
+                first = found.partial.block.block_id * size
+                slots += range(first, first + found.partial.num_rows)
+            for at, slot in enumerate(slots[: found.num_tokens]):
+                assert self.memory[slot] == self.content(probe, at), "a false hit"
+        if not self.may_forget:
+            evicted = self.manager.pool.num_evicted - self._num_evicted
+            assert len(self._kept - self.cached()) <= evicted, "more was lost than was evicted"
+        if self.manager.config.events:
+            self.replay()
+            blocks = self.manager.pool.blocks
+            full = [b.node for b in blocks if b.node and len(b.node.key) == 4 * size]
+            assert self.mirror == {self.manager.names.of_node(node) for node in full}

@@ -57,6 +57,9 @@ class AttentionBackend(Protocol):
         `[tokens, kv_heads, value_dim]`; any strides. The result is a new contiguous tensor
         `[tokens, query_heads, value_dim]`. All rows are written before any is read, so two
         sequences of one step may share blocks that one of them is filling.
+
+        A position that a row does not see has no influence on it, even if its K or V are not
+        finite. A row that sees such a position is not finite itself.
         """
 
     def compiled(
@@ -69,3 +72,10 @@ class AttentionBackend(Protocol):
 
     def end_step(self) -> None:
         """Forget the plan; safe to call without one."""
+
+    def nonfinite_rows(self) -> list[int]:
+        """Rows of the step whose K or V were not finite when written, in any layer so far.
+
+        In order. Rows of padding and of the scratch slot count like any other. The answer holds
+        from a layer's `attend` until the next `begin_step`; `end_step` does not clear it.
+        """

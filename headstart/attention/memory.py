@@ -30,8 +30,7 @@ class PagedKVMemory:
     """K and V of all blocks: `keys[layer]` is `[slots + 1, kv_heads, key_dim]`, `values` likewise.
 
     Slot `block_id * block_size + offset` holds one token. The last slot, `scratch_slot`, belongs
-    to no block and takes the rows that nobody keeps. Memory starts as zeros and not as whatever
-    was there: a hidden row counts exactly 0 times its value, which must therefore be finite.
+    to no block and takes the rows that nobody keeps. Memory starts as zeros.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ not cover goes through torch operations over the same memory.
 
 import ctypes
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,6 +49,8 @@ class NativeAttention:
         self._partials = {True: torch.empty(0), False: torch.empty(0)}
         self._fell_back = False
         self._longest = 0
+        self._nonfinite = np.zeros(0, dtype=np.uint8)  # 1 for rows of the step whose K or V are not
+        self._nonfinite_address = 0
         self._plan: StepPlan | None = None
         self._plain: NativeStep | None = None
         self._shared: NativeStep | None = None
@@ -61,6 +64,9 @@ class NativeAttention:
     def begin_step(self, plan: StepPlan) -> None:
         self.end_step()
         self._plan = plan
+        self._fell_back = False
+        self._nonfinite = np.zeros(len(plan.slots), dtype=np.uint8)
+        self._nonfinite_address = self._nonfinite.ctypes.data
         self._longest = max((span.context for span in plan.spans), default=0)
         self._tables.fill([span.block_ids for span in plan.spans])
         shared = self._planner.plan(plan.decoding) if self._planner is not None else None
@@ -69,8 +75,11 @@ class NativeAttention:
 
     def end_step(self) -> None:
         self._torch.end_step()
-        self._fell_back = False
         self._plan = self._plain = self._shared = None
+
+    def nonfinite_rows(self) -> list[int]:
+        found: list[int] = self._nonfinite.nonzero()[0].tolist()
+        return sorted({*found, *self._torch.nonfinite_rows()}) if self._fell_back else found
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -111,6 +120,7 @@ class NativeAttention:
     def _prepare(self, call: CallStruct, heads: int, options: AttentionOptions) -> NativeStep:
         """Fill in what does not hang on tensors; the step for a layer of these options."""
         step = self._step_for(options.sliding_window)
+        step.struct.nonfinite = self._nonfinite_address
         call.heads = heads
         call.window = options.sliding_window or 0
         call.scaling = options.scaling

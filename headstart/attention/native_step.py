@@ -39,6 +39,7 @@ class StepStruct(ctypes.Structure):
         ("mergers", ctypes.c_void_p),
         ("parts", ctypes.c_void_p),
         ("partials", ctypes.c_void_p),
+        ("nonfinite", ctypes.c_void_p),
         ("num_tokens", ctypes.c_int32),
         ("num_segments", ctypes.c_int32),
         ("num_mergers", ctypes.c_int32),
@@ -136,6 +137,7 @@ class NativeStep:
         self.struct = StepStruct(
             self._slots.data_ptr(),
             *(array.ctypes.data for array in self._arrays),
+            None,
             None,
             self._num_tokens,
             len(segments),

@@ -90,9 +90,13 @@ class PrefillChunk:
 
 @dataclass(frozen=True, eq=False)
 class PrefillSpan:
-    """One sequence with several rows: `columns` tokens are gathered once for all its chunks."""
+    """One sequence with several rows: `columns` tokens are gathered once for all its chunks.
+
+    All rows see the first `seen_columns` of them.
+    """
 
     columns: int
+    seen_columns: int
     index: HeadIndex
     chunks: tuple[PrefillChunk, ...]
 
@@ -214,7 +218,9 @@ class StepTables:
         table = self._tensor(span.block_ids[: (span.context - 1) // self.block_size + 1])
         position = torch.arange(first, span.context, device=self.device)
         index = HeadIndex(self._slots(table.unsqueeze(0), position.unsqueeze(0)))
-        return PrefillSpan(span.context - first, index, tuple(chunks))
+        columns = span.context - first
+        masked = [c.last_column - c.hidden.shape[1] for c in chunks if c.hidden is not None]
+        return PrefillSpan(columns, min(masked, default=columns), index, tuple(chunks))
 
     def _hidden(self, rows: int, columns: int, window: int | None) -> Tensor | None:
         """What the last `rows` of `columns` tokens may not see; None if they see everything."""

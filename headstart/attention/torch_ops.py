@@ -41,15 +41,24 @@ class TorchAttention:
         self._planner = SharedPlanner(memory.block_size, SHARING) if share else None
         self._slots: Tensor | None = None
         self._tables: StepTables | None = None
+        # Per layer of the step and for K and V: float `[tokens]`, 0 for finite rows, else NaN.
+        self._finite: list[Tensor] = []
 
     def begin_step(self, plan: StepPlan) -> None:
         memory = self._memory
+        self._finite = []
         self._slots = plan.slots.to(memory.device)
         shared = self._planner.plan(plan.decoding) if self._planner is not None else None
         self._tables = StepTables(plan, memory.block_size, memory.device, shared)
 
     def end_step(self) -> None:
         self._slots = self._tables = None
+
+    def nonfinite_rows(self) -> list[int]:
+        if not self._finite:
+            return []
+        found: list[int] = torch.stack(self._finite).sum(0).nonzero().flatten().tolist()
+        return found
 
     def compiled(self, layer_idx: int, heads: int, options: AttentionOptions) -> None:
         """Nothing of this is compiled."""
@@ -60,7 +69,9 @@ class TorchAttention:
         if self._tables is None or self._slots is None:
             raise RuntimeError("attend() outside of a step: call begin_step() first")
         memory = self._memory
-        memory.write(layer_idx, self._slots, key.to(memory.dtype), value.to(memory.dtype))
+        key, value = key.to(memory.dtype), value.to(memory.dtype)
+        memory.write(layer_idx, self._slots, key, value)
+        self._finite += (_zero_if_finite(key, (1, 2)), _zero_if_finite(value, (1, 2)))
         tables = self._tables.for_window(options.sliding_window)
         out = query.new_empty((*query.shape[:2], value.shape[2]))
         query = query.to(memory.dtype) * options.scaling
@@ -148,6 +159,7 @@ class TorchAttention:
         options: AttentionOptions,
     ) -> None:
         keys, values = self._gather(layer_idx, span.index, span.columns)
+        _isolate_nonfinite(keys[:, span.seen_columns :], values[:, span.seen_columns :])
         kv_heads = keys.shape[0]
         heads = query.shape[1] // kv_heads
         for chunk in span.chunks:
@@ -176,6 +188,28 @@ class TorchAttention:
             gathered_keys.view(-1, columns, keys.shape[2]),
             gathered_values.view(-1, columns, values.shape[2]),
         )
+
+
+def _zero_if_finite(rows: Tensor, dim: tuple[int, ...]) -> Tensor:
+    """0 where the numbers along `dim` are all finite, else NaN.
+
+    Several times as fast as `isfinite`.
+
+    >>> _zero_if_finite(torch.tensor([[3e38, 3e38], [1.0, torch.inf]]), (1,))
+    tensor([0., nan])
+    """
+    return (rows - rows).sum(dim)
+
+
+def _isolate_nonfinite(keys: Tensor, values: Tensor) -> None:
+    """Keep values that are not finite from rows that do not see them; changes both in place.
+
+    A weight of 0 times such a value is NaN. So the value becomes zeros and its key NaN: the score
+    is then NaN for every row that sees it, and masked for every other row.
+    """
+    found = _zero_if_finite(values, (-1,)).isnan().unsqueeze(-1)
+    keys.masked_fill_(found, torch.nan)
+    values.masked_fill_(found, 0.0)
 
 
 def _scores(rows: Tensor, keys: Tensor, options: AttentionOptions) -> Tensor:

@@ -249,6 +249,9 @@ class _PlainBackend:
 
     def end_step(self) -> None: ...
 
+    def nonfinite_rows(self) -> list[int]:
+        return []
+
     def compiled(self, layer_idx: int, heads: int, options: AttentionOptions) -> None: ...
 
     def attend(

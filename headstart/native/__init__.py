@@ -19,7 +19,7 @@ from pathlib import Path
 __all__ = ["is_usable", "library", "pointer"]
 
 # The number in native.h: a library built from other sources than these is not used.
-INTERFACE = 4
+INTERFACE = 5
 
 _FOLDER = Path(__file__).parent
 

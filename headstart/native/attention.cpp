@@ -2,27 +2,38 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 namespace headstart {
 namespace {
 
+// Copies a row; true if one of its numbers is not finite.
+bool copy_row(bf16* to, const bf16* from, int dim) {
+    __mmask32 found = 0;
+    for (int d = 0; d < dim; d += 32) {
+        const __m512i numbers = load_pairs(from + d, dim - d);
+        store_pairs(to + d, dim - d, numbers);
+        found |= nonfinite(numbers);
+    }
+    return found != 0;
+}
+
 // Tokens `from` to `to` - 1 of K and V into their slots.
 void write_rows(const AttentionStep& step, const AttentionCall& call, int from, int to) {
-    const size_t key_bytes = call.key_dim * sizeof(bf16);
-    const size_t value_bytes = call.value_dim * sizeof(bf16);
     for (int64_t token = from; token < to; ++token) {
         bf16* key = call.keys + step.slots[token] * call.kv_heads * call.key_dim;
         bf16* value = call.values + step.slots[token] * call.kv_heads * call.value_dim;
+        bool found = false;
         for (int64_t head = 0; head < call.kv_heads; ++head) {
-            std::memcpy(key + head * call.key_dim,
-                        call.key + token * call.key_strides[0] + head * call.key_strides[1],
-                        key_bytes);
-            std::memcpy(value + head * call.value_dim,
-                        call.value + token * call.value_strides[0] + head * call.value_strides[1],
-                        value_bytes);
+            found |= copy_row(key + head * call.key_dim,
+                              call.key + token * call.key_strides[0] + head * call.key_strides[1],
+                              call.key_dim);
+            found |= copy_row(
+                value + head * call.value_dim,
+                call.value + token * call.value_strides[0] + head * call.value_strides[1],
+                call.value_dim);
         }
+        if (found) step.nonfinite[token] = 1;
     }
 }
 

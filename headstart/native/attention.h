@@ -39,6 +39,7 @@ struct AttentionStep {
     const Merger* mergers;
     const int32_t* parts;
     float* partials;  // each [heads, 2 + value_dim]: maximum, sum, unnormalised output
+    uint8_t* nonfinite;  // [tokens]: set to 1 where K or V are not finite, never cleared
     int32_t num_tokens;
     int32_t num_segments;
     int32_t num_mergers;

@@ -112,6 +112,8 @@ void attend_keys(Lanes& s, const Rows& rows) {
         options.masked = tile < all_first || tile + count > all_last;
         s.now = s.next;
         rows.find_tile(s.next, tile + TILE, last);
+        if (tile < all_first || std::min(tile + count, last) > all_last)
+            isolate_nonfinite(s.now, count, call.value_dim);
         pair_values(s, count, call.value_dim);
         attend_tile<VECTORS>(s, tile, count, call, options);
     }

@@ -188,6 +188,8 @@ __attribute__((noinline)) void attend_keys(Few& s, const Rows& rows, const Rows*
             const Row row = following->row(0);
             following->find_tile(s.next, std::min(row.first_key, row.last_key - 1), row.last_key);
         }
+        if (tile < all_first || std::min(tile + count, last) > all_last)
+            isolate_nonfinite(s.now, count, rows.call.value_dim);
         attend_tile<ROWS>(s, rows, tile, count, tile < all_first || tile + count > all_last);
     }
 }

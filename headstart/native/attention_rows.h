@@ -21,6 +21,29 @@ struct Tile {
     const bf16* values[TILE];
 };
 
+struct NanRow {
+    bf16 numbers[MAX_DIM];
+    constexpr NanRow() : numbers() {
+        for (bf16& number : numbers) number = 0x7fc0;
+    }
+};
+inline constexpr NanRow NAN_ROW;
+inline constexpr bf16 ZERO_ROW[MAX_DIM] = {};
+
+// For a tile that some rows see only in part. A weight of 0 times a value that is not finite is NaN,
+// so a hidden key would reach rows that do not see it. A key with such a value gets a value of zeros
+// and a key of NaN: its score is NaN for every row that sees it, and masked for every other row.
+inline void isolate_nonfinite(Tile& tile, int count, int value_dim) {
+    for (int k = 0; k < count; ++k) {
+        __mmask32 found = 0;
+        for (int d = 0; d < value_dim; d += 32)
+            found |= nonfinite(load_pairs(tile.values[k] + d, value_dim - d));
+        if (found == 0) continue;
+        tile.keys[k] = NAN_ROW.numbers;
+        tile.values[k] = ZERO_ROW;
+    }
+}
+
 // Which token and query head a row is, and which positions it sees.
 struct Row {
     int32_t number;  // of the segment

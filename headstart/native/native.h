@@ -13,7 +13,7 @@
 
 // Changes with any exported signature or struct; headstart/native/__init__.py holds the same
 // number, so that a library built from older sources is not used.
-constexpr int HEADSTART_NATIVE_INTERFACE = 4;
+constexpr int HEADSTART_NATIVE_INTERFACE = 5;
 
 namespace headstart {
 

@@ -73,6 +73,12 @@ inline __m256i narrow(__m512 x) { return reinterpret_cast<__m256i>(_mm512_cvtnep
 // What floats become when they are written as bf16.
 inline __m512 rounded(__m512 x) { return widen(narrow(x)); }
 
+// Which of 32 numbers are infinite or NaN: those whose exponent is all ones.
+inline __mmask32 nonfinite(__m512i halves) {
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    return _mm512_cmpeq_epi16_mask(_mm512_and_si512(halves, exponent), exponent);
+}
+
 // Up to 16 numbers; whole vectors go without a mask.
 inline __m512 load(const bf16* from, int64_t count) {
     if (count >= 16) return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));

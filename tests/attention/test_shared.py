@@ -1,6 +1,6 @@
 """Decoding rows that attend together to what they share: the same result as each by itself."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,51 +22,14 @@ from headstart.attention import (
 from headstart.attention import native as native_backend
 from headstart.attention import torch_ops as torch_backend
 from headstart.attention.shared import SharedPlan, SharedPlanner, SharingCost, find_runs
+from tests.attention.forests import NUM_BLOCKS, Forest, forests
 from tests.attention.rows import BLOCK, OPTIONS, TOLERANCE, reference
 
 LAYOUT = LayerLayout(2, 16, 12)
 HEADS = 6
 PATHS = ["torch fp32", "torch bf16", "native bf16"]
 LIBRARY = native.library()
-NUM_BLOCKS = 400
 FREE, USUAL = SharingCost(0, 0), SharingCost(0, 32)
-
-
-@dataclass(frozen=True)
-class Forest:
-    """Spans whose block tables begin like one another's, some decoding and some with more rows."""
-
-    spans: tuple[Span, ...]
-
-    @property
-    def slots(self) -> list[int]:
-        return [
-            span.block_ids[p // BLOCK] * BLOCK + p % BLOCK
-            for span in self.spans
-            for p in range(span.context - span.num_rows, span.context)
-        ]
-
-
-@st.composite
-def forests(draw: st.DrawFn) -> Forest:
-    """Each span goes along an earlier one's table for some blocks, or along nobody's."""
-    free = iter(range(NUM_BLOCKS))
-    tables: list[list[int]] = []
-    spans: list[Span] = []
-    row = 0
-    for _ in range(draw(st.integers(1, 9))):
-        start: list[int] = []
-        if tables:
-            parent = draw(st.sampled_from(tables))
-            start = parent[: draw(st.integers(0, len(parent)))]
-        own = [next(free) for _ in range(draw(st.integers(0 if start else 1, 12)))]
-        table = [*start, *own]
-        tables.append(table)
-        rows = 1 if draw(st.integers(0, 3)) else draw(st.integers(1, len(table) * BLOCK))
-        context = draw(st.integers(max(rows, len(table) * BLOCK - BLOCK + 1), len(table) * BLOCK))
-        spans.append(Span(row, rows, context, table))
-        row += rows
-    return Forest(tuple(spans))
 
 
 def make_backend(path: str, memory: PagedKVMemory, share: bool) -> AttentionBackend:

@@ -1,0 +1,206 @@
+"""K and V that are not finite: no influence on rows that do not see them, and told of.
+
+In a softmax a hidden position has the weight 0, and 0 times NaN is NaN. So a row that overflowed
+made every row before it NaN that went through the same product, and the cache then kept K and V
+of these rows for the next request with that prefix.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headstart import native
+from headstart.attention import (
+    AttentionBackend,
+    AttentionOptions,
+    LayerLayout,
+    NativeAttention,
+    PagedKVMemory,
+    Span,
+    StepPlan,
+    TorchAttention,
+)
+from headstart.attention import native as native_backend
+from headstart.attention import tables as tables_module
+from headstart.attention import torch_ops as torch_backend
+from headstart.attention.shared import SharingCost
+from tests.attention.forests import NUM_BLOCKS, Forest, forests
+from tests.attention.rows import BLOCK, OPTIONS
+
+LIBRARY = native.library()
+LAYOUT = LayerLayout(2, 16, 12)
+HEADS = 6
+PATHS = {
+    "torch fp32": torch.float32,
+    "torch fp16": torch.float16,
+    "torch bf16": torch.bfloat16,
+    "native bf16": torch.bfloat16,
+}
+NAN, INF = float("nan"), float("inf")
+
+
+def make_backend(path: str, memory: PagedKVMemory) -> AttentionBackend:
+    if not path.startswith("native"):
+        return TorchAttention(memory)
+    if LIBRARY is None:
+        pytest.skip("no compiled kernels here")
+    return NativeAttention(memory, LIBRARY)
+
+
+class Step:
+    """One step of a forest over a memory in which some slots hold `fill`, in one dim."""
+
+    def __init__(self, path: str, forest: Forest, layout: LayerLayout = LAYOUT) -> None:
+        dtype = PATHS[path]
+        generator = torch.Generator().manual_seed(1)
+        self.path, self.forest, self.layout = path, forest, layout
+        rows = NUM_BLOCKS * BLOCK + 1
+        self.keys = torch.randn(rows, 2, layout.key_dim, generator=generator).to(dtype)
+        self.values = torch.randn(rows, 2, layout.value_dim, generator=generator).to(dtype)
+        self.query = torch.randn(len(forest.slots), HEADS, layout.key_dim, generator=generator)
+        self.query = self.query.to(dtype)
+
+    def attend(
+        self,
+        poison: dict[int, tuple[bool, bool]],
+        fill: float,
+        options: AttentionOptions,
+        plan: StepPlan,
+    ) -> Tensor:
+        """The output; `poison` says of slots whether K and V have such a number, all else is 0."""
+        keys, values = self.keys.clone(), self.values.clone()
+        for slot, (key, value) in poison.items():
+            keys[slot], values[slot] = 0, 0
+            keys[slot, :, 3] = fill if key else 0
+            values[slot, :, 5] = fill if value else 0
+        memory = PagedKVMemory([self.layout], NUM_BLOCKS, BLOCK, self.query.dtype, "cpu")
+        memory.keys[0].copy_(keys)
+        memory.values[0].copy_(values)
+        memory.keys[0][plan.slots] = 0  # what the step itself writes
+        memory.values[0][plan.slots] = 0
+        backend = make_backend(self.path, memory)
+        backend.begin_step(plan)
+        out = backend.attend(0, self.query, keys[plan.slots], values[plan.slots], options)
+        backend.end_step()
+        bad = [row for row, slot in enumerate(plan.slots.tolist()) if any(poison.get(slot, ()))]
+        assert backend.nonfinite_rows() == (bad if fill != 0 else [])
+        return out
+
+    def seen(self, window: int | None) -> list[list[int]]:
+        """The slots that each row sees."""
+        found = []
+        for span in self.forest.spans:
+            for position in range(span.context - span.num_rows, span.context):
+                first = 0 if window is None else max(0, position + 1 - window)
+                found.append(
+                    [
+                        span.block_ids[p // BLOCK] * BLOCK + p % BLOCK
+                        for p in range(first, position + 1)
+                    ]
+                )
+        return found
+
+
+def check(
+    step: Step, poison: dict[int, tuple[bool, bool]], fill: float, name: str, gather: bool
+) -> None:
+    """Rows that see none of the poison are as with zeros there, bit for bit; others are lost."""
+    options = OPTIONS[name]
+    plan = StepPlan(torch.tensor(step.forest.slots), step.forest.spans, gather)
+    found = step.attend(poison, fill, options, plan)
+    expected = step.attend(poison, 0.0, options, plan)
+    assert bool(expected.isfinite().all())
+    for row, slots in enumerate(step.seen(options.sliding_window)):
+        reached = [poison[slot] for slot in slots if slot in poison]
+        if not any(any(one) for one in reached):
+            assert torch.equal(found[row], expected[row]), row
+        elif fill != fill or any(value for _, value in reached):
+            assert not bool(found[row].isfinite().all(-1).any()), row
+
+
+@pytest.mark.parametrize("path", PATHS)
+@settings(max_examples=50)
+@given(
+    forest=forests(),
+    name=st.sampled_from(list(OPTIONS)),
+    fill=st.sampled_from([NAN, INF, -INF]),
+    gather=st.booleans(),
+    data=st.data(),
+)
+def test_a_position_that_is_not_seen_has_no_influence(
+    path: str, forest: Forest, name: str, fill: float, gather: bool, data: st.DataObject
+) -> None:
+    """Later rows of the same chunk, what lies before a window, other requests' and stale slots."""
+    blocks = sorted({block for span in forest.spans for block in span.block_ids})
+    slots = st.sampled_from([block * BLOCK + at for block in blocks for at in range(BLOCK)])
+    poison = data.draw(st.dictionaries(slots, st.tuples(st.booleans(), st.booleans()), max_size=6))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables_module, "CHUNK_ROWS", data.draw(st.sampled_from([3, 128])))
+        for module in (native_backend, torch_backend):
+            patch.setattr(module, "SHARING", SharingCost(0, data.draw(st.sampled_from([0, 5]))))
+        check(Step(path, forest), poison, fill, name, gather)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "layout", [LAYOUT, LayerLayout(2, 128, 64), LayerLayout(2, 34, 37)], ids=str
+)
+def test_a_long_prompt_with_one_bad_row(path: str, name: str, layout: LayerLayout) -> None:
+    """At the borders of tiles of 64 keys, and of chunks of rows."""
+    table = list(reversed(range(50)))
+    forest = Forest((Span(0, 190, 197, table), Span(190, 3, 70, list(range(50, 68)))))
+    step = Step(path, forest, layout)
+    for position in (0, 6, 63, 64, 100, 134, 135, 196, 199):
+        slot = table[position // BLOCK] * BLOCK + position % BLOCK
+        check(step, {slot: (True, True)}, NAN, name, False)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_stands_behind_a_sequence_is_not_read(path: str) -> None:
+    """The rest of its last block, whatever bits memory or an earlier owner left there."""
+    forest = Forest((Span(0, 1, 9, [4, 2, 7]), Span(1, 5, 5, [9, 3]), Span(6, 1, 2, [5])))
+    used = {slot for slots in Step(path, forest).seen(None) for slot in slots}
+    stale = {slot: (True, True) for slot in range(NUM_BLOCKS * BLOCK + 1) if slot not in used}
+    for name in OPTIONS:
+        check(Step(path, forest), stale, NAN, name, False)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_bad_rows_of_all_layers_are_told_until_the_next_step(path: str) -> None:
+    # The second layer's keys have an odd width: the compiled backend leaves it to torch operations.
+    layouts = [LayerLayout(2, 8, 8), LayerLayout(1, 7, 8), LayerLayout(2, 8, 40)]
+    memory = PagedKVMemory(layouts, 4, BLOCK, PATHS[path], "cpu")
+    backend = make_backend(path, memory)
+    assert backend.nonfinite_rows() == []
+    slots = [0, 1, 2, memory.scratch_slot, memory.scratch_slot, 8]
+    plan = StepPlan(torch.tensor(slots), (Span(0, 5, 5, [0, 1]), Span(5, 1, 1, [2])))
+    for bad in ({0: (3, 0), 1: (1, 5), 2: (0, 39)}, {2: (4, 1)}, {}):
+        backend.begin_step(plan)
+        assert backend.nonfinite_rows() == []
+        rows: set[int] = set()
+        for layer, layout in enumerate(layouts):
+            key = torch.full((6, layout.kv_heads, layout.key_dim), 3e4, dtype=PATHS[path])
+            value = torch.full((6, layout.kv_heads, layout.value_dim), -3e4, dtype=PATHS[path])
+            if layer in bad:
+                row, at = bad[layer]
+                target = key if at < layout.key_dim and layer == 0 else value
+                target[row, -1, at] = (NAN, INF, -INF)[layer]
+                rows.add(row)
+            query = torch.zeros(6, 2, layout.key_dim, dtype=PATHS[path])
+            backend.attend(layer, query, key, value, AttentionOptions(1.0))
+            assert backend.nonfinite_rows() == sorted(rows)
+        backend.end_step()
+        assert backend.nonfinite_rows() == sorted(rows)
+
+
+def test_a_row_that_overflows_when_written_is_told() -> None:
+    memory = PagedKVMemory([LayerLayout(1, 4, 4)], 2, BLOCK, torch.float16, "cpu")
+    backend = TorchAttention(memory)
+    backend.begin_step(StepPlan(torch.arange(2), (Span(0, 2, 2, [0]),)))
+    key = torch.zeros(2, 1, 4)
+    key[1, 0, 2] = 1e5  # finite in float32 only
+    backend.attend(0, torch.zeros(2, 1, 4), key, torch.zeros(2, 1, 4), AttentionOptions(1.0))
+    assert backend.nonfinite_rows() == [1]

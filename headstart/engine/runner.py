@@ -51,7 +51,7 @@ class ForwardModel(Protocol):
         logit_rows: Tensor,
         embeddings: EmbeddingOverlay | None = None,
     ) -> list[int]:
-        """The first of the largest of each row of what `forward` would give."""
+        """The first of the largest of each row of what `forward` would give; -1 if not finite."""
         ...
 
 

@@ -205,7 +205,10 @@ class DecoderModel:
         logit_rows: Tensor,
         embeddings: EmbeddingOverlay | None = None,
     ) -> list[int]:
-        """The first of the largest of each row of what `forward` would give, often in less time."""
+        """The first of the largest of each row of what `forward` would give, often in less time.
+
+        -1 for a row whose largest logit is not finite: one with NaN or +inf, or with only -inf.
+        """
         plain = self._plain_for(positions, embeddings)
         if plain is not None:
             return plain.choose(plain.hidden(token_ids, positions, logit_rows))

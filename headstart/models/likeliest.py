@@ -8,6 +8,7 @@ that of all logits, ties included: see `native/likeliest.cpp` for the bounds and
 """
 
 import ctypes
+import math
 
 import torch
 from torch import Tensor
@@ -34,11 +35,15 @@ class _ScreenStruct(ctypes.Structure):
 def likeliest(logits: Tensor) -> list[int]:
     """The first of the largest of each row of `logits` float32 `[rows, vocab]`.
 
+    -1 for a row whose largest logit is not finite: one with NaN or +inf, or with nothing but -inf.
     On a CPU by numpy, which looks at 16 numbers at a time; torch's own takes 12 times as long.
     """
     rows = logits.numpy() if logits.device.type == "cpu" else logits
-    found: list[int] = rows.argmax(-1).tolist()
-    return found
+    found: list[int] = rows.argmax(-1).tolist()  # the first NaN, if there is one
+    largest: list[float] = rows[range(len(found)), found].tolist()
+    return [
+        token if math.isfinite(logit) else -1 for token, logit in zip(found, largest, strict=True)
+    ]
 
 
 class LikeliestHead:
@@ -78,7 +83,8 @@ class LikeliestHead:
     def choose(self, hidden: Tensor) -> list[int]:
         """The first of the largest logits of each row of `hidden` bfloat16 `[rows, inputs]`.
 
-        As `likeliest` of `weight.multiply(hidden)`.
+        As `likeliest` of `weight.multiply(hidden)`, -1 for a row whose largest logit is not finite
+        included.
         """
         if not len(hidden):
             return []

@@ -111,7 +111,7 @@ class PlainDecoder:
             return self._head.weight.multiply(hidden).float()
 
     def choose(self, hidden: Tensor) -> list[int]:
-        """The likeliest token of each hidden row, the first of equals."""
+        """The likeliest token of each hidden row, the first of equals; -1 if none is finite."""
         with torch.inference_mode():
             return self._head.choose(hidden)
 

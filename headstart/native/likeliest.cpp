@@ -255,13 +255,13 @@ float bounds(const Screen& screen, int64_t panel, const Row& row, const __m512i 
     return _mm512_reduce_max_ps(most);
 }
 
-// The likeliest output that a thread has seen of a row; `output` is -1 if a logit is no number.
+// The likeliest output that a thread has seen of a row; `output` is -1 if a logit is NaN or +inf.
 struct Best {
     float logit = -INFINITE;
     int64_t output = std::numeric_limits<int64_t>::max();
 
     void add(float other, int64_t at) {
-        if (output < 0 || std::isnan(other) || at < 0) {
+        if (output < 0 || std::isnan(other) || other == INFINITE || at < 0) {
             output = -1;
         } else if (other > logit || (other == logit && at < output)) {
             logit = other;
@@ -434,8 +434,9 @@ void headstart_screen(const Weight* weight, const Screen* screen, int threads) {
 }
 
 // For each row of x bf16 [rows, inputs] the first of the largest of its logits, which are
-// x times the weight rounded to bf16; -1 where x or such a logit is no number or very large, or too
-// many outputs have a chance: the caller then computes all of the row's logits.
+// x times the weight rounded to bf16; -1 where x is not finite or very large, where the largest logit
+// is not finite, or where too many outputs have a chance: the caller then computes all of the row's
+// logits.
 void headstart_likeliest(const Screen* screen, const Weight* weight, const bf16* x, int64_t rows,
                          int64_t* likeliest, int threads) {
     static thread_local Scratch integer_memory, upper_memory, row_memory;
@@ -470,7 +471,7 @@ void headstart_likeliest(const Screen* screen, const Weight* weight, const bf16*
     for (int64_t r = 0; r < rows; r++) {
         Best best = search.tops[r];
         for (int one = 0; one < ran; one++) best.add(search.found[one * rows + r]);
-        likeliest[r] = best.output;
+        likeliest[r] = best.logit == -INFINITE ? -1 : best.output;
     }
 }
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from headstart.models.likeliest import LikeliestHead, likeliest
 from headstart.models.packed import PackedWeight, kernels
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels here")
+needs_kernels = pytest.mark.skipif(kernels() is None, reason="no compiled kernels here")
 
 BF16 = torch.bfloat16
 NAN, INF = float("nan"), float("inf")
@@ -34,10 +34,16 @@ def choice(values: list[float], *shape: int, seed: int) -> Tensor:
 def check(weight: Tensor, x: Tensor) -> LikeliestHead:
     """The head of this weight, after it chose as all logits do."""
     head = LikeliestHead(PackedWeight(weight))
-    assert head.choose(x) == likeliest(head.weight.multiply(x).float())
+    logits = head.weight.multiply(x).float()
+    found = head.choose(x)
+    assert found == likeliest(logits)
+    for row, token in zip(logits, found, strict=True):
+        assert (token == -1) == (not bool(row.max().isfinite()))
+        assert token == -1 or token == int(row.argmax())
     return head
 
 
+@needs_kernels
 @settings(max_examples=60)
 @given(ROWS, INPUTS, OUTPUTS, SEEDS, st.integers(1, 3))
 def test_random_rows(rows: int, inputs: int, outputs: int, seed: int, threads: int) -> None:
@@ -45,6 +51,7 @@ def test_random_rows(rows: int, inputs: int, outputs: int, seed: int, threads: i
     check(noise(outputs, inputs, seed=seed), noise(rows, inputs, seed=seed + 1))
 
 
+@needs_kernels
 @settings(max_examples=60)
 @given(ROWS, INPUTS, OUTPUTS, SEEDS, st.integers(1, 3))
 def test_ties(rows: int, inputs: int, outputs: int, seed: int, distinct: int) -> None:
@@ -57,6 +64,7 @@ def test_ties(rows: int, inputs: int, outputs: int, seed: int, distinct: int) ->
     check(weight * choice([1.0, 1 + 2**-7], outputs, 1, seed=seed), x)
 
 
+@needs_kernels
 @settings(max_examples=150)
 @given(st.integers(1, 5), INPUTS, OUTPUTS, SEEDS, st.data())
 def test_odd_numbers(rows: int, inputs: int, outputs: int, seed: int, data: st.DataObject) -> None:
@@ -71,6 +79,7 @@ def test_odd_numbers(rows: int, inputs: int, outputs: int, seed: int, data: st.D
     check(weight, x)
 
 
+@needs_kernels
 @settings(max_examples=60)
 @given(INPUTS, SEEDS, st.sampled_from([2.0**-60, 2.0**-20, 1.0, 2.0**20]), st.integers(0, 9))
 def test_near_ties_of_all_sizes(inputs: int, seed: int, size: float, outliers: int) -> None:
@@ -83,6 +92,7 @@ def test_near_ties_of_all_sizes(inputs: int, seed: int, size: float, outliers: i
     check(weight, x[:2])
 
 
+@needs_kernels
 def test_all_logits_are_computed_where_all_can_be_the_largest() -> None:
     """And after that not tried again at once: for 1 step, then 3, 7, until one goes well."""
     weight, bad, good = noise(600, 64, seed=0), torch.zeros(1, 64, dtype=BF16), noise(1, 64, seed=1)
@@ -102,6 +112,7 @@ def test_all_logits_are_computed_where_all_can_be_the_largest() -> None:
     assert [step for step, one in enumerate(tried) if one] == [0, 2, 6, 14, 15, 16]
 
 
+@needs_kernels
 def test_bounds_leave_few_outputs_to_compute() -> None:
     """Of 600 panels of random weights a row may need an eighth; it needs a few."""
     head = LikeliestHead(PackedWeight(noise(19_200, 256, seed=0)))
@@ -111,5 +122,36 @@ def test_bounds_leave_few_outputs_to_compute() -> None:
     assert head._pause == 0
 
 
+@needs_kernels
 def test_no_rows() -> None:
     assert LikeliestHead(PackedWeight(noise(40, 8, seed=0))).choose(noise(0, 8, seed=1)) == []
+
+
+def test_rows_whose_largest_logit_is_not_finite() -> None:
+    """They were answered with token 0, or whichever token had the number that is none."""
+    rows = [
+        [0.0, 2.0, -INF, 2.0],
+        [0.0, NAN, 1.0, 5.0],
+        [1.0, 2.0, INF, 0.0],
+        [-INF] * 4,
+        [NAN] * 4,
+        [-INF, -INF, -3e38, -INF],
+    ]
+    assert likeliest(torch.tensor(rows)) == [1, -1, -1, -1, -1, 2]
+    assert likeliest(torch.empty(0, 4)) == []
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 3, 7])  # bounds of 16 bits, and of their high bytes
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_one_weight_or_hidden_number_that_is_not_finite(rows: int, bad: float) -> None:
+    """Among many panels, where all others are ruled out by their bounds."""
+    weight, x = noise(3001, 64, seed=0), noise(rows, 64, seed=1)
+    expected = check(weight, x).choose(x)
+    assert -1 not in expected
+    weight[2900, 5] = bad
+    reached = x[:, 5] * torch.tensor(bad).sign() > 0 if bad == bad else torch.ones(rows) > 0
+    found = check(weight, x).choose(x)
+    assert [token == -1 for token in found] == reached.tolist()
+    weight[2900, 5], x[-1, 9] = 1.0, bad
+    assert check(weight, x).choose(x)[-1] == -1

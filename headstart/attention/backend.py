@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headstart.attention.layout import StepPlan
 
-__all__ = ["AttentionBackend", "AttentionOptions", "CompiledCall"]
+__all__ = ["AttentionBackend", "AttentionOptions", "CompiledCall", "RowShapes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +30,16 @@ class AttentionOptions:
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+
+
+class RowShapes(NamedTuple):
+    """Queries `[tokens, heads, key_dim]`, keys and values `[tokens, kv_heads, their width]`."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
 
 
 class CompiledCall(NamedTuple):
@@ -63,11 +73,11 @@ class AttentionBackend(Protocol):
         """
 
     def compiled(
-        self, layer_idx: int, heads: int, options: AttentionOptions
+        self, layer_idx: int, rows: RowShapes, options: AttentionOptions
     ) -> CompiledCall | None:
         """What compiled code needs to do the same as `attend`; None if it has to be called.
 
-        `heads` are the query heads.
+        `rows` is what the code will bring: dense rows of its own, in the dtype of the memory.
         """
 
     def end_step(self) -> None:

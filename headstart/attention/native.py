@@ -9,9 +9,17 @@ import ctypes
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from headstart.attention.backend import AttentionOptions, CompiledCall
+from headstart.attention.backend import AttentionOptions, CompiledCall, RowShapes
+from headstart.attention.checks import (
+    check_memory,
+    check_plan,
+    check_rows,
+    check_sinks,
+    fits_memory,
+    row_shapes,
+)
 from headstart.attention.layout import LayerLayout, StepPlan
 from headstart.attention.memory import PagedKVMemory
 from headstart.attention.native_step import BlockTables, CallStruct, NativeStep
@@ -33,16 +41,20 @@ class NativeAttention:
     `library` is what `headstart.native.library()` gave. With `share` decoding rows attend together
     to what their sequences have in common. Without it, and always with `contiguous_gather`, a
     row's result does not depend on which rows are computed beside it.
+
+    Kernels read by address, so everything is checked that they take as given: `ConfigError` is
+    raised for a memory of another kind, `EngineError` for a step or rows that do not fit it.
     """
 
     def __init__(self, memory: PagedKVMemory, library: ctypes.CDLL, *, share: bool = True) -> None:
+        check_memory(memory)
         self._memory = memory
         self._run = library.headstart_attend
         self._run.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
         self._run.restype = None
         self._torch = TorchAttention(memory, share=share)
         self._calls = [_make_call(memory, layer) for layer in range(len(memory.layouts))]
-        self._tables = BlockTables()
+        self._tables = BlockTables(memory.num_blocks)
         self._planner = SharedPlanner(memory.block_size, SHARING) if share else None
         self._before: dict[bool, NativeStep] = {}  # the last step with and without sharing
         # Room for partial results: of steps that share, and of those that do not.
@@ -58,17 +70,17 @@ class NativeAttention:
     @staticmethod
     def serves(memory: PagedKVMemory) -> bool:
         """Whether the kernel covers some layer of this memory."""
-        suits = memory.dtype == torch.bfloat16 and memory.device.type == "cpu"
-        return suits and any(map(_covered, memory.layouts))
+        return fits_memory(memory) and any(map(_covered, memory.layouts))
 
     def begin_step(self, plan: StepPlan) -> None:
         self.end_step()
-        self._plan = plan
+        check_plan(plan, self._memory)
         self._fell_back = False
         self._nonfinite = np.zeros(len(plan.slots), dtype=np.uint8)
         self._nonfinite_address = self._nonfinite.ctypes.data
         self._longest = max((span.context for span in plan.spans), default=0)
         self._tables.fill([span.block_ids for span in plan.spans])
+        self._plan = plan
         shared = self._planner.plan(plan.decoding) if self._planner is not None else None
         if shared is not None:
             self._shared = self._next_step(plan, shared, 1)
@@ -84,15 +96,16 @@ class NativeAttention:
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        call = self._calls[layer_idx]
         if self._plan is None:
             raise RuntimeError("attend() outside of a step: call begin_step() first")
+        call = self._calls[layer_idx]
         if call is None or not _is_bf16(query, key, value):
             return self._fall_back().attend(layer_idx, query, key, value, options)
+        rows = row_shapes(query, key, value)
         query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
-        tokens, heads, _ = query.shape
-        step = self._prepare(call, heads, options)
-        out = query.new_empty((tokens, heads, call.value_dim))
+        check_sinks(options.sinks, rows.heads)
+        step = self._prepare(layer_idx, call, rows, options)
+        out = query.new_empty((rows.tokens, rows.heads, rows.value_dim))
         call.query, call.key, call.value, call.out = (
             query.data_ptr(),
             key.data_ptr(),
@@ -108,25 +121,28 @@ class NativeAttention:
         return out
 
     def compiled(
-        self, layer_idx: int, heads: int, options: AttentionOptions
+        self, layer_idx: int, rows: RowShapes, options: AttentionOptions
     ) -> CompiledCall | None:
         call = self._calls[layer_idx]
         if call is None or options.sinks is not None:
             return None
         call.sinks = None
-        step = self._prepare(call, heads, options)
+        step = self._prepare(layer_idx, call, rows, options)
         return CompiledCall(ctypes.addressof(step.struct), ctypes.addressof(call))
 
-    def _prepare(self, call: CallStruct, heads: int, options: AttentionOptions) -> NativeStep:
-        """Fill in what does not hang on tensors; the step for a layer of these options."""
+    def _prepare(
+        self, layer_idx: int, call: CallStruct, rows: RowShapes, options: AttentionOptions
+    ) -> NativeStep:
+        """Fill the call's scalar fields; returns the step for a layer of these options."""
+        check_rows(rows, self._memory.layouts[layer_idx], len(self._nonfinite))
         step = self._step_for(options.sliding_window)
         step.struct.nonfinite = self._nonfinite_address
-        call.heads = heads
+        call.heads = rows.heads
         call.window = options.sliding_window or 0
         call.scaling = options.scaling
         call.softcap = options.softcap or 0.0
         if step.num_partials:
-            numbers = step.num_partials * heads * (2 + call.value_dim)
+            numbers = step.num_partials * rows.heads * (2 + call.value_dim)
             step.struct.partials = self._room(step is self._shared, numbers)
         return step
 
@@ -175,7 +191,9 @@ class NativeAttention:
 
 def _covered(layout: LayerLayout) -> bool:
     """Keys go through the kernel two dims at a time."""
-    return layout.key_dim % 2 == 0 and max(layout.key_dim, layout.value_dim) <= _MAX_DIM
+    fewest = min(layout.kv_heads, layout.key_dim, layout.value_dim)
+    most = max(layout.key_dim, layout.value_dim)
+    return layout.key_dim % 2 == 0 and fewest > 0 and most <= _MAX_DIM
 
 
 def _make_call(memory: PagedKVMemory, layer: int) -> CallStruct | None:
@@ -193,7 +211,13 @@ def _make_call(memory: PagedKVMemory, layer: int) -> CallStruct | None:
 
 
 def _is_bf16(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    return query.dtype == key.dtype == value.dtype == torch.bfloat16
+    """Whether the kernel takes these; a subclass of Tensor need not have its numbers in memory."""
+    return all(
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.dtype == torch.bfloat16
+        and tensor.device.type == "cpu"
+        for tensor in (query, key, value)
+    )
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:

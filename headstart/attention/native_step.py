@@ -16,6 +16,7 @@ import torch
 
 from headstart.attention.layout import Span, StepPlan
 from headstart.attention.shared import SharedPlan
+from headstart.errors import EngineError
 
 __all__ = ["BlockTables", "CallStruct", "NativeStep", "StepStruct"]
 
@@ -79,16 +80,26 @@ class BlockTables:
     one before takes a tenth of the time of converting it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
         self._known: list[list[int]] = []
         self.array: IntArray = np.zeros((16, 64), dtype=np.int32)
 
     def fill(self, tables: Sequence[Sequence[int]]) -> None:
-        """Make row i begin with table i; what stands behind it is of no meaning."""
+        """Make row i begin with table i; what stands behind it is of no meaning.
+
+        Raises `EngineError` if there is no block of some id.
+        """
         self._make_room(len(tables), max(map(len, tables), default=0))
         for row, block_ids in enumerate(tables):
             if self._known[row] != block_ids:
-                self.array[row, : len(block_ids)] = block_ids
+                ids = np.array(block_ids, dtype=np.int64)
+                if not 0 <= ids.min() <= ids.max() < self._num_blocks:
+                    raise EngineError(
+                        f"a block table holds ids from {ids.min()} to {ids.max()}; "
+                        f"allowed: 0 to {self._num_blocks - 1}"
+                    )
+                self.array[row, : len(block_ids)] = ids
                 self._known[row] = list(block_ids)
 
     def _make_room(self, rows: int, columns: int) -> None:

@@ -10,7 +10,7 @@ what the gather costs that makes them dense.
 import torch
 from torch import Tensor
 
-from headstart.attention.backend import AttentionOptions
+from headstart.attention.backend import AttentionOptions, RowShapes
 from headstart.attention.layout import StepPlan
 from headstart.attention.memory import PagedKVMemory
 from headstart.attention.shared import SharedPlanner, SharingCost
@@ -60,7 +60,7 @@ class TorchAttention:
         found: list[int] = torch.stack(self._finite).sum(0).nonzero().flatten().tolist()
         return found
 
-    def compiled(self, layer_idx: int, heads: int, options: AttentionOptions) -> None:
+    def compiled(self, layer_idx: int, rows: RowShapes, options: AttentionOptions) -> None:
         """Nothing of this is compiled."""
 
     def attend(

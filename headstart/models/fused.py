@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.attention.backend import AttentionBackend, AttentionOptions, CompiledCall
+from headstart.attention.backend import (
+    AttentionBackend,
+    AttentionOptions,
+    CompiledCall,
+    RowShapes,
+)
 from headstart.models.packed import PackedLinear, WeightStruct, kernels
 
 __all__ = ["Angles", "FusedLayer", "FusedLayers", "FusedMLP", "FusedNorm", "FusionSwitch"]
@@ -69,12 +74,12 @@ class FusedNorm:
         self._address = weight.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.bfloat16:
+        width = len(self._weight)
+        if x.dtype != torch.bfloat16 or x.shape[-1] != width:
             plain: Tensor = type(self._module).forward(self._module, x)
             return plain
         x = x.contiguous()
         out = torch.empty_like(x)
-        width = len(self._weight)
         self._function(
             self._address,
             self._epsilon,
@@ -100,7 +105,8 @@ class FusedMLP:
         self._address = ctypes.addressof(self._struct)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self._switch.enabled:
+        width = self._kept["gate"].in_features
+        if not self._switch.enabled or x.dtype != torch.bfloat16 or x.shape[-1] != width:
             plain: Tensor = type(self._module).forward(self._module, x)
             return plain
         x = x.contiguous()
@@ -108,7 +114,7 @@ class FusedMLP:
         self._function(
             self._address,
             x.data_ptr(),
-            x.numel() // x.shape[-1],
+            x.numel() // width,
             out.data_ptr(),
             torch.get_num_threads(),
         )
@@ -144,9 +150,9 @@ class FusedLayer:
             norms[f"{name[0]}_heads"] = _norm_parts(attention.get_submodule(name))
         self.hidden_size = weights["q"].in_features
         self.widths = [weights[name].out_features for name in "qkv"]
+        weights |= _mlp_parts(layer.get_submodule("mlp"))
         self._check_shapes(weights, {name: norm[0] for name, norm in norms.items()})
         self._struct = _LayerStruct(head_dim=self.head_dim)
-        weights |= _mlp_parts(layer.get_submodule("mlp"))
         _fill(self._struct, weights)
         for name, (weight, epsilon) in norms.items():
             setattr(self._struct, name, _NormStruct(weight.data_ptr(), epsilon))
@@ -156,6 +162,7 @@ class FusedLayer:
     def _check_shapes(self, weights: dict[str, PackedLinear], norms: dict[str, Tensor]) -> None:
         fits = (
             self.head_dim % 2 == 0
+            and all(weights[name].in_features == self.hidden_size for name in ("k", "v", "gate"))
             and all(width % self.head_dim == 0 for width in self.widths)
             and self.widths[1] == self.widths[2]
             and weights["o"].in_features == self.widths[0]
@@ -202,11 +209,13 @@ class FusedLayer:
         )
         return out
 
-    def compiled(self) -> CompiledCall | None:
+    def compiled(self, tokens: int) -> CompiledCall | None:
         """The layer's attention in this step for compiled code; None if it has to be called."""
-        backend = self._switch.backend
-        heads = self.widths[0] // self.head_dim
-        return None if backend is None else backend.compiled(self._layer_idx, heads, self._options)
+        backend, dim = self._switch.backend, self.head_dim
+        if backend is None:
+            return None
+        rows = RowShapes(tokens, self.widths[0] // dim, self.widths[1] // dim, dim, dim)
+        return backend.compiled(self._layer_idx, rows, self._options)
 
     def fits(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether this is a step over paged K/V, with one angle for each row and place."""
@@ -217,10 +226,10 @@ class FusedLayer:
         cos, sin = kwargs["position_embeddings"]
         return (
             cos.shape == sin.shape == (1, hidden.shape[1], self.head_dim)
-            and cos.dtype == sin.dtype == hidden.dtype
+            and cos.dtype == sin.dtype == hidden.dtype == torch.bfloat16
             and cos.is_contiguous()
             and sin.is_contiguous()
-            and hidden.shape[0] == 1
+            and hidden.shape == (1, hidden.shape[1], self.hidden_size)
         )
 
 
@@ -267,7 +276,7 @@ class FusedLayers:
         if not self._layers[0].fits(hidden, {"position_embeddings": angles}):
             return False
         for run, layer in zip(self._runs, self._layers[:count], strict=False):
-            call = layer.compiled()
+            call = layer.compiled(hidden.shape[1])
             if call is None:
                 return False
             run.step, run.call = call

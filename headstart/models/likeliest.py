@@ -86,6 +86,7 @@ class LikeliestHead:
         As `likeliest` of `weight.multiply(hidden)`, -1 for a row whose largest logit is not finite
         included.
         """
+        self.weight.check_rows(hidden)
         if not len(hidden):
             return []
         if self._waiting:

@@ -158,13 +158,18 @@ class PackedWeight:
         other._set_bias(bias)
         return other
 
+    def check_rows(self, x: Tensor) -> None:
+        """Raise `ValueError` unless `x` is bfloat16 `[..., inputs]` on the CPU."""
+        dtype, device, width = x.dtype, x.device.type, x.shape[-1] if x.dim() else 0
+        if (dtype, device, width) != (torch.bfloat16, "cpu", self.inputs):
+            raise ValueError(
+                f"a packed weight of {self.inputs} inputs in bfloat16 on cpu was given "
+                f"{width} in {dtype} on {device}"
+            )
+
     def multiply(self, x: Tensor) -> Tensor:
         """`[..., inputs]` times the weight, plus the bias: `[..., outputs]`, bfloat16."""
-        if x.dtype != torch.bfloat16 or x.shape[-1] != self.inputs:
-            raise ValueError(
-                f"a packed weight of {self.inputs} inputs in bfloat16 was given "
-                f"{x.shape[-1]} in {x.dtype}"
-            )
+        self.check_rows(x)
         x = x.contiguous()
         out = torch.empty((*x.shape[:-1], self.outputs), dtype=torch.bfloat16)
         self._library.headstart_linear(
@@ -177,8 +182,8 @@ class PackedWeight:
         return out
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """Rows of the weight by number, int64 of any shape: `[..., inputs]`."""
-        numbers = numbers.contiguous()
+        """Rows of the weight by number, integers of any shape: `[..., inputs]`."""
+        numbers = numbers.to("cpu", torch.int64).contiguous()
         if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.outputs:
             raise IndexError(f"a row is asked for of a weight that has {self.outputs}")
         out = torch.empty((*numbers.shape, self.inputs), dtype=torch.bfloat16)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headstart.attention.backend import AttentionOptions
+from headstart.attention.backend import AttentionOptions, RowShapes
 from headstart.attention.register import AttentionCall, read_options, register, unregister
 from headstart.models.ahead import ReadyMemory
 from headstart.models.decoder import forward_rows, text_part
@@ -252,7 +252,7 @@ class _PlainBackend:
     def nonfinite_rows(self) -> list[int]:
         return []
 
-    def compiled(self, layer_idx: int, heads: int, options: AttentionOptions) -> None: ...
+    def compiled(self, layer_idx: int, rows: RowShapes, options: AttentionOptions) -> None: ...
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions

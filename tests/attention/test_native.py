@@ -21,6 +21,7 @@ from headstart.attention import (
     make_backend,
     native_step,
 )
+from headstart.attention.backend import RowShapes
 from headstart.attention.native_step import StepStruct
 from tests.attention.rows import BLOCK, OPTIONS, Sequence, check, run_step
 
@@ -228,7 +229,9 @@ def test_layers_that_share_and_layers_that_do_not_have_room_of_their_own() -> No
     try:
         backend.begin_step(StepPlan(torch.tensor([1929, 1945]), spans))
         calls = [
-            backend.compiled(layer, 2, AttentionOptions(1.0, sliding_window=window))
+            backend.compiled(
+                layer, RowShapes(2, 2, 2, 16, 16), AttentionOptions(1.0, sliding_window=window)
+            )
             for layer, window in enumerate((None, 1000))
         ]
     finally:

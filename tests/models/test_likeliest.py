@@ -155,3 +155,11 @@ def test_one_weight_or_hidden_number_that_is_not_finite(rows: int, bad: float) -
     assert [token == -1 for token in found] == reached.tolist()
     weight[2900, 5], x[-1, 9] = 1.0, bad
     assert check(weight, x).choose(x)[-1] == -1
+
+
+@needs_kernels
+def test_rows_of_another_width_or_dtype_are_refused() -> None:
+    head = LikeliestHead(PackedWeight(noise(40, 8, seed=0)))
+    for x in (noise(2, 7, seed=1), noise(2, 8, seed=1).float(), noise(2, 8, seed=1).to("meta")):
+        with pytest.raises(ValueError, match="8 inputs in bfloat16 on cpu was given"):
+            head.choose(x)

@@ -94,13 +94,22 @@ def test_modules_take_any_shape() -> None:
 
 def test_wrong_inputs_are_refused() -> None:
     packed = PackedWeight(noise(40, 24))
-    with pytest.raises(ValueError, match="24 inputs in bfloat16 was given 23"):
+    with pytest.raises(ValueError, match="24 inputs in bfloat16 on cpu was given 23"):
         packed.multiply(noise(1, 23))
     with pytest.raises(ValueError, match="float32"):
         packed.multiply(noise(1, 24).float())
+    with pytest.raises(ValueError, match="on meta"):
+        packed.multiply(torch.empty(1, 24, dtype=BF16, device="meta"))
     for number in (-1, 40):
         with pytest.raises(IndexError, match="40"):
             packed.rows(torch.tensor([0, number]))
+
+
+def test_rows_are_asked_for_by_integers_of_any_width() -> None:
+    """Numbers of 32 bits were read as half as many of 64, and beyond their end."""
+    weight = noise(40, 24)
+    numbers = torch.tensor([39, 0, 7], dtype=torch.int32)
+    assert torch.equal(PackedWeight(weight).rows(numbers), weight[[39, 0, 7]])
 
 
 def test_what_cannot_be_packed() -> None:

@@ -1,0 +1,151 @@
+"""What compiled attention refuses, before it reads an address: it has no other guard."""
+
+import ctypes
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart import native
+from headstart.attention import (
+    AttentionOptions,
+    LayerLayout,
+    NativeAttention,
+    PagedKVMemory,
+    Span,
+    StepPlan,
+    TorchAttention,
+    make_backend,
+)
+from headstart.attention.backend import RowShapes
+from headstart.errors import ConfigError, EngineError
+from tests.attention.rows import TOLERANCE, reference
+
+LIBRARY = native.library()
+needs_kernels = pytest.mark.skipif(LIBRARY is None, reason="no compiled kernels here")
+BF16 = torch.bfloat16
+LAYOUT = LayerLayout(2, 16, 12)
+PLAN = StepPlan(torch.arange(4), (Span(0, 3, 3, [0, 1]), Span(3, 1, 8, [1, 0])))
+NUM_BLOCKS, BLOCK = 3, 4
+
+
+def make(size: int = BLOCK, dtype: torch.dtype = BF16) -> NativeAttention:
+    assert isinstance(LIBRARY, ctypes.CDLL)
+    return NativeAttention(PagedKVMemory([LAYOUT], NUM_BLOCKS, size, dtype, "cpu"), LIBRARY)
+
+
+def rows(tokens: int = 4, heads: int = 6, layout: LayerLayout = LAYOUT) -> list[Tensor]:
+    widths = (heads, layout.key_dim), (layout.kv_heads, layout.key_dim)
+    shapes = (*widths, (layout.kv_heads, layout.value_dim))
+    return [torch.zeros(tokens, *shape, dtype=BF16) for shape in shapes]
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 12, 24])
+def test_block_sizes_of_any_kind_give_the_right_result(size: int) -> None:
+    """Blocks of 24 went to the compiled kernel, which took them for blocks of 16."""
+    torch.manual_seed(0)
+    memory = PagedKVMemory([LAYOUT], 60, size, BF16, "cpu")
+    backend = make_backend(memory)
+    assert size in (1, 8) or isinstance(backend, TorchAttention)
+    table = torch.randperm(60).tolist()[: -(-50 // size)]
+    q, k, v = torch.randn(50, 6, 16), torch.randn(50, 2, 16), torch.randn(50, 2, 12)
+    q, k, v = q.to(BF16), k.to(BF16), v.to(BF16)
+    for start, end in ((0, 30), (30, 49), (49, 50)):
+        slots = torch.tensor([table[p // size] * size + p % size for p in range(start, end)])
+        backend.begin_step(StepPlan(slots, (Span(0, end - start, end, table),)))
+        part = slice(start, end)
+        out = backend.attend(0, q[part], k[part], v[part], AttentionOptions(0.3))
+        backend.end_step()
+        expected = reference(q[part], k[:end], v[:end], AttentionOptions(0.3))
+        rtol, atol = TOLERANCE[BF16]
+        torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=atol)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("size", "dtype"), [(24, BF16), (0, BF16), (16, torch.float16)])
+def test_a_memory_of_another_kind_is_refused(size: int, dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=f"{dtype} on cpu in blocks of {size}; it takes"):
+        make(size, dtype)
+
+
+WRONG_PLANS: dict[str, dict[str, Any]] = {
+    r"slots are 0 to 13; allowed: 0 to 12": {"slots": torch.tensor([0, 13, 1, 2])},
+    r"slots are -1 to 2; allowed: 0 to 12": {"slots": torch.tensor([0, -1, 1, 2])},
+    r"slots are torch.int32 \[4\] on cpu": {"slots": torch.arange(4, dtype=torch.int32)},
+    r"slots are torch.int64 \[4, 1\] on cpu": {"slots": torch.arange(4).unsqueeze(1)},
+    r"slots are torch.int64 \[4\] on meta": {"slots": torch.arange(4, device="meta")},
+    r"3 rows from row 2 on": {"spans": (Span(2, 3, 3, [0, 1]),)},
+    r"1 rows from row -1 on": {"spans": (Span(-1, 1, 3, [0, 1]),)},
+    r"0 rows from row 0 on": {"spans": (Span(0, 0, 3, [0, 1]),)},
+    r"a context of 3, does not fit": {"spans": (Span(0, 4, 3, [0, 1]),)},
+    r"a context of 9, .* block table of 8": {"spans": (Span(0, 4, 9, [0, 1]),)},
+    r"a block table of 0": {"spans": (Span(0, 4, 4, []),)},
+    r"ids from 0 to 3; allowed: 0 to 2": {"spans": (Span(0, 4, 8, [0, 3]),)},
+    r"ids from -2 to 1; allowed: 0 to 2": {"spans": (Span(0, 4, 8, (1, -2)),)},
+    r"to 4294967296; allowed: 0 to 2": {"spans": (Span(0, 4, 8, [1, 2**32]),)},
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("text", WRONG_PLANS)
+def test_a_step_that_does_not_fit_the_memory_is_refused(text: str) -> None:
+    """And the next step goes as if it had never been asked for."""
+    backend = make()
+    with pytest.raises(EngineError, match=text):
+        backend.begin_step(replace(PLAN, **WRONG_PLANS[text]))
+    with pytest.raises(RuntimeError, match="begin_step"):
+        backend.attend(0, *rows(), AttentionOptions(1.0))
+    backend.begin_step(PLAN)
+    assert not backend.attend(0, *rows(), AttentionOptions(1.0)).any()
+
+
+WRONG_ROWS = {
+    "more rows than the step": rows(5),
+    "fewer rows than the step": rows(3),
+    "another width of keys": rows(layout=LayerLayout(2, 18, 12)),
+    "another width of values": rows(layout=LayerLayout(2, 16, 14)),
+    "other heads of keys": rows(layout=LayerLayout(3, 16, 12)),
+    "query heads that are no multiple": rows(heads=5),
+    "no query heads": rows(heads=0),
+    "keys of fewer tokens": [rows()[0], *rows(3)[1:]],
+    "values of fewer tokens": [*rows()[:2], rows(3)[2]],
+    "values of fewer heads": [*rows()[:2], rows(layout=LayerLayout(1, 16, 12))[2]],
+    "queries of two dims": [rows()[0].flatten(1), *rows()[1:]],
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", WRONG_ROWS)
+def test_rows_that_do_not_fit_the_step_are_refused(name: str) -> None:
+    backend = make()
+    backend.begin_step(PLAN)
+    with pytest.raises(EngineError, match=r"heads"):
+        backend.attend(0, *WRONG_ROWS[name], AttentionOptions(1.0))
+
+
+@needs_kernels
+def test_sinks_are_one_for_each_query_head() -> None:
+    backend = make()
+    backend.begin_step(PLAN)
+    with pytest.raises(EngineError, match="5 sinks on cpu were given for 6 query heads"):
+        backend.attend(0, *rows(), AttentionOptions(1.0, sinks=torch.zeros(5)))
+
+
+@needs_kernels
+def test_compiled_code_says_what_it_will_bring() -> None:
+    """Fused layers call the kernel by themselves, with rows that Python does not see."""
+    backend = make()
+    backend.begin_step(PLAN)
+    right = RowShapes(4, 6, 2, 16, 12)
+    assert backend.compiled(0, right, AttentionOptions(1.0)) is not None
+    for field, value in {
+        "tokens": 5,
+        "heads": 3,
+        "kv_heads": 1,
+        "key_dim": 12,
+        "value_dim": 16,
+    }.items():
+        with pytest.raises(EngineError, match="this step and layer take"):
+            backend.compiled(0, right._replace(**{field: value}), AttentionOptions(1.0))

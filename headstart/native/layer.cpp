@@ -210,6 +210,14 @@ struct LayerRun {
     const AttentionCall* call;
 };
 
+// Bytes of the structs that Python mirrors, in the order of tests/native/test_structs.py.
+void headstart_struct_bytes(int64_t* bytes) {
+    const size_t found[] = {sizeof(AttentionStep), sizeof(AttentionCall), sizeof(Segment),
+                            sizeof(Merger),        sizeof(Weight),        sizeof(Norm),
+                            sizeof(Layer),         sizeof(LayerRun)};
+    for (const size_t size : found) *bytes++ = static_cast<int64_t>(size);
+}
+
 // out bf16 [rows, width] = x normalised by its root mean square, times the weight
 void headstart_rms_norm(const bf16* weight, float epsilon, const bf16* x, int64_t rows,
                         int64_t width, bf16* out, int threads) {

@@ -20,7 +20,7 @@ from headstart.attention.backend import (
     CompiledCall,
     RowShapes,
 )
-from headstart.models.packed import PackedLinear, WeightStruct, kernels
+from headstart.models.packed import PackedLinear, WeightStruct, has_memory, kernels
 
 __all__ = ["Angles", "FusedLayer", "FusedLayers", "FusedMLP", "FusedNorm", "FusionSwitch"]
 
@@ -293,7 +293,8 @@ def _norm_parts(module: nn.Module) -> tuple[Tensor, float]:
     weight = tensors.pop("weight", None)
     if weight is None or tensors or not isinstance(epsilon, float):
         raise LookupError(f"{type(module).__name__} is not a weight and an epsilon")
-    if weight.dim() != 1 or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
+    fits = has_memory(weight) and weight.dtype == torch.bfloat16
+    if not fits or weight.dim() != 1 or not weight.is_contiguous():
         raise LookupError(f"the weight of {type(module).__name__} is no row in bfloat16")
     return weight.detach(), epsilon
 

@@ -22,6 +22,7 @@ __all__ = [
     "PackedWeight",
     "WeightStruct",
     "can_pack",
+    "has_memory",
     "kernels",
     "map_pages",
 ]
@@ -65,10 +66,20 @@ def kernels() -> ctypes.CDLL | None:
     return found
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers lie in memory as its dtype and strides say.
+
+    A subclass of `Tensor` may hold them in another way: torchao's quantized weights say bfloat16
+    and hold integers and scales. Nothing but their own operations may read such a tensor.
+    """
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
 def can_pack(weight: Tensor) -> bool:
     """Whether the kernels can take it: bfloat16 `[outputs, inputs]` on the CPU."""
     return (
-        weight.dtype == torch.bfloat16
+        has_memory(weight)
+        and weight.dtype == torch.bfloat16
         and weight.device.type == "cpu"
         and weight.dim() == 2
         and weight.numel() > 0
@@ -110,11 +121,12 @@ class Arena:
 def map_pages(weights: Iterable[Tensor]) -> None:
     """Map the pages of weights that lie in a file; reading them for the first time does it slowly.
 
-    Nothing happens to weights in memory of their own, or without the compiled kernels.
+    Nothing happens to weights in memory of their own, to subclasses of `Tensor`, or without the
+    compiled kernels.
     """
     found = kernels()
     if found is not None:
-        for weight in weights:
+        for weight in filter(has_memory, weights):
             found.headstart_map_pages(weight.data_ptr(), weight.nbytes)
 
 

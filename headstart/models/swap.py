@@ -30,6 +30,7 @@ from headstart.models.packed import (
     PackedLinear,
     PackedWeight,
     can_pack,
+    has_memory,
     kernels,
     map_pages,
 )
@@ -120,6 +121,7 @@ def _can_swap(weight: Tensor, places: list[tuple[nn.Module, str]]) -> bool:
     children = [parent.get_submodule(name) for parent, name in places]
     return (
         can_pack(weight)
+        and all(has_memory(own) for child in children for own in child.parameters(recurse=False))
         and any(type(child) is nn.Linear for child in children)
         and all(type(child) in (nn.Linear, nn.Embedding) for child in children)
         and all(child.weight is weight for child in children)
@@ -169,8 +171,9 @@ def _leave_file(model: PreTrainedModel, packed_bytes: int) -> None:
     """Memory of their own for what is left: the last view of a mapped file keeps all of it.
 
     Not where more is left than was packed (experts of a mixture): those stay in the file.
+    Subclasses of `Tensor` stay as they are.
     """
-    left = [*model.parameters(), *model.buffers()]
+    left = list(filter(has_memory, (*model.parameters(), *model.buffers())))
     if sum(tensor.nbytes for tensor in left) < packed_bytes:
         with torch.inference_mode(False):
             for tensor in left:

@@ -6,6 +6,8 @@
 3. A prompt through transformers' own attention, and through ours cut in pieces, beside copies
    of its head cut otherwise. Whatever a model keeps between tokens outside of K and V
    (convolutions, recurrences, relative biases, shared layers) makes the two differ.
+4. A few rows at the model's last positions (`headstart.models.far_positions`), which must not
+   depend on the index of a row in the batch.
 
 How far two right answers may lie apart depends on depth, width and dtype, so it is measured: the
 same step again, each layer's attention changed by two units in the last place.
@@ -29,12 +31,12 @@ from headstart.attention.register import (
     AttentionFunction,
     BackendFunction,
     read_options,
-    register,
-    unregister,
 )
 from headstart.attention.torch_ops import TorchAttention
 from headstart.errors import UnsupportedModelError
-from headstart.models.decoder import context_length, forward_rows, text_part
+from headstart.models.attending import Attending
+from headstart.models.decoder import context_length, forward_rows
+from headstart.models.far_positions import check_far_positions
 
 __all__ = ["check_config", "probe_model"]
 
@@ -85,6 +87,7 @@ def probe_model(model: PreTrainedModel) -> tuple[LayerLayout, ...]:
     for call in calls:
         _check_mask(model, call)
     _check_pieces(model, layouts)
+    check_far_positions(model)
     return layouts
 
 
@@ -96,39 +99,6 @@ def _check_forward(model: PreTrainedModel) -> None:
     ):
         if name not in accepted:
             raise UnsupportedModelError(f"{type(model).__name__} takes no {name}: {why}")
-
-
-class _Attending:
-    """For a while, `function` is the model's attention, and counts its calls per layer."""
-
-    def __init__(self, model: PreTrainedModel, function: AttentionFunction) -> None:
-        self._model = text_part(model)
-        self._function = function
-        self.calls: Counter[int] = Counter()
-
-    def __enter__(self) -> "_Attending":
-        self.name = register(self._count)
-        self._model.set_attn_implementation(self.name)
-        if self._model.config._attn_implementation != self.name:
-            self.__exit__()
-            raise UnsupportedModelError(
-                f"{type(self._model).__name__} does not take its attention from transformers' "
-                "AttentionInterface"
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._model.set_attn_implementation("eager")
-        unregister(self.name)
-
-    def _count(self, call: AttentionCall) -> Tensor:
-        layer = getattr(call.layer, "layer_idx", None)
-        if not isinstance(layer, int):
-            raise UnsupportedModelError(
-                f"{type(call.layer).__name__} does not say which layer it is (layer_idx is {layer})"
-            )
-        self.calls[layer] += 1
-        return self._function(call)
 
 
 @dataclass
@@ -163,7 +133,7 @@ def _record(model: PreTrainedModel) -> list[_Call]:
     """The layers' calls of one pass over three tokens, in layer order."""
     recorder = _Recorder()
     tokens = torch.arange(3, device=model.device) % _vocabulary(model)
-    with _Attending(model, recorder) as attending:
+    with Attending(model, recorder) as attending:
         AttentionMaskInterface.register(attending.name, _mask_marker)
         try:
             _run(model, tokens, torch.arange(3, device=model.device))
@@ -293,7 +263,7 @@ def _through(
     function: AttentionFunction | None = None,
 ) -> Tensor:
     """Logits of one step over paged K/V."""
-    with _Attending(model, function or BackendFunction(backend)) as attending:
+    with Attending(model, function or BackendFunction(backend)) as attending:
         backend.begin_step(step.plan)
         try:
             logits = _run(model, prompt[step.places], step.places)

@@ -233,6 +233,51 @@ UNSUPPORTED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
 }
 
 
+def full_attention_llama4(max_length: int, dtype: torch.dtype) -> PreTrainedModel:
+    """Every other layer has no rotary angles and scales its queries by rows, 40 at a time."""
+    config = Llama4TextConfig(
+        **SMALL | {"max_position_embeddings": max_length},
+        intermediate_size_mlp=48,
+        moe_layers=[],
+        layer_types=["full_attention"] * 2,
+        no_rope_layers=[1, 0],
+        floor_scale=40,
+    )
+    return Llama4ForCausalLM(config).to(dtype).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_queries_that_are_scaled_by_their_row_are_found(dtype: torch.dtype) -> None:
+    """Rows of 24 tokens show nothing of it: the scale is 1 up to position 38."""
+    reason = r"queries of layer 1 from the index of a row.*from position 61 to 63"
+    with pytest.raises(UnsupportedModelError, match=reason):
+        probe_model(full_attention_llama4(64, dtype))
+    assert len(probe_model(full_attention_llama4(39, dtype))) == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_a_length_that_the_model_cannot_reach_is_found(name: str) -> None:
+    """Tables of learned positions end where they end; angles are computed for any position."""
+    model = TINY[name]()
+    model.config.max_position_embeddings = 300
+    if name == "llama":
+        probe_model(model)
+        return
+    with pytest.raises(UnsupportedModelError, match="fails over positions 297 to 299, the last"):
+        probe_model(model)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn"])
+def test_angles_that_depend_on_the_length_pass_up_to_where_they_change(kind: str) -> None:
+    config = tiny_config("llama")
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    rope["original_max_position_embeddings"] = 100
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config.rope_parameters = rope
+    probe_model(type(TINY["llama"]())(config).eval())
+
+
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_refused_by_the_model_itself(name: str) -> None:
     """None of these needs its configuration read to be found out."""

@@ -6,7 +6,8 @@ how long its file must be. So a download that broke off is found in milliseconds
 
 import hashlib
 import json
-from pathlib import Path
+import math
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from huggingface_hub import snapshot_download
@@ -14,6 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 
 from headstart.errors import DamagedModelError, ModelError, ModelNotFoundError
+from headstart.models.config_values import LAYER_COUNTS, WIDTHS, check_values, find_values
 
 __all__ = [
     "BUILT_IN",
@@ -21,6 +23,7 @@ __all__ = [
     "find_folder",
     "fingerprint_files",
     "read_json",
+    "tensor_shapes",
     "weight_files",
 ]
 
@@ -93,7 +96,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; raises `DamagedModelError` with the place where it breaks."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedModelError(f"{path} is not readable JSON: {_first_line(error)}") from error
     if not isinstance(content, dict):
         raise DamagedModelError(f"{path} holds a {type(content).__name__}, not a JSON object")
@@ -101,14 +104,41 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path) -> None:
-    """Look at every file that loading needs; raises `ModelNotFoundError`, `DamagedModelError`."""
+    """Look at every file that loading needs; raises `ModelNotFoundError`, `DamagedModelError`.
+
+    The numbers of config.json must lie in their ranges, and no part of the model may have more
+    layers than there are tensors, or be wider than there are weights.
+    """
     config = folder / "config.json"
     if not config.is_file():
         raise ModelNotFoundError(f"{folder} is not a model: it has no config.json")
-    read_json(config)
+    content = read_json(config)
+    check_values(config, content)
+    shapes = tensor_shapes(folder)
+    if shapes:
+        _check_limit(config, content, LAYER_COUNTS, len(shapes))
+        _check_limit(config, content, WIDTHS, sum(map(math.prod, shapes.values())))
+
+
+def _check_limit(file: Path, content: dict[str, Any], keys: frozenset[str], most: int) -> None:
+    for name, value in find_values(content, keys):
+        if value > most:
+            what = "tensors" if keys is LAYER_COUNTS else "weights"
+            raise DamagedModelError(
+                f"{file}: {name} is {value}; the files beside it hold {most} {what} in all"
+            )
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor by name, from the headers of safetensors files; no data is read.
+
+    Empty for weights in PyTorch's format. Raises `DamagedModelError`.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
         if file.suffix == ".safetensors":
-            _check_safetensors(file)
+            shapes |= _read_header(file)
+    return shapes
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -128,8 +158,13 @@ def _shards(index: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DamagedModelError(f"{index} has no weight_map")
-    files = [index.parent / str(name) for name in sorted(set(weight_map.values()))]
-    missing = [file.name for file in files if not file.is_file()]
+    for tensor, name in weight_map.items():
+        if not _stays_inside(name):
+            raise DamagedModelError(
+                f"{index}: {tensor} is in {name!r}; a weight file lies in the folder of its index"
+            )
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
+    missing = [file.name for file in files if not _is_file(file)]
     if missing:
         raise DamagedModelError(
             f"{index.parent}: {len(missing)} of {len(files)} weight files are missing: "
@@ -138,10 +173,26 @@ def _shards(index: Path) -> list[Path]:
     return files
 
 
-def _check_safetensors(file: Path) -> None:
+def _stays_inside(name: object) -> bool:
+    """Whether this is a relative path that does not leave the folder that it starts in."""
+    if not isinstance(name, str) or not name:
+        return False
+    kinds = (PurePosixPath(name), PureWindowsPath(name))
+    return not any(path.anchor or ".." in path.parts for path in kinds)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have: too long, a zero in it
+        return False
+
+
+def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(file, framework="np") as opened:  # checks the header against the length
-            opened.keys()
+            names = opened.keys()
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
         raise DamagedModelError(
             f"{file} is truncated or not a safetensors file: {_first_line(error)}"

@@ -15,8 +15,15 @@ from torch import Tensor, nn
 from transformers import Qwen2_5OmniForConditionalGeneration
 
 from headstart.errors import DamagedModelError
+from headstart.models.checkpoint import check_speaker
 from headstart.models.files import check_files, find_folder
 from headstart.models.heard_and_seen import Media, Placed
+from headstart.models.pretrained import (
+    find_device,
+    find_dtype,
+    load_config,
+    load_weights,
+)
 from headstart.models.quiet import quiet
 from headstart.models.stage_decoder import PassTensors, StageDecoder, StageParts
 
@@ -61,23 +68,28 @@ class _Remembered(nn.Module):
 
 
 class Qwen25Omni:
-    """A loaded model. Raises ModelNotFoundError, DamagedModelError."""
+    """A loaded model. Raises ConfigError or ModelError."""
 
     sample_rate = 24_000
 
     def __init__(self, model: str | Path, dtype: str = "auto", device: str = "cpu") -> None:
+        options = {"dtype": find_dtype(dtype), "attn_implementation": "eager"}
+        wanted = find_device(device)
         folder = find_folder(model)
         check_files(folder)
-        if not (folder / "spk_dict.pt").is_file():
-            raise DamagedModelError(f"{folder} has no spk_dict.pt, which holds the voices")
+        self.voices = _load_voices(folder / "spk_dict.pt")
+        kind = Qwen2_5OmniForConditionalGeneration
         with quiet():
-            loaded: Any = Qwen2_5OmniForConditionalGeneration.from_pretrained(
-                folder, dtype=dtype, attn_implementation="eager", local_files_only=True
+            config: Any = load_config(folder)
+            check_speaker(folder, config)
+            # The class's own `from_pretrained` reads the voices and cannot tell what it loaded.
+            loaded: Any = load_weights(
+                super(kind, kind).from_pretrained, folder, config=config, **options
             )
-        self._whole = loaded.to(device).eval()
+        self._whole = loaded.to(wanted).eval()
         self._thinker, self._talker = self._whole.thinker, self._whole.talker
         self._token2wav = self._whole.token2wav.float()
-        config = self._thinker.config
+        config = config.thinker_config
         tower = self._thinker.model.audio_tower
         self.media = Media(
             folder,
@@ -86,10 +98,6 @@ class Qwen25Omni:
             self._thinker.model.spatial_merge_size,
             padding="max_length",
         )
-        self.voices = {
-            name: Voice(int(entry["bos_token"]), entry["cond"].float(), entry["ref_mel"].float())
-            for name, entry in self._whole.speaker_map.items()
-        }
         talker = self._talker.config
         self.speech = SpeechIds(
             mask=talker.tts_codec_mask_token_id,
@@ -189,3 +197,19 @@ class Qwen25Omni:
                 else voice.reference_mel.to(device),
             )
         return wave.reshape(-1).float().cpu()
+
+
+def _load_voices(file: Path) -> dict[str, Voice]:
+    if not file.is_file():
+        raise DamagedModelError(f"{file.parent} has no {file.name}, which holds the voices")
+    try:
+        entries = torch.load(file, map_location="cpu", weights_only=True)
+        return {
+            str(name): Voice(int(e["bos_token"]), e["cond"].float(), e["ref_mel"].float())
+            for name, e in entries.items()
+        }
+    # torch raises RuntimeError, EOFError, UnpicklingError; a wrong entry KeyError, TypeError, ...
+    except Exception as error:
+        raise DamagedModelError(
+            f"{file} holds no voices: {type(error).__name__}: {error}"
+        ) from error

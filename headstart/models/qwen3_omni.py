@@ -23,10 +23,16 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     _get_feat_extract_output_lengths,
 )
 
-from headstart.errors import UnsupportedModelError
+from headstart.models.checkpoint import check_speaker
 from headstart.models.code_predictor import Choose, CodePredictor
 from headstart.models.files import check_files, find_folder
 from headstart.models.heard_and_seen import Media, Placed
+from headstart.models.pretrained import (
+    find_device,
+    find_dtype,
+    load_config,
+    load_weights,
+)
 from headstart.models.quiet import quiet
 from headstart.models.stage_decoder import PassTensors, StageDecoder, StageParts
 
@@ -61,22 +67,23 @@ class CodecIds:
 
 
 class Qwen3Omni:
-    """A loaded model. Raises ModelNotFoundError, DamagedModelError, UnsupportedModelError."""
+    """A loaded model. Raises ConfigError or ModelError."""
 
     sample_rate = 24_000
 
     def __init__(self, model: str | Path, dtype: str = "auto", device: str = "cpu") -> None:
+        options = {"dtype": find_dtype(dtype), "attn_implementation": "eager"}
+        wanted = find_device(device)
         folder = find_folder(model)
         check_files(folder)
+        kind = Qwen3OmniMoeForConditionalGeneration
         with quiet():
-            loaded: Any = Qwen3OmniMoeForConditionalGeneration.from_pretrained(
-                folder, dtype=dtype, attn_implementation="eager", local_files_only=True
-            )
-        if not loaded.has_talker:
-            raise UnsupportedModelError(f"{folder} has no talker: it cannot speak")
-        self._whole = loaded.to(device).eval()
+            config: Any = load_config(folder)
+            check_speaker(folder, config)
+            loaded: Any = load_weights(kind.from_pretrained, folder, config=config, **options)
+        self._whole = loaded.to(wanted).eval()
         self._thinker, self._talker = self._whole.thinker, self._whole.talker
-        config, talker = self._whole.config, self._talker.config
+        talker = self._talker.config
         seen, heard = config.thinker_config.vision_config, config.thinker_config.audio_config
         self._num_deep = len(seen.deepstack_visual_indexes)
         self.placeholders = {

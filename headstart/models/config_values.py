@@ -1,0 +1,78 @@
+"""Checks the numbers of a config.json before anything is built from them.
+
+A layer count of a billion is still being built after minutes, and one of zero gives a model that
+answers from its embeddings alone. The keys are those of transformers' configurations, at any depth:
+a model of several parts has a configuration for each.
+"""
+
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headstart.errors import DamagedModelError
+
+__all__ = ["LAYER_COUNTS", "WIDTHS", "check_values", "find_values"]
+
+
+class _Range(NamedTuple):
+    """Both ends included."""
+
+    least: int
+    most: int
+
+
+_MOST_LAYERS = 100_000
+_MOST_HEADS = 1 << 16
+_MOST_WIDTH = 1 << 24
+_MOST_TOKENS = 1 << 31
+
+LAYER_COUNTS = frozenset(
+    {
+        *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"),
+        *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
+    }
+)
+"""The keys that say how many layers a part of a model has."""
+
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads")
+WIDTHS = frozenset({"hidden_size", "n_embd", "d_model", "head_dim", "intermediate_size", "ffn_dim"})
+"""The keys that say how wide a layer is."""
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
+
+_RANGES: dict[str, _Range] = {
+    **dict.fromkeys(LAYER_COUNTS, _Range(1, _MOST_LAYERS)),
+    **dict.fromkeys(_HEADS, _Range(1, _MOST_HEADS)),
+    **dict.fromkeys(WIDTHS, _Range(1, _MOST_WIDTH)),
+    **dict.fromkeys(_EXPERTS, _Range(0, _MOST_HEADS)),
+    "moe_intermediate_size": _Range(0, _MOST_WIDTH),
+    "vocab_size": _Range(1, _MOST_TOKENS),
+    "max_position_embeddings": _Range(1, _MOST_TOKENS),
+    "n_positions": _Range(1, _MOST_TOKENS),
+}
+
+
+def check_values(file: Path, content: Mapping[str, Any]) -> None:
+    """Raise `DamagedModelError` for the first number of a config.json outside its range."""
+    for name, value in find_values(content, _RANGES.keys()):
+        least, most = _RANGES[name.rpartition(".")[2]]
+        if type(value) is not int or not least <= value <= most:
+            raise DamagedModelError(
+                f"{file}: {name} is {value!r}; it must be an integer from {least} to {most}"
+            )
+
+
+def find_values(content: Mapping[str, Any], keys: Set[str]) -> Iterator[tuple[str, Any]]:
+    """The values under these keys by dotted name, in nested objects too.
+
+    Each element of a list (one number per layer) comes by itself; nulls are left out.
+    """
+    left: list[tuple[str, Mapping[str, Any]]] = [("", content)]
+    while left:
+        prefix, part = left.pop()
+        for key, value in part.items():
+            if isinstance(value, Mapping):
+                left.append((f"{prefix}{key}.", value))
+            elif key in keys:
+                elements = value if isinstance(value, list) else [value]
+                yield from ((f"{prefix}{key}", found) for found in elements if found is not None)

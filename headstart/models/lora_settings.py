@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def read_settings(folder: Path, max_rank: int) -> LoraSettings:
         raise AdapterNotFoundError(f"{folder} is not an adapter: it {what}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedAdapterError(f"{file} is not readable JSON: {error}") from error
     if not isinstance(content, dict):
         raise DamagedAdapterError(f"{file} holds a {type(content).__name__}, not a JSON object")
@@ -167,9 +168,11 @@ class _Reader:
         return value
 
     def number(self, name: str, value: object) -> float:
-        if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
-            raise self._wrong(name, value, "a number")
-        return float(value)  # type: ignore[arg-type]
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            with suppress(OverflowError):  # an integer of hundreds of digits
+                if math.isfinite(value):
+                    return float(value)
+        raise self._wrong(name, value, "a number that a float can hold")
 
     def flag(self, name: str) -> bool:
         value = self._content.get(name, False)

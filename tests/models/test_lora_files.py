@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -216,3 +218,90 @@ def test_a_file_that_is_overwritten_after_reading_changes_nothing(
     with (path / WEIGHTS).open("r+b") as file:
         file.write(b"\0" * size)
     assert all(torch.equal(weights.pairs[name].down, down) for name, down in before.items())
+
+
+# Whatever is in the files, an error is one of ours.
+
+FUZZ = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+FIELDS = ["r", "lora_alpha", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"]
+FIELDS += ["layers_to_transform", "layers_pattern", "use_rslora", "bias", "peft_type", "task_type"]
+FIELDS += ["init_lora_weights", "of_a_later_peft"]
+
+
+@FUZZ
+@example(text=b"[" * 100_000)
+@example(text=b'{"a":' * 100_000)
+@example(text=b"1" * 5000)
+@given(text=st.binary(max_size=40) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_any_bytes_in_place_of_the_configuration(made: Made, text: bytes) -> None:
+    path = made.path / CONFIG
+    whole = path.read_bytes()
+    try:
+        path.write_bytes(text)
+        with pytest.raises(AdapterError):
+            made.read(made.path)
+    finally:
+        path.write_bytes(whole)
+
+
+@FUZZ
+@example(name="lora_alpha", value=10**400)
+@example(name="alpha_pattern", value={"q_proj": 10**400})
+@example(name="r", value=10**400)
+@given(name=st.sampled_from(FIELDS), value=JSON)
+def test_any_value_in_the_configuration(made: Made, name: str, value: object) -> None:
+    path = made.path / CONFIG
+    whole = path.read_bytes()
+    try:
+        path.write_text(json.dumps(json.loads(whole) | {name: value}))
+        try:
+            assert len(made.read(made.path)) == 64
+        except AdapterError:
+            return
+    finally:
+        path.write_bytes(whole)
+
+
+@FUZZ
+@given(data=st.data())
+def test_any_header_in_the_weight_file(made: Made, data: st.DataObject) -> None:
+    path = made.path / WEIGHTS
+    whole = path.read_bytes()
+    header = bytearray(whole[: 8 + int.from_bytes(whole[:8], "little")])
+    for _ in range(data.draw(st.integers(1, 3))):
+        header[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        path.write_bytes(bytes(header) + whole[len(header) :])
+        try:
+            assert len(made.read(made.path)) == 64
+        except AdapterError:
+            return
+    finally:
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["F8_E4M3", "F8_E5M2", "F4", "F6_E2M3", "C64", "BOOL", "U16", "X"]
+)
+def test_other_dtypes_are_refused(made: Made, tmp_path: Path, dtype: str) -> None:
+    """Some are known to the file format and not to us, or not to torch."""
+    path = made.copy(tmp_path / "copy")
+    whole = (path / WEIGHTS).read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    for entry in header.values():
+        if "dtype" in entry:
+            entry["dtype"] = dtype
+            start, end = entry["data_offsets"]
+            size = {"F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1, "U16": 2, "C64": 8}.get(dtype, 0)
+            entry["shape"] = [(end - start) // size] if size else [2 * (end - start)]
+    changed = json.dumps(header).encode()
+    data = whole[8 + length :]
+    (path / WEIGHTS).write_bytes(len(changed).to_bytes(8, "little") + changed + data)
+    with pytest.raises(AdapterError):
+        made.read(path)

@@ -6,6 +6,7 @@ filled is never built. After, from transformers' report of what it loaded: no pa
 random, and no weight of a layer was left out.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -23,6 +24,7 @@ __all__ = ["check_decoder", "check_report", "check_speaker"]
 
 # Multi-token prediction: layers behind the last one, that draft tokens and are not run here.
 _DRAFT_LAYERS = "num_nextn_predict_layers"
+_MATRIX = ("num_hidden_layers", "hidden_size")  # of every layer, times what it makes of a row
 _EXPERT = re.compile(r"(.*\.experts)\.(\d{1,9})\.(.*(weight|bias))")
 _LEARNED_POSITIONS = re.compile(r".*(wpe|embed_positions|position_embeddings)\.weight")
 
@@ -40,13 +42,7 @@ def check_decoder(folder: Path, config: PreTrainedConfig, ignored: Collection[st
     _check_layers(folder, text, [n for n in shapes if not any(re.search(p, n) for p in ignored)])
     if getattr(config, "quantization_config", None) is None:  # whose tensors have other shapes
         _check_experts(folder, shapes)
-        sizes = {size for shape in shapes.values() for size in shape}
-        for name in ("hidden_size", "vocab_size"):
-            value = getattr(text, name, None)
-            if value is not None and value not in sizes:
-                raise DamagedModelError(
-                    f"{_unfit(folder)}: {name} is {value}, and no tensor has a side of this size"
-                )
+        _check_sizes(folder, text, shapes)
     if text is config:
         _check_positions(folder, text, shapes)
 
@@ -96,6 +92,27 @@ def _check_experts(folder: Path, names: Iterable[str]) -> None:
         raise DamagedModelError(
             f"{_unfit(folder)}: parameters of experts are missing, {_some(first)}"
         )
+
+
+def _check_sizes(
+    folder: Path, config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Embeddings have two of the sizes; what each layer needs at least is there in all."""
+    sides = {side for shape in shapes.values() for side in shape}
+    for name in ("hidden_size", "vocab_size"):
+        value = getattr(config, name, None)
+        if value is not None and value not in sides:
+            raise DamagedModelError(
+                f"{_unfit(folder)}: {name} is {value}, and no tensor has a side of this size"
+            )
+    total = sum(map(math.prod, shapes.values()))
+    for names in (("intermediate_size",), ("num_attention_heads", "head_dim")):
+        values = [getattr(config, name, 1) for name in (*_MATRIX, *names)]
+        if all(isinstance(value, int) for value in values) and math.prod(values) > total:
+            product = " * ".join((*_MATRIX, *names))
+            raise DamagedModelError(
+                f"{_unfit(folder)}: {product} is {math.prod(values)}, and they are {total} in all"
+            )
 
 
 def _check_positions(

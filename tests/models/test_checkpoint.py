@@ -140,6 +140,8 @@ def test_a_count_of_layers_that_is_not_the_weights(
     ("name", "change", "reason"),
     [
         ("llama", {"hidden_size": 36}, "hidden_size is 36, and no tensor has a side of this size"),
+        ("llama", {"head_dim": 10**4}, r"_heads \* head_dim is 8640000, and they are \d+ in all"),
+        ("llama", {"intermediate_size": 9999}, "intermediate_size is 1439856, and they are"),
         ("llama", {"vocab_size": 132}, "vocab_size is 132, and no tensor"),
         ("gpt2", {"n_embd": 36}, "hidden_size is 36, and no tensor"),
         ("gpt2", {"n_layer": 2}, r"_layers is 2, .* 3 in transformer\.h"),

@@ -22,7 +22,14 @@ from typing import NamedTuple
 from headstart.engine.adapters import Adapter, LoRARequest
 from headstart.engine.config import EngineConfig
 from headstart.engine.request import Request, RequestGroup
-from headstart.errors import AdapterError, ConfigError, DamagedAdapterError, RequestError
+from headstart.engine.validation import check_text, describe
+from headstart.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    ConfigError,
+    DamagedAdapterError,
+    RequestError,
+)
 from headstart.models.decoder import DecoderModel
 from headstart.models.lora import AdapterRun, LoraLayers
 from headstart.models.lora_files import read_weights
@@ -80,8 +87,12 @@ class AdapterStore:
         if not self._config.enable_lora:
             raise ConfigError("enable_lora is False: this engine takes no adapters")
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"an adapter's name is {name!r}; it must be a text")
-        folder = Path(path).expanduser().absolute()
+            raise ConfigError(f"an adapter's name is {describe(name)}; it must be a text")
+        try:
+            check_text("an adapter's name", name)
+        except RequestError as error:
+            raise ConfigError(str(error)) from error
+        folder = _folder(path)
         found = self._read(folder)
         adapter = Adapter(name, folder, found.digest)
         with self._lock:
@@ -107,14 +118,14 @@ class AdapterStore:
         found = self._named.get(name)
         if found is None:
             known = ", ".join(map(repr, self._named)) or "none"
-            raise RequestError(f"there is no adapter {name!r}; loaded: {known}")
+            raise RequestError(f"there is no adapter {describe(name)}; loaded: {known}")
         return found
 
     def require(self, choice: "str | LoRARequest | None") -> str | None:
         """The adapter's name, once a LoRARequest that its name does not stand for is loaded."""
         if not isinstance(choice, LoRARequest):
             return choice
-        folder = Path(choice.lora_path).expanduser().absolute()
+        folder = _folder(choice.lora_path)
         with self._lock:
             found = self._named.get(choice.lora_name)
         if found is None or found.path != folder:
@@ -217,7 +228,10 @@ class AdapterStore:
                 self._layers.forget(self._resident.pop(digest))
 
     def _read(self, folder: Path) -> ResidentAdapter:
-        return ResidentAdapter(read_weights(folder, self._model, self._config.max_lora_rank))
+        try:
+            return ResidentAdapter(read_weights(folder, self._model, self._config.max_lora_rank))
+        except OSError as error:  # a name too long for the file system, a folder of another user
+            raise AdapterNotFoundError(f"{folder} cannot be read: {error}") from error
 
     # Steps
 
@@ -239,6 +253,18 @@ class AdapterStore:
     def end_step(self) -> None:
         """The pass is over."""
         self._layers.end_step()
+
+
+def _folder(path: object) -> Path:
+    """The absolute path of an adapter's folder. Raises AdapterNotFoundError for what is no path."""
+    try:
+        folder = Path(path).expanduser().absolute()  # type: ignore[arg-type]
+        str(folder).encode()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise AdapterNotFoundError(
+            f"an adapter's path is {describe(path)}; allowed: the path of a folder"
+        ) from error
+    return folder
 
 
 def _digests(groups: Iterable[RequestGroup]) -> set[str]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from headstart.engine.validation import check_name, describe
 from headstart.errors import RequestError
 
 __all__ = ["Adapter", "LoRARequest", "choose_adapters"]
@@ -14,11 +15,21 @@ class LoRARequest:
     """vLLM's way to ask for an adapter: it is loaded when first asked for.
 
     `lora_int_id` is taken because vLLM asks for it; adapters are told apart by their content.
+    Raises RequestError for a name or a path that is none.
     """
 
     lora_name: str
     lora_int_id: int
     lora_path: str | Path
+
+    def __post_init__(self) -> None:
+        if self.lora_name is None:
+            raise RequestError("lora_name is None; allowed: a text of at least one character")
+        check_name("lora_name", self.lora_name)
+        if not isinstance(self.lora_path, (str, Path)) or not str(self.lora_path):
+            raise RequestError(
+                f"lora_path is {describe(self.lora_path)}; allowed: the path of a folder"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +52,15 @@ def choose_adapters(
     chosen = adapter if lora_request is None else lora_request
     if chosen is None or isinstance(chosen, (str, LoRARequest)):
         return [chosen] * count
-    if not isinstance(chosen, Sequence):
-        raise RequestError(f"an adapter is asked for by name or LoRARequest, not {chosen!r}")
+    if not isinstance(chosen, Sequence) or isinstance(chosen, (bytes, bytearray)):
+        raise RequestError(
+            f"an adapter is asked for by name or LoRARequest, not {describe(chosen)}"
+        )
     if len(chosen) != count:
         raise RequestError(f"{len(chosen)} adapters for {count} prompts")
+    for choice in chosen:
+        if choice is not None and not isinstance(choice, (str, LoRARequest)):
+            raise RequestError(
+                f"an adapter is {describe(choice)}; allowed: a name, a LoRARequest or None"
+            )
     return list(chosen)

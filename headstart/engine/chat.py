@@ -4,14 +4,17 @@ import threading
 from collections.abc import Sequence
 
 from headstart.cache import Namespace
-from headstart.engine.conversation import ChatPrompt, ConversationMemory, Message, Turn
+from headstart.engine.conversation import ChatPrompt, ConversationMemory, Turn
 from headstart.engine.engine import Engine
 from headstart.engine.image_chat import ImageChat, ImageSpelling
 from headstart.engine.image_prompt import Tenant
+from headstart.engine.inputs import check_request
+from headstart.engine.messages import Message
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.request import RequestGroup
+from headstart.engine.text_limit import TextLimit
 
 Conversation = Sequence[Message]
 """A chat so far: dicts with "role" and "content"."""
@@ -27,11 +30,12 @@ class ChatRequests:
         self._engine = engine
         self._lock = threading.Lock()
         self._images: ImageChat | None = None
+        limit = TextLimit(engine.tokenizer, engine.max_model_len)
         if engine.images is None:
-            self._memory = ConversationMemory(engine.tokenizer)
+            self._memory = ConversationMemory(engine.tokenizer, limit=limit)
         else:
             spelling = ImageSpelling(engine.tokenizer, engine.images)
-            self._memory = ConversationMemory(engine.tokenizer, spelling=spelling)
+            self._memory = ConversationMemory(engine.tokenizer, spelling=spelling, limit=limit)
             self._images = ImageChat(engine.images, self._memory, spelling)
 
     def prepare(
@@ -44,10 +48,11 @@ class ChatRequests:
         adapter: str | None = None,
     ) -> RequestGroup:
         """A request whose prompt begins with the ids of earlier turns. Raises RequestError."""
+        check_request(params, request_id=request_id, salt=salt, adapter=adapter)
         found = self._engine.adapters.find(adapter) if adapter is not None else None
         namespace = Namespace(found.digest if found is not None else None, salt)
-        similar = Tenant(salt) if params.similar_images else None
-        chat, prompt = self._prompt(messages, namespace, similar)
+        tenant = Tenant(salt, params.similar_images)
+        chat, prompt = self._prompt(messages, namespace, tenant)
         group = self._engine.prepare(
             prompt, params, request_id=request_id, salt=salt, adapter=adapter
         )
@@ -55,12 +60,12 @@ class ChatRequests:
         return group
 
     def _prompt(
-        self, messages: Conversation, namespace: Namespace, similar: Tenant | None
+        self, messages: Conversation, namespace: Namespace, tenant: Tenant
     ) -> tuple[ChatPrompt, PreparedPrompt]:
         if self._images is not None:
-            found, loaded = self._images.read(messages, similar)
+            text, loaded = self._images.read(messages, tenant)
             with self._lock:
-                return self._images.prompt(found, loaded, namespace)
+                return self._images.prompt(text, loaded, namespace)
         with self._lock:
             text = self._memory.render(messages)
             token_ids = self._memory.encode(text, namespace)

@@ -10,7 +10,7 @@ import hashlib
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,11 +18,11 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import Namespace
+from headstart.engine.messages import Message, check_conversation, check_text_content
 from headstart.engine.spelling import Spelling
+from headstart.engine.text_limit import TextLimit
+from headstart.engine.validation import check_text, shorten
 from headstart.errors import ConfigError, RequestError
-
-Message = Mapping[str, Any]
-"""`{"role": ..., "content": ...}`; content is a text or a list of OpenAI's text parts."""
 
 CAPACITY = 4096
 """Texts remembered unless said otherwise."""
@@ -141,7 +141,8 @@ class ConversationMemory:
 
     tokenizer: None for a model without one, which cannot chat. capacity: texts remembered, up
     to three for a turn, which share 4 bytes for each token of its prompt and reply. spelling:
-    how texts become ids and back, where that is not the tokenizer's business alone.
+    how texts become ids and back, where that is not the tokenizer's business alone. limit: how
+    long a conversation may be, None for any length.
 
     Not thread-safe.
     """
@@ -151,11 +152,13 @@ class ConversationMemory:
         tokenizer: PreTrainedTokenizerBase | None,
         capacity: int = CAPACITY,
         spelling: Spelling | None = None,
+        limit: TextLimit | None = None,
     ) -> None:
         if capacity < 1:
             raise ConfigError(f"capacity is {capacity}; allowed: at least 1")
         self._spelling = spelling or Spelling(tokenizer)
         self._texts = _TextIndex(capacity)
+        self._limit = limit
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -164,12 +167,12 @@ class ConversationMemory:
         """The prompt's text by the model's chat template, up to where the reply begins.
 
         Raises RequestError: no tokenizer or no template, no message, a role or content that is
-        not one, or what the template itself refuses.
+        not one, too many messages or too long a text, or what the template itself refuses.
         """
         conversation = check_conversation(messages)
         return self.apply_template(
             [
-                {**message, "content": _check_content(place, message.get("content"))}
+                {**message, "content": check_text_content(place, message.get("content"))}
                 for place, message in enumerate(conversation)
             ]
         )
@@ -179,18 +182,26 @@ class ConversationMemory:
         tokenizer = self._spelling.tokenizer
         if not tokenizer.chat_template:
             raise RequestError("the model's tokenizer has no chat template: give a prompt instead")
+        if self._limit is not None:
+            self._limit.check_messages(len(messages))
         try:
             text = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
         except TemplateError as error:
-            raise RequestError(f"the model's chat template refuses this: {error}") from error
+            raise RequestError(
+                f"the model's chat template refuses this: {shorten(str(error))}"
+            ) from error
         # A template is a program over the messages: what it raises depends on what it does.
         except Exception as error:
             raise RequestError(
-                f"the model's chat template failed: {type(error).__name__}: {error}"
+                f"the model's chat template failed: {type(error).__name__}: {shorten(str(error))}"
             ) from error
         assert isinstance(text, str)
+        if self._limit is None:
+            check_text("the conversation", text)
+        else:
+            self._limit.check("the conversation", text)
         return text
 
     def encode(self, text: str, namespace: Namespace = SHARED) -> list[int]:
@@ -264,42 +275,3 @@ class ConversationMemory:
         start = self._spelling.spell(context)
         spelled = self._spelling.spell([*context, *token_ids])
         return spelled[len(start) :] if spelled.startswith(start) else None
-
-
-def check_conversation(messages: object) -> Sequence[Message]:
-    """Messages that have a role each; their contents are not looked at. Raises RequestError."""
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise RequestError(f"messages are a list of dicts, not {type(messages).__name__}")
-    if not messages:
-        raise RequestError("the conversation is empty: it must have at least one message")
-    for place, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise RequestError(f"message {place} is a {type(message).__name__}, not a dict")
-        role = message.get("role")
-        if not isinstance(role, str) or not role:
-            raise RequestError(f"message {place} has the role {role!r}; it must be a name")
-    return messages
-
-
-def _check_content(place: int, content: Any) -> str:
-    """Several text parts stand on lines of their own, as in vLLM."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, (list, tuple)) or not content:
-        raise RequestError(
-            f"message {place} has the content {content!r}; it must be a text "
-            "or a list of text parts"
-        )
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if kind in ("image", "image_url"):
-            raise RequestError(f"message {place} has an image, and the model takes text alone")
-        if kind != "text" or not isinstance(text, str):
-            raise RequestError(
-                f"message {place} has a part of type {kind!r}; allowed: "
-                '{"type": "text", "text": "..."}'
-            )
-        texts.append(text)
-    return "\n".join(texts)

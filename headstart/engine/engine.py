@@ -23,7 +23,7 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.detokenizer import Detokenizer
 from headstart.engine.hooks import EngineHooks
 from headstart.engine.image_prompt import Tenant, make_image_prompts
-from headstart.engine.inputs import InputProcessor, Prompt
+from headstart.engine.inputs import InputProcessor, Prompt, check_request
 from headstart.engine.logprobs import token_logprobs
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
@@ -141,10 +141,11 @@ class Engine:
 
         Raises RequestError; nothing is kept of it.
         """
+        check_request(params, request_id=request_id, salt=salt, adapter=adapter)
         name = request_id if request_id is not None else f"request-{next(self._names)}"
         if name in self._groups:
             raise RequestError(f"request id {name!r} is in use")
-        ready = self._inputs.process(prompt, Tenant(salt) if params.similar_images else None)
+        ready = self._inputs.process(prompt, Tenant(salt, params.similar_images))
         group = RequestGroup(
             name,
             ready.text,

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import Namespace
-from headstart.engine.conversation import ChatPrompt, ConversationMemory, check_conversation
+from headstart.engine.conversation import ChatPrompt, ConversationMemory
 from headstart.engine.image_prompt import IMAGE_MARK, ImagePrompts, Tenant
 from headstart.engine.images import ImageSource, LoadedImage
+from headstart.engine.messages import check_conversation, kind_of_part
 from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.spelling import Spelling
+from headstart.engine.validation import check_text, describe
 from headstart.errors import RequestError
 
 __all__ = ["ImageChat", "ImageMessages", "ImageSpelling", "read_messages"]
@@ -40,6 +42,8 @@ class ImageSpelling(Spelling):
 
     def mark(self, text: str, loaded: Sequence[LoadedImage]) -> str:
         """A rendered text with a mark for each of its placeholders. Raises RequestError."""
+        if _OPEN in text.replace(_QUOTED, "") or _CLOSE in text.replace(_QUOTED, ""):
+            raise RequestError("the conversation has U+FDD0 or U+FDD1, which are no characters")
         first, *others = text.split(self._images.placeholder)
         if len(others) != len(loaded):
             raise RequestError(
@@ -111,7 +115,7 @@ def read_messages(messages: Sequence[Any], quote: Callable[[str], str]) -> Image
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(content, str) and not (isinstance(content, (list, tuple)) and content):
             raise RequestError(
-                f"message {place} has the content {content!r}; it must be a text or a list "
+                f"message {place} has the content {describe(content)}; it must be a text or a list "
                 "of text and image parts"
             )
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -123,20 +127,21 @@ def read_messages(messages: Sequence[Any], quote: Callable[[str], str]) -> Image
 def _read_part(
     place: int, part: Any, found: ImageMessages, quote: Callable[[str], str]
 ) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind == "text" and isinstance(part.get("text"), str):
+    kind = kind_of_part(part)
+    if kind == "text" and isinstance(part, Mapping) and isinstance(part.get("text"), str):
         text: str = part["text"]
+        check_text(f"message {place}", text)
         if _OPEN in text or _CLOSE in text:
             raise RequestError(f"message {place} has U+FDD0 or U+FDD1, which are no characters")
         return {"type": "text", "text": quote(text)}
-    if kind == "image_url":
+    if kind == "image_url" and isinstance(part, Mapping):
         given = part.get("image_url")
         source = given.get("url") if isinstance(given, Mapping) else given
-    elif kind == "image":
+    elif kind == "image" and isinstance(part, Mapping):
         source = part.get("image")
     else:
         raise RequestError(
-            f"message {place} has a part of type {kind!r}; allowed: text, image_url, image"
+            f"message {place} has a part of type {describe(kind)}; allowed: text, image_url, image"
         )
     if source is None or (isinstance(source, str) and not source.startswith("data:")):
         raise RequestError(
@@ -159,18 +164,17 @@ class ImageChat:
         self._spelling = spelling
         self._takes_parts: bool | None = None
 
-    def read(
-        self, messages: Sequence[Any], similar: Tenant | None
-    ) -> tuple[ImageMessages, list[LoadedImage]]:
-        """Take the images out of a conversation and read them. Raises RequestError."""
+    def read(self, messages: Sequence[Any], tenant: Tenant) -> tuple[str, list[LoadedImage]]:
+        """The rendered text and, once that is not too long, the images. Raises RequestError."""
         found = read_messages(check_conversation(messages), self._spelling.quote)
-        return found, self._images.read(found.sources, found.ids, similar)
+        text = self._render(found.messages)
+        return text, self._images.read(found.sources, found.ids, tenant)
 
     def prompt(
-        self, found: ImageMessages, loaded: Sequence[LoadedImage], namespace: Namespace
+        self, rendered: str, loaded: Sequence[LoadedImage], namespace: Namespace
     ) -> tuple[ChatPrompt, PreparedPrompt]:
         """The prompt as the next turn will look for it, and as the engine takes it."""
-        text = self._spelling.mark(self._render(found.messages), loaded)
+        text = self._spelling.mark(rendered, loaded)
         marked = self._memory.encode(text, namespace)
         ready = self._images.settle(self._spelling.readable(text), marked, loaded)
         return ChatPrompt(text, marked), ready

@@ -22,19 +22,29 @@ from headstart.engine.images import ImageReader, LoadedImage, check_sources
 from headstart.engine.outputs import ImageUse
 from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
 from headstart.engine.similar_images import SimilarImages
+from headstart.engine.spelling import encode_text
+from headstart.engine.validation import describe
 from headstart.errors import RequestError
 from headstart.models.vision import PlacedImage, VisionModel
 
-__all__ = ["IMAGE_MARK", "ImagePrompts", "Tenant", "make_image_prompts"]
+__all__ = ["IMAGE_MARK", "NOBODY", "ImagePrompts", "Tenant", "make_image_prompts"]
 
 IMAGE_MARK = MAX_TOKEN_ID
 """Stands for a token whose embedding is an image's, in ids that are not yet settled."""
 
 
 class Tenant(NamedTuple):
-    """Whose images they are: those of one cache salt, or of none."""
+    """Whose images they are: those of one cache salt, or of none.
+
+    similar: whether an image of the same tenant may stand for one that looks like it.
+    """
 
     salt: str | None
+    similar: bool = False
+
+
+NOBODY = Tenant(None)
+"""Whose requests bring no salt."""
 
 
 class ImagePrompts:
@@ -65,35 +75,35 @@ class ImagePrompts:
     def prepare(
         self, text: str | None, token_ids: Sequence[int], loaded: Sequence[LoadedImage]
     ) -> PreparedPrompt:
-        """A prompt whose placeholders stand for these images, in order. Raises RequestError."""
-        found = sum(token_id == self.token_id for token_id in token_ids)
-        if found != len(loaded):
-            raise RequestError(
-                f"the prompt has {found} placeholders {self.placeholder!r} and "
-                f"{len(loaded)} images; there must be one for each"
-            )
+        """A prompt whose placeholders, one for each image, stand for these images, in order."""
         return self.settle(text, self.expand(token_ids, loaded), loaded)
 
-    def read(
-        self, sources: Any, own_ids: Any = None, similar: Tenant | None = None
-    ) -> list[LoadedImage]:
-        """The images, read and checked; `own_ids` are the user's, None for one without.
+    def check_placeholders(self, token_ids: Sequence[int], sources: Any) -> None:
+        """Refuse a prompt that has not one placeholder for each image. Raises RequestError."""
+        count = len(check_sources(sources, self._limit))
+        found = sum(token_id == self.token_id for token_id in token_ids)
+        if found != count:
+            raise RequestError(
+                f"the prompt has {found} placeholders {self.placeholder!r} and "
+                f"{count} images; there must be one for each"
+            )
 
-        similar: whose images may take their places if they look alike, None for nobody's.
-        """
+    def read(self, sources: Any, own_ids: Any = None, tenant: Tenant = NOBODY) -> list[LoadedImage]:
+        """The images, read and checked; `own_ids` are the user's, None for one without."""
         several = check_sources(sources, self._limit)
         ids = [None] * len(several) if own_ids is None else check_sources(own_ids, self._limit)
         if len(ids) != len(several) or not all(i is None or isinstance(i, str) for i in ids):
             raise RequestError(
-                f"the ids of {len(several)} images are {list(ids)!r}; allowed: a text or None each"
+                f"the ids of {len(several)} images are {describe(list(ids))}; allowed: a text or "
+                "None each"
             )
         loaded = [
-            self._reader.read(source, own_id, with_look=similar is not None)
+            self._reader.read(source, own_id, with_look=tenant.similar)
             for source, own_id in zip(several, ids, strict=True)
         ]
-        if similar is None:
+        if not tenant.similar:
             return loaded
-        return [self._similar.settle(one, similar.salt) for one in loaded]
+        return [self._similar.settle(one, tenant.salt) for one in loaded]
 
     def expand(self, token_ids: Sequence[int], loaded: Sequence[LoadedImage]) -> list[int]:
         """The ids with each placeholder's expansion in its place, image tokens marked."""
@@ -147,7 +157,7 @@ class ImagePrompts:
         """The ids of a text in which a placeholder is a text like any other."""
         assert self._tokenizer is not None
         first, *others = text.split(self.placeholder) if self.placeholder else [text]
-        token_ids: list[int] = self._tokenizer.encode(first, verbose=False) if first else []
+        token_ids = encode_text(self._tokenizer, first) if first else []
         for other in others:
             token_ids += self.spelled
             token_ids += self.tokenize_after(other)
@@ -162,13 +172,10 @@ class ImagePrompts:
         assert tokenizer is not None
         if not text:
             return []
-        anchored: list[int] = tokenizer.encode(
-            f"{self.placeholder}{text}", add_special_tokens=False, verbose=False
-        )
+        anchored = encode_text(tokenizer, f"{self.placeholder}{text}", add_special_tokens=False)
         if anchored[:1] == [self.token_id]:
             return anchored[1:]
-        plain: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        return plain
+        return encode_text(tokenizer, text, add_special_tokens=False)
 
     def check_plain(self, token_ids: Sequence[int]) -> None:
         """Refuse token ids that have a placeholder for which there is no image."""

@@ -1,20 +1,54 @@
 """From what a user hands over to token ids that the model can take, or a clear error."""
 
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
+import numpy as np
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import MultiModalItem
-from headstart.engine.image_prompt import ImagePrompts, Tenant
+from headstart.engine.image_prompt import NOBODY, ImagePrompts, Tenant
+from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
+from headstart.engine.spelling import encode_text
+from headstart.engine.text_limit import TextLimit
+from headstart.engine.validation import check_name, describe
 from headstart.errors import RequestError
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | PreparedPrompt
 """A text, token ids, vLLM's `{"prompt": ...}` / `{"prompt_token_ids": ...}`, to which may come
-`"multi_modal_data": {"image": ...}`, or one that is ready but for the checks."""
+`"multi_modal_data": {"image": ...}`, or one that is ready but for the checks.
+
+Token ids are a sequence of integers, or a numpy array or torch tensor of one dimension."""
 
 _KEYS = frozenset({"prompt", "prompt_token_ids", "multi_modal_data", "multi_modal_uuids"})
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def check_request(
+    params: object, *, request_id: object = None, salt: object = None, adapter: object = None
+) -> None:
+    """Check what comes beside a prompt. Raises RequestError."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(
+            f"the sampling parameters are {describe(params)}; allowed: a SamplingParams"
+        )
+    check_name("request_id", request_id)
+    check_name("cache_salt", salt)
+    check_name("adapter", adapter)
+
+
+class _Given(NamedTuple):
+    """A prompt's fields, their types checked; `text` or `token_ids` is there."""
+
+    text: str | None
+    token_ids: list[int] | None
+    images: Any
+    image_ids: Any
 
 
 class InputProcessor:
@@ -34,64 +68,112 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._limit = TextLimit(tokenizer, max_model_len)
         self._images = images
 
-    def process(self, prompt: Prompt, similar: Tenant | None = None) -> PreparedPrompt:
+    def process(self, prompt: Prompt, tenant: Tenant = NOBODY) -> PreparedPrompt:
         """The prompt, checked, and tokenised if it came as a text. Raises RequestError.
 
-        similar: whose images may take the place of its own, if they look alike.
+        tenant: whose stores its images are looked up in.
         """
-        ready = self._read(prompt, similar)
+        if isinstance(prompt, PreparedPrompt):
+            ready = replace(prompt, token_ids=self._read_ids(prompt.token_ids))
+        else:
+            ready = self._prepare(self._read(prompt), tenant)
         self._check(ready.token_ids)
         if ready.extras is not None:
             _check_items(ready.extras.items, len(ready.token_ids))
         return ready
 
-    def _read(self, prompt: Prompt, similar: Tenant | None) -> PreparedPrompt:
-        if isinstance(prompt, PreparedPrompt):
-            return prompt
+    def _read(self, prompt: object) -> _Given:
         if isinstance(prompt, str):
-            return PreparedPrompt(self._tokenize(prompt), prompt)
+            return _Given(prompt, None, None, None)
         if isinstance(prompt, Mapping):
-            return self._read_mapping(prompt, similar)
-        if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
-            return PreparedPrompt(self._check_plain(cast("Sequence[int]", prompt)))
+            return self._read_mapping(prompt)
+        if _may_be_ids(prompt):
+            return _Given(None, self._read_ids(prompt), None, None)
         raise RequestError(
             f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
         )
 
-    def _read_mapping(self, prompt: Mapping[str, Any], similar: Tenant | None) -> PreparedPrompt:
+    def _read_mapping(self, prompt: Mapping[Any, Any]) -> _Given:
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if set(prompt) - _KEYS or not {"prompt", "prompt_token_ids"} & set(prompt):
             raise RequestError(
                 "a prompt has the key 'prompt' or 'prompt_token_ids', and 'multi_modal_data' for "
-                f"images, not {sorted(prompt)}"
+                f"images, not {describe(list(prompt))}"
             )
-        text = prompt.get("prompt")
-        if not prompt.get("multi_modal_data"):
-            if "prompt_token_ids" in prompt:
-                return PreparedPrompt(self._check_plain(prompt["prompt_token_ids"]), text)
-            return self._read(str(text), None)
-        sources, own_ids = _image_data(prompt)
+        if text is not None and not isinstance(text, str):
+            raise RequestError(
+                f"the prompt is {describe(text)}, a {type(text).__name__}; allowed: a text, or "
+                "token ids under 'prompt_token_ids'"
+            )
+        if text is None and token_ids is None:
+            raise RequestError(
+                "the prompt is None; allowed: a text under 'prompt' or token ids under "
+                "'prompt_token_ids'"
+            )
+        images = _image_field(prompt, "multi_modal_data")
+        if images is None and prompt.get("multi_modal_data"):
+            raise RequestError("multi_modal_data has None for an image; allowed: one or a list")
+        image_ids = _image_field(prompt, "multi_modal_uuids")
+        if image_ids is not None and images is None:
+            raise RequestError("the prompt has multi_modal_uuids and no images in multi_modal_data")
+        return _Given(
+            text, None if token_ids is None else self._read_ids(token_ids), images, image_ids
+        )
+
+    def _prepare(self, given: _Given, tenant: Tenant) -> PreparedPrompt:
+        if given.text is not None:
+            self._limit.check("the prompt", given.text)
+        if given.images is not None:
+            return self._prepare_images(given, tenant)
+        token_ids = given.token_ids
+        if token_ids is None:
+            return PreparedPrompt(self._tokenize(cast("str", given.text)), given.text)
+        if self._images is not None:  # none of them may be a placeholder
+            self._images.check_plain(token_ids)
+        return PreparedPrompt(token_ids, given.text)
+
+    def _prepare_images(self, given: _Given, tenant: Tenant) -> PreparedPrompt:
         if self._images is None:
             raise RequestError("the prompt has images, and the model takes text alone")
-        token_ids = prompt.get("prompt_token_ids")
+        token_ids = given.token_ids
         if token_ids is None:
-            token_ids = self._require_tokenizer().encode(str(text), verbose=False)
-        loaded = self._images.read(sources, own_ids, similar)
-        return self._images.prepare(text, token_ids, loaded)
+            token_ids = encode_text(self._require_tokenizer(), cast("str", given.text))
+        self._images.check_placeholders(token_ids, given.images)
+        loaded = self._images.read(given.images, given.image_ids, tenant)
+        return self._images.prepare(given.text, token_ids, loaded)
 
-    def _check_plain(self, token_ids: Sequence[int]) -> list[int]:
-        """Token ids without images; a model that sees takes no placeholder among them."""
-        if self._images is not None:
-            self._images.check_plain(token_ids)
-        return list(token_ids)
+    def _read_ids(self, given: Any) -> list[int]:
+        """Token ids as a list of Python's integers, no longer than a prompt may be."""
+        if not _may_be_ids(given):
+            raise RequestError(
+                f"prompt_token_ids is {describe(given)}, a {type(given).__name__}; allowed: a "
+                "list of integers"
+            )
+        self._check_length(_length(given))
+        if isinstance(given, (np.ndarray, Tensor)):
+            given = given.tolist()
+        if set(map(type, given)) <= {int}:
+            return list(given)
+        return [self._read_id(token_id) for token_id in given]
+
+    def _read_id(self, token_id: object) -> int:
+        if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
+            raise self._no_token(token_id)
+        return int(token_id)
+
+    def _no_token(self, token_id: object) -> RequestError:
+        return RequestError(
+            f"token id {describe(token_id)} is not an integer from 0 to {self._vocab_size - 1}"
+        )
 
     def _tokenize(self, text: str) -> list[int]:
         tokenizer = self._require_tokenizer()
         if self._images is not None:
             return self._images.tokenize(text)
-        token_ids: list[int] = tokenizer.encode(text, verbose=False)
-        return token_ids
+        return encode_text(tokenizer, text)
 
     def _require_tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
@@ -101,27 +183,48 @@ class InputProcessor:
     def _check(self, token_ids: Sequence[int]) -> None:
         if not token_ids:
             raise RequestError("the prompt is empty: it must have at least one token")
-        for token_id in token_ids:
-            if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
-                raise RequestError(
-                    f"token id {token_id!r} is not an integer from 0 to {self._vocab_size - 1}"
-                )
-        if len(token_ids) >= self._max_model_len:
+        self._check_length(len(token_ids))
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self._vocab_size:
+                raise self._no_token(token_id)
+
+    def _check_length(self, count: int) -> None:
+        if count >= self._max_model_len:
             raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; with room for one more it may have "
+                f"the prompt has {count} tokens; with room for one more it may have "
                 f"{self._max_model_len - 1} at the most (max_model_len {self._max_model_len})"
             )
 
 
-def _image_data(prompt: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The images and the user's ids for them."""
-    found = []
-    for key in ("multi_modal_data", "multi_modal_uuids"):
-        given = prompt.get(key) or {}
-        if not isinstance(given, Mapping) or set(given) - {"image"}:
-            raise RequestError(f"{key} is {{'image': one or a list}}; there are only images")
-        found.append(given.get("image"))
-    return found[0], found[1]
+def _may_be_ids(given: object) -> bool:
+    """Whether a value is a sequence of numbers by its type; arrays must have one dimension."""
+    if isinstance(given, np.ndarray):
+        return given.ndim == 1 and given.dtype.kind in "iu"
+    if isinstance(given, Tensor):
+        return given.ndim == 1 and given.dtype in _INTEGERS
+    return isinstance(given, Sequence) and not isinstance(
+        given, (str, bytes, bytearray, memoryview)
+    )
+
+
+def _length(given: Any) -> int:
+    try:
+        return len(given)
+    except OverflowError:  # a range that is longer than any memory
+        return sys.maxsize
+
+
+def _image_field(prompt: Mapping[Any, Any], key: str) -> Any:
+    """What a prompt has for its images under a key, None if nothing."""
+    given = prompt.get(key)
+    if given is None:
+        return None
+    if not isinstance(given, Mapping) or set(given) - {"image"}:
+        raise RequestError(
+            f"{key} is {describe(given)}; allowed: {{'image': one or a list}}; there are only "
+            "images"
+        )
+    return given.get("image")
 
 
 def _check_items(items: Sequence[MultiModalItem], num_tokens: int) -> None:

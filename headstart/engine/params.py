@@ -1,10 +1,12 @@
 """How a request wants its answer chosen, in vLLM's names and defaults."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from headstart.engine.validation import check_text, describe
 from headstart.errors import RequestError
 
 MAX_LOGPROBS = 1000
@@ -53,12 +55,14 @@ class SamplingParams:
             _check_number(name, getattr(self, name), allowed)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens is {self.min_tokens}; allowed: from 0 to max_tokens, "
-                f"which is {self.max_tokens}"
+                f"min_tokens is {describe(self.min_tokens)}; allowed: from 0 to max_tokens, "
+                f"which is {describe(self.max_tokens)}"
             )
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} is {getattr(self, name)!r}; allowed: True or False")
+                raise RequestError(
+                    f"{name} is {describe(getattr(self, name))}; allowed: True or False"
+                )
         _check_stops(self.stop)
         _check_stop_ids(self.stop_token_ids)
 
@@ -87,6 +91,9 @@ class SamplingParams:
         )
 
 
+_MAX_FLOAT = sys.float_info.max
+
+
 class _Number(NamedTuple):
     """What a number may be: one of a kind, finite, from `low` (or just above it) to `high`."""
 
@@ -102,6 +109,8 @@ class _Number(NamedTuple):
         kinds = (int,) if self.kind is int else (int, float)
         if not isinstance(value, kinds) or isinstance(value, bool) or value == math.inf:
             return False
+        if self.kind is float and not -_MAX_FLOAT <= value <= _MAX_FLOAT:
+            return False  # an integer that no float can hold
         return self.low <= value <= self.high and not (self.above_low and value == self.low)
 
     def __str__(self) -> str:
@@ -139,20 +148,23 @@ _SWITCHES = (
 
 def _check_number(name: str, value: object, allowed: _Number) -> None:
     if value not in allowed:
-        raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
+        raise RequestError(f"{name} is {describe(value)}; allowed: {allowed}")
 
 
 def _check_stops(stop: object) -> None:
     stops = (stop,) if isinstance(stop, str) or not isinstance(stop, Sequence) else stop
     if stop is not None and not all(isinstance(text, str) and text for text in stops):
-        raise RequestError(f"stop is {stop!r}; allowed: texts of at least one character")
+        raise RequestError(f"stop is {describe(stop)}; allowed: texts of at least one character")
+    for text in stops:
+        if isinstance(text, str):
+            check_text("stop", text)
 
 
 def _check_stop_ids(token_ids: object) -> None:
     if token_ids is None:
         return
     if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
-        raise RequestError(f"stop_token_ids is {token_ids!r}; allowed: a list of token ids")
+        raise RequestError(f"stop_token_ids is {describe(token_ids)}; allowed: a list of token ids")
     wrong = [entry for entry in token_ids if entry not in _Number(int, 0)]
     if wrong:
-        raise RequestError(f"stop_token_ids has {wrong[0]!r}; allowed: {_Number(int, 0)}")
+        raise RequestError(f"stop_token_ids has {describe(wrong[0])}; allowed: {_Number(int, 0)}")

@@ -4,9 +4,26 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from headstart.engine.validation import describe, shorten
 from headstart.errors import RequestError
 
-__all__ = ["Spelling"]
+__all__ = ["Spelling", "encode_text"]
+
+
+def encode_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True
+) -> list[int]:
+    """The ids of a text by a tokenizer. Raises RequestError for what the tokenizer refuses."""
+    try:
+        token_ids: list[int] = tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, verbose=False
+        )
+    # A vocabulary without a token for unknown words has tokenizers raise a bare Exception.
+    except Exception as error:
+        raise RequestError(
+            f"the tokenizer refuses {describe(text)}: {type(error).__name__}: {shorten(str(error))}"
+        ) from error
+    return token_ids
 
 
 class Spelling:
@@ -27,8 +44,7 @@ class Spelling:
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text whose special tokens the template has spelled."""
-        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        return token_ids
+        return encode_text(self.tokenizer, text, add_special_tokens=False)
 
     def tokenize_anchored(self, text: str) -> list[list[int]]:
         """The ids of a text that does not stand at the beginning; empty if there is no telling.

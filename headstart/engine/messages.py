@@ -1,0 +1,63 @@
+"""The messages of a conversation, checked before a template sees them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headstart.engine.validation import check_text, describe
+from headstart.errors import RequestError
+
+__all__ = ["Message", "check_conversation", "check_text_content", "kind_of_part"]
+
+Message = Mapping[str, Any]
+"""`{"role": ..., "content": ...}`; content is a text or a list of OpenAI's parts."""
+
+
+def check_conversation(messages: object) -> Sequence[Message]:
+    """Messages that have a role each; their contents are not looked at. Raises RequestError."""
+    if isinstance(messages, (str, bytes, bytearray)) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages are a list of dicts, not {type(messages).__name__}")
+    if not len(messages):
+        raise RequestError("the conversation is empty: it must have at least one message")
+    for place, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(f"message {place} is a {type(message).__name__}, not a dict")
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise RequestError(f"message {place} has the role {describe(role)}; it must be a name")
+        check_text(f"the role of message {place}", role)
+    return messages
+
+
+def check_text_content(place: int, content: object) -> str:
+    """The text of a message of a model without images; several parts stand on lines of their own.
+
+    As in vLLM. Raises RequestError.
+    """
+    if isinstance(content, str):
+        check_text(f"message {place}", content)
+        return content
+    if not isinstance(content, (list, tuple)) or not content:
+        raise RequestError(
+            f"message {place} has the content {describe(content)}; it must be a text "
+            "or a list of text parts"
+        )
+    texts = []
+    for part in content:
+        kind = kind_of_part(part)
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind in ("image", "image_url"):
+            raise RequestError(f"message {place} has an image, and the model takes text alone")
+        if kind != "text" or not isinstance(text, str):
+            raise RequestError(
+                f"message {place} has a part of type {describe(kind)}; allowed: "
+                '{"type": "text", "text": "..."}'
+            )
+        check_text(f"message {place}", text)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def kind_of_part(part: object) -> str:
+    """The type that a part of a content says it has, or that of a value that is no part."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return kind if isinstance(kind, str) else type(part).__name__

@@ -7,7 +7,7 @@ from headstart.cache import Namespace
 from headstart.engine.conversation import ChatPrompt, ConversationMemory, Turn
 from headstart.engine.engine import Engine
 from headstart.engine.image_chat import ImageChat, ImageSpelling
-from headstart.engine.image_prompt import Tenant
+from headstart.engine.images import Tenant
 from headstart.engine.inputs import check_request
 from headstart.engine.messages import Message
 from headstart.engine.outputs import RequestOutput

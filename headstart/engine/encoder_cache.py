@@ -1,14 +1,17 @@
-"""The encoder cache: image embeddings by what they are embeddings of, within a budget of rows.
+"""The encoder cache: image embeddings by salt and digest, within a budget of rows.
 
     state      users   rows there          counted   may go
     wanted     > 0     not yet encoded     yes       no
     held       > 0     yes                 yes       no
     kept       0       yes                 yes       oldest first
 
-An image is encoded once, however many prompts show it and wherever in them it stands, as long as
-its entry is there. Users are uses: a request that shows an image twice is two users, each of
-which leaves when the sequence has computed past its own place, when it is preempted, and at its
-end. A span of tokens is scheduled only as far as all images in it have entries.
+An image is encoded once for each salt, however many prompts of that salt show it and wherever in
+them it stands, as long as its entry is there. An entry of one salt is never found under another,
+so the time to the first token does not tell whether another tenant has shown the image.
+
+Users are uses: a request that shows an image twice is two users, each of which leaves when the
+sequence has computed past its own place, when it is preempted, and at its end. A span of tokens
+is scheduled only as far as all images in it have entries.
 
 Two requests cannot wait for each other's rows for ever: images are held in the order of the
 prompt and let go one by one, so whoever holds some can always compute up to where they end; the
@@ -20,7 +23,7 @@ Source: vLLM's `EncoderCacheManager`.
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +33,7 @@ from headstart.engine.prompt import PlacedRows
 from headstart.errors import EngineError
 from headstart.models.vision import ProcessedImage
 
-__all__ = ["EncoderCache", "ImageEncoder", "PromptImage", "PromptImages"]
+__all__ = ["EncoderCache", "EncoderKey", "ImageEncoder", "PromptImage", "PromptImages"]
 
 
 class ImageEncoder(Protocol):
@@ -40,17 +43,31 @@ class ImageEncoder(Protocol):
         """Embeddings `[rows, hidden]`."""
 
 
+class EncoderKey(NamedTuple):
+    """What an entry is found by: the tenant's salt, and the digest that names the embeddings."""
+
+    salt: str | None
+    digest: bytes
+
+
 @dataclass(frozen=True, eq=False)
 class PromptImage:
     """An image at its place in a prompt.
 
     `item` says what and where it is, from its first placeholder to its last; `places` int64
-    `[rows]` are the placeholders' positions, between which other tokens may stand.
+    `[rows]` are the placeholders' positions, between which other tokens may stand. `salt` is the
+    tenant's.
     """
 
     item: MultiModalItem
     image: ProcessedImage
     places: Tensor
+    salt: str | None = None
+
+    @property
+    def key(self) -> EncoderKey:
+        """What its embeddings are found by."""
+        return EncoderKey(self.salt, self.item.digest)
 
     @property
     def start(self) -> int:
@@ -87,8 +104,8 @@ class EncoderCache:
         self.num_encoded = 0
         self.num_hits = 0
         self._encoder = encoder
-        self._entries: dict[bytes, _Entry] = {}
-        self._kept: OrderedDict[bytes, None] = OrderedDict()  # without users, oldest first
+        self._entries: dict[EncoderKey, _Entry] = {}
+        self._kept: OrderedDict[EncoderKey, None] = OrderedDict()  # without users, oldest first
         self._wanted: list[_Entry] = []
         self._used = 0
 
@@ -97,34 +114,34 @@ class EncoderCache:
         """Rows of all entries, those about to be encoded included."""
         return self._used
 
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._entries
+    def __contains__(self, key: EncoderKey) -> bool:
+        return key in self._entries
 
-    def rows(self, digest: bytes) -> Tensor:
+    def rows(self, key: EncoderKey) -> Tensor:
         """The embeddings `[rows, hidden]` of an image that the step holds."""
-        rows = self._entries[digest].rows
+        rows = self._entries[key].rows
         assert rows is not None, "an image's rows are read before it is encoded"
         return rows
 
     def fits(self, images: Iterable[PromptImage]) -> bool:
         """Whether entries for all of these could be had now. Changes nothing."""
-        wanted = {image.item.digest: image.image.num_rows for image in images}
-        kept = sum(self._entries[digest].num_rows for digest in self._kept if digest not in wanted)
-        new = sum(rows for digest, rows in wanted.items() if digest not in self._entries)
+        wanted = {image.key: image.image.num_rows for image in images}
+        kept = sum(self._entries[key].num_rows for key in self._kept if key not in wanted)
+        new = sum(rows for key, rows in wanted.items() if key not in self._entries)
         return self._used - kept + new <= self.capacity
 
     def hold(self, user: tuple[object, int], image: PromptImage) -> None:
         """One more use of an image; `fits` said that there is room. Twice is once."""
-        digest = image.item.digest
-        entry = self._entries.get(digest)
+        key = image.key
+        entry = self._entries.get(key)
         if entry is None:
             self._make_room(image.image.num_rows)
-            entry = self._entries[digest] = _Entry(image.image, image.image.num_rows)
+            entry = self._entries[key] = _Entry(image.image, image.image.num_rows)
             self._wanted.append(entry)
             self._used += image.image.num_rows
         elif user not in entry.users:
             self.num_hits += 1
-        self._kept.pop(digest, None)
+        self._kept.pop(key, None)
         entry.users.add(user)
 
     def _make_room(self, rows: int) -> None:
@@ -134,12 +151,12 @@ class EncoderCache:
 
     def leave(self, user: tuple[object, int], image: PromptImage) -> None:
         """This use is over; an entry without users is kept until room is needed."""
-        entry = self._entries.get(image.item.digest)
+        entry = self._entries.get(image.key)
         if entry is None or user not in entry.users:
             return
         entry.users.remove(user)
         if not entry.users:
-            self._kept[image.item.digest] = None
+            self._kept[image.key] = None
 
     def encode_wanted(self) -> dict[object, EngineError]:
         """Encode the images that are held and have no rows yet.
@@ -170,24 +187,24 @@ class EncoderCache:
 
     def drop_wanted(self) -> None:
         """The step is off, and its requests have left: forget what it did not encode."""
-        for digest in [d for d in self._kept if self._entries[d].rows is None]:
-            del self._kept[digest]
-            self._used -= self._entries.pop(digest).num_rows
+        for key in [key for key in self._kept if self._entries[key].rows is None]:
+            del self._kept[key]
+            self._used -= self._entries.pop(key).num_rows
         self._wanted.clear()
 
     def clear(self) -> None:
         """Forget every image that nobody uses."""
-        for digest in self._kept:
-            self._used -= self._entries.pop(digest).num_rows
+        for key in self._kept:
+            self._used -= self._entries.pop(key).num_rows
         self._kept.clear()
 
     def check(self) -> None:
         """Raise AssertionError if any invariant is broken."""
         assert self._used == sum(entry.num_rows for entry in self._entries.values())
         assert self._used <= self.capacity
-        assert set(self._kept) == {d for d, entry in self._entries.items() if not entry.users}
-        for digest in self._kept:
-            assert self._entries[digest].rows is not None, "kept, and never encoded"
+        assert set(self._kept) == {key for key, entry in self._entries.items() if not entry.users}
+        for key in self._kept:
+            assert self._entries[key].rows is not None, "kept, and never encoded"
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +217,7 @@ class PromptImages:
     def between(self, start: int, stop: int) -> Iterable[PlacedRows]:
         for image in self.overlapping(start, stop):
             first, last = torch.searchsorted(image.places, torch.tensor([start, stop])).tolist()
-            rows = self.cache.rows(image.item.digest)
+            rows = self.cache.rows(image.key)
             while first < last:  # runs of placeholders with nothing between them
                 run = first + 1
                 at = int(image.places[first])

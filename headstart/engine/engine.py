@@ -22,7 +22,8 @@ from headstart.engine.batch import Batch, ScheduledTokens
 from headstart.engine.config import EngineConfig
 from headstart.engine.detokenizer import Detokenizer
 from headstart.engine.hooks import EngineHooks
-from headstart.engine.image_prompt import Tenant, make_image_prompts
+from headstart.engine.image_prompt import make_image_prompts
+from headstart.engine.images import Tenant
 from headstart.engine.inputs import InputProcessor, Prompt, check_request
 from headstart.engine.logprobs import token_logprobs
 from headstart.engine.outputs import RequestOutput

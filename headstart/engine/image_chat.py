@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import Namespace
 from headstart.engine.conversation import ChatPrompt, ConversationMemory
-from headstart.engine.image_prompt import IMAGE_MARK, ImagePrompts, Tenant
-from headstart.engine.images import ImageSource, LoadedImage
+from headstart.engine.image_prompt import IMAGE_MARK, ImagePrompts
+from headstart.engine.images import ImageSource, LoadedImage, Tenant
 from headstart.engine.messages import check_conversation, kind_of_part
 from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.spelling import Spelling

@@ -26,7 +26,7 @@ class ImageGate:
                 for other in images
                 if other.start <= image.start and self._first(image.start) < other.stop
             ]
-            rows = sum({other.item.digest: other.image.num_rows for other in together}.values())
+            rows = sum({other.key: other.image.num_rows for other in together}.values())
             if rows > self._cache.capacity:
                 raise RequestError(
                     f"an image of {image.image.num_rows} embeddings needs {rows} at once, and "
@@ -55,7 +55,7 @@ class ImageGate:
             elif image.start < stop:
                 held.append((at, image))
         # Those that are there first, so that making room for the others evicts none of them.
-        for at, image in sorted(held, key=lambda pair: pair[1].item.digest not in self._cache):
+        for at, image in sorted(held, key=lambda pair: pair[1].key not in self._cache):
             self._cache.hold((request, at), image)
 
     def leave(self, request: Request) -> None:

@@ -7,7 +7,7 @@ that no token has. So a text that spells the placeholder, and a model that gener
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from headstart.cache.identity import MAX_TOKEN_ID
 from headstart.engine.config import EngineConfig
 from headstart.engine.encoder_cache import EncoderCache, PromptImage, PromptImages
 from headstart.engine.image_gate import ImageGate
-from headstart.engine.images import ImageReader, LoadedImage, check_sources
+from headstart.engine.images import NOBODY, ImageReader, LoadedImage, Tenant, check_sources
 from headstart.engine.outputs import ImageUse
 from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
 from headstart.engine.similar_images import SimilarImages
@@ -27,24 +27,10 @@ from headstart.engine.validation import describe
 from headstart.errors import RequestError
 from headstart.models.vision import PlacedImage, VisionModel
 
-__all__ = ["IMAGE_MARK", "NOBODY", "ImagePrompts", "Tenant", "make_image_prompts"]
+__all__ = ["IMAGE_MARK", "ImagePrompts", "make_image_prompts"]
 
 IMAGE_MARK = MAX_TOKEN_ID
 """Stands for a token whose embedding is an image's, in ids that are not yet settled."""
-
-
-class Tenant(NamedTuple):
-    """Whose images they are: those of one cache salt, or of none.
-
-    similar: whether an image of the same tenant may stand for one that looks like it.
-    """
-
-    salt: str | None
-    similar: bool = False
-
-
-NOBODY = Tenant(None)
-"""Whose requests bring no salt."""
 
 
 class ImagePrompts:
@@ -98,7 +84,7 @@ class ImagePrompts:
                 "None each"
             )
         loaded = [
-            self._reader.read(source, own_id, with_look=tenant.similar)
+            self._reader.read(source, own_id, tenant)
             for source, own_id in zip(several, ids, strict=True)
         ]
         if not tenant.similar:
@@ -135,7 +121,7 @@ class ImagePrompts:
         for one, part in zip(loaded, np.split(places, ends), strict=False):
             first, last = int(part[0]), int(part[-1])
             item = MultiModalItem(one.digest, first, last - first + 1)
-            images.append(PromptImage(item, one.image, torch.from_numpy(part)))
+            images.append(PromptImage(item, one.image, torch.from_numpy(part), one.salt))
         self.gate.check(tuple(images))
         placed = [PlacedImage(image.start, image.image.shape) for image in images]
         table = self._vision.positions(len(token_ids), placed)

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headstart.engine.encoder_cache import EncoderKey
 from headstart.engine.looks import Look, look_of
 from headstart.errors import RequestError
 from headstart.models.vision import ProcessedImage, VisionModel
@@ -25,7 +26,7 @@ from headstart.models.vision import ProcessedImage, VisionModel
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["ImageReader", "ImageSource", "LoadedImage", "read_data_url"]
+__all__ = ["NOBODY", "ImageReader", "ImageSource", "LoadedImage", "Tenant", "check_sources"]
 
 _SHAPES = 4096  # images whose shape is remembered
 
@@ -33,16 +34,31 @@ ImageSource = Any
 """A Pillow image, a path, the bytes of an image file, or a `data:` URL."""
 
 
+class Tenant(NamedTuple):
+    """Whose images they are: those of one cache salt, or of none.
+
+    similar: whether an image of the same tenant may stand for one that looks like it.
+    """
+
+    salt: str | None
+    similar: bool = False
+
+
+NOBODY = Tenant(None)
+"""Whose requests bring no salt."""
+
+
 @dataclass(frozen=True, eq=False)
 class LoadedImage:
-    """An image that is ready to be placed. `digest` names its embeddings.
+    """An image that is ready to be placed, of the tenant with this salt.
 
-    look: if the request takes images that look alike for the same. is_similar: this is not the
-    image that was handed over, but one that looks like it.
+    `digest` names its embeddings. look: if the request takes images that look alike for the same.
+    is_similar: this is not the image that was handed over, but one that looks like it.
     """
 
     digest: bytes
     image: ProcessedImage
+    salt: str | None = None
     look: Look | None = None
     is_similar: bool = False
 
@@ -53,36 +69,38 @@ class ImageReader:
     def __init__(self, vision: VisionModel, max_pixels: int) -> None:
         self._vision = vision
         self._max_pixels = max_pixels
-        self._shapes: dict[bytes, tuple[int, ...]] = {}  # by digest, the one seen last at the end
+        # Of images that were processed, by salt and digest; the one seen last at the end.
+        self._shapes: dict[EncoderKey, tuple[int, ...]] = {}
         self._lock = threading.Lock()
         self._own_pictures = threading.Lock()
 
     def read(
-        self, source: ImageSource, own_id: str | None = None, *, with_look: bool = False
+        self, source: ImageSource, own_id: str | None = None, tenant: Tenant = NOBODY
     ) -> LoadedImage:
-        """Read, check and process an image. Raises RequestError."""
+        """Read, check and process a tenant's image. Raises RequestError."""
         image = self._open(source)
         digest = self._digest(image, own_id)
-        look = look_of(image) if with_look and own_id is None else None
-        return LoadedImage(digest, self._process(image, digest), look)
+        look = look_of(image) if tenant.similar and own_id is None else None
+        processed = self._process(image, EncoderKey(tenant.salt, digest))
+        return LoadedImage(digest, processed, tenant.salt, look)
 
-    def _process(self, image: "Image", digest: bytes) -> ProcessedImage:
-        """The image made ready; one that was seen before waits until it must be encoded again.
+    def _process(self, image: "Image", key: EncoderKey) -> ProcessedImage:
+        """The image made ready; one that its tenant showed before waits until it is encoded again.
 
         Processing is most of what an image costs that hits: 55 ms of 62 for a photograph of
         1024 × 768 and Qwen2.5-VL's processor.
         """
         with self._lock:
-            shape = self._shapes.pop(digest, None)
+            shape = self._shapes.pop(key, None)
             if shape is not None:
-                self._shapes[digest] = shape
+                self._shapes[key] = shape
                 return self._vision.recall(image, shape)
         try:
             processed = self._vision.process(image)
         except ValueError as error:
             raise RequestError(f"the image processor refuses the image: {error}") from error
         with self._lock:
-            self._shapes[digest] = processed.shape
+            self._shapes[key] = processed.shape
             if len(self._shapes) > _SHAPES:
                 self._shapes.pop(next(iter(self._shapes)))
         return processed

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import MultiModalItem
-from headstart.engine.image_prompt import NOBODY, ImagePrompts, Tenant
+from headstart.engine.image_prompt import ImagePrompts
+from headstart.engine.images import NOBODY, Tenant
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.spelling import encode_text

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import NamedTuple
 
-from headstart.engine.encoder_cache import EncoderCache
+from headstart.engine.encoder_cache import EncoderCache, EncoderKey
 from headstart.engine.images import LoadedImage
 from headstart.engine.looks import Look
 
@@ -51,7 +51,11 @@ class SimilarImages:
         with self._lock:
             if (place, loaded.digest) not in self._known:
                 for key, (other, image) in reversed(self._known.items()):
-                    if key[0] == place and key[1] in self._cache and loaded.look.is_near(other):
+                    if (
+                        key[0] == place
+                        and EncoderKey(salt, key[1]) in self._cache
+                        and loaded.look.is_near(other)
+                    ):
                         self._known.move_to_end(key)
                         return replace(image, is_similar=True)
             self._remember((place, loaded.digest), loaded.look, loaded)

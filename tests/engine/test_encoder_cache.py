@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headstart import LLM, EngineError, RequestError, RequestOutput, SamplingParams
 from headstart.cache import MultiModalItem
-from headstart.engine.encoder_cache import EncoderCache, PromptImage, PromptImages
+from headstart.engine.encoder_cache import EncoderCache, EncoderKey, PromptImage, PromptImages
 from headstart.engine.prompt import PlacedRows
 from headstart.engine.request import RequestGroup
 from headstart.models.vision import ProcessedImage, VisionModel
@@ -47,7 +47,7 @@ def test_an_image_is_encoded_once_and_kept_when_nobody_uses_it() -> None:
         cache.hold((user, 0), image(1))
         cache.encode_wanted()
         cache.leave((user, 0), image(1))
-    assert encoder.done == [1] and b"1" in cache and cache.num_hits == 2
+    assert encoder.done == [1] and image(1).key in cache and cache.num_hits == 2
     cache.check()
 
 
@@ -59,7 +59,7 @@ def test_the_oldest_without_a_user_goes_first() -> None:
     for number in (2, 1):
         cache.leave((0, number), image(number))
     cache.hold((0, 4), image(4))
-    assert [number for number in range(1, 5) if b"%d" % number in cache] == [1, 3, 4]
+    assert [number for number in range(1, 5) if image(number).key in cache] == [1, 3, 4]
     cache.encode_wanted()
     cache.check()
 
@@ -82,7 +82,7 @@ def test_what_a_failed_step_did_not_encode_is_forgotten() -> None:
     cache.hold((0, 0), image(1))
     cache.leave((0, 0), image(1))
     cache.drop_wanted()
-    assert b"1" not in cache and cache.num_rows == 0
+    assert image(1).key not in cache and cache.num_rows == 0
     cache.check()
 
 
@@ -93,7 +93,7 @@ def test_rows_from_the_middle_of_an_image_on() -> None:
     shown = image(1, rows=6, offset=3)  # t0 t1 t2 Im0 | Im1 Im2 Im3 Im4 | Im5 t9 ...
     cache.hold((0, 0), shown)
     cache.encode_wanted()
-    cache._entries[b"1"].rows = torch.arange(6).view(6, 1)
+    cache._entries[shown.key].rows = torch.arange(6).view(6, 1)
     [part] = PromptImages((shown,), cache).between(7, 12)
     assert part.position == 7
     assert part.rows.flatten().tolist() == [4, 5]
@@ -112,7 +112,7 @@ def test_rows_of_any_span(gaps: list[int], start: int, stop: int) -> None:
     cache = EncoderCache(Encoder(), 100)
     cache.hold((0, 0), PromptImage(item, processed, places))
     cache.encode_wanted()
-    cache._entries[b"1"].rows = places.view(-1, 1)  # each row says its place
+    cache._entries[EncoderKey(None, b"1")].rows = places.view(-1, 1)  # each row says its place
     source = PromptImages((PromptImage(item, processed, places),), cache)
     found = {
         position + at: int(row)
@@ -331,3 +331,16 @@ def test_the_reference_s_example_of_an_image_across_a_block_border(
     alone = LLM(folder, num_blocks=32, enable_prefix_caching=False)
     assert show(alone, 66, 67).outputs[0].token_ids == second.outputs[0].token_ids
     alone.close()
+
+
+def test_one_salt_s_rows_are_never_found_under_another() -> None:
+    encoder = Encoder()
+    cache = EncoderCache(encoder, 30)
+    for salt in (None, "a", "b", ""):
+        shown = replace(image(1, rows=5), salt=salt)
+        assert shown.key not in cache
+        cache.hold((salt, 0), shown)
+        assert cache.encode_wanted() == {}
+        cache.leave((salt, 0), shown)
+    assert encoder.done == [1] * 4 and cache.num_hits == 0 and cache.num_rows == 20
+    cache.check()

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +143,59 @@ def test_the_same_image_elsewhere_in_a_prompt_hits_nothing_of_it(llm: LLM) -> No
     assert output.num_cached_tokens == 0
 
 
-def test_tenants_share_embeddings_but_no_blocks(llm: LLM) -> None:
-    for salt in ("a", "b"):
-        [output] = llm.generate(ask("<image>?", make_image(1)), GREEDY, cache_salt=salt)
-        assert output.num_cached_tokens == 0
-    assert llm.engine.images is not None
-    assert llm.engine.images.cache.num_encoded == 1
+SHOWN = {
+    "plain": lambda: ask("<image>?", make_image(1)),
+    "named": lambda: ask("<image>?", make_image(1), multi_modal_uuids={"image": ["mine"]}),
+}
+
+
+@pytest.mark.parametrize("way", [*SHOWN, "similar", "chat"])
+def test_tenants_see_nothing_of_one_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """What B's request finds, does and is told is the same whether or not A showed the image.
+
+    The time to the first token told it, as A's embeddings were B's too, and the pixels that A's
+    request had scaled were not scaled again.
+    """
+    done: list[str] = []
+    for name in ("process", "recall", "encode"):
+        monkeypatch.setattr(VisionModel, name, noted(done, name))
+
+    def show(llm: LLM, salt: str | None) -> tuple[Any, ...]:
+        done.clear()
+        params = replace(GREEDY, similar_images=way == "similar")
+        if way == "chat":
+            parts = [{"type": "image", "image": make_image(1)}, {"type": "text", "text": "?"}]
+            messages = [{"role": "user", "content": parts}]
+            [output] = llm.chat(messages, params, cache_salt=salt)
+        else:
+            prompt = SHOWN["plain" if way == "similar" else way]()
+            [output] = llm.generate(prompt, params, cache_salt=salt)
+        return output.num_cached_tokens, output.why_missed, output.images, output.outputs, [*done]
+
+    alone, shared = (LLM(folder, num_blocks=FREE, block_size=16, debug=True) for _ in range(2))
+    for salt in ("a", "c", None):
+        show(shared, salt)
+        assert done.count("encode") == 1
+    first = show(alone, "b")
+    assert show(shared, "b") == first
+    assert first[-1] == ["process", "encode"]
+    assert show(shared, "b") == show(alone, "b")  # and B's own image is known again
+    assert "encode" not in done and "process" not in done
+    for llm in (alone, shared):
+        llm.close()
+
+
+def noted(done: list[str], name: str) -> Any:
+    """The method of this name, which notes each call."""
+    method = getattr(VisionModel, name)
+
+    def call(self: VisionModel, *arguments: Any) -> Any:
+        done.append(name)
+        return method(self, *arguments)
+
+    return call
 
 
 def test_an_image_that_hits_is_not_even_processed(

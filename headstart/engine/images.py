@@ -6,8 +6,6 @@ the image if there is one, each framed by its length. The id can only part what 
 join what differs.
 """
 
-import base64
-import binascii
 import hashlib
 import io
 import struct
@@ -15,11 +13,12 @@ import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headstart.engine.encoder_cache import EncoderKey
+from headstart.engine.image_files import ImageSource, read_source
 from headstart.engine.looks import Look, look_of
+from headstart.engine.validation import shorten
 from headstart.errors import RequestError
 from headstart.models.vision import ProcessedImage, VisionModel
 
@@ -28,10 +27,18 @@ if TYPE_CHECKING:
 
 __all__ = ["NOBODY", "ImageReader", "ImageSource", "LoadedImage", "Tenant", "check_sources"]
 
-_SHAPES = 4096  # images whose shape is remembered
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that are read, in Pillow's names: none of them starts another program or reads a file."""
 
-ImageSource = Any
-"""A Pillow image, a path, the bytes of an image file, or a `data:` URL."""
+MAX_ASPECT = 200
+"""The longer side over the shorter one, at most: the limit of Qwen2-VL's processor. Others scale
+the shorter side to a fixed length, which would make gigabytes of a strip of 1 × 30,000,000."""
+
+MAX_BYTES_PER_PIXEL = 4
+HEADER_BYTES = 2**20
+"""A file may have 4 bytes for each of `max_image_pixels`, and 1 MiB for what else it holds."""
+
+_SHAPES = 4096  # images whose shape is remembered
 
 
 class Tenant(NamedTuple):
@@ -97,8 +104,13 @@ class ImageReader:
                 return self._vision.recall(image, shape)
         try:
             processed = self._vision.process(image)
-        except ValueError as error:
-            raise RequestError(f"the image processor refuses the image: {error}") from error
+        # Processors raise ValueError for what they refuse, and OverflowError, IndexError,
+        # MemoryError and others for what they do not expect.
+        except Exception as error:
+            raise RequestError(
+                f"the image processor refuses an image of {image.width} × {image.height} pixels: "
+                f"{type(error).__name__}: {shorten(str(error))}"
+            ) from error
         with self._lock:
             self._shapes[key] = processed.shape
             if len(self._shapes) > _SHAPES:
@@ -107,29 +119,46 @@ class ImageReader:
 
     def _open(self, source: ImageSource) -> "Image":
         """The image in RGB, upright, as transformers' own loader makes it."""
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
 
         try:
-            opened = source if isinstance(source, Image.Image) else Image.open(_stream(source))
-            width, height = opened.size
-            if width * height > self._max_pixels or not width * height:
-                raise RequestError(
-                    f"an image has {width} × {height} pixels; allowed: 1 to {self._max_pixels:,} "
-                    "(max_image_pixels)"
-                )
+            if isinstance(source, Image.Image):
+                opened = source
+            else:
+                data = read_source(source, MAX_BYTES_PER_PIXEL * self._max_pixels + HEADER_BYTES)
+                opened = Image.open(io.BytesIO(data), formats=FORMATS)
+            self._check_size(*opened.size)
             # A user's own picture, which may be in several prompts, is not decoded twice at once.
             with self._own_pictures if opened is source else nullcontext():
                 upright = ImageOps.exif_transpose(opened)
             return upright.convert("RGB")
         except RequestError:
             raise
-        except Image.DecompressionBombError as error:
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise RequestError(f"an image is too large: {error}") from error
+        except UnidentifiedImageError as error:
+            raise RequestError(
+                f"an image cannot be read: it is in no known format, or damaged; allowed: "
+                f"{', '.join(FORMATS)}"
+            ) from error
         # Pillow raises OSError, SyntaxError, ValueError, struct.error, EOFError: by the format.
         except Exception as error:
             raise RequestError(
-                f"an image cannot be read: {type(error).__name__}: {_short(error)}"
+                f"an image cannot be read: {type(error).__name__}: {shorten(str(error))}"
             ) from error
+
+    def _check_size(self, width: int, height: int) -> None:
+        """Refuse a size that costs too much to decode or to scale. Raises RequestError."""
+        if width * height > self._max_pixels or not width * height:
+            raise RequestError(
+                f"an image has {width} × {height} pixels; allowed: 1 to {self._max_pixels:,} "
+                "(max_image_pixels)"
+            )
+        if max(width, height) > MAX_ASPECT * min(width, height):
+            raise RequestError(
+                f"an image has {width} × {height} pixels; allowed: the longer side up to "
+                f"{MAX_ASPECT} times the shorter"
+            )
 
     def _digest(self, image: "Image", own_id: str | None) -> bytes:
         digest = hashlib.sha256(b"headstart-image/1")
@@ -141,35 +170,6 @@ class ImageReader:
         return digest.digest()
 
 
-def _stream(source: ImageSource) -> "io.BytesIO | Path":
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return io.BytesIO(bytes(source))
-    if isinstance(source, Path):
-        return source
-    if isinstance(source, str):
-        if source.startswith("data:"):
-            return io.BytesIO(read_data_url(source))
-        if source.startswith(("http:", "https:")):
-            raise RequestError(
-                "images are not fetched from the network: hand over the bytes or a data: URL"
-            )
-        return Path(source)
-    raise RequestError(
-        f"an image is a Pillow image, a path, bytes or a data: URL, not {type(source).__name__}"
-    )
-
-
-def read_data_url(url: str) -> bytes:
-    """The bytes of a `data:` URL in base64. Raises RequestError."""
-    head, comma, data = url.partition(",")
-    if not comma or not head.startswith("data:") or not head.endswith(";base64"):
-        raise RequestError(f"an image's URL is {_short(url)!r}; allowed: data:image/...;base64,...")
-    try:
-        return base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RequestError(f"the base64 of an image's data: URL is broken: {error}") from error
-
-
 def check_sources(sources: Any, limit: int) -> Sequence[ImageSource]:
     """One image or several, as a list. Raises RequestError when there are more than `limit`."""
     several = list(sources) if isinstance(sources, (list, tuple)) else [sources]
@@ -178,8 +178,3 @@ def check_sources(sources: Any, limit: int) -> Sequence[ImageSource]:
             f"the prompt has {len(several)} images; allowed: up to {limit} (max_images)"
         )
     return several
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -6,10 +6,8 @@ kept under the text that they spell, and a prompt that begins with such a text b
 ids. Only what follows is tokenised.
 """
 
-import hashlib
 from array import array
-from bisect import bisect_left, bisect_right, insort
-from collections import Counter, OrderedDict
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,12 +18,14 @@ from transformers import PreTrainedTokenizerBase
 from headstart.cache import Namespace
 from headstart.engine.messages import Message, check_conversation, check_text_content
 from headstart.engine.spelling import Spelling
+from headstart.engine.text_index import TextIndex
 from headstart.engine.text_limit import TextLimit
 from headstart.engine.validation import check_text, shorten
-from headstart.errors import ConfigError, RequestError
+from headstart.errors import RequestError
 
-CAPACITY = 4096
-"""Texts remembered unless said otherwise."""
+MAX_TEXTS = 4096
+MAX_BYTES = 64 * 2**20
+"""What is remembered at most: 4,096 texts, and 64 MiB of texts and token ids."""
 
 SHARED = Namespace(None, None)
 """Turns without an adapter and without a salt."""
@@ -34,89 +34,6 @@ SHARED = Namespace(None, None)
 # looks back one token (a space before a word) or three (the bytes of a character).
 _CONTEXT = 8
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-
-
-class _Known(NamedTuple):
-    """The first `num_tokens` of `token_ids`; several texts of one turn share the same array."""
-
-    num_bytes: int
-    token_ids: "array[int]"
-    num_tokens: int
-
-
-class _TextIndex:
-    """Token ids by text, found by prefix; bounded, the text that was used least recently goes.
-
-    A text is known by its length in UTF-8 and a hash over adapter, salt and text. So the longest
-    known text that begins another costs one pass of BLAKE2 over it and a digest at each distinct
-    known length: a few microseconds for each, whatever the number of texts of one length.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()
-        self._counts: Counter[int] = Counter()
-        self._lengths: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def add(self, text: str, token_ids: "array[int]", count: int, namespace: Namespace) -> None:
-        """Keep the first `count` ids as those of `text`, in place of any earlier ones."""
-        data = _encode(text)
-        hasher = _hasher(namespace)
-        hasher.update(data)
-        key = hasher.digest()
-        if key not in self._known:
-            self._counts[len(data)] += 1
-            if self._counts[len(data)] == 1:
-                insort(self._lengths, len(data))
-        self._known[key] = _Known(len(data), token_ids, count)
-        self._known.move_to_end(key)
-        if len(self._known) > self._capacity:
-            self._forget()
-
-    def _forget(self) -> None:
-        _, oldest = self._known.popitem(last=False)
-        self._counts[oldest.num_bytes] -= 1
-        if not self._counts[oldest.num_bytes]:
-            del self._counts[oldest.num_bytes]
-            del self._lengths[bisect_left(self._lengths, oldest.num_bytes)]
-
-    def longest(self, text: str, namespace: Namespace) -> tuple[list[int], str]:
-        """The ids of the longest known beginning of `text`, and the text after it."""
-        data = _encode(text)
-        hasher = _hasher(namespace)
-        done = 0
-        found: bytes | None = None
-        for length in self._lengths[: bisect_right(self._lengths, len(data))]:
-            hasher.update(data[done:length])
-            done = length
-            key = hasher.digest()
-            if key in self._known:
-                found = key
-        if found is None:
-            return [], text
-        self._known.move_to_end(found)
-        known = self._known[found]
-        return known.token_ids[: known.num_tokens].tolist(), _decode(data[known.num_bytes :])
-
-
-def _encode(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _decode(data: bytes) -> str:
-    return data.decode("utf-8", "surrogatepass")
-
-
-def _hasher(namespace: Namespace) -> "hashlib.blake2b":
-    """Adapter and salt stand in fields of their own lengths, so that no two run together."""
-    hasher = hashlib.blake2b(digest_size=16)
-    for field in namespace:
-        name = b"" if field is None else _encode(field)
-        hasher.update((field is not None).to_bytes() + len(name).to_bytes(8) + name)
-    return hasher
 
 
 class ChatPrompt(NamedTuple):
@@ -139,25 +56,25 @@ class Turn:
 class ConversationMemory:
     """Renders chats and recognises what was said before.
 
-    tokenizer: None for a model without one, which cannot chat. capacity: texts remembered, up
-    to three for a turn, which share 4 bytes for each token of its prompt and reply. spelling:
-    how texts become ids and back, where that is not the tokenizer's business alone. limit: how
-    long a conversation may be, None for any length.
+    tokenizer: None for a model without one, which cannot chat. spelling: how texts become ids and
+    back, where that is not the tokenizer's business alone. limit: how long a conversation may be,
+    None for any length. max_texts: texts remembered, up to three for a turn. max_bytes: memory
+    for them; the texts of a turn share 4 bytes for each token of its prompt and reply.
 
-    Not thread-safe.
+    Not thread-safe. Raises ConfigError for a bound below 1.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase | None,
-        capacity: int = CAPACITY,
+        *,
         spelling: Spelling | None = None,
         limit: TextLimit | None = None,
+        max_texts: int = MAX_TEXTS,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
-        if capacity < 1:
-            raise ConfigError(f"capacity is {capacity}; allowed: at least 1")
         self._spelling = spelling or Spelling(tokenizer)
-        self._texts = _TextIndex(capacity)
+        self._texts = TextIndex(max_texts, max_bytes)
         self._limit = limit
 
     def __len__(self) -> int:

@@ -241,7 +241,7 @@ def test_a_salt_and_a_text_do_not_run_together() -> None:
 
 
 def test_the_text_used_least_recently_is_forgotten() -> None:
-    memory = ConversationMemory(BYTES, capacity=2)
+    memory = ConversationMemory(BYTES, max_texts=2)
 
     def remember(text: str) -> None:
         memory.remember(Turn(text, letters(text), "", []))
@@ -257,9 +257,11 @@ def test_the_text_used_least_recently_is_forgotten() -> None:
     assert memory.encode("other") == letters("other")
 
 
-def test_a_capacity_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="capacity is 0"):
-        ConversationMemory(BYTES, capacity=0)
+def test_a_memory_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_texts is 0; allowed: at least 1"):
+        ConversationMemory(BYTES, max_texts=0)
+    with pytest.raises(ConfigError, match="max_bytes is 0; allowed: at least 1"):
+        ConversationMemory(BYTES, max_bytes=0)
 
 
 # Invariants
@@ -270,7 +272,7 @@ def test_the_longest_known_beginning_is_found(
     data: st.DataObject, known: list[tuple[str, str]], capacity: int
 ) -> None:
     """Against a search through all texts that a memory of this size may still hold."""
-    memory = ConversationMemory(BYTES, capacity)
+    memory = ConversationMemory(BYTES, max_texts=capacity)
     expected: dict[str, list[int]] = {}
     for prompt, reply in known:
         text = prompt + reply

@@ -106,8 +106,8 @@ class AdapterStore:
         """Take the name away; requests that have the adapter finish. Raises RequestError."""
         with self._lock:
             self._find(name)
-            del self._named[name]
             self.has_unnamed = True
+            del self._named[name]
 
     def find(self, name: str) -> Adapter:
         """The adapter of this name. Raises RequestError."""
@@ -218,14 +218,18 @@ class AdapterStore:
             unnamed = [digest for digest in self._resident if digest not in named]
             for digest in unnamed:
                 if digest not in needed:
-                    self._layers.forget(self._resident.pop(digest))
+                    self._forget(digest)
             self.has_unnamed = not needed.isdisjoint(unnamed)
 
     def _drop(self, running: set[str], limit: int) -> None:
         """Make room: least recently used first, never what a running request needs."""
         for digest in list(self._resident):
             if len(self._resident) > limit and digest not in running:
-                self._layers.forget(self._resident.pop(digest))
+                self._forget(digest)
+
+    def _forget(self, digest: str) -> None:
+        self._layers.forget(self._resident[digest])
+        del self._resident[digest]
 
     def _read(self, folder: Path) -> ResidentAdapter:
         try:
@@ -253,6 +257,23 @@ class AdapterStore:
     def end_step(self) -> None:
         """The pass is over."""
         self._layers.end_step()
+
+    def restore(self) -> None:
+        """A step was called off at any point: forget what it refused and set up.
+
+        What was refused is refused again if it is asked for again. Again is no error.
+        """
+        self._refused = {}
+        self.has_unnamed = True  # perhaps: `forget_unnamed` looks
+        self._layers.reset()
+
+    def close(self) -> None:
+        """End the thread that reads adapters, and let go of those in memory. Again is no error."""
+        self._reader.shutdown(cancel_futures=True)
+        with self._lock:
+            self._layers.reset()
+            for digest in list(self._resident):
+                self._forget(digest)
 
 
 def _folder(path: object) -> Path:

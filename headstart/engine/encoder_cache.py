@@ -17,6 +17,10 @@ Two requests cannot wait for each other's rows for ever: images are held in the 
 prompt and let go one by one, so whoever holds some can always compute up to where they end; the
 one exception, several images in one block in deterministic mode, is resolved by preemption.
 
+`_entries` and their users say everything; the other fields are derived from them. So whatever an
+exception cuts off, Ctrl-C included, is repaired when the step's requests leave and `drop_wanted`
+is called, in any order and as often as need be.
+
 Source: vLLM's `EncoderCacheManager`.
 """
 
@@ -150,12 +154,12 @@ class EncoderCache:
             self._used -= self._entries.pop(oldest).num_rows
 
     def leave(self, user: tuple[object, int], image: PromptImage) -> None:
-        """This use is over; an entry without users is kept until room is needed."""
+        """This use is over; an entry without users is kept until room is needed. Twice is once."""
         entry = self._entries.get(image.key)
-        if entry is None or user not in entry.users:
+        if entry is None:
             return
-        entry.users.remove(user)
-        if not entry.users:
+        entry.users.discard(user)
+        if not entry.users and image.key not in self._kept:
             self._kept[image.key] = None
 
     def encode_wanted(self) -> dict[object, EngineError]:
@@ -167,7 +171,8 @@ class EncoderCache:
         failed: dict[object, EngineError] = {}
         for entry in self._wanted:
             try:
-                self._encode(entry)
+                if entry.rows is None:
+                    self._encode(entry)
             except Exception as error:  # whatever a vision tower raises ends its requests alone
                 reason = EngineError(f"an image cannot be encoded: {type(error).__name__}: {error}")
                 reason.__cause__ = error
@@ -186,17 +191,29 @@ class EncoderCache:
         self.num_encoded += 1
 
     def drop_wanted(self) -> None:
-        """The step is off, and its requests have left: forget what it did not encode."""
-        for key in [key for key in self._kept if self._entries[key].rows is None]:
-            del self._kept[key]
-            self._used -= self._entries.pop(key).num_rows
-        self._wanted.clear()
+        """The step is off, and its requests have left: forget what it did not encode.
+
+        Repairs whatever an exception cut off.
+        """
+        entries = self._entries.items()
+        self._entries = {key: one for key, one in entries if one.users or one.rows is not None}
+        self._derive()
 
     def clear(self) -> None:
         """Forget every image that nobody uses."""
-        for key in self._kept:
-            self._used -= self._entries.pop(key).num_rows
-        self._kept.clear()
+        self._entries = {key: entry for key, entry in self._entries.items() if entry.users}
+        self._derive()
+
+    def _derive(self) -> None:
+        """Work out the fields that follow from the entries; the order of those kept stays."""
+        unused = [key for key, entry in self._entries.items() if not entry.users]
+        ordered = [key for key in self._kept if key in self._entries]
+        kept = OrderedDict.fromkeys([*ordered, *unused])
+        for key in [key for key in kept if self._entries[key].users]:
+            del kept[key]
+        self._kept = kept
+        self._used = sum(entry.num_rows for entry in self._entries.values())
+        self._wanted = [entry for entry in self._entries.values() if entry.rows is None]
 
     def check(self) -> None:
         """Raise AssertionError if any invariant is broken."""

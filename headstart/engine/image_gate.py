@@ -59,7 +59,7 @@ class ImageGate:
             self._cache.hold((request, at), image)
 
     def leave(self, request: Request) -> None:
-        """The request runs no longer: it needs none of its images."""
+        """The request runs no longer: it needs none of its images. Again is no error."""
         for at, image in enumerate(_images(request)):
             self._cache.leave((request, at), image)
 

@@ -113,7 +113,7 @@ class ImageReader:
             ) from error
         with self._lock:
             self._shapes[key] = processed.shape
-            if len(self._shapes) > _SHAPES:
+            while len(self._shapes) > _SHAPES:
                 self._shapes.pop(next(iter(self._shapes)))
         return processed
 

@@ -21,6 +21,8 @@ from headstart.models.lora_stack import AdapterStack, ResidentAdapter
 
 __all__ = ["AdapterRun", "LoraLayers"]
 
+_Adder = Callable[[nn.Module, Any, Tensor], None]
+
 # From so many rows on, a run's own products cost less than what it would waste in a stack.
 _LONG_RUN = 32
 
@@ -125,6 +127,7 @@ class LoraLayers:
         self._model = model
         self._output_layer = model.output_layer
         self._hooks: dict[str, RemovableHandle] = {}
+        self._adders: dict[str, _Adder] = {}
         self._hooked: set[ResidentAdapter] = set()
         self._mixed: tuple[ResidentAdapter, ...] = ()
         self._mixed_stack: AdapterStack | None = None
@@ -155,6 +158,13 @@ class LoraLayers:
         self._body = []
         self._head = []
 
+    def reset(self) -> None:
+        """Leave the model as it is without adapters, whatever a step was interrupted in."""
+        self.end_step()
+        self._unhook()
+        self._mixed, self._mixed_stack = (), None
+        self._model.fusion.enabled = True
+
     def forget(self, adapter: ResidentAdapter) -> None:
         """The adapter leaves memory. Not during a step."""
         self._hooked.discard(adapter)
@@ -167,8 +177,9 @@ class LoraLayers:
         there = self._mixed_stack
         if there is not None and adapters <= set(self._mixed) and there.num_ranks <= 2 * needed:
             return
-        self._mixed = tuple(sorted(adapters, key=lambda adapter: adapter.digest))
-        self._mixed_stack = AdapterStack([adapter.pairs for adapter in self._mixed])
+        mixed = tuple(sorted(adapters, key=lambda adapter: adapter.digest))
+        stack = AdapterStack([adapter.pairs for adapter in mixed])
+        self._mixed, self._mixed_stack = mixed, stack
 
     def _pieces(self, rows: _Rows) -> list[_Piece]:
         pieces = [_Piece(adapter.stack, place) for adapter, place in rows.long]
@@ -202,21 +213,30 @@ class LoraLayers:
         return [ranks != rows for ranks in stack.owners]
 
     def _hook(self, adapter: ResidentAdapter) -> None:
+        """Hook the adapter's layers; it counts as hooked once all of them are.
+
+        An exception may come between a hook's registration and its entry in `_adders`. Such a
+        hook does nothing, so no layer's adapters are ever added twice.
+        """
+        for layer in adapter.stack.layers.keys() - self._adders.keys():
+            adder = self._adder(layer)
+            self._hooks[layer] = self._model.layer(layer).register_forward_hook(adder)
+            self._adders[layer] = adder
         self._hooked.add(adapter)
-        for layer in adapter.stack.layers.keys() - self._hooks.keys():
-            module = self._model.layer(layer)
-            self._hooks[layer] = module.register_forward_hook(self._adder(layer))
 
     def _unhook(self) -> None:
+        self._hooked.clear()
+        self._adders.clear()
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
-        self._hooked.clear()
 
-    def _adder(self, layer: str) -> Callable[[nn.Module, Any, Tensor], None]:
+    def _adder(self, layer: str) -> "_Adder":
         of_head = layer == self._output_layer
 
         def add(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+            if self._adders.get(layer) is not add:
+                return
             x = inputs[0]
             if x.numel() != self._counts[of_head] * x.shape[-1]:
                 raise UnsupportedAdapterError(f"{layer} does not get all rows of the batch")

@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,14 @@ import torch
 
 from headstart import LLM, LoRARequest, SamplingParams
 from headstart.cache import MissReason
+from headstart.engine import adapter_store
+from headstart.engine.adapter_store import AdapterStore
 from headstart.engine.engine import Engine
+from headstart.engine.request import Request
 from headstart.errors import ConfigError, DamagedAdapterError, EngineError, RequestError
+from headstart.models import lora
 from headstart.models.lora_stack import ResidentAdapter
+from tests.interruptions import Interruption, interrupted_at
 from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import save_tiny
 
@@ -305,4 +312,85 @@ def test_switched_off(llama: World) -> None:
     llm = LLM(llama.model, num_blocks=8, enable_lora=False)
     with pytest.raises(ConfigError, match="enable_lora is False"):
         llm.load_adapter("attention", llama.adapters["attention"])
+    llm.close()
+
+
+def test_closing_ends_the_thread_that_reads_adapters(llama: World) -> None:
+    """It stayed until the interpreter's end, one for each engine."""
+    before = set(threading.enumerate())
+    llm = llama.open(max_loras=1)
+    assert answers(llm, [llama.prompts[2]], "everything") == [llama.expected[2]]
+    assert [thread.name for thread in set(threading.enumerate()) - before] == [
+        "headstart-adapters_0"
+    ]
+    store = llm.engine.adapters
+    for _ in range(2):
+        store.close()
+        assert set(threading.enumerate()) <= before
+        assert store.resident == []
+    llm.close()
+
+
+def fetch(store: AdapterStore, request: Request, running: list[Request]) -> None:
+    """Have a request's adapter in memory, however long reading it takes."""
+    while not store.may_run(request, running):
+        assert store._reading is not None
+        store._reading.found.exception()  # waits for it
+
+
+def test_an_interruption_at_any_line_mixes_up_no_adapters(llama: World) -> None:
+    """While adapters are fetched, hooked into the model and let go of, restored after it or not.
+
+    An adapter used to count as hooked before its layers were.
+    """
+    llm = llama.open(max_loras=2)
+    engine, store = llm.engine, llm.engine.adapters
+    names = ["everything", "with the head", "one layer"]
+    requests = [engine.prepare([5], GREEDY, adapter=name).requests[0] for name in names]
+    digests = [store.find(name).digest for name in names]
+    places = [NAMES.index(name) for name in names]
+    answered = 0
+    for number in count(1, 11):
+        with suppress(Interruption), interrupted_at(number, adapter_store, lora) as raised:
+            for one, two in ((0, 1), (2, 1), (2, 0)):
+                fetch(store, requests[one], [])
+                fetch(store, requests[two], [requests[one]])
+                store.begin_step((digests[at], 2, 1) for at in (one, two))
+                store.end_step()
+            store.unload(names[2])
+            store.forget_unnamed([])
+        if number % 2:
+            store.restore()
+            store.restore()
+        assert store.take_refused() == {}
+        assert len(store.resident) <= 2
+        store.load(names[2], llama.adapters[names[2]])
+        if number % 55 == 1 or not raised:
+            prompts = [llama.prompts[at] for at in places]
+            assert answers(llm, prompts, names) == [llama.expected[at] for at in places]
+            assert answers(llm, [llama.prompts[1]], None) == [llama.expected[1]]
+            answered += 1
+        if not raised:
+            break
+    assert answered > 5
+    llm.close()
+
+
+def test_what_was_refused_for_a_request_that_is_gone_is_refused_for_no_other(
+    llama: World, tmp_path: Path
+) -> None:
+    """A step was interrupted between the refusal and the end of its request, which was aborted:
+    the next request of that name was ended for it."""
+    llm = llama.open(max_loras=1)
+    engine, store = llm.engine, llm.engine.adapters
+    path = make_adapter(llama.model, tmp_path / "mine", 11)
+    llm.load_adapter("mine", path)
+    group = engine.prepare([5], GREEDY, adapter="mine", request_id="name")
+    (path / "adapter_config.json").unlink()
+    assert not store.may_run(group.requests[0], [])
+    store.restore()
+    group = engine.prepare(llama.prompts[1], GREEDY, request_id="name")
+    engine.submit(group)
+    drain(engine)
+    assert group.output().outputs[0].token_ids == llama.expected[1]
     llm.close()

@@ -1,6 +1,8 @@
 """The encoder cache: what may go, who holds what, and that nobody waits for ever."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,13 @@ from torch import Tensor
 
 from headstart import LLM, EngineError, RequestError, RequestOutput, SamplingParams
 from headstart.cache import MultiModalItem
+from headstart.engine import encoder_cache, image_gate
 from headstart.engine.encoder_cache import EncoderCache, EncoderKey, PromptImage, PromptImages
-from headstart.engine.prompt import PlacedRows
+from headstart.engine.image_gate import ImageGate
+from headstart.engine.prompt import PlacedRows, PromptExtras
 from headstart.engine.request import RequestGroup
 from headstart.models.vision import ProcessedImage, VisionModel
+from tests.interruptions import Interruption, interrupted_at
 from tests.tiny_vision import IDS, make_image, save_tiny_vision
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -344,3 +349,48 @@ def test_one_salt_s_rows_are_never_found_under_another() -> None:
         cache.leave((salt, 0), shown)
     assert encoder.done == [1] * 4 and cache.num_hits == 0 and cache.num_rows == 20
     cache.check()
+
+
+class Shows:
+    """Stands for a request that shows images, as far as the gate looks at it."""
+
+    def __init__(self, cache: EncoderCache, *images: PromptImage) -> None:
+        self.group = self
+        self.extras = PromptExtras(embeddings=PromptImages(images, cache))
+
+
+def test_an_interruption_at_any_line_leaves_the_cache_whole() -> None:
+    """At each line of three steps of two requests, which show an image in common; then both leave
+    and the step is called off, itself interrupted and done again. What was encoded may stay."""
+    numbers = [1, 2, 3, 4]
+    for number in count(1):
+        encoder = Encoder()
+        cache = EncoderCache(encoder, 30)
+        gate = ImageGate(cache, None)
+        shown = [image(name, offset=10 * at) for at, name in enumerate(numbers)]
+        one: Any = Shows(cache, *shown)
+        two: Any = Shows(cache, shown[0])
+        with suppress(Interruption), interrupted_at(number, encoder_cache, image_gate) as raised:
+            for start, stop in ((0, 25), (15, 30), (30, 40)):
+                gate.enter(one, start, stop)
+                gate.enter(two, 0, 10)
+                cache.encode_wanted()
+                gate.leave(two)
+            cache.clear()
+        for again in (number % 40 + 1, 0):
+            with suppress(Interruption), interrupted_at(again, encoder_cache, image_gate):
+                gate.leave(one)
+                gate.leave(two)
+                cache.drop_wanted()
+        cache.check()
+        assert all(not entry.users for entry in cache._entries.values())
+        for each in shown:
+            assert cache.fits([each])
+            cache.hold(("later", 0), each)
+            assert cache.encode_wanted() == {}
+            assert cache.rows(each.key)[:, 0].tolist() == [float(each.image.shape[0])] * 10
+            cache.leave(("later", 0), each)
+        cache.check()
+        if not raised:
+            break
+    assert number > 300

@@ -1,11 +1,10 @@
 """Texts remembered within bytes: what is kept, exactly, and after an interruption anywhere."""
 
 import gc
-import sys
 import tracemalloc
 from array import array
-from collections.abc import Callable
-from types import FrameType
+from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from headstart.cache import Namespace
 from headstart.engine import text_index
 from headstart.engine.text_index import ENTRY_BYTES, TextIndex
+from tests.interruptions import Interruption, interrupted_at
 
 NAMESPACES = st.builds(Namespace, st.none(), st.sampled_from([None, "a"]))
 TEXTS = st.text(st.sampled_from("abé"), max_size=5)
@@ -68,9 +68,9 @@ def test_what_is_kept_and_found_is_what_a_search_would(
     index, model = TextIndex(max_texts, max_bytes), Model(max_texts, max_bytes)
     for (ids, texts, namespace), (text, other) in zip(turns, wanted, strict=False):
         token_ids = array("I", ids)
-        for count, each in enumerate(texts):
+        for number, each in enumerate(texts):
             for known in (index, model):
-                known.add(each, token_ids, min(count, len(ids)), namespace)
+                known.add(each, token_ids, min(number, len(ids)), namespace)
         index.check()
         assert len(index) == len(model.known)
         assert index.num_bytes == model.num_bytes <= max_bytes
@@ -101,44 +101,18 @@ def test_the_bytes_that_are_counted_are_the_bytes_that_it_takes() -> None:
         assert taken < 1.1 * 2**20
 
 
-def raise_at(line: int) -> Callable[[FrameType, str, Any], Any]:
-    """A trace function that interrupts at the n-th line of the index that is executed."""
-    left = line
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
-        if frame.f_code.co_filename != text_index.__file__:
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-        return trace
-
-    return trace
-
-
 def test_an_interruption_at_any_line_leaves_it_whole() -> None:
     """A length that was counted and not listed would never have been looked up again."""
     everybody = Namespace(None, None)
     ids = array("I", range(100))
-    interrupted = 0
-    for line in range(1, 2000):
+    for number in count(1):
         index = TextIndex(3, 3 * ENTRY_BYTES + 900)
-        known = {"a": 1, "ab": 2, "abcd": 4}
-        for text, count in known.items():
-            index.add(text, ids, count, everybody)
-        sys.settrace(raise_at(line))
-        try:
+        for text in ("a", "ab", "abcd"):
+            index.add(text, ids, len(text), everybody)
+        with suppress(Interruption), interrupted_at(number, text_index) as raised:
             index.add("ab", array("I", range(50)), 2, everybody)
             index.add("xyz", array("I", range(60)), 3, everybody)
             index.longest("abcde", everybody)
-        except KeyboardInterrupt:
-            interrupted += 1
-        else:
-            break
-        finally:
-            sys.settrace(None)
         index.check()
         for text in ("xyz", "abcd", "ab", "a"):
             found, rest = index.longest(text, everybody)
@@ -146,7 +120,9 @@ def test_an_interruption_at_any_line_leaves_it_whole() -> None:
         index.add("xyz", ids, 3, everybody)
         assert index.longest("xyz", everybody) == ([0, 1, 2], "")
         index.check()
-    assert interrupted > 60
+        if not raised:
+            break
+    assert number > 60
 
 
 def test_bounds_are_said_in_the_error() -> None:

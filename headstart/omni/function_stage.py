@@ -210,13 +210,28 @@ class FramesPlan:
 
     function: `(request, codes [n, ...], context)` to the frames of all but the first `context`
     codes, which are there to be looked back at. block: codes at a time. context: codes looked back
-    at. identity: what of a request shapes its frames beside its codes.
+    at from the start of a segment; within it, all codes of the segment are looked back at too.
+    segment: codes in a segment, a multiple of `block`; None makes each block one. identity: what
+    of a request shapes its frames beside its codes. Raises ConfigError for a segment that is no
+    multiple of the block.
     """
 
     function: FramesFunction
     block: int
     context: int
+    segment: int | None = None
     identity: FramesIdentity = lambda request: b""
+
+    def __post_init__(self) -> None:
+        if self.segment is not None and (self.segment < 1 or self.segment % self.block):
+            raise ConfigError(
+                f"segment is {self.segment}; allowed: a multiple of the block, {self.block}"
+            )
+
+    def first_code(self, start: int) -> int:
+        """The first code that the frames of code `start` look back at."""
+        segment = self.segment or self.block
+        return max(0, start // segment * segment - self.context)
 
 
 class FramesStage(_FunctionStage):
@@ -266,7 +281,7 @@ class FramesStage(_FunctionStage):
                 state.figures.cached_tokens += self._plan.block
                 state.figures.hit_rows[self._output.name] += self._plan.block
                 return found[0][self._output.name]
-        first = max(0, state.done - self._plan.context)
+        first = self._plan.first_code(state.done)
         rows = self._plan.function(state.request, codes[first:stop], state.done - first)
         [rows] = self._checked({self._output.name: rows}, stop - state.done).values()
         if whole and self._cache is not None:

@@ -10,7 +10,7 @@ import torch
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt, RotaryPositions
 from headstart.errors import DamagedModelError, RequestError
-from headstart.models.qwen3_omni import Qwen3Omni
+from headstart.models.qwen3_omni import CausalVocoder, Qwen3Omni
 from headstart.models.tokenizer import load_tokenizer
 from headstart.omni.frame_talker import CODES, FrameTalker, FrameTalkerFeed, FrameTalkerPlan
 from headstart.omni.function_stage import FramesPlan, FramesStage
@@ -20,7 +20,7 @@ from headstart.omni.params import SpokenPrompt
 from headstart.omni.spoken_prompts import TEXT, SpokenPrompts, make_thinker, stage_config
 from headstart.omni.stage import Input, OmniRequest, Stage
 
-__all__ = ["Qwen3Stages"]
+__all__ = ["Qwen3Stages", "vocoder_plan"]
 
 _GRAPH = """
 collects = ["thinker.tokens", "talker.codes", "code2wav.audio"]
@@ -41,8 +41,15 @@ gives = {{ audio = {{ alignment = "frames({ratio})", dtype = "float32" }} }}
 _SPEECH = SamplingParams(
     max_tokens=4096, temperature=0.9, top_k=50, top_p=1.0, repetition_penalty=1.05
 )
-_CONTEXT = 25
-"""Codes that transformers' `chunked_decode` looks back at; as many are spoken at a time."""
+_BLOCK = 25
+"""Codes spoken at a time."""
+_SEGMENT, _CONTEXT = 300, 25
+"""Codes that transformers' `generate` speaks in one pass, and how many codes earlier it begins."""
+
+
+def vocoder_plan(vocoder: CausalVocoder) -> FramesPlan:
+    """How codes become frames: by small blocks, whose sum is what transformers' passes give."""
+    return FramesPlan(function=vocoder, block=_BLOCK, context=_CONTEXT, segment=_SEGMENT)
 
 
 class Qwen3Stages:
@@ -126,8 +133,7 @@ class Qwen3Stages:
         return FrameTalker(node.spec, model.talker(), feed, config, self._cache, model)
 
     def _make_code2wav(self, node: StageNode) -> Stage:
-        plan = FramesPlan(function=self._model.vocoder, block=_CONTEXT, context=_CONTEXT)
-        return FramesStage(node.spec, plan, self._cache)
+        return FramesStage(node.spec, vocoder_plan(self._model.vocoder), self._cache)
 
     def _voice(self, request: OmniRequest) -> str:
         name = request.options.get("talker", {}).get("voice") or self.voices[0]

@@ -19,13 +19,14 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import GivenRows, PlacedRows, PreparedPrompt, PromptExtras
 from headstart.models.decoder import EmbeddingOverlay
-from headstart.models.qwen3_omni import CausalVocoder, thinker_decoder
+from headstart.models.qwen3_omni import CausalVocoder, _reach, thinker_decoder
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.feeds import PromptFeed, StagePrompt
 from headstart.omni.function_stage import FramesPlan, FramesStage, WholeStage
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.outputs import Output, parse_alignment
 from headstart.omni.pipeline import Pipeline
+from headstart.omni.qwen3 import vocoder_plan
 from headstart.omni.stage import TOKENS, Input, OmniRequest, StageSpec
 
 ACCEPT, AUDIO, QUANTIZERS, BLOCK, CONTEXT = 2, 90, 4, 8, 40
@@ -134,6 +135,84 @@ def code2wav() -> Qwen3OmniMoeCode2Wav:
     return Qwen3OmniMoeCode2Wav(config).eval()
 
 
+@pytest.fixture(scope="module")
+def deep_code2wav() -> Qwen3OmniMoeCode2Wav:
+    """A window of 72 codes in each of two layers, and weights that make all of it audible."""
+    config = Qwen3OmniMoeCode2WavConfig(
+        codebook_size=32, hidden_size=32, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=64, num_hidden_layers=2, num_quantizers=QUANTIZERS,
+        upsample_rates=(4, 2), upsampling_ratios=(2, 2), decoder_dim=16,
+        layer_scale_initial_scale=1.0,
+    )  # fmt: skip
+    torch.manual_seed(6)
+    model = Qwen3OmniMoeCode2Wav(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1:
+                weight.normal_(0, weight[0].numel() ** -0.5)
+            elif name.endswith("gamma"):  # else a block of the upsampling adds next to nothing
+                weight.fill_(1)
+        model.decoder[-1].conv.weight.mul_(0.02)
+    return model
+
+
+@pytest.mark.parametrize("count", [50, 60, 120, 299, 300, 301, 700])
+def test_a_wave_by_blocks_is_that_of_the_passes_that_transformers_makes(
+    deep_code2wav: Qwen3OmniMoeCode2Wav, count: int
+) -> None:
+    """From code 50 on it was not, when a block looked back at 25 codes alone.
+
+    transformers leaves out the last samples of each pass of 300 codes; they are spoken here.
+    """
+    vocoder = CausalVocoder(deep_code2wav)
+    stage = FramesStage(_vocoder_spec(vocoder), vocoder_plan(vocoder), None)
+    pipeline = Pipeline([_given("codes"), stage], [Input("vocoder", "audio")])
+    codes = torch.randint(
+        0, 32, (count, QUANTIZERS), generator=torch.Generator().manual_seed(count)
+    )
+    progress = pipeline.submit(OmniRequest(request_id="r", prompt=codes))
+    while pipeline.has_unfinished:
+        pipeline.step()
+    chunks = progress.chunks[Input("vocoder", "audio")]
+    assert [len(chunk.rows) // vocoder.ratio for chunk in chunks] == [
+        min(25, count - start) for start in range(0, count, 25)
+    ]
+    audio = torch.cat([chunk.rows for chunk in chunks])
+    passes = torch.split(audio, 300 * vocoder.ratio)
+    ours = torch.cat([samples[vocoder.delay :] for samples in passes])
+    with torch.inference_mode():
+        theirs = deep_code2wav.chunked_decode(codes.T[None], 300, 25).reshape(-1)
+    assert theirs.abs().max() > 0.1
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    pipeline.close()
+
+
+def test_convolutions_look_back_exactly_as_far_as_they_reach(
+    deep_code2wav: Qwen3OmniMoeCode2Wav,
+) -> None:
+    vocoder = CausalVocoder(deep_code2wav)
+    codes = torch.randint(0, 32, (60, QUANTIZERS), generator=torch.Generator().manual_seed(1))
+    whole = vocoder(None, codes, 0)[40 * vocoder.ratio :]
+    far = {}
+    for reach in (vocoder.reach, vocoder.reach - 1):
+        vocoder.reach = reach
+        far[reach] = float((vocoder(None, codes, 40) - whole).abs().max())
+    reach = max(far)
+    assert far[reach] < 1e-5 and far[reach - 1] > 1e-4
+    with torch.device("meta"):
+        released = Qwen3OmniMoeCode2Wav(Qwen3OmniMoeCode2WavConfig())
+    assert _reach(released, 555) == 10
+
+
+def _vocoder_spec(vocoder: CausalVocoder) -> StageSpec:
+    return StageSpec(
+        name="vocoder",
+        takes=(Input("codes", "codes"),),
+        gives=(Output("audio", parse_alignment(f"frames({vocoder.ratio})"), "float32"),),
+        autoregressive=False,
+    )
+
+
 def test_frames_by_blocks_are_the_whole_wave_and_known_by_their_codes(
     code2wav: Qwen3OmniMoeCode2Wav,
 ) -> None:
@@ -146,12 +225,7 @@ def test_frames_by_blocks_are_the_whole_wave_and_known_by_their_codes(
 
     source = _given("codes")
     stage = FramesStage(
-        StageSpec(
-            name="vocoder",
-            takes=(Input("codes", "codes"),),
-            gives=(Output("audio", parse_alignment(f"frames({vocoder.ratio})"), "float32"),),
-            autoregressive=False,
-        ),
+        _vocoder_spec(vocoder),
         FramesPlan(function=frames, block=BLOCK, context=CONTEXT),
         OutputCache(1 << 20),
     )

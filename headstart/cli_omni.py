@@ -65,7 +65,9 @@ def show_omni_demo(options: Mapping[str, Any], folder: Path) -> None:
     console = demo_console()
     with console.status("loading the model"):
         model = import_module("headstart.models.demo_omni").demo_omni_path()
-        omni = headstart.Omni(model, options={**POOL, **options})
+        told = {**POOL, **options}
+        of_model = {name: told.pop(name) for name in ("dtype", "device") if name in told}
+        omni = headstart.Omni(model, **of_model, options=told)
     with closing(omni):
         show(chain([Text(NOTE, style="dim")], _run(omni, folder, console)), console)
 

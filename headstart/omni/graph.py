@@ -51,11 +51,19 @@ class Graph:
     collects: tuple[Input, ...] = ()
 
     def with_options(self, options: Mapping[str, Any]) -> "Graph":
-        """The same graph, all autoregressive stages told these options unless they say others."""
-        nodes = [
-            replace(node, options={**options, **node.options}) if node.spec.autoregressive else node
-            for node in self.nodes
-        ]
+        """The same graph, all autoregressive stages told these options unless they say others.
+
+        `enable_prefix_caching` concerns every stage: where it is off no stage keeps anything, and
+        where it is on a stage may still have switched it off.
+        """
+        rest = dict(options)
+        caching = rest.pop("enable_prefix_caching", True)
+        nodes = []
+        for node in self.nodes:
+            on = node.spec.enable_prefix_caching and caching
+            spec = replace(node.spec, enable_prefix_caching=on)
+            told = {**rest, **node.options} if spec.autoregressive else node.options
+            nodes.append(replace(node, spec=spec, options=told))
         return replace(self, nodes=tuple(nodes))
 
     def build(self, factories: Mapping[str, Factory]) -> Pipeline:

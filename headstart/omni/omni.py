@@ -25,6 +25,7 @@ from headstart.omni.pipeline import Progress
 from headstart.omni.qwen2_5 import Qwen25Stages
 from headstart.omni.qwen3 import Qwen3Stages
 from headstart.omni.stage import TOKENS, Input, OmniRequest
+from headstart.omni.stage_options import check_options
 
 __all__ = ["DEFAULT_CACHE_BYTES", "Omni"]
 
@@ -57,8 +58,9 @@ class Omni:
     """A pipeline of a thinker, a talker and a vocoder, which skip what they did before.
 
     `pipeline` is a graph in TOML in place of the model's own; a stage's `options` are the fields
-    of `EngineConfig`, and `enable_prefix_caching` is off where it says so. cache_bytes: what
-    stages' outputs may take. options: of all engines, unless the graph says otherwise.
+    of `EngineConfig`. cache_bytes: what stages' outputs may take. options: of all engines, unless
+    the graph says otherwise; without `enable_prefix_caching` no stage keeps anything, and
+    `num_threads` is the process's. An option without effect in a pipeline is refused.
     """
 
     def __init__(
@@ -72,12 +74,18 @@ class Omni:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """Load a model from its folder or hub name. Raises ConfigError, ModelError."""
+        told = dict(options or {})
+        check_options(told)
+        written = None if pipeline is None else read_graph(pipeline)
+        threads = told.pop("num_threads", None)
+        if threads is not None:
+            torch.set_num_threads(threads)
         self.cache = OutputCache(cache_bytes)
         self._stages = _load(model, dtype, device, self.cache)
         self.graph = pipeline or self._stages.graph
         """The pipeline as it was written down."""
-        graph = read_graph(self.graph).with_options(options or {})
-        self.pipeline = graph.build(self._stages.factories)
+        graph = written or read_graph(self.graph)
+        self.pipeline = graph.with_options(told).build(self._stages.factories)
         self._thinker = self.pipeline.stages["thinker"]
         self._inputs = InputProcessor(self._stages.tokenizer, self._stages.vocab_size, sys.maxsize)
         self._names = itertools.count()

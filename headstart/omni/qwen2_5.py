@@ -18,8 +18,9 @@ from headstart.omni.function_stage import Job, WholeStage
 from headstart.omni.graph import Factory, StageNode
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import SpokenPrompt
-from headstart.omni.spoken_prompts import TEXT, SpokenPrompts, make_thinker, stage_config
+from headstart.omni.spoken_prompts import TEXT, SpokenPrompts, make_thinker
 from headstart.omni.stage import TOKENS, Input, OmniRequest, Stage
+from headstart.omni.stage_options import no_options, stage_config
 from headstart.omni.talker import TalkerFeed, TalkerPlan
 
 __all__ = ["Qwen25Stages"]
@@ -108,6 +109,7 @@ class Qwen25Stages:
         return stage
 
     def _make_token2wav(self, node: StageNode) -> Stage:
+        no_options(node)
         end = (self._model.speech.end, self._model.speech.pad)
 
         def codes_of(job: Job) -> Tensor:

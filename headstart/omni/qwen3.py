@@ -17,8 +17,9 @@ from headstart.omni.function_stage import FramesPlan, FramesStage
 from headstart.omni.graph import Factory, StageNode
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import SpokenPrompt
-from headstart.omni.spoken_prompts import TEXT, SpokenPrompts, make_thinker, stage_config
+from headstart.omni.spoken_prompts import TEXT, SpokenPrompts, make_thinker
 from headstart.omni.stage import Input, OmniRequest, Stage
+from headstart.omni.stage_options import no_options, stage_config
 
 __all__ = ["Qwen3Stages", "vocoder_plan"]
 
@@ -133,6 +134,7 @@ class Qwen3Stages:
         return FrameTalker(node.spec, model.talker(), feed, config, self._cache, model)
 
     def _make_code2wav(self, node: StageNode) -> Stage:
+        no_options(node)
         return FramesStage(node.spec, vocoder_plan(self._model.vocoder), self._cache)
 
     def _voice(self, request: OmniRequest) -> str:

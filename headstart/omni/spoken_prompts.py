@@ -7,7 +7,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import MultiModalItem
-from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import (
     GivenRows,
@@ -26,8 +25,9 @@ from headstart.omni.graph import StageNode
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import SpokenPrompt
 from headstart.omni.stage import OmniRequest
+from headstart.omni.stage_options import stage_config
 
-__all__ = ["SpokenPrompts", "make_thinker", "stage_config"]
+__all__ = ["SpokenPrompts", "make_thinker"]
 
 TEXT = SamplingParams(max_tokens=1024, temperature=0.0)
 """How a thinker writes unless it is told otherwise."""
@@ -107,13 +107,3 @@ def _think(request: OmniRequest) -> Feed:
     """A thinker's feed: the prompt that was prepared."""
     params = request.params.get("thinker", TEXT)
     return PromptFeed(StagePrompt(request.prompt.prepared, params, request.salt))
-
-
-def stage_config(node: StageNode) -> EngineConfig:
-    """An engine's options for a stage: what the graph says, and what every stage needs."""
-    options = {
-        **node.options,
-        "partial_hits": False,
-        "enable_prefix_caching": node.spec.enable_prefix_caching,
-    }
-    return make_config(options)

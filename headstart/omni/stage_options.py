@@ -1,0 +1,65 @@
+"""Which options of an engine a stage may have, and what becomes of the others.
+
+A stage runs an engine, but not all that `EngineConfig` says is an engine's own in a pipeline. An
+option that would have no effect is refused, with the place where it belongs.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headstart.engine.config import EngineConfig, make_config
+from headstart.errors import ConfigError
+from headstart.omni.graph import StageNode
+
+__all__ = ["check_options", "no_options", "stage_config"]
+
+_REFUSED = {
+    "dtype": "it is of the whole model: Omni(model, dtype=...)",
+    "device": "it is of the whole model: Omni(model, device=...)",
+    "encoder_cache_rows": "what was heard and seen is kept in cache_bytes",
+    "max_images": "an omni model reads images by its own processor",
+    "max_image_pixels": "an omni model reads images by its own processor",
+    "enable_lora": "an omni model takes no adapters",
+    "max_loras": "an omni model takes no adapters",
+    "max_lora_rank": "an omni model takes no adapters",
+}
+_OF_ALL = {
+    "enable_prefix_caching": "it stands beside a stage's options, or among those of all stages",
+    "num_threads": "it is of the process: among the options of all stages",
+}
+_ALWAYS = {"partial_hits": False}
+"""Rows are kept by whole blocks."""
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options of all stages of which one would have no effect."""
+    _refuse(options, _REFUSED)
+    config = make_config({**_ALWAYS, **options})
+    for name, wanted in _ALWAYS.items():
+        if getattr(config, name) != wanted:
+            raise ConfigError(f"{name} is {options[name]!r}; in a stage it must be {wanted}")
+    caching = config.enable_prefix_caching
+    if not isinstance(caching, bool):
+        raise ConfigError(f"enable_prefix_caching is {caching!r}; allowed: True or False")
+
+
+def stage_config(node: StageNode) -> EngineConfig:
+    """The options of a stage's engine. Raises ConfigError."""
+    _refuse(node.options, _OF_ALL)
+    check_options(node.options)
+    caching = node.spec.enable_prefix_caching
+    return make_config({**_ALWAYS, **node.options, "enable_prefix_caching": caching})
+
+
+def no_options(node: StageNode) -> None:
+    """Raise ConfigError if a stage is told options that takes none."""
+    if node.options:
+        raise ConfigError(
+            f"stage {node.spec.name!r} has no options, not {sorted(node.options)[0]!r}"
+        )
+
+
+def _refuse(options: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    for name in options:
+        if name in reasons:
+            raise ConfigError(f"{name} is no option of a stage: {reasons[name]}")

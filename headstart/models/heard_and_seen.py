@@ -6,6 +6,7 @@ a run of placeholders, one for each embedding that the model's encoders will mak
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Media:
         merge_size: int,
         padding: str | bool,
     ) -> None:
-        self._folder = folder
+        self._processors = _Processors(folder)
         self._placeholders = placeholders
         self._sound_lengths = sound_lengths
         self._merge_size = merge_size
@@ -66,7 +67,7 @@ class Media:
 
         Raises RequestError for what is no sound, ModelError without a feature extractor.
         """
-        extractor = _load(AutoFeatureExtractor, self._folder)
+        extractor = self._processors.extractor
         waves = [np.asarray(sound, dtype=np.float32) for sound in sounds]
         for wave in waves:
             if wave.ndim != 1 or not len(wave) or not np.isfinite(wave).all():
@@ -90,7 +91,7 @@ class Media:
 
         Raises RequestError for what is no image, ModelError without an image processor.
         """
-        processor = _load(AutoImageProcessor, self._folder, backend="pil")
+        processor = self._processors.images
         try:
             found = processor(images=list(images), return_tensors="pt")
         # ValueError, TypeError, OSError: whatever Pillow and numpy say of what they cannot read.
@@ -176,6 +177,26 @@ class Media:
             for at, piece in enumerate(pieces)
         ]
         return [count // merged for count in patches], contents
+
+
+class _Processors:
+    """A checkpoint's processors, each read from disk when it is first asked for, and then kept.
+
+    Both raise ModelError, each time that they are asked for, if the checkpoint has none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @cached_property
+    def extractor(self) -> Any:
+        """Of sounds."""
+        return _load(AutoFeatureExtractor, self._folder)
+
+    @cached_property
+    def images(self) -> Any:
+        """Of images."""
+        return _load(AutoImageProcessor, self._folder, backend="pil")
 
 
 def _load(kind: Any, folder: Path, **options: Any) -> Any:

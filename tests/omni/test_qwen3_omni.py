@@ -12,7 +12,11 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import Qwen3OmniMoeForConditionalGeneration
+from transformers import (
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    Qwen3OmniMoeForConditionalGeneration,
+)
 
 from headstart.cache import TokenSequence
 from headstart.engine.params import SamplingParams
@@ -339,6 +343,32 @@ def test_sounds_and_images_as_they_are(omni: Omni) -> None:
     assert second.token_ids == first.token_ids and torch.equal(second.codes, first.codes)
     assert second.figures["thinker"].cached_tokens == min(length // 4 * 4, length - 1)
     assert omni.cache.stats.written == encoded
+
+
+def test_processors_are_read_from_disk_once(omni: Omni, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were read again for every prompt."""
+    reads: list[str] = []
+    for kind in (AutoFeatureExtractor, AutoImageProcessor):
+        monkeypatch.setattr(
+            kind, "from_pretrained", noting(reads, kind.__name__, kind.from_pretrained)
+        )
+    prompt = {
+        "prompt": "<|audio_start|><|audio_pad|><|audio_end|>"
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        "audio": [np.sin(np.arange(8000) * 0.3)],
+        "images": [Image.new("RGB", (32, 32), "red")],
+    }
+    for _ in range(3):
+        omni.generate(prompt, OmniParams(text=TEXT, audio=False))
+    assert sorted(reads) == ["AutoFeatureExtractor", "AutoImageProcessor"]
+
+
+def noting(calls: list[str], name: str, function: Any) -> Any:
+    def wrapper(*args: Any, **more: Any) -> Any:
+        calls.append(name)
+        return function(*args, **more)
+
+    return wrapper
 
 
 def test_a_model_without_talker_or_voices_is_refused(folder: Path, tmp_path: Path) -> None:

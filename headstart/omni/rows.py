@@ -139,7 +139,8 @@ class StageRows:
         """How many of the blocks that a lookup found have rows too, or need none.
 
         Blocks below the watermark need none, and blocks that are being computed in this step will
-        have theirs when it ends. Changes nothing.
+        have theirs when it ends; but not where outputs are found out, since one of them may come
+        for the first time with a later part of such a block. Changes nothing.
         """
         count = len(found.blocks)
         if not self._gives_rows:
@@ -148,6 +149,8 @@ class StageRows:
         if count <= first or self._cache is None:
             return min(count, first)
         usable = first + self._cache.count(self._path(sequence, count), first)
+        if self._find_outputs:
+            return usable
         while usable < count and not found.is_written(usable):
             usable += 1
         return usable

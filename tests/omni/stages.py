@@ -72,10 +72,14 @@ class FakeStage:
         return True
 
     def step(self) -> None:
-        """Compute what was admitted."""
+        """Compute what was admitted, and check all that was given so far."""
+        if self.admitted:
+            self.compute()
+            self.check()
+
+    def compute(self) -> dict[TokenSequence, list[Chunk]]:
+        """Compute what was admitted, and say what the step gave."""
         parts, self.admitted = self.admitted, []
-        if not parts:
-            return
         outputs = {
             name: torch.stack(
                 [
@@ -87,10 +91,12 @@ class FakeStage:
             for name, width in self.widths.items()
         }
         self.computed_tokens += sum(part.stop - part.start for part in parts)
+        given: dict[TokenSequence, list[Chunk]] = defaultdict(list)
         for sequence, chunk in self.rows.computed(parts, outputs):
+            given[sequence].append(chunk)
             self.given[sequence].append(chunk)
         self.manager.commit_step()
-        self.check()
+        return given
 
     def run(self, sequence: TokenSequence) -> int:
         """One request whose prompt is one step; its hit."""

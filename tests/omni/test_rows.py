@@ -97,6 +97,29 @@ def test_a_hit_of_the_same_step_reads_the_rows_of_the_step() -> None:
     assert stage.rows.watermark(second) == 8
 
 
+def test_an_output_that_first_comes_with_the_end_of_a_block_fails_no_hit_of_its_step() -> None:
+    """The hit was granted, and its rows of the new output were missing: an EngineError."""
+    stage = FakeStage(outputs=(), widths=(("hidden", 2),), cache=OutputCache(1 << 20))
+    first, second = words("first", FIRST), words("second", SECOND)
+    stage.open(first)
+    stage.open(second)
+    stage.admit(first, 2)
+    stage.step()
+    stage.widths["extra"] = 1
+    assert stage.advance(first, 4)
+    assert stage.manager.get_computed_blocks(second).num_tokens == 4
+    assert stage.admit(second) == 0
+    given = stage.compute()
+    assert [(c.output, c.start, c.stop) for c in given[first]] == [
+        ("hidden", 2, 6),
+        ("extra", 2, 6),
+    ]
+    assert [(c.output, c.start, c.stop) for c in given[second]] == [
+        ("hidden", 0, 8),
+        ("extra", 0, 8),
+    ]
+
+
 def test_a_request_that_resumes_with_a_longer_hit_gets_the_rows_between() -> None:
     stage = FakeStage(num_blocks=8, cache=OutputCache(1 << 20))
     slow = words("slow", FIRST)

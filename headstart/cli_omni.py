@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 NOTE = (
     "A Qwen2.5-Omni with random weights, made on the spot: its words are noise and its speech is "
-    "a rustle, but every stage does what the real one does."
+    "notes, one for each code, but every stage does what the real one does."
 )
 SECONDS, SAMPLING_RATE = 24, 16_000
 CONTEXT = "This was said at the meeting: <|audio_bos|><|AUDIO|><|audio_eos|>\n" + (

@@ -53,16 +53,16 @@ def demo_model_path() -> Path:
         _write_model(folder, dtype)
         write_byte_tokenizer(folder, _SPECIAL_TOKENS, _CHAT_TEMPLATE)
 
-    return made_once(f"demo-{str(dtype).removeprefix('torch.')}", Path(__file__), write)
+    return made_once(f"demo-{str(dtype).removeprefix('torch.')}", [Path(__file__)], write)
 
 
-def made_once(name: str, recipe: Path, write: Callable[[Path], None]) -> Path:
-    """A folder of the cache that `write` fills where it is not there yet; named by its recipe.
+def made_once(name: str, recipes: Sequence[Path], write: Callable[[Path], None]) -> Path:
+    """A folder of the cache that `write` fills where it is not there yet; named by its recipes.
 
     It appears whole or not at all, also where two processes make it at once. Raises ModelError
     when the cache folder cannot be written to.
     """
-    digest = hashlib.sha256(recipe.read_bytes()).hexdigest()[:8]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in recipes)).hexdigest()[:8]
     name = f"{name}-{__version__}-{digest}"
     folder = _cache_folder() / name
     if folder.is_dir():

@@ -1,8 +1,8 @@
-"""A Qwen2.5-Omni made on the spot: the real classes, random weights, two voices of noise.
+"""A Qwen2.5-Omni made on the spot: the real classes, random weights, a vocoder that plays notes.
 
-Its words are letters and its speech is a rustle, but each stage does what the real one does, so
-what is skipped is skipped. Written once to the user's cache folder, in the layout of any
-checkpoint.
+Its words are letters and its speech is notes, one for each code (`demo_voice.py`), but each stage
+does what the real one does, so what is skipped is skipped. Written once to the user's cache folder,
+in the layout of any checkpoint.
 """
 
 import json
@@ -18,7 +18,9 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
+from headstart.models import demo_voice
 from headstart.models.demo import made_once, write_byte_tokenizer
+from headstart.models.demo_voice import CHANNELS, NOTES, RATES, give_voice
 from headstart.models.quiet import quiet
 
 __all__ = ["DEMO_OMNI", "IDS", "OmniSizes", "demo_omni_path", "write_omni"]
@@ -47,7 +49,7 @@ _CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _MEL_BINS = 16
-_MEL_DIM = 16
+_MEL_DIM = NOTES
 _CODES, _CODEC_IDS = 290, ("start", "end", "pad", "mask")
 _MEDIA = {
     "audio_token_index": IDS["<|AUDIO|>"],
@@ -81,7 +83,8 @@ DEMO_OMNI = OmniSizes(384, 6, 192, 4, 6)
 
 def demo_omni_path() -> Path:
     """The folder of the demo model, made first where it is not there yet. Raises ModelError."""
-    return made_once("demo-omni", Path(__file__), lambda folder: write_omni(folder, DEMO_OMNI))
+    recipes = [Path(__file__), Path(demo_voice.__file__)]
+    return made_once("demo-omni", recipes, lambda folder: write_omni(folder, DEMO_OMNI))
 
 
 def write_omni(folder: Path, sizes: OmniSizes, seed: int = 11) -> None:
@@ -94,6 +97,7 @@ def write_omni(folder: Path, sizes: OmniSizes, seed: int = 11) -> None:
         model: Any = Qwen2_5OmniForConditionalGeneration(config)
         with torch.no_grad():
             _shape_weights(model, sizes)
+            give_voice(model.token2wav)
         model.save_pretrained(folder)
         voices = {
             name: {
@@ -204,12 +208,12 @@ def _talker(sizes: OmniSizes) -> dict[str, Any]:
 def _token2wav() -> dict[str, Any]:
     return {
         "dit_config": {
-            "hidden_size": 32,
+            "hidden_size": 2 * NOTES,
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
             "head_dim": 16,
             "ff_mult": 2,
-            "emb_dim": 16,
+            "emb_dim": NOTES,
             "num_embeds": _CODES + len(_CODEC_IDS),
             "mel_dim": _MEL_DIM,
             "repeats": 2,
@@ -228,10 +232,10 @@ def _token2wav() -> dict[str, Any]:
         },
         "bigvgan_config": {
             "mel_dim": _MEL_DIM,
-            "upsample_initial_channel": 32,
+            "upsample_initial_channel": CHANNELS,
             "resblock_kernel_sizes": [3],
             "resblock_dilation_sizes": [[1, 3, 5]],
-            "upsample_rates": [8, 5, 4, 3],
+            "upsample_rates": list(RATES),
             "upsample_kernel_sizes": [16, 11, 8, 7],
         },
     }

@@ -39,7 +39,7 @@ def demo_vision_path() -> Path:
     Raises:
         ModelError: the cache folder cannot be written to.
     """
-    return made_once("demo-vision", Path(__file__), _write)
+    return made_once("demo-vision", [Path(__file__)], _write)
 
 
 def _write(folder: Path) -> None:

@@ -1,0 +1,125 @@
+"""A voice for the demo's Qwen2.5-Omni: weights under which codes are heard as notes.
+
+Every module of `token2wav` does its work, with weights that are known instead of learnt:
+
+    code          its embedding says which of 16 notes it is; code 0 is a rest
+    diffusion     moves the mel bin of that note up from the floor, by how much the voice decides;
+                  the noise that it begins with makes the note tremble
+    vocoder       bins become amplitudes, and each transposed convolution turns an amplitude, or a
+                  lower frequency's sine, into the note's at the next higher rate
+
+A note is a pair of channels, its cosine and its sine, so that a product of complex numbers can move
+it in frequency. Its kernel is a triangle two strides wide times a wave of the note's frequency:
+neighbouring triangles add up to 1, and all notes are whole multiples of the mel frames' rate, so
+that the waves of neighbouring frames lie in phase. A held note is a pure tone.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["CHANNELS", "NOTES", "RATES", "frequency", "give_voice"]
+
+NOTES = 16
+RATES = (8, 5, 4, 3)
+"""What the vocoder's stages multiply the rate by, from 50 mel frames a second to 24,000 samples."""
+CHANNELS = 4 * NOTES
+"""Of the vocoder's first layer: the stage behind it has half of them, two for each note."""
+
+_FRAME_RATE = 50
+_FLOOR = -20.0  # a bin far below what the vocoder hears (-10.9), so that noise does not lift it
+_LOUD = -2.0  # a bin whose amplitude lies between the vocoder's least and most
+_GUIDANCE = 0.5  # of transformers' sampler
+_LOUDNESS = 0.7
+
+
+def frequency(code: int) -> int:
+    """The pitch of a code in Hz: natural harmonics, from 200 on; 0 for the rest."""
+    return (4 + (code - 1) % NOTES) * _FRAME_RATE if code else 0
+
+
+def give_voice(token2wav: Any) -> None:
+    """Set the weights of transformers' `Qwen2_5OmniToken2WavModel`, in place."""
+    _teach_diffusion(token2wav.code2wav_dit_model)
+    _teach_vocoder(token2wav.code2wav_bigvgan_model)
+
+
+def _teach_diffusion(model: Any) -> None:
+    """The velocity of each bin: to the floor, but for the bin of the code's note.
+
+    Hidden rows hold a note twice, up and down, beside a pattern that no bin is read from: it keeps
+    the norm of rows without a note from blowing up what little else there is.
+    """
+    codes = model.text_embed.codec_embed.weight
+    codes.zero_()
+    for code in range(1, len(codes)):
+        codes[code, (code - 1) % NOTES] = 4
+    project = model.input_embed.proj
+    mel, embedding = model.mel_dim, codes.shape[1]
+    first = project.in_features - embedding - model.config.enc_emb_dim
+    project.weight[:, :mel] = 0
+    project.weight[:, first : first + embedding] = torch.eye(NOTES).repeat(2, 1) * _up_and_down()
+    project.bias.copy_(torch.tensor([1.0, -1.0]).repeat(NOTES))
+    model.norm_out.linear.weight.zero_()
+    model.norm_out.linear.bias.zero_()
+    up = 4 / 2**0.5  # a note's height in a row that is normed
+    gain = (_LOUD - _FLOOR) / (1 + _GUIDANCE) / up / 2
+    model.proj_out.weight.copy_((torch.eye(NOTES).repeat(2, 1) * _up_and_down()).T * gain)
+    model.proj_out.bias.fill_(_FLOOR)
+
+
+def _up_and_down() -> Tensor:
+    return torch.tensor([1.0, -1.0]).repeat_interleave(NOTES)[:, None]
+
+
+def _teach_vocoder(model: Any) -> None:
+    """Bins to amplitudes, amplitudes to tones, tones to one wave."""
+    model.conv_pre.weight.zero_()
+    model.conv_pre.bias.zero_()
+    middle = model.conv_pre.kernel_size[0] // 2
+    for note in range(NOTES):
+        model.conv_pre.weight[note, note, middle] = _LOUDNESS / 2
+        model.conv_pre.bias[note] = _LOUDNESS / 2
+    notes = [[4 * _FRAME_RATE + note * _FRAME_RATE] for note in range(NOTES)]
+    rate = _FRAME_RATE
+    for stage, stride in enumerate(RATES):
+        [up] = model.ups[stage]
+        rate *= stride
+        up.weight.zero_()
+        up.bias.zero_()
+        merged = up.out_channels // 2
+        for source, pitches in enumerate(notes):
+            into = source * merged // len(notes)
+            _modulate(up, source, into, sum(pitches) / len(pitches) / rate, real=stage == 0)
+        together = len(notes) // merged
+        notes = [
+            [pitch for pitches in notes[at : at + together] for pitch in pitches]
+            for at in range(0, len(notes), together)
+        ]
+    for block in model.resblocks:  # each adds nothing to what it is given
+        for conv in block.convs2:
+            conv.weight.zero_()
+            conv.bias.zero_()
+    model.activation_post.act.beta.fill_(10)  # whose sine is divided by e^10
+    model.conv_post.weight.zero_()
+    model.conv_post.weight[:, ::2, model.conv_post.kernel_size[0] // 2] = 1
+
+
+def _modulate(up: Any, source: int, into: int, pitch: float, *, real: bool) -> None:
+    """Move a pair of channels up to the next rate, by a kernel of `pitch` cycles a sample.
+
+    Before the first stage a note is one channel, its amplitude.
+    """
+    length, stride = up.kernel_size[0], up.stride[0]
+    at = torch.arange(length) - (length - 1) / 2
+    window = (1 - at.abs() / stride).clamp(min=0)
+    cosine, sine = (window * wave(2 * torch.pi * pitch * at) for wave in (torch.cos, torch.sin))
+    if real:
+        up.weight[source, 2 * into] = cosine
+        up.weight[source, 2 * into + 1] = sine
+        return
+    up.weight[2 * source, 2 * into] = cosine
+    up.weight[2 * source, 2 * into + 1] = sine
+    up.weight[2 * source + 1, 2 * into] = -sine
+    up.weight[2 * source + 1, 2 * into + 1] = cosine

@@ -65,6 +65,11 @@ class PagedKVMemory:
         """Bytes of all K and V, the scratch rows among them."""
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
+    def release(self) -> None:
+        """Let go of all K and V; nothing can be written or read afterwards."""
+        self.keys.clear()
+        self.values.clear()
+
     def write(self, layer_idx: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Put `key` `[tokens, kv_heads, key_dim]` and `value` into `slots` int64 `[tokens]`."""
         self.keys[layer_idx].index_copy_(0, slots, key)

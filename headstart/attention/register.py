@@ -7,6 +7,7 @@ plan what each row may see.
 """
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from headstart.attention.backend import AttentionBackend, AttentionOptions
-from headstart.errors import UnsupportedModelError
+from headstart.errors import EngineError, UnsupportedModelError
 
 __all__ = [
     "AttentionCall",
@@ -58,18 +59,25 @@ AttentionFunction = Callable[[AttentionCall], Tensor]
 
 
 class BackendFunction:
-    """Passes a layer's call on to a backend, whose step must have begun."""
+    """Passes a layer's call on to a backend, whose step must have begun.
+
+    transformers keeps the function for ever; the backend, and the K/V memory that hangs on it, it
+    must not keep, so it is held weakly.
+    """
 
     def __init__(self, backend: AttentionBackend) -> None:
-        self._backend = backend
+        self._backend = weakref.ref(backend)
 
     def __call__(self, call: AttentionCall) -> Tensor:
+        backend = self._backend()
+        if backend is None:
+            raise EngineError("the engine that this model was attached to is gone")
         if call.mask is not None:
             raise UnsupportedModelError(
                 f"{type(call.layer).__name__} brings a mask or a bias of its own "
                 f"({type(call.mask).__name__}), which paged attention would ignore"
             )
-        out = self._backend.attend(
+        out = backend.attend(
             call.layer.layer_idx,
             call.query[0].transpose(0, 1),
             call.key[0].transpose(0, 1),

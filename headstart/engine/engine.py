@@ -2,51 +2,40 @@
 
 prepare   check and tokenise a request; nothing is allocated
 submit    queue it
-step      schedule, run, sample, deliver
+step      schedule, compute, sample, commit, deliver: all of it, or none
 abort     forget a request at any time between steps
+
+A step is a transaction. Whatever is raised in it, Ctrl-C included, rolls it back: no block that
+it was to fill can be found, every request waits again or ends with an error that names the cause.
+An exception may even interrupt the rolling back; the next call then completes it.
 """
 
-import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from headstart.attention import PagedKVMemory, make_backend
-from headstart.cache import BlockNames, CacheConfig, KVCacheManager, TokenSequence
+from headstart.cache import BlockNames, CacheConfig, KVCacheManager
 from headstart.engine.adapter_store import AdapterStore
-from headstart.engine.batch import Batch, ScheduledTokens
+from headstart.engine.batch import Batch
 from headstart.engine.config import EngineConfig
-from headstart.engine.detokenizer import Detokenizer
 from headstart.engine.hooks import EngineHooks
 from headstart.engine.image_prompt import make_image_prompts
-from headstart.engine.images import Tenant
 from headstart.engine.inputs import InputProcessor, Prompt, check_request
-from headstart.engine.logprobs import token_logprobs
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
-from headstart.engine.request import Request, RequestGroup
+from headstart.engine.request import RequestGroup
+from headstart.engine.requests import RequestMaker
 from headstart.engine.runner import Runner, StepLogits
-from headstart.engine.sampler import SampledToken, Sampler, SamplingState
+from headstart.engine.sampler import SampledToken, Sampler
 from headstart.engine.scheduler import Scheduler
 from headstart.engine.sizing import count_blocks, longest_sequence
-from headstart.engine.text import OutputText
+from headstart.engine.step import Choice, OpenStep, Phase, StepResult, choose_tokens
 from headstart.errors import EngineError, RequestError
 from headstart.models.decoder import DecoderModel
 from headstart.models.vision import VisionModel, load_vision
-
-
-class StepResult(NamedTuple):
-    """A request that a step moved, and the error that ended it, if one did.
-
-    Its `group.output()` is what it has so far; read it before the next step.
-    """
-
-    group: RequestGroup
-    error: EngineError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +53,8 @@ class Parts:
 class Engine:
     """Continuous batching over one model with automatic prefix caching.
 
-    Not thread-safe: whoever drives it calls everything from one thread, but `prepare`, which
-    changes nothing.
+    Not thread-safe, but for `prepare`, which changes nothing: `headstart.engine.driver` calls
+    all else from one thread.
     """
 
     def __init__(
@@ -79,10 +68,17 @@ class Engine:
         backend = make_backend(parts.memory, share=config.share_attention)
         self.model.attach(backend)
         self.images = make_image_prompts(parts.vision, parts.tokenizer, config)
-        self._inputs = InputProcessor(
-            parts.tokenizer, self.model.vocab_size, parts.max_model_len, self.images
-        )
         self.adapters = AdapterStore(self.model, config)
+        self._maker = RequestMaker(
+            InputProcessor(
+                parts.tokenizer, self.model.vocab_size, parts.max_model_len, self.images
+            ),
+            parts.tokenizer,
+            self.adapters,
+            self.model.eos_token_ids,
+            max_model_len=parts.max_model_len,
+            first_seed=config.seed,
+        )
         self._runner = Runner(
             self.model, backend, parts.memory, self.adapters, deterministic=config.deterministic
         )
@@ -98,8 +94,8 @@ class Engine:
         self._scheduler.gate = self.images.gate if self.images is not None else None
         self._hooks = hooks
         self._groups: dict[str, RequestGroup] = {}
-        self._names = itertools.count()
-        self._seeds = itertools.count()
+        self._open: list[OpenStep] = []  # at most one: a step under way, or to be rolled back
+        self._closed = False
 
     @classmethod
     def of_model(
@@ -140,88 +136,56 @@ class Engine:
     ) -> RequestGroup:
         """Check and tokenise a request, for the adapter of a name if one is given.
 
-        Raises RequestError; nothing is kept of it.
+        Raises RequestError; nothing is kept of it. EngineError after `close`.
         """
+        self.require_open()
         check_request(params, request_id=request_id, salt=salt, adapter=adapter)
-        name = request_id if request_id is not None else f"request-{next(self._names)}"
-        if name in self._groups:
-            raise RequestError(f"request id {name!r} is in use")
-        ready = self._inputs.process(prompt, Tenant(salt, params.similar_images))
-        group = RequestGroup(
-            name,
-            ready.text,
-            list(ready.token_ids),
-            params,
-            time.perf_counter(),
-            ready.extras,
-            ready.images,
-        )
-        if adapter is not None:
-            group.adapter = self.adapters.find(adapter)
-        if params.prompt_logprobs is not None:
-            group.prompt_logprobs = [None]
-        group.requests = [self._make_request(group, index, salt) for index in range(params.n)]
-        return group
-
-    def _make_request(self, group: RequestGroup, index: int, salt: str | None) -> Request:
-        params = group.params
-        items = group.extras.items if group.extras is not None else ()
-        sequence = TokenSequence(
-            f"{group.request_id}/{index}",
-            group.prompt_token_ids,
-            adapter=group.adapter.digest if group.adapter is not None else None,
-            salt=salt,
-            items=items,
-        )
-        generator = None
-        if params.temperature > 0:
-            seed = self.config.seed + next(self._seeds) if params.seed is None else params.seed
-            generator = torch.Generator().manual_seed(seed + index)
-        sampling = SamplingState(
-            params, group.prompt_token_ids, [], generator, self.model.eos_token_ids
-        )
-        text = OutputText(
-            Detokenizer(self.tokenizer, params.skip_special_tokens),
-            params,
-            self.model.eos_token_ids,
-            self.max_model_len,
-        )
-        request = Request(group, index, sequence, sampling, text)
-        if params.logprobs is not None:
-            request.logprobs = []
-        return request
+        if request_id in self._groups:
+            raise _id_in_use(request_id)
+        return self._maker.make(prompt, params, request_id=request_id, salt=salt, adapter=adapter)
 
     def submit(self, group: RequestGroup) -> None:
         """Queue a prepared request. Raises RequestError when its id came into use meanwhile."""
+        self.require_open()
+        step = self._begin()
         if group.request_id in self._groups:
-            raise RequestError(f"request id {group.request_id!r} is in use")
+            self._close_step(step)
+            raise _id_in_use(group.request_id)
         self._groups[group.request_id] = group
         for request in group.requests:
             self._scheduler.add(request)
+        self._close_step(step)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Forget a request; its output so far, with finish reason "abort", or None if unknown."""
-        group = self._groups.pop(request_id, None)
-        if group is None:
-            return None
-        for request in group.requests:
-            if request.finish_reason is None:
-                self._scheduler.remove(request)
-                request.finish_reason = "abort"
-        return group.output()
+        step = self._begin()
+        group = self._groups.get(request_id)
+        if group is not None:
+            self._leave(group, "abort")
+        self._close_step(step)
+        return group.output() if group is not None else None
 
     def unload_adapter(self, name: str) -> None:
         """Requests may ask for the adapter no more; those that have it finish.
 
-        From the engine's thread. Raises RequestError for a name that is not loaded.
+        Raises RequestError for a name that is not loaded.
         """
+        self.require_open()
         self.adapters.unload(name)
         self.adapters.forget_unnamed(self._groups.values())
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget everything cached; False, and nothing done, while a request runs."""
+        self.require_open()
+        step = self._begin()
+        done = self.manager.reset_prefix_cache()
+        self._close_step(step)
+        return done
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would do something."""
-        return bool(self._groups)
+        return bool(self._groups or self._open)
 
     @property
     def num_preemptions(self) -> int:
@@ -234,39 +198,49 @@ class Engine:
         """Run one step; the requests that got a token or ended, with what they have so far.
 
         When the model fails, the step's requests end with an EngineError and give their blocks
-        back; the others go on. When an image cannot be encoded, that ends the requests that need
-        it, and the others are let in again by the next step.
+        back. A request whose K/V or logits are not finite ends so alone. When an image cannot be
+        encoded, that ends the requests that need it, and the others are let in again by the next
+        step. Whatever else is raised rolls the step back and reaches the caller; results that
+        were there by then come with the next step.
         """
+        self.require_open()
+        step = self._begin()
+        try:
+            self._advance(step)
+        except BaseException as error:
+            self._note_failure(step, error)
+            self._roll_back(step)
+            if step.batch is None or not isinstance(error, Exception):
+                self._close_step(step)
+                raise
+        if self.config.debug:
+            self._check()
+        return self._open.pop().results  # one expression: either it is pending, or it is returned
+
+    def _advance(self, step: OpenStep) -> None:
         if self.adapters.has_unnamed:
             self.adapters.forget_unnamed(self._groups.values())
         batch = self._scheduler.schedule()
-        refused = [
-            self._end(self._groups[name], _engine_error("no adapter to run it with", error))
-            for name, error in self.adapters.take_refused().items()
-        ]
+        for name, error in self.adapters.take_refused().items():
+            self._end(step, self._groups[name], _engine_error("no adapter to run it with", error))
         if not batch.scheduled:
-            if not refused and self._groups and not self._scheduler.waits_for_inputs:
+            if not step.results and self._groups and not self._scheduler.waits_for_inputs:
                 raise EngineError("requests wait, and none can run: the scheduler is stuck")
-            return refused
-        now = time.perf_counter()
-        try:
-            unseen = self.images.cache.encode_wanted() if self.images is not None else {}
-            logits = None if unseen else self._compute(batch, now)
-        except BaseException as error:  # whatever a model, a kernel or Ctrl-C raises
-            reason = _engine_error("the step failed", error)
-            failed = self._call_off(batch, {part.request: reason for part in batch.scheduled})
-            if isinstance(error, Exception):
-                return refused + failed
-            raise
-        if logits is None:
-            return refused + self._call_off(batch, unseen)
+            return
+        step.batch, step.phase = batch, Phase.COMPUTING
+        step.failed = self.images.cache.encode_wanted() if self.images is not None else {}
+        if step.failed:
+            self._roll_back(step)
+            return
+        logits = self._compute(batch)
+        step.phase = Phase.CHANGING
+        tokens = choose_tokens(self._sampler, batch, logits)
+        self._discard_failed(step, batch, tokens)
         self.manager.commit_step()
-        results = refused + self._deliver(batch, self._sample(batch, logits))
-        if self.config.debug:
-            self._check()
-        return results
+        self._deliver(step, batch, tokens)
 
-    def _compute(self, batch: Batch, now: float) -> StepLogits:
+    def _compute(self, batch: Batch) -> StepLogits:
+        now = time.perf_counter()
         for part in batch.scheduled:
             if part.request.group.start_time is None:
                 part.request.group.start_time = now
@@ -276,104 +250,127 @@ class Engine:
             self._hooks.computed(batch)
         return logits
 
-    def _sample(self, batch: Batch, logits: StepLogits) -> list[SampledToken | EngineError | None]:
-        """The next token of each part, None for one that ends before its last token."""
-        if logits.values is None:
-            chosen = (SampledToken(token_id, None, ()) for token_id in logits.likeliest)
-            return [next(chosen) if part.samples else None for part in batch.scheduled]
-        at = 0
-        rows: list[int] = []
-        states: list[SamplingState] = []
-        for part, count in zip(batch.scheduled, logits.counts, strict=True):
-            request = part.request
-            if request.needs_prompt_logits:
-                self._add_prompt_logprobs(part, logits.values[at : at + count])
-            at += count
-            if part.samples:
-                rows.append(at - 1)
-                states.append(request.sampling)
-        values = logits.values if len(rows) == len(logits.values) else logits.values[rows]
-        tokens = iter(self._sample_rows(values, states))
-        return [next(tokens) if part.samples else None for part in batch.scheduled]
+    def _discard_failed(self, step: OpenStep, batch: Batch, tokens: Sequence[Choice]) -> None:
+        """End the requests whose part failed, before anything that they computed can be found."""
+        failed = {
+            part.request.group: token
+            for part, token in zip(batch.scheduled, tokens, strict=True)
+            if isinstance(token, EngineError)
+        }
+        if not failed:
+            return
+        sequences = [request.sequence for group in failed for request in group.requests]
+        self.manager.discard([one for one in sequences if self.manager.is_known(one)])
+        for group, error in failed.items():
+            self._end(step, group, error)
 
-    def _sample_rows(
-        self, values: torch.Tensor, states: list[SamplingState]
-    ) -> list[SampledToken | EngineError]:
-        """A token a row; a row that cannot be sampled (logits that are no numbers) ends alone."""
-        if not states:
-            return []
-        try:
-            return list(self._sampler.sample(values, states))
-        except Exception as error:
-            if len(states) == 1:
-                return [_engine_error("sampling failed", error)]
-        return [
-            token
-            for at, state in enumerate(states)
-            for token in self._sample_rows(values[at : at + 1], [state])
-        ]
-
-    def _add_prompt_logprobs(self, part: ScheduledTokens, logits: torch.Tensor) -> None:
-        """Row i of the logits tells of the token after position start + i."""
-        group = part.request.group
-        following = group.prompt_token_ids[part.start + 1 : part.stop + 1]
-        top = group.params.prompt_logprobs or 0
-        entries = token_logprobs(logits[: len(following)], following, top)
-        group.add_prompt_logprobs(part.start + 1, entries)
-
-    def _deliver(
-        self, batch: Batch, sampled: list[SampledToken | EngineError | None]
-    ) -> list[StepResult]:
+    def _deliver(self, step: OpenStep, batch: Batch, tokens: Sequence[Choice]) -> None:
+        """Give each request its token; what they have then is told as a whole, or not at all."""
         now = time.perf_counter()
-        moved: dict[str, StepResult] = {}
-        for part, token in zip(batch.scheduled, sampled, strict=True):
+        moved: dict[RequestGroup, None] = {}
+        for part, token in zip(batch.scheduled, tokens, strict=True):
             request = part.request
-            if token is None or request.finish_reason is not None:
+            if request.finish_reason is not None or not isinstance(token, SampledToken):
                 continue
-            group = request.group
-            name = group.request_id
-            if isinstance(token, EngineError):
-                moved[name] = self._end(group, token)
+            try:
+                request.append(token, now)
+            except Exception as error:  # a tokenizer that cannot decode ends this request alone
+                moved.pop(request.group, None)
+                reason = _engine_error("the answer cannot be decoded", error)
+                self._end(step, request.group, reason)
                 continue
-            request.append(token, now)
+            moved[request.group] = None
             if request.finish_reason is not None:
                 self._scheduler.remove(request)
-                if group.finished:
-                    self._groups.pop(name, None)
-            if name not in moved:
-                moved[name] = StepResult(group)
-        return list(moved.values())
+        step.results, step.phase = [*step.results, *map(StepResult, moved)], Phase.DELIVERED
+        self._forget_finished()
 
-    def _call_off(self, batch: Batch, errors: Mapping[object, EngineError]) -> list[StepResult]:
-        """Undo the step: these of its requests end, siblings included, the others wait again."""
+    # What ends a request, or rolls a step back. All of it may be interrupted and called again.
+
+    def _begin(self) -> OpenStep:
+        """What is done until `_close_step` is rolled back by the next call if it is interrupted."""
+        if self._open and self._open[0].begun:
+            self._roll_back(self._open[0])
+        step = OpenStep(self._open[0].results if self._open else [], begun=True)
+        self._open[:] = [step]
+        return step
+
+    def _close_step(self, step: OpenStep) -> None:
+        """All is done; results that nobody was given yet wait for the next step."""
+        self._open[:] = [OpenStep(step.results)] if step.results else []
+
+    def _note_failure(self, step: OpenStep, error: BaseException) -> None:
+        """Choose the requests that end with the error: those of the step, if the fault is there.
+
+        An interruption is no fault; but of a request that was changing nobody knows how far.
+        """
+        changing = step.phase is Phase.CHANGING
+        computing = step.phase is Phase.COMPUTING and isinstance(error, Exception)
+        if step.batch is not None and (changing or computing):
+            reason = _engine_error("the step failed", error)
+            step.failed = {part.request: reason for part in step.batch.scheduled}
+
+    def _roll_back(self, step: OpenStep) -> None:
+        """Nothing that the step was to fill can be found; its requests wait again or have ended."""
+        self._runner.end_step()
         self.manager.fail_step()
-        failed = [part.request for part in batch.scheduled if part.request in errors]
-        self._scheduler.drop_failed(failed)
-        self._scheduler.put_back(part for part in batch.scheduled if part.request not in errors)
+        self._scheduler.restart(
+            request
+            for group in self._groups.values()
+            for request in group.requests
+            if request.finish_reason is None
+        )
+        self.adapters.restore()
         if self.images is not None:
             self.images.cache.drop_wanted()
-        for request in failed:
-            request.finish_reason = "error"
-        reasons = {request.group.request_id: errors[request] for request in failed}
-        return [self._end(self._groups[name], reason) for name, reason in reasons.items()]
+        if step.phase is Phase.CHANGING and not step.failed:  # interrupted before it was noted
+            self._note_failure(step, EngineError("the step was interrupted"))
+        for part in step.batch.scheduled if step.batch is not None else ():
+            if part.request in step.failed:
+                self._end(step, part.request.group, step.failed[part.request])
+        self._forget_finished()
 
-    def _end(self, group: RequestGroup, error: EngineError) -> StepResult:
-        """End what is left of a request with an error."""
+    def _end(self, step: OpenStep, group: RequestGroup, error: EngineError) -> None:
+        """End what is left of a request with an error; told once."""
+        if self._groups.get(group.request_id) is group:
+            if all(result.group is not group for result in step.results):
+                step.results.append(StepResult(group, error))
+            self._leave(group, "error")
+
+    def _leave(self, group: RequestGroup, reason: str) -> None:
+        """The request is gone: out of the scheduler first, out of the table last."""
         for request in group.requests:
             if request.finish_reason is None:
                 self._scheduler.remove(request)
-                request.finish_reason = "error"
+                request.finish_reason = reason
         self._groups.pop(group.request_id, None)
-        return StepResult(group, error)
+
+    def _forget_finished(self) -> None:
+        for name in [name for name, group in self._groups.items() if group.finished]:
+            del self._groups[name]
 
     def _check(self) -> None:
         self.manager.check()
         if self.images is not None:
             self.images.cache.check()
 
+    def require_open(self) -> None:
+        """Raise EngineError after `close`."""
+        if self._closed:
+            raise EngineError("the engine is closed")
+
     def close(self) -> None:
-        """Let go of the model's attention function and, with it, of the K/V memory."""
+        """Let go of every request, of threads and of the K/V memory. Idempotent."""
+        self._closed = True
+        self._groups.clear()
+        self._open.clear()
+        self.adapters.close()
         self.model.detach()
+        self._runner.close()
+
+
+def _id_in_use(request_id: str) -> RequestError:
+    return RequestError(f"request id {request_id!r} is in use")
 
 
 def _engine_error(what: str, cause: BaseException) -> EngineError:

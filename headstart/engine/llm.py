@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from headstart.engine.adapters import Adapter, LoRARequest
     from headstart.engine.chat import Conversation
-    from headstart.engine.engine import StepResult
     from headstart.engine.inputs import Prompt
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 class LLM:
     """A model that answers prompts and keeps what it computed for the next one.
+
+    May be called from several threads, and while streams are open: all requests share the steps of
+    one engine. After `close` every call raises EngineError.
 
     >>> from headstart.models.demo import demo_model_path
     >>> llm = LLM(demo_model_path(), num_blocks=64)
@@ -49,7 +52,8 @@ class LLM:
 
         Raises ConfigError, ModelError or OutOfMemoryError.
         """
-        self.engine, self._chats = start_engine(model, options)
+        self.engine, self._chats, self._driver = start_engine(model, options)
+        weakref.finalize(self, self._driver.close)
 
     def generate(
         self,
@@ -145,23 +149,25 @@ class LLM:
         K/V belong to the adapter's content: the same adapter under two names shares them, another
         one loaded under an old name shares none. Raises AdapterError.
         """
+        self.engine.require_open()
         return self.engine.adapters.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
         """Take an adapter's name away; requests that run with it finish. Raises RequestError."""
-        self.engine.unload_adapter(name)
+        self._driver.call(lambda: self.engine.unload_adapter(name))
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer, None if it came without one."""
+        self.engine.require_open()
         return self.engine.tokenizer
 
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached; False, and nothing done, while a request runs."""
-        return self.engine.manager.reset_prefix_cache()
+        return self._driver.call(self.engine.reset_prefix_cache)
 
     def close(self) -> None:
-        """Free the K/V memory; the object is of no use afterwards."""
-        self.engine.close()
+        """End open streams with an EngineError and free the K/V memory. Idempotent."""
+        self._driver.close()
 
     def _load_chosen(
         self,
@@ -175,34 +181,35 @@ class LLM:
 
     def _run(self, groups: list[RequestGroup], *, show_progress: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
-        for group in groups:
-            self.engine.submit(group)
+        updates = self._driver.mailbox()
         try:
+            for group in groups:
+                self._driver.submit(group, updates.receive, every_step=False)
             with _progress(hidden=not show_progress or len(groups) < 2) as progress:
                 task = progress.add_task("prompts", total=len(groups), tokens=0)
                 while len(outputs) < len(groups):
-                    for group in map(_unless_failed, self.engine.step()):
-                        if group.finished:
-                            output = outputs[group.request_id] = group.output()
-                            tokens = sum(len(answer.token_ids) for answer in output.outputs)
-                            tokens += progress.tasks[task].fields["tokens"]
-                            progress.update(task, advance=1, tokens=tokens)
+                    output = updates.get()
+                    outputs[output.request_id] = output
+                    tokens = sum(len(answer.token_ids) for answer in output.outputs)
+                    tokens += progress.tasks[task].fields["tokens"]
+                    progress.update(task, advance=1, tokens=tokens)
         finally:
-            for group in groups:
-                self.engine.abort(group.request_id)
+            if len(outputs) < len(groups):
+                self._driver.cancel(groups)
         return [outputs[group.request_id] for group in groups]
 
     def _stream(self, group: RequestGroup) -> Generator[RequestOutput]:
-        self.engine.submit(group)
         finished = False
+        updates = self._driver.mailbox()
         try:
+            self._driver.submit(group, updates.receive)
             while not finished:
-                for result in self.engine.step():
-                    if result.group is group:
-                        finished = _unless_failed(result).finished
-                        yield group.output()
+                output = updates.get()
+                finished = output.finished
+                yield output
         finally:
-            self.engine.abort(group.request_id)
+            if not finished:
+                self._driver.cancel([group])
 
 
 def _progress(*, hidden: bool) -> Progress:
@@ -219,24 +226,19 @@ def _progress(*, hidden: bool) -> Progress:
     )
 
 
-def _unless_failed(result: StepResult) -> RequestGroup:
-    if result.error is not None:
-        raise result.error
-    return result.group
-
-
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: a list of integers is one."""
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         return [prompts]
-    if prompts and all(isinstance(entry, int) for entry in prompts):
+    if prompts and all(isinstance(entry, SupportsIndex) for entry in prompts):
         return [cast("Prompt", prompts)]
     return list(cast("Sequence[Prompt]", prompts))
 
 
 def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    if messages and isinstance(messages[0], Mapping):
-        return [cast("Conversation", messages)]
+    several = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
+    if not several or (messages and isinstance(messages[0], Mapping)):
+        return [cast("Conversation", messages)]  # if it is none, the error will say so
     return list(cast("Sequence[Conversation]", messages))
 
 
@@ -246,8 +248,8 @@ def _spread(
     """One for each prompt."""
     if params is None:
         params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * len(prompts)
+    if isinstance(params, SamplingParams) or not isinstance(params, Sequence):
+        return [cast("SamplingParams", params)] * len(prompts)  # as above
     if len(params) != len(prompts):
         raise RequestError(f"{len(params)} sampling parameters for {len(prompts)} prompts")
     return list(params)

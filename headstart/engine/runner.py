@@ -86,12 +86,14 @@ class Rows(NamedTuple):
 class StepLogits(NamedTuple):
     """Logits float32 `[rows, vocab]` of a step, and how many of the rows each part has.
 
-    Where all that is wanted of every row is its likeliest token, that stands for the logits.
+    Where all that is wanted of every row is its likeliest token, that stands for the logits; -1
+    for logits that are not finite. `nonfinite` are the parts of which K or V are not.
     """
 
     values: Tensor | None
     counts: list[int]
     likeliest: Sequence[int] = ()
+    nonfinite: Sequence[int] = ()
 
 
 class Runner:
@@ -112,6 +114,7 @@ class Runner:
         self._memory = memory
         self._adapters = adapters
         self._deterministic = deterministic
+        self._nonfinite: set[TokenSequence] = set()  # in the step under way
 
     def run(self, batch: Batch) -> StepLogits:
         """Compute the batch.
@@ -119,15 +122,29 @@ class Runner:
         A part's logits are those of all its rows when its prompt's log-probabilities are asked
         for, otherwise of its last row if it samples, else none.
         """
+        self._nonfinite.clear()
         self._memory.copy_rows(batch.copies)
         parts = [self._plain(part) for part in batch.scheduled]
         counts = [rows.wanted for rows in parts]
+        values, likeliest = None, []
         if self._deterministic:
             blocks = (block for rows in parts for block in self._blocks(rows))
-            return StepLogits(torch.cat([self._forward_block(block) for block in blocks]), counts)
-        if all(_wants_likeliest(part) for part in batch.scheduled):
-            return StepLogits(None, counts, self._forward(parts, self._model.choose))
-        return StepLogits(self._forward(parts, self._model.forward), counts)
+            values = torch.cat([self._forward_block(block) for block in blocks])
+        elif all(_wants_likeliest(part) for part in batch.scheduled):
+            likeliest = self._forward(parts, self._model.choose)
+        else:
+            values = self._forward(parts, self._model.forward)
+        nonfinite = [at for at, rows in enumerate(parts) if rows.sequence in self._nonfinite]
+        return StepLogits(values, counts, likeliest, nonfinite)
+
+    def end_step(self) -> None:
+        """Have a pass that was interrupted be over; safe to call at any time."""
+        self._backend.end_step()
+        self._adapters.end_step()
+
+    def close(self) -> None:
+        """Free the K/V memory; there are no steps afterwards."""
+        self._memory.release()
 
     @staticmethod
     def _plain(part: ScheduledTokens) -> Rows:
@@ -175,10 +192,23 @@ class Runner:
         self._begin_adapters(parts)
         self._backend.begin_step(plan)
         try:
-            return compute(self._tensor(tokens), places, self._tensor(logit_rows), embeddings)
+            answer = compute(self._tensor(tokens), places, self._tensor(logit_rows), embeddings)
+            self._note_nonfinite(parts)
+            return answer
         finally:
-            self._backend.end_step()
-            self._adapters.end_step()
+            self.end_step()
+
+    def _note_nonfinite(self, parts: list[Rows]) -> None:
+        """Remember whose K or V were not finite in this pass; what padding has is of no account."""
+        bad = self._backend.nonfinite_rows()
+        if not bad:
+            return
+        first = 0
+        for rows in parts:
+            known = range(first, first + rows.known - rows.start)
+            if any(row in known for row in bad):
+                self._nonfinite.add(rows.sequence)
+            first += rows.stop - rows.start
 
     def _begin_adapters(self, parts: list[Rows]) -> None:
         if not any(rows.sequence.namespace.adapter for rows in parts):

@@ -22,6 +22,7 @@ from transformers import (
 
 from headstart.engine.logprobs import TokenLogprob, token_logprobs
 from headstart.engine.params import SamplingParams
+from headstart.errors import EngineError
 from headstart.models.likeliest import likeliest
 
 LIKELIEST = 1024  # tokens that top-p looks at before it sorts all
@@ -91,24 +92,46 @@ class Sampler:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-        """The next token of each row of `logits` float32 `[rows, vocab]`.
+    def sample(
+        self, logits: Tensor, states: Sequence[SamplingState]
+    ) -> list[SampledToken | EngineError]:
+        """The next token of each row of `logits` float32 `[rows, vocab]`, or why there is none.
 
-        Requests that only want the likeliest token cost one argmax together.
+        Requests that only want the likeliest token cost one argmax together. A row that cannot be
+        sampled changes no other row, nor what another is drawn with.
         """
         return [
-            SampledToken(token_id, None, ())
-            if state.is_plain
-            else self._choose(logits[row : row + 1], state)
+            self.accept(token_id)
+            if state.is_plain or token_id < 0
+            else self._choose_safely(logits[row : row + 1], state)
             for row, (token_id, state) in enumerate(zip(likeliest(logits), states, strict=True))
         ]
+
+    def accept(self, token_id: int) -> SampledToken | EngineError:
+        """What `likeliest` says of a row; -1 stands for logits that are not finite."""
+        if token_id < 0:
+            return EngineError(
+                "the request's logits are not finite: the model's weights are damaged, or "
+                "overflow in this dtype"
+            )
+        return SampledToken(token_id, None, ())
+
+    def _choose_safely(self, logits: Tensor, state: SamplingState) -> SampledToken | EngineError:
+        try:
+            return self._choose(logits, state)
+        except Exception as error:  # whatever torch says of such numbers
+            failed = EngineError(f"sampling failed: {type(error).__name__}: {error}")
+            failed.__cause__ = error
+            return failed
 
     def _choose(self, logits: Tensor, state: SamplingState) -> SampledToken:
         """One row `[1, vocab]` that wants more than its largest logit."""
         params = state.params
         scores = self.process(logits, state)
         if params.is_greedy:
-            token_id = int(scores.argmax(-1))
+            [token_id] = likeliest(scores)
+            if token_id < 0:
+                raise EngineError("every token is banned, or a penalty overflows")
         else:
             weights = scores.softmax(-1).cpu()
             token_id = int(torch.multinomial(weights, 1, generator=state.generator))

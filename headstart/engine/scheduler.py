@@ -63,6 +63,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.gate: TokenGate | None = None
+        self._admitted: list[tuple[Request, int]] = []  # in the last step, and from which token on
         self._manager = manager
         self._max_tokens = max_tokens
         self._max_running = max_running
@@ -75,30 +76,38 @@ class Scheduler:
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """The request is finished or aborted: its blocks are free. Not during a step."""
+        """The request is finished or aborted: its blocks are free. Not during its step."""
         if request in self.running:
-            self.running.remove(request)
-            self._manager.free(request.sequence)
+            self._free(request)
             self._leave_gate(request)
-        else:
+            self.running.remove(request)
+        elif request in self.waiting:
             self.waiting.remove(request)
 
-    def drop_failed(self, requests: Iterable[Request]) -> None:
-        """These requests' step failed; the manager has taken their blocks already."""
-        gone = set(requests)
-        self.running = [request for request in self.running if request not in gone]
-        for request in gone:
-            self._leave_gate(request)
+    def restart(self, live: Iterable[Request]) -> None:
+        """Have those of the live requests that hold no blocks wait, before all others.
 
-    def put_back(self, parts: Iterable[ScheduledTokens]) -> None:
-        """Their step did not come about; the manager has taken their blocks already.
-
-        They wait before all others, in their order, and are let in again.
+        For after a step that did not come about, once the manager has taken its blocks back.
+        Wherever `schedule` or `remove` was interrupted, each live request is in one place then.
         """
-        for request, start, _, _ in reversed(tuple(parts)):
-            self.running.remove(request)
+        living = dict.fromkeys(live)
+        kept = {r for r in self.running if r in living and self._manager.is_known(r.sequence)}
+        again = [r for r in self.running if r in living and r not in kept]
+        placed = {*self.running, *self.waiting}
+        lost = [r for r in living if r not in placed]
+        for request in {*placed, *lost} - kept:
+            self._free(request)
+            self._leave_gate(request)
+        for request, start in self._admitted:
             request.withdrawn(start)
-            self._make_wait(request)
+        self._admitted.clear()
+        for request in again:
+            self._count_preemption(request)
+        waiting = dict.fromkeys((*again, *lost, *self.waiting))
+        self.running, self.waiting = (
+            [request for request in self.running if request in kept],
+            deque(request for request in waiting if request in living and request not in kept),
+        )
 
     @property
     def waits_for_inputs(self) -> bool:
@@ -110,6 +119,7 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """The next step, with slots for each of its tokens; empty when nothing can run."""
+        self._admitted.clear()
         batch = self._schedule()
         while not batch.scheduled and any(map(self._is_ready, self.running)):  # stuck at the gate
             self._preempt(self.running.pop())
@@ -152,14 +162,18 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Take a running request's blocks; it goes to the head of the waiting ones."""
-        self._manager.free(request.sequence)
-        self._make_wait(request)
-
-    def _make_wait(self, request: Request) -> None:
+        self._free(request)
         self._leave_gate(request)
+        self._count_preemption(request)
+        self.waiting.appendleft(request)
+
+    def _free(self, request: Request) -> None:
+        if self._manager.is_known(request.sequence):
+            self._manager.free(request.sequence)
+
+    def _count_preemption(self, request: Request) -> None:
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(request)
 
     def _admit(self, scheduled: list[ScheduledTokens], copies: list[RowCopy], budget: int) -> None:
         waiting = 0
@@ -183,6 +197,7 @@ class Scheduler:
                     return
                 self._enter(request, start, start + count)
                 self._leave_queue(request)
+                self._admitted.append((request, start))
                 request.admitted(start, allocation.missed)
                 if self._hooks is not None:
                     self._hooks.admitted(request, start)

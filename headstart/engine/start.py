@@ -11,16 +11,18 @@ from headstart.models.ahead import read_ahead
 
 if TYPE_CHECKING:
     from headstart.engine.chat import ChatRequests
+    from headstart.engine.driver import Driver
     from headstart.engine.engine import Engine
 
 __all__ = ["Started", "start_engine"]
 
 
 class Started(NamedTuple):
-    """An engine, and the chats that are made requests of it."""
+    """An engine, the chats that are made requests of it, and the driver that runs its steps."""
 
     engine: Engine
     chats: ChatRequests
+    driver: Driver
 
 
 def start_engine(model: str | Path, options: dict[str, Any]) -> Started:
@@ -33,4 +35,5 @@ def start_engine(model: str | Path, options: dict[str, Any]) -> Started:
     memory = read_ahead(model, config.dtype, config.device)
     loading = load_module("headstart.engine.loading")
     engine = loading.load_engine(model, ready_memory=memory, **options)
-    return Started(engine, load_module("headstart.engine.chat").ChatRequests(engine))
+    chats = load_module("headstart.engine.chat").ChatRequests(engine)
+    return Started(engine, chats, load_module("headstart.engine.driver").Driver(engine))

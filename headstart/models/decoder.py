@@ -1,6 +1,7 @@
 """A loaded decoder: token ids and positions in, logits of chosen rows out."""
 
 import hashlib
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,6 +171,7 @@ class DecoderModel:
         """Send all attention to `backend` from now on; an earlier one is let go."""
         self.detach()
         self._attention = register(BackendFunction(backend))
+        weakref.finalize(self, unregister, self._attention)
         text_part(self._model).set_attn_implementation(self._attention)
         self.fusion.backend = backend
 

@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from headstart.cache import ComputedBlocks, TokenSequence
 from headstart.engine.batch import Batch
 from headstart.engine.config import EngineConfig
-from headstart.engine.engine import Engine, StepResult
+from headstart.engine.engine import Engine
 from headstart.engine.request import Request, RequestGroup
+from headstart.engine.step import StepResult
 from headstart.errors import ConfigError, EngineError, HeadstartError
 from headstart.models.host_copies import HostCopy
 from headstart.models.stage_decoder import StageDecoder

@@ -27,7 +27,7 @@ from headstart.engine.batch import Batch
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
-from headstart.engine.sampler import Sampler, SamplingState
+from headstart.engine.sampler import SampledToken, Sampler, SamplingState
 from headstart.errors import EngineError
 from headstart.models.code_predictor import Choose
 from headstart.models.stage_decoder import StageDecoder
@@ -264,7 +264,7 @@ class FrameTalker(EngineStage):
         states = [feed.sampling for feed in feeds.values()]
 
         def choose(logits: Tensor) -> list[int]:
-            return [chosen.token_id for chosen in self._sampler.sample(logits, states)]
+            return [_code(chosen) for chosen in self._sampler.sample(logits, states)]
 
         first = torch.tensor([said[name].token for name in feeds])
         hidden = torch.stack([self._hidden[name] for name in feeds])
@@ -272,3 +272,9 @@ class FrameTalker(EngineStage):
         for row, (name, feed) in enumerate(feeds.items()):
             frame = torch.cat([first[row : row + 1], others[row]])
             self.give(name, Chunk(CODES, feed.add_frame(others[row]), frame[None]))
+
+
+def _code(chosen: SampledToken | EngineError) -> int:
+    if isinstance(chosen, EngineError):
+        raise chosen
+    return chosen.token_id

@@ -218,8 +218,9 @@ def test_an_image_that_cannot_be_encoded_ends_the_requests_that_show_it(folder: 
     assert llm.reset_prefix_cache()
     images.cache.clear()
     images.cache._encoder = _Blind(images._vision, llm.engine.prepare(bad, GREEDY))
-    running = llm.stream(text, GREEDY)
-    next(running)
+    running = engine.prepare(text, GREEDY, request_id="running")
+    engine.submit(running)
+    engine.step()
     groups = {
         name: engine.prepare(prompt, GREEDY, request_id=name)
         for name, prompt in (("bad", bad), ("good", good), ("text", text), ("bad too", bad))

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from headstart import LLM, SamplingParams
 from headstart.cache import MissReason
+from headstart.engine.sampler import SampledToken, SamplingState
 from headstart.errors import RequestError
 from tests.tiny_models import save_tiny
 
@@ -163,14 +164,14 @@ def test_one_set_of_parameters_for_each_prompt(llm: LLM) -> None:
 def test_a_row_that_cannot_be_sampled_ends_alone(llm: LLM) -> None:
     """Logits that are no numbers cannot be drawn from; the other requests never notice."""
     engine = llm.engine
-    sample = engine._sampler.sample
+    choose = engine._sampler._choose
 
-    def failing(logits: Tensor, states: list[Any]) -> Any:
-        if any(state.params.seed == 13 for state in states):
+    def failing(logits: Tensor, state: SamplingState) -> SampledToken:
+        if state.params.seed == 13:
             raise RuntimeError("probability tensor contains nan")
-        return sample(logits, states)
+        return choose(logits, state)
 
-    engine._sampler.sample = failing  # type: ignore[method-assign,assignment]
+    engine._sampler._choose = failing  # type: ignore[method-assign]
     bad = engine.prepare(PROMPT, SamplingParams(n=2, seed=13), request_id="bad")
     good = engine.prepare(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True))
     engine.submit(bad)

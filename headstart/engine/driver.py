@@ -1,0 +1,362 @@
+"""The driver: the one thread that runs an engine's steps and hands each result to its request.
+
+    any thread                        the engine's thread
+    submit, cancel, call ──orders──▶  carry them out between two steps
+                                      run a step
+    Receiver             ◀──update──  hand each result to the request it belongs to
+
+Signals reach the main thread alone, and the main thread runs no step: Ctrl-C interrupts whoever
+waits for an answer, never the work on other answers. An exception that leaves a step ends every
+request with an error that names it; the engine then serves the next ones.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from headstart.engine.engine import Engine
+from headstart.engine.outputs import RequestOutput
+from headstart.engine.request import RequestGroup
+from headstart.engine.step import StepResult
+from headstart.errors import EngineError, HeadstartError
+
+__all__ = ["AsyncMailbox", "Driver", "Mailbox", "Receiver", "Update"]
+
+Update = RequestOutput | BaseException
+"""What a request has so far, or the error that ended it."""
+
+Receiver = Callable[[Update], object]
+"""Takes a request's updates, in the engine's thread; what it raises ends its request."""
+
+_PATIENCE = 1.0  # seconds between two looks at whether the engine's thread is alive
+_MOST_UPDATES = 256  # in one mailbox; each has all the text so far, so one more can be left out
+
+Answer = TypeVar("Answer")
+
+
+class _Order(NamedTuple):
+    """Work for the engine's thread between two steps; `refuse` is called if it ends before."""
+
+    run: Callable[[], None]
+    refuse: Callable[[BaseException], object]
+
+
+@dataclass(eq=False, slots=True)
+class _Followed:
+    """A request under way and who wants its updates: after every step, or only the last."""
+
+    group: RequestGroup
+    receive: Receiver
+    every_step: bool
+
+
+class Driver:
+    """The only caller of `Engine.step`. Every method may be called from any thread.
+
+    The first order starts the thread, so an engine that is used directly has none.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._followed: dict[str, _Followed] = {}
+        # Reentrant, since the garbage collector may close a stream while its thread is in here.
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._ended: EngineError | None = None  # why no order is taken any more
+
+    def submit(self, group: RequestGroup, receive: Receiver, *, every_step: bool = True) -> None:
+        """Queue a prepared request. Its last update is a finished output or an error.
+
+        Raises EngineError when the engine is closed.
+        """
+        followed = _Followed(group, receive, every_step)
+        self._post(_Order(lambda: self._follow(followed), receive))
+
+    def mailbox(self) -> "Mailbox":
+        """Where updates of requests are waited for."""
+        return Mailbox(self)
+
+    def async_mailbox(self) -> "AsyncMailbox":
+        """As `mailbox`, for the event loop that runs."""
+        return AsyncMailbox()
+
+    def cancel(self, groups: Sequence[RequestGroup], *, wait: bool = True) -> None:
+        """Forget those of these requests that are unfinished.
+
+        wait: return when they hold nothing any more, which takes as long as the step under way.
+        """
+        with suppress(EngineError):  # closed meanwhile, and they are gone
+            if wait and threading.current_thread() is not self._thread:
+                self.call(lambda: self._forget(groups))
+            else:
+                self._post(_Order(lambda: self._forget(groups), lambda error: None))
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; its last update has finish reason "abort". Returns at once.
+
+        Raises EngineError when the engine is closed.
+        """
+        self._post(_Order(lambda: self._abort(request_id), lambda error: None))
+
+    def call(self, function: Callable[[], Answer]) -> Answer:
+        """What `function` returns or raises, called in the engine's thread between two steps.
+
+        Raises EngineError when the engine is closed, or ends before.
+        """
+        answer: Future[Answer] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(function())
+            except BaseException as error:  # the caller's to handle
+                answer.set_exception(error)
+
+        self._post(_Order(run, answer.set_exception))
+        while self.is_alive and not answer.done():
+            with suppress(TimeoutError):
+                return answer.result(timeout=_PATIENCE)
+        if not answer.done():
+            raise self.ended()
+        return answer.result()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread runs: what it was asked for comes."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def ended(self) -> EngineError:
+        """Why the engine takes no orders any more."""
+        if self._ended is None:
+            return EngineError(
+                "the engine's thread is not there; an engine cannot be used in a process that "
+                "was forked after its first request"
+            )
+        error = EngineError(str(self._ended))
+        error.__cause__ = self._ended.__cause__
+        return error
+
+    def close(self) -> None:
+        """End every request with an EngineError, stop the thread, close the engine. Idempotent."""
+        with self._lock:
+            thread = self._thread
+            if self._ended is None:
+                self._ended = EngineError("the engine is closed")
+                self._orders.put(None)
+        if thread is None or not thread.is_alive():
+            self._engine.close()
+        elif thread is not threading.current_thread():
+            thread.join()
+
+    def _post(self, order: _Order) -> None:
+        with self._lock:
+            if self._ended is not None:
+                raise self.ended()
+            if self._thread is None or self._thread.ident is None:  # never started: interrupted
+                self._thread = threading.Thread(
+                    target=self._run, name="headstart-engine", daemon=True
+                )
+                self._thread.start()
+            elif not self._thread.is_alive():
+                raise self.ended()
+            self._orders.put(order)
+
+    # In the engine's thread
+
+    def _run(self) -> None:
+        """Orders and steps in turn until closed, or until the engine cannot be cleaned up."""
+        with self._lock:
+            if self._thread is not threading.current_thread():
+                return  # its start was interrupted, and another was started
+        reason: BaseException = EngineError("the engine was closed")
+        try:
+            while self._safely(self._take_orders):
+                self._safely(self._step)
+        except BaseException as error:  # a fault of the engine itself: nobody may wait for ever
+            reason = _explain(error)
+        finally:
+            self._end(reason)
+
+    def _take_orders(self) -> bool:
+        """Carry out what was asked since the last step; wait for it when there is no work."""
+        wait = not self._followed
+        while True:
+            try:
+                order = self._orders.get(block=wait)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            order.run()
+            wait = not self._followed
+
+    def _safely(self, work: Callable[[], bool]) -> bool:
+        """Do it; an exception ends every request, and this thread too if one cannot be ended."""
+        try:
+            return work()
+        except BaseException as error:  # a failed step is rolled back: see `Engine.step`
+            if not self._followed:
+                raise  # nobody asked for the work that fails: it would fail for ever
+            self._fail_all(_explain(error))
+            return True
+
+    def _step(self) -> bool:
+        if self._followed:
+            for result in self._engine.step():
+                self._deliver(result)
+        return True
+
+    def _deliver(self, result: StepResult) -> None:
+        group, error = result
+        followed = self._followed.get(group.request_id)
+        if followed is None or followed.group is not group:
+            return
+        if error is not None:
+            self._end_one(followed, error)
+        elif group.finished or followed.every_step:
+            self._send(followed)
+
+    def _send(self, followed: _Followed) -> None:
+        """Tell what the request has so far; an output that cannot be made or told ends it."""
+        try:
+            output = followed.group.output()
+        except Exception as error:
+            self._drop(followed)
+            self._end_one(followed, _explain(error))
+            return
+        if output.finished:
+            self._followed.pop(output.request_id, None)
+        try:
+            followed.receive(output)
+        except Exception:  # such as the event loop that asked, closed without a word
+            self._drop(followed)
+
+    def _follow(self, followed: _Followed) -> None:
+        try:
+            self._engine.submit(followed.group)
+        except HeadstartError as error:
+            with suppress(Exception):  # as in _send
+                followed.receive(error)
+        else:
+            self._followed[followed.group.request_id] = followed
+
+    def _forget(self, groups: Sequence[RequestGroup]) -> None:
+        for group in groups:
+            followed = self._followed.get(group.request_id)
+            if followed is not None and followed.group is group:  # and not another of its id
+                self._drop(followed)
+
+    def _abort(self, request_id: str) -> None:
+        followed = self._followed.get(request_id)
+        if followed is not None:
+            self._engine.abort(request_id)
+            self._send(followed)
+
+    def _drop(self, followed: _Followed) -> None:
+        self._followed.pop(followed.group.request_id, None)
+        self._engine.abort(followed.group.request_id)
+
+    def _end_one(self, followed: _Followed, error: BaseException) -> None:
+        self._followed.pop(followed.group.request_id, None)
+        with suppress(Exception):  # as in _send
+            followed.receive(error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        """End every request with this error. Raises, when all are told, if one cannot be ended."""
+        stuck: BaseException | None = None
+        for name, followed in list(self._followed.items()):
+            try:
+                self._engine.abort(name)
+            except BaseException as found:
+                stuck = found
+            self._end_one(followed, error)
+        if stuck is not None:
+            raise stuck
+
+    def _end(self, reason: BaseException) -> None:
+        """The last thing the thread does: nobody waits, nothing is held."""
+        with self._lock:
+            if self._ended is None:
+                self._ended = EngineError(f"the engine ended: {type(reason).__name__}: {reason}")
+                self._ended.__cause__ = reason
+        with suppress(BaseException):  # the engine is closed in any case
+            self._fail_all(reason)
+        while True:
+            try:
+                order = self._orders.get_nowait()
+            except queue.Empty:
+                break
+            if order is not None:
+                with suppress(Exception):
+                    order.refuse(reason)
+        self._engine.close()
+
+
+class Mailbox:
+    """Updates of requests for a thread that waits for them.
+
+    A reader far behind is not told every token: each output has all the text so far.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+
+    def receive(self, update: Update) -> None:
+        """A `Receiver`."""
+        if _is_last(update) or self._updates.qsize() < _MOST_UPDATES:
+            self._updates.put(update)
+
+    def get(self) -> RequestOutput:
+        """The next output, waited for. Raises the error that ended a request."""
+        while True:
+            try:
+                return _open(self._updates.get(timeout=_PATIENCE))
+            except queue.Empty:
+                if self._driver.is_alive or not self._updates.empty():
+                    continue
+                raise self._driver.ended() from None
+
+
+class AsyncMailbox:
+    """As `Mailbox`, for the tasks of one event loop: the one that runs when it is made."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._updates: asyncio.Queue[Update] = asyncio.Queue()
+
+    def receive(self, update: Update) -> None:
+        """A `Receiver`. Raises RuntimeError when the loop was closed."""
+        self._loop.call_soon_threadsafe(self._put, update)
+
+    async def get(self) -> RequestOutput:
+        """As `Mailbox.get`."""
+        return _open(await self._updates.get())
+
+    def _put(self, update: Update) -> None:
+        if _is_last(update) or self._updates.qsize() < _MOST_UPDATES:
+            self._updates.put_nowait(update)
+
+
+def _is_last(update: Update) -> bool:
+    return isinstance(update, BaseException) or update.finished
+
+
+def _open(update: Update) -> RequestOutput:
+    if isinstance(update, BaseException):
+        raise update
+    return update
+
+
+def _explain(error: BaseException) -> BaseException:
+    """The error that callers get for one that left a step: Ctrl-C and its like as they are."""
+    if not isinstance(error, Exception) or isinstance(error, HeadstartError):
+        return error
+    broke = EngineError(f"the engine broke: {type(error).__name__}: {error}")
+    broke.__cause__ = error
+    return broke

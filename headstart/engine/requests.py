@@ -1,0 +1,103 @@
+"""Makes requests: checks and tokenises what a user asked for; nothing is allocated."""
+
+import itertools
+import time
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from headstart.cache import TokenSequence
+from headstart.engine.adapter_store import AdapterStore
+from headstart.engine.detokenizer import Detokenizer
+from headstart.engine.images import Tenant
+from headstart.engine.inputs import InputProcessor, Prompt
+from headstart.engine.params import SamplingParams
+from headstart.engine.request import Request, RequestGroup
+from headstart.engine.sampler import SamplingState
+from headstart.engine.text import OutputText
+
+__all__ = ["RequestMaker"]
+
+
+class RequestMaker:
+    """Requests for one model. May be used from several threads.
+
+    `first_seed` is the seed of the first answer drawn without one of its own; each further such
+    answer has the next.
+    """
+
+    def __init__(
+        self,
+        inputs: InputProcessor,
+        tokenizer: PreTrainedTokenizerBase | None,
+        adapters: AdapterStore,
+        eos_token_ids: frozenset[int],
+        *,
+        max_model_len: int,
+        first_seed: int,
+    ) -> None:
+        self._inputs = inputs
+        self._tokenizer = tokenizer
+        self._adapters = adapters
+        self._eos_token_ids = eos_token_ids
+        self._max_model_len = max_model_len
+        self._names = itertools.count()
+        self._seeds = itertools.count(first_seed)
+
+    def make(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None,
+        salt: str | None,
+        adapter: str | None,
+    ) -> RequestGroup:
+        """A request for the adapter of this name, if one is given. Raises RequestError."""
+        name = request_id if request_id is not None else f"request-{next(self._names)}"
+        ready = self._inputs.process(prompt, Tenant(salt, params.similar_images))
+        group = RequestGroup(
+            name,
+            ready.text,
+            list(ready.token_ids),
+            params,
+            time.perf_counter(),
+            ready.extras,
+            ready.images,
+        )
+        if adapter is not None:
+            group.adapter = self._adapters.find(adapter)
+        if params.prompt_logprobs is not None:
+            group.prompt_logprobs = [None]
+        group.requests = [self._answer(group, index, salt) for index in range(params.n)]
+        return group
+
+    def _answer(self, group: RequestGroup, index: int, salt: str | None) -> Request:
+        params = group.params
+        sequence = TokenSequence(
+            f"{group.request_id}/{index}",
+            group.prompt_token_ids,
+            adapter=group.adapter.digest if group.adapter is not None else None,
+            salt=salt,
+            items=group.extras.items if group.extras is not None else (),
+        )
+        sampling = SamplingState(
+            params, group.prompt_token_ids, [], self._generator(params, index), self._eos_token_ids
+        )
+        text = OutputText(
+            Detokenizer(self._tokenizer, params.skip_special_tokens),
+            params,
+            self._eos_token_ids,
+            self._max_model_len,
+        )
+        request = Request(group, index, sequence, sampling, text)
+        if params.logprobs is not None:
+            request.logprobs = []
+        return request
+
+    def _generator(self, params: SamplingParams, index: int) -> torch.Generator | None:
+        """One for each answer: answer i of a request with a seed has the i-th after it."""
+        if params.temperature == 0:
+            return None
+        seed = next(self._seeds) if params.seed is None else params.seed + index
+        return torch.Generator().manual_seed(seed)

@@ -1,0 +1,100 @@
+"""What a step of the engine is made of: how far it has come, and the tokens that it chose."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
+
+from torch import Tensor
+
+from headstart.engine.batch import Batch, ScheduledTokens
+from headstart.engine.logprobs import token_logprobs
+from headstart.engine.request import RequestGroup
+from headstart.engine.runner import StepLogits
+from headstart.engine.sampler import SampledToken, Sampler, SamplingState
+from headstart.errors import EngineError
+
+__all__ = ["Choice", "OpenStep", "Phase", "StepResult", "choose_tokens"]
+
+Choice = SampledToken | EngineError | None
+"""The next token of a part, or its error; None for one that ends before its last token."""
+
+
+class StepResult(NamedTuple):
+    """A request that a step moved, and the error that ended it, if one did.
+
+    Its `group.output()` is what it has so far; read it before the next step.
+    """
+
+    group: RequestGroup
+    error: EngineError | None = None
+
+
+class Phase(Enum):
+    """How far a step has come, and so what happens to its requests if it is rolled back.
+
+    SCHEDULING   they wait again
+    COMPUTING    they wait again, or end with the model's error
+    CHANGING     some have their next token and some have not: they end with an error
+    DELIVERED    each has its token or its end
+    """
+
+    SCHEDULING = auto()
+    COMPUTING = auto()
+    CHANGING = auto()
+    DELIVERED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class OpenStep:
+    """What it takes to roll a step back.
+
+    `results` are those that nobody has been given yet, `failed` the requests of the batch that end
+    with an error.
+    """
+
+    results: list[StepResult] = field(default_factory=list)
+    begun: bool = False
+    phase: Phase = Phase.SCHEDULING
+    batch: Batch | None = None
+    failed: Mapping[object, EngineError] = field(default_factory=dict)
+
+
+def choose_tokens(sampler: Sampler, batch: Batch, logits: StepLogits) -> list[Choice]:
+    """The choice of each part. One with rows in the cache that are not finite has an error."""
+    if logits.values is None:
+        tokens = map(sampler.accept, logits.likeliest)
+        chosen: list[Choice] = [next(tokens) if p.samples else None for p in batch.scheduled]
+    else:
+        chosen = _choose_from(logits.values, sampler, batch, logits.counts)
+    for at in logits.nonfinite:
+        chosen[at] = EngineError(
+            "K or V of the request's tokens are not finite: the model's weights are damaged, or "
+            "overflow in this dtype"
+        )
+    return chosen
+
+
+def _choose_from(values: Tensor, sampler: Sampler, batch: Batch, counts: list[int]) -> list[Choice]:
+    """From logits `[rows, vocab]`, of which each part has the next few."""
+    at = 0
+    rows: list[int] = []
+    states: list[SamplingState] = []
+    for part, count in zip(batch.scheduled, counts, strict=True):
+        if part.request.needs_prompt_logits:
+            _add_prompt_logprobs(part, values[at : at + count])
+        at += count
+        if part.samples:
+            rows.append(at - 1)
+            states.append(part.request.sampling)
+    tokens = iter(sampler.sample(values if len(rows) == len(values) else values[rows], states))
+    return [next(tokens) if part.samples else None for part in batch.scheduled]
+
+
+def _add_prompt_logprobs(part: ScheduledTokens, logits: Tensor) -> None:
+    """Row i of the logits tells of the token after position start + i."""
+    group = part.request.group
+    following = group.prompt_token_ids[part.start + 1 : part.stop + 1]
+    top = group.params.prompt_logprobs or 0
+    entries = token_logprobs(logits[: len(following)], following, top)
+    group.add_prompt_logprobs(part.start + 1, entries)

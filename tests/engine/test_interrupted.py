@@ -1,0 +1,136 @@
+"""A step is a transaction: an exception at any of its lines leaves nothing wrong behind.
+
+At every line that a step executes, in prefill and in decode, with two requests that share a
+prefix, an exception is raised. Afterwards every invariant holds, every request ends or goes on,
+no block is lost, and the same prompts are answered as by a fresh engine.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart import LLM, SamplingParams
+from headstart.engine.engine import Engine
+from headstart.engine.request import RequestGroup
+from headstart.errors import EngineError
+from tests.engine.interruptions import Interruption, first_and_last
+
+NUM_BLOCKS = 24
+PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1, seed=5, max_tokens=4, ignore_eos=True, logprobs=1)
+SHARED = list(range(3, 37))
+PROMPTS = [SHARED + list(range(50, 61)), SHARED + list(range(70, 76))]
+ERRORS = (KeyboardInterrupt, MemoryError, RuntimeError)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=151,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, 0, weight.shape[-1] ** -0.5)
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    made = LLM(
+        folder, dtype="float32", num_blocks=NUM_BLOCKS, max_num_batched_tokens=48, num_threads=1
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> list[list[int]]:
+    """What an engine answers that was never interrupted, and nothing cached."""
+    return [_answer(llm.engine, at) for at in range(len(PROMPTS))]
+
+
+def _params(at: int) -> SamplingParams:
+    return DRAWN if at else PARAMS
+
+
+def _answer(engine: Engine, at: int) -> list[int]:
+    group = engine.prepare(PROMPTS[at], _params(at))
+    engine.submit(group)
+    while engine.has_unfinished:
+        engine.step()
+    return group.output().outputs[0].token_ids
+
+
+def _begin(engine: Engine, steps: int) -> list[RequestGroup]:
+    """Both requests, after so many steps, with nothing in the cache before."""
+    assert engine.reset_prefix_cache()
+    groups = [engine.prepare(prompt, _params(at)) for at, prompt in enumerate(PROMPTS)]
+    for group in groups:
+        engine.submit(group)
+    for _ in range(steps):
+        engine.step()
+    return groups
+
+
+def _finish(engine: Engine, groups: list[RequestGroup], expected: list[list[int]]) -> None:
+    """All that must hold after an interruption."""
+    errors: dict[str, EngineError] = {}
+    _check(engine)
+    while engine.has_unfinished:
+        for group, error in engine.step():
+            if error is not None:
+                errors[group.request_id] = error
+        _check(engine)
+    for group in groups:
+        assert group.finished
+        if group.request_id not in errors:
+            assert (
+                group.output().outputs[0].token_ids
+                == expected[PROMPTS.index(group.prompt_token_ids)]
+            )
+    assert engine.manager.num_free_blocks == NUM_BLOCKS
+    assert [_answer(engine, at) for at in range(len(PROMPTS))] == expected
+
+
+def _check(engine: Engine) -> None:
+    engine.manager.check()
+    living = {request.sequence for group in engine._groups.values() for request in group.requests}
+    assert set(engine.manager.sequences) <= living, "blocks are held for a request that is gone"
+
+
+def _names_it(error: BaseException | None, kind: type[BaseException]) -> bool:
+    return isinstance(error, EngineError) and kind.__name__ in str(error)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3], ids=["prefill", "mixed", "decode"])
+def test_an_exception_at_any_line_of_a_step(
+    llm: LLM, expected: list[list[int]], steps: int
+) -> None:
+    """The kinds of exceptions take turns over the lines."""
+    engine = llm.engine
+    counted = Interruption()
+    groups = _begin(engine, steps)
+    counted.call(engine.step)
+    _finish(engine, groups, expected)
+    points = first_and_last(counted.lines)
+    assert len(points) > 300
+    for turn, at in enumerate(points):
+        kind = ERRORS[turn % len(ERRORS)]
+        groups = _begin(engine, steps)
+        results = []
+        try:
+            results = Interruption(kind("on purpose"), at).call(engine.step)
+        except kind as error:
+            assert "on purpose" in str(error)
+        told = [result.error for result in results if result.error is not None]
+        assert all(_names_it(error, kind) for error in told)
+        ended = [group for group, error in results if error is not None]
+        _finish(engine, [group for group in groups if group not in ended], expected)

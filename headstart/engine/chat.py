@@ -47,7 +47,11 @@ class ChatRequests:
         salt: str | None = None,
         adapter: str | None = None,
     ) -> RequestGroup:
-        """A request whose prompt begins with the ids of earlier turns. Raises RequestError."""
+        """A request whose prompt begins with the ids of earlier turns.
+
+        Raises RequestError, and EngineError when the engine is closed.
+        """
+        self._engine.require_open()
         check_request(params, request_id=request_id, salt=salt, adapter=adapter)
         found = self._engine.adapters.find(adapter) if adapter is not None else None
         namespace = Namespace(found.digest if found is not None else None, salt)

@@ -294,7 +294,7 @@ class Driver:
             if order is not None:
                 with suppress(Exception):
                     order.refuse(reason)
-        self._engine.close()
+        self._engine.close(str(self._ended))
 
 
 class Mailbox:

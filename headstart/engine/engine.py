@@ -95,7 +95,7 @@ class Engine:
         self._hooks = hooks
         self._groups: dict[str, RequestGroup] = {}
         self._open: list[OpenStep] = []  # at most one: a step under way, or to be rolled back
-        self._closed = False
+        self._closed: str | None = None  # why, once it is
 
     @classmethod
     def of_model(
@@ -356,12 +356,15 @@ class Engine:
 
     def require_open(self) -> None:
         """Raise EngineError after `close`."""
-        if self._closed:
-            raise EngineError("the engine is closed")
+        if self._closed is not None:
+            raise EngineError(self._closed)
 
-    def close(self) -> None:
-        """Let go of every request, of threads and of the K/V memory. Idempotent."""
-        self._closed = True
+    def close(self, reason: str = "the engine is closed") -> None:
+        """Let go of every request, of threads and of the K/V memory. Idempotent.
+
+        Later calls raise an EngineError with this reason.
+        """
+        self._closed = self._closed or reason
         self._groups.clear()
         self._open.clear()
         self.adapters.close()

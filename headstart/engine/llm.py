@@ -249,7 +249,7 @@ def _spread(
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams) or not isinstance(params, Sequence):
-        return [cast("SamplingParams", params)] * len(prompts)  # as above
+        return [params] * len(prompts)  # as above
     if len(params) != len(prompts):
         raise RequestError(f"{len(params)} sampling parameters for {len(prompts)} prompts")
     return list(params)

@@ -8,14 +8,13 @@ no block is lost, and the same prompts are answered as by a fresh engine.
 from collections.abc import Iterator
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart import LLM, SamplingParams
 from headstart.engine.engine import Engine
 from headstart.engine.request import RequestGroup
 from headstart.errors import EngineError
 from tests.engine.interruptions import Interruption, first_and_last
+from tests.engine.tiny_llm import make_llm, save_smallest
 
 NUM_BLOCKS = 24
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -27,26 +26,8 @@ ERRORS = (KeyboardInterrupt, MemoryError, RuntimeError)
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=151,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config)
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            torch.nn.init.normal_(weight, 0, weight.shape[-1] ** -0.5)
-    folder = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
-    made = LLM(
-        folder, dtype="float32", num_blocks=NUM_BLOCKS, max_num_batched_tokens=48, num_threads=1
-    )
+    folder = save_smallest(tmp_path_factory.mktemp("model"))
+    made = make_llm(folder, num_blocks=NUM_BLOCKS, max_num_batched_tokens=48)
     yield made
     made.close()
 

@@ -1,0 +1,42 @@
+"""The smallest engine that is one: two layers of 32 in float32 on one thread."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart import LLM
+
+__all__ = ["VOCABULARY", "make_llm", "save_smallest"]
+
+VOCABULARY = 151
+
+
+def save_smallest(folder: Path, poison: int | None = None) -> Path:
+    """Save the model, the same one each time; the embedding of the token `poison` is infinite."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, 0, weight.shape[-1] ** -0.5)
+    if poison is not None:
+        with torch.no_grad():
+            model.model.embed_tokens.weight[poison] = float("inf")
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_llm(folder: Path, **options: Any) -> LLM:
+    """An engine for the saved model; 24 blocks of 16 tokens unless the options say otherwise."""
+    return LLM(folder, **{"dtype": "float32", "num_blocks": 24, "num_threads": 1, **options})

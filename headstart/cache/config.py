@@ -29,7 +29,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     deduplicate: bool = True
     partial_hits: bool = True
-    eviction: str = "empty-first-lru"
+    eviction: str = "adaptive-lru"
     remember: int | None = None
     events: bool = False
 

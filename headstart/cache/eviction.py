@@ -6,10 +6,11 @@ content is lost. A policy never looks into the index and never changes a block's
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice, takewhile
 from types import MappingProxyType
 from typing import Protocol
 
-from headstart.cache.block import KVCacheBlock
+from headstart.cache.block import KVCacheBlock, PrefixNode
 from headstart.cache.free_queue import FreeBlockQueue
 from headstart.errors import ConfigError
 
@@ -78,8 +79,72 @@ class EmptyFirstLru(Lru):
                 self._queue.appendleft(block)
 
 
+class AdaptiveLru(EmptyFirstLru):
+    """As `EmptyFirstLru`, but tails have only as many places as their hits have earned.
+
+    A tail holds fewer rows than a block and is mostly never asked for again, as after one-shot
+    requests; after a turn of a chat it is asked for by the next one. So the policy learns: a
+    tail that is claimed earns room for `EARNED` tails, and one that is lost unused gives back
+    the room of one. Tails within the room wait their turn by recency, like blocks. If there
+    are more, the oldest tails are taken before any whole block. O(1) a block.
+    """
+
+    EARNED = 4
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        super().__init__(blocks)
+        self._num_blocks = len(blocks)
+        self._tails: dict[KVCacheBlock, None] = {}  # oldest first
+        self._room = 0
+
+    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        super().release(blocks)
+        for block in blocks:
+            if block.node.__class__ is PrefixNode:  # of a request, a tail comes before
+                break
+            if block.node is not None:
+                self._tails[block] = None
+
+    def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
+        super().claim(blocks)
+        if not self._tails.keys().isdisjoint(blocks):
+            self._room = min(self._num_blocks, self._room + self.EARNED * self._leave(blocks))
+
+    def take(self, count: int) -> list[KVCacheBlock]:
+        excess = len(self._tails) - self._room
+        if excess <= 0 or count > len(self._queue):
+            taken = self._queue.popleft(count)
+        else:
+            empty = islice(takewhile(lambda block: block.node is None, self._queue), count)
+            taken = list(empty)
+            taken += islice(self._tails, min(excess, count - len(taken)))
+            self._queue.remove_all(taken)
+            taken += self._queue.popleft(count - len(taken))
+        if not self._tails.keys().isdisjoint(taken):
+            self._room = max(0, self._room - self._leave(taken))
+        return taken
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        excess = dict.fromkeys(islice(self._tails, max(0, len(self._tails) - self._room)))
+        blocks = iter(self._queue)
+        for block in blocks:
+            if block.node is not None:
+                blocks = chain([block], blocks)
+                break
+            yield block
+        yield from excess
+        yield from (block for block in blocks if block not in excess)
+
+    def _leave(self, blocks: Sequence[KVCacheBlock]) -> int:
+        """Forget the tails among these blocks; how many there were."""
+        tails = [block for block in blocks if block in self._tails]
+        for block in tails:
+            del self._tails[block]
+        return len(tails)
+
+
 POLICIES: Mapping[str, Callable[[Sequence[KVCacheBlock]], EvictionPolicy]] = MappingProxyType(
-    {"lru": Lru, "empty-first-lru": EmptyFirstLru}
+    {"lru": Lru, "empty-first-lru": EmptyFirstLru, "adaptive-lru": AdaptiveLru}
 )
 
 

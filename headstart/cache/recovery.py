@@ -37,7 +37,8 @@ def rebuild(pool: BlockPool, sequences: Sequence[TokenSequence]) -> None:
         block.prev_free_block = block.next_free_block = block
     pool.free = make_policy(pool.eviction, pool.blocks)
     pool.free.claim(cached)
-    pool.free.release(cached)
+    for block in cached:
+        pool.free.release([block])
     pool.copies = {}
     if pool.names is not None:
         full = [(b.block_id, b.node) for b in cached if b.node.__class__ is PrefixNode]

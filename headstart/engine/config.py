@@ -32,7 +32,7 @@ class EngineConfig:
     max_num_batched_tokens: int = _option(2048, "tokens computed in one step at the most")
     max_num_seqs: int = _option(256, "requests that run at the same time at the most")
     max_overtaken: int = _option(8, "how often a waiting request may be overtaken by better hits")
-    eviction: str = _option("empty-first-lru", "which free block is reused next")
+    eviction: str = _option("adaptive-lru", "which free block is reused next")
     deduplicate: bool = _option(True, "give a block back when it fills with what is cached")
     partial_hits: bool = _option(True, "reuse the head of a block that matches in part")
     share_attention: bool = _option(True, "attend once to what running requests have in common")

@@ -13,6 +13,7 @@ if the sequence is its block's writer, else nowhere.
 from headstart.cache import (
     Allocation,
     ComputedBlocks,
+    KVCacheBlock,
     KVCacheManager,
     RowCopy,
     TokenSequence,
@@ -56,6 +57,7 @@ class NaiveEngine:
 
     def __init__(self, manager: KVCacheManager) -> None:
         self.manager = manager
+        self._spy_on_takes()
         self.config = manager.config
         self.size = manager.block_size
         self.contents = Contents()
@@ -69,6 +71,17 @@ class NaiveEngine:
         self.written: list[tuple[TokenSequence, int, int]] = []  # of the chunks, those that ran
         self.reused: dict[int, int] = {}  # blocks that a sequence hit, by its id
         self.announced: dict[int, TokenSequence] = {}
+
+    def _spy_on_takes(self) -> None:
+        policy = self.manager.pool.free
+        take = policy.take
+
+        def spy(count: int) -> list[KVCacheBlock]:
+            taken = take(count)
+            self.taken = [block.block_id for block in taken]
+            return taken
+
+        policy.take = spy  # type: ignore[method-assign]
 
     # What a lookup should find
 
@@ -144,7 +157,10 @@ class NaiveEngine:
         assert (allocation is None) == (count > len(free)), "short of blocks, or not"
         if allocation is None:
             return None
-        taken = free[:count]
+        taken = self.taken[:count] if count else []
+        if partial is None or self.config.eviction != "adaptive-lru":  # or its room has changed
+            assert taken == free[:count]
+        assert partial is None or len(free) == count or partial.block.block_id not in taken
         self._take(taken)
         self.reused[id(sequence)] = len(hits)
         own = hits + taken

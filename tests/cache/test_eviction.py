@@ -3,10 +3,12 @@
 import pytest
 
 from headstart.cache import CacheConfig, KVCacheBlock, TokenSequence
-from headstart.cache.block import PrefixNode
+from headstart.cache.block import PrefixNode, TailNode
 from headstart.cache.eviction import POLICIES, make_policy
 from headstart.cache.identity import BlockKey
 from headstart.errors import CacheError, ConfigError
+from tests.cache import workloads
+from tests.cache.interruption import Interruption
 from tests.cache.steps import cached_ids, decode, finish, free_ids, hits, make_manager, start
 
 
@@ -24,7 +26,12 @@ def test_a_policy_starts_with_all_blocks_in_order_and_takes_the_first(name: str)
 
 
 @pytest.mark.parametrize(
-    ("name", "order"), [("lru", [0, 4, 3, 2, 1]), ("empty-first-lru", [1, 3, 0, 4, 2])]
+    ("name", "order"),
+    [
+        ("lru", [0, 4, 3, 2, 1]),
+        ("empty-first-lru", [1, 3, 0, 4, 2]),
+        ("adaptive-lru", [1, 3, 0, 4, 2]),
+    ],
 )
 def test_where_released_blocks_go(name: str, order: list[int]) -> None:
     """Blocks 1 and 3 are empty; block 0 was released before, and holds something."""
@@ -39,7 +46,9 @@ def test_where_released_blocks_go(name: str, order: list[int]) -> None:
 
 
 def test_an_unknown_policy_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="'fifo' is not one of lru, empty-first-lru"):
+    with pytest.raises(
+        ConfigError, match="'fifo' is not one of lru, empty-first-lru, adaptive-lru"
+    ):
         make_policy("fifo", [])
     with pytest.raises(ConfigError, match="'fifo' is not one of"):
         CacheConfig(num_blocks=1, eviction="fifo")
@@ -57,7 +66,7 @@ def test_least_recently_used_first_and_last_block_first() -> None:
 
 def test_an_empty_block_is_taken_before_a_cached_one_is_evicted() -> None:
     manager = make_manager(num_blocks=6, partial_hits=False)
-    assert manager.config.eviction == "empty-first-lru"
+    assert manager.config.eviction == "adaptive-lru"
     finish(manager, "first", [1] * 8)  # blocks 0 and 1 stay cached
     finish(manager, "short", [2] * 3)  # block 2 is empty again
     assert free_ids(manager) == [2, 3, 4, 5, 1, 0]
@@ -105,3 +114,53 @@ def test_a_request_never_evicts_its_own_prefix() -> None:
     assert manager.allocate_slots(sequence, 4, found) is not None
     assert sequence.block_ids == [0, 1, 2, 3]
     manager.check()
+
+
+@pytest.mark.parametrize("num_short", [0, 10, 30])
+def test_one_shot_requests_do_not_crowd_out_documents(num_short: int) -> None:
+    """Each leaves a tail of one row, which stood in line like a whole block: .27 for .66."""
+    without = workloads.documents(num_short, partial_hits=False)
+    assert workloads.documents(num_short) >= without
+
+
+@pytest.mark.parametrize("num_blocks", [150, 300, 750])
+def test_chats_keep_the_tails_that_their_next_turns_ask_for(num_blocks: int) -> None:
+    by_recency = workloads.chats(num_blocks, eviction="empty-first-lru")
+    assert workloads.chats(num_blocks) >= by_recency
+    if num_blocks == 750:
+        assert by_recency > workloads.chats(num_blocks, partial_hits=False)
+
+
+def tail(block: KVCacheBlock) -> KVCacheBlock:
+    block.node = TailNode(None, BlockKey(b"x"))
+    return block
+
+
+def test_tails_have_the_room_that_their_hits_have_earned() -> None:
+    blocks = [KVCacheBlock(at) for at in range(10)]
+    policy = make_policy("adaptive-lru", blocks)
+    policy.take(10)
+    whole = blocks[0]
+    whole.node = PrefixNode(None, BlockKey(b"x"))
+    policy.release([whole])
+    for block in blocks[1:8]:
+        policy.release([tail(block)])
+    policy.release(blocks[:7:-1])  # empty
+    assert [block.block_id for block in policy] == [8, 9, 1, 2, 3, 4, 5, 6, 7, 0]
+    policy.claim([blocks[1]])  # a hit: room for four
+    policy.release([blocks[1]])
+    assert [block.block_id for block in policy] == [8, 9, 2, 3, 4, 0, 5, 6, 7, 1]
+    assert policy.take(4) == [blocks[at] for at in (8, 9, 2, 3)]  # two unused: room for two
+    assert [block.block_id for block in policy] == [4, 5, 6, 0, 7, 1]
+
+
+def test_many_tails_over_the_room_cost_each_take_the_same() -> None:
+    """What a take looks at does not grow with the number of tails."""
+    blocks = [KVCacheBlock(at) for at in range(5000)]
+    policy = make_policy("adaptive-lru", blocks)
+    policy.take(5000)
+    for block in blocks:
+        policy.release([tail(block)])
+    with Interruption() as counted:
+        policy.take(1)
+    assert len(counted.lines) < 50

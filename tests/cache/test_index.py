@@ -27,7 +27,7 @@ def numbered(at: int, blocks: int = 4) -> list[int]:
 
 
 @pytest.mark.parametrize("remember", [0, 1, 3, 7])
-@pytest.mark.parametrize("eviction", ["lru", "empty-first-lru"])
+@pytest.mark.parametrize("eviction", ["lru", "empty-first-lru", "adaptive-lru"])
 def test_no_more_than_was_said_is_remembered(remember: int, eviction: str) -> None:
     manager = make_manager(num_blocks=4, partial_hits=False, remember=remember, eviction=eviction)
     for at in range(6):

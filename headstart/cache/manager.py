@@ -35,7 +35,7 @@ from headstart.cache.progress import BlocksInProgress
 from headstart.cache.recovery import rebuild
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
-from headstart.errors import CacheError
+from headstart.errors import CacheError, ConfigError
 
 
 class KVCacheManager:
@@ -47,10 +47,11 @@ class KVCacheManager:
     """
 
     def __init__(self, config: CacheConfig, names: BlockNames | None = None) -> None:
+        """`names` are needed for events alone. Raises ConfigError if they do not fit."""
         remember = config.num_blocks // 4 if config.remember is None else config.remember
         self.config = config
         self.block_size = config.block_size
-        self.names = names or BlockNames(config.block_size)
+        self.names = _check_names(config, names)
         self.stats = PrefixCacheStats()
         self.pool = BlockPool(config.num_blocks, config.eviction, PrefixIndex(remember))
         if config.events:
@@ -377,6 +378,20 @@ class KVCacheManager:
         except BaseException:
             self.pool.events = events
             raise
+
+
+def _check_names(config: CacheConfig, names: BlockNames | None) -> BlockNames:
+    """The names of the manager's blocks. Raises ConfigError if they are another pool's."""
+    if names is None:
+        if config.events:
+            raise ConfigError("events is True, and events tell names; give the manager BlockNames")
+        return BlockNames(config.block_size)
+    if names.block_size != config.block_size:
+        raise ConfigError(
+            f"names of blocks of {names.block_size} tokens do not fit block_size "
+            f"{config.block_size}; both must be the same"
+        )
+    return names
 
 
 def _count_free(blocks: Sequence[KVCacheBlock]) -> int:

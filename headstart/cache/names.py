@@ -23,7 +23,7 @@ class BlockNames:
     """
 
     def __init__(self, block_size: int, model: str = "", digest: Digest = sha256) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self._model = model
         self._digest = digest
 
@@ -52,4 +52,4 @@ class BlockNames:
         return names
 
     def _root(self, namespace: Namespace) -> BlockHash:
-        return root_hash(namespace, self._block_size, self._model, self._digest)
+        return root_hash(namespace, self.block_size, self._model, self._digest)

@@ -11,6 +11,7 @@ from headstart.cache.identity import (
     BlockKey,
     MultiModalItem,
     Namespace,
+    check_text,
     check_token,
     cut_keys,
     encode_tokens,
@@ -25,8 +26,8 @@ class TokenSequence:
     in the blocks, or will be when the step that is under way ends. The other fields belong to
     the manager. Keys are cut once per token, ever: when a block's last token is known.
 
-    Raises CacheError for no tokens, a token id out of range, or items that overlap or stand
-    outside the tokens.
+    Raises CacheError for no tokens, a token id out of range, an adapter or salt with a lone
+    surrogate, or items that overlap or stand outside the tokens.
     """
 
     __slots__ = (
@@ -59,7 +60,7 @@ class TokenSequence:
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(token_ids)
-        self.namespace = Namespace(adapter, salt)
+        self.namespace = Namespace(check_text("adapter", adapter), check_text("salt", salt))
         self.items = _checked(items, len(self.token_ids))  # in order
         if not self.token_ids:
             raise CacheError(f"sequence {request_id!r} has no tokens")

@@ -9,6 +9,7 @@ from headstart.cache import (
     MultiModalItem,
     TokenSequence,
 )
+from tests.cache.interruption import Interruption
 from tests.cache.snapshot import snapshot
 from tests.cache.steps import admit, decode, finish, make_manager, start
 
@@ -150,6 +151,25 @@ def test_adapter() -> None:
     assert explain(manager, LONG) == (MissReason.ADAPTER, 0)
     assert explain(manager, LONG, adapter="other") == (MissReason.ADAPTER, 0)
     assert explain(manager, [1, *LONG], adapter="other") == (MissReason.UNSEEN, 0)
+
+
+@pytest.mark.parametrize("num_shared", [4, 400])
+def test_an_admission_costs_the_same_however_many_adapters_there_are(num_shared: int) -> None:
+    shared = list(range(num_shared))
+
+    def admission_lines(num_adapters: int) -> int:
+        manager = make_manager(num_blocks=(num_adapters + 3) * (num_shared // 4 + 3))
+        for at in range(num_adapters):
+            start(manager, f"{at}", [*shared, 1, 2, 3, 4], adapter=f"{at}")
+        start(manager, "mine", shared, adapter="mine")
+        sequence = TokenSequence("next", [*shared, 1, 2, 3, 4, 5], adapter="mine")
+        with Interruption() as counted:
+            found = manager.get_computed_blocks(sequence)
+            assert manager.allocate_slots(sequence, 5, found) is not None
+        return len(counted.lines)
+
+    assert admission_lines(60) == admission_lines(30)
+    assert admission_lines(30) < admission_lines(0) + 200
 
 
 def test_adapter_counts_where_it_has_more_than_this_one() -> None:

@@ -5,7 +5,7 @@ from types import FrameType
 
 import pytest
 
-from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
+from headstart.cache import TokenSequence
 from headstart.errors import CacheError
 from tests.cache.interruption import Interruption, Line, TinyEngine
 from tests.cache.steps import admit, finish, make_manager, start
@@ -88,8 +88,7 @@ def probes() -> list[TokenSequence]:
 
 
 def make_engine(options: dict[str, object]) -> TinyEngine:
-    config = CacheConfig(**({"num_blocks": 12, "block_size": 4} | options))  # type: ignore[arg-type]
-    return TinyEngine(KVCacheManager(config))
+    return TinyEngine(make_manager(**({"num_blocks": 12} | options)))
 
 
 def points(lines: list[Line], stride: int) -> list[int]:

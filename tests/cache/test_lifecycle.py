@@ -139,6 +139,35 @@ def test_others_are_evicted_while_a_copy_is_held() -> None:
     assert hits(manager, [*PROMPT[:8], 0]) == 8
 
 
+def test_a_freed_copy_lends_its_recency_to_the_block_that_stays() -> None:
+    """The request that held the copy was the last to use the prefix, so it goes last."""
+    manager = make_manager(num_blocks=8, deduplicate=False, partial_hits=False)
+    finish(manager, "old", PROMPT[:8])
+    finish(manager, "other", [1] * 12)
+    sequence = TokenSequence("new, not reading", [*PROMPT[:8], 2, 2, 2])
+    assert manager.allocate_slots(sequence, 11) is not None
+    manager.commit_step()
+    manager.free(sequence)
+    manager.check()
+    finish(manager, "pressure", [3] * 16)
+    assert (hits(manager, [*PROMPT[:8], 2]), hits(manager, [1] * 13)) == (8, 8)
+
+
+def test_copies_are_found_and_lost_in_constant_time() -> None:
+    manager = make_manager(num_blocks=300, deduplicate=False)
+    sequences = [TokenSequence(str(at), PROMPT[:4]) for at in range(280)]
+    for sequence in sequences:
+        assert manager.allocate_slots(sequence, 4) is not None
+    manager.commit_step()
+    [copies] = manager.pool.copies.values()
+    assert isinstance(copies, dict)
+    assert len(copies) == 279
+    for sequence in sequences[::-1]:
+        manager.free(sequence)
+    manager.check()
+    assert manager.pool.copies == {}
+
+
 def test_events_are_not_collected_unless_asked_for() -> None:
     manager = make_manager()
     finish(manager, "one", PROMPT)

@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.cache import BlockNames, KVCacheManager, MultiModalItem, TokenSequence
+from headstart.cache import (
+    BlockNames,
+    CacheConfig,
+    KVCacheManager,
+    MultiModalItem,
+    TokenSequence,
+)
 from headstart.cache.identity import Namespace, root_hash, sha256
+from headstart.errors import CacheError, ConfigError
 from tests.cache.naming import block_names, digest_of_one_bit
 from tests.cache.steps import finish, make_manager, start
 from tests.house.source import ROOT
@@ -126,3 +133,23 @@ def test_hits_do_not_depend_on_names() -> None:
     assert len(tables) == 6
     names = {event.block_hash for event in manager.take_events()}  # type: ignore[union-attr]
     assert names <= {b"\0", b"\1"}
+
+
+def test_names_of_another_block_size_are_refused() -> None:
+    complaint = "names of blocks of 4 tokens do not fit block_size 8; both must be the same"
+    with pytest.raises(ConfigError, match=complaint):
+        KVCacheManager(CacheConfig(num_blocks=2, block_size=8), BlockNames(4))
+
+
+def test_events_without_names_are_refused() -> None:
+    """They would be read as another model's by whoever mirrors several engines."""
+    with pytest.raises(ConfigError, match="give the manager BlockNames"):
+        KVCacheManager(CacheConfig(num_blocks=2, events=True))
+    assert KVCacheManager(CacheConfig(num_blocks=2, events=True), BlockNames(16)).names
+
+
+@pytest.mark.parametrize("what", ["adapter", "salt"])
+def test_what_no_utf8_can_say_is_refused_with_the_sequence(what: str) -> None:
+    """It was admitted, and failed where events were read, which were lost then."""
+    with pytest.raises(CacheError, match=rf"{what} '\\udc80' has no form in UTF-8"):
+        TokenSequence("one", [1], **{what: "\udc80"})  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ class CacheConfig:
     partial_hits: reuse the head of a block that matches in part, by copying its rows.
     eviction: which free block is reused next, see `headstart.cache.eviction`.
     remember: evicted identities kept to tell "evicted" from "never seen"; by default one for
-        every four blocks.
+        every ten blocks.
     events: collect `BlockStored`, `BlockEvicted` and `AllBlocksCleared`.
 
     Raises ConfigError.

@@ -107,7 +107,7 @@ class AdaptiveLru(EmptyFirstLru):
 
     def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
         super().claim(blocks)
-        if not self._tails.keys().isdisjoint(blocks):
+        if self._tails and not self._tails.keys().isdisjoint(blocks):
             self._room = min(self._num_blocks, self._room + self.EARNED * self._leave(blocks))
 
     def take(self, count: int) -> list[KVCacheBlock]:
@@ -120,7 +120,7 @@ class AdaptiveLru(EmptyFirstLru):
             taken += islice(self._tails, min(excess, count - len(taken)))
             self._queue.remove_all(taken)
             taken += self._queue.popleft(count - len(taken))
-        if not self._tails.keys().isdisjoint(taken):
+        if self._tails and not self._tails.keys().isdisjoint(taken):
             self._room = max(0, self._room - self._leave(taken))
         return taken
 

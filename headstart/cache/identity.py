@@ -184,9 +184,14 @@ def common_tokens(left: BlockKey, right: BlockKey) -> int:
 
 
 def _common_bytes(left: bytes, right: bytes) -> int:
-    if left.startswith(right) or right.startswith(left):
-        return min(len(left), len(right))
-    return next(at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
+    """Number of bytes before the first difference, by the lowest bit in which they differ."""
+    shorter = min(len(left), len(right))
+    difference = int.from_bytes(left[:shorter], "little") ^ int.from_bytes(
+        right[:shorter], "little"
+    )
+    if not difference:
+        return shorter
+    return ((difference & -difference).bit_length() - 1) // 8
 
 
 def differs_in_item(left: BlockKey, right: BlockKey) -> bool:

@@ -24,14 +24,14 @@ from headstart.cache.identity import BlockKey, Namespace
 class PrefixIndex:
     """All prefix identities that are cached, or were until lately.
 
-    `unwritten` has the blocks that the step under way fills, in order: they have a name and can
-    be hit, but nothing may be copied from them, and the name goes if the step fails. A block
-    is put there before it gets its name.
+    `unwritten` has the blocks that the step under way fills: they have a name and can be hit,
+    but nothing may be copied from them, and the name goes if the step fails. A block is put
+    there before it gets its name.
     """
 
     def __init__(self, remember: int) -> None:
         self.remember = remember
-        self.unwritten: dict[KVCacheBlock, None] = {}
+        self.unwritten: set[KVCacheBlock] = set()
         self._unlisted: list[PrefixNode] = []  # unwritten siblings, in no `order` yet
         self._roots: dict[str | None, dict[str | None, RootNode]] = {}  # by salt, by adapter
         self._evicted: deque[PrefixNode] = deque()
@@ -195,11 +195,11 @@ class PrefixIndex:
         for block in blocks:
             node = block.node
             assert node is not None
-            assert node.parent is not None
             node.block = block.node = None
-            branches = node.parent.child
-            if isinstance(branches, Branches):
-                _unlist(node, branches.order)
+            parent = node.parent
+            assert parent is not None
+            if parent.child is not node and isinstance(parent.child, Branches):
+                _unlist(node, parent.child.order)
             if node.__class__ is TailNode:
                 self._prune(node)
                 continue

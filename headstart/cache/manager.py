@@ -48,7 +48,7 @@ class KVCacheManager:
 
     def __init__(self, config: CacheConfig, names: BlockNames | None = None) -> None:
         """`names` are needed for events alone. Raises ConfigError if they do not fit."""
-        remember = config.num_blocks // 4 if config.remember is None else config.remember
+        remember = config.num_blocks // 10 if config.remember is None else config.remember
         self.config = config
         self.block_size = config.block_size
         self.names = _check_names(config, names)
@@ -275,7 +275,8 @@ class KVCacheManager:
         self._is_whole = False
         failed = [s for s in self._sequences.values() if s.step == self._step]
         index = self.pool.index
-        self.pool.forget([block for block in index.unwritten if block.node is not None])
+        filled = dict.fromkeys(b for s in failed for b in s.blocks if b in index.unwritten)
+        self.pool.forget(list(filled))
         index.commit()
         self._step += 1
         for sequence in failed:
@@ -334,7 +335,7 @@ class KVCacheManager:
         self.pool.drop([b for b in computed if b.node is not None and not b.ref_cnt])
         for block in computed:
             if block.node is None:
-                index.unwritten.pop(block, None)
+                index.unwritten.discard(block)
         self._is_whole = True
 
     def _check_known(self, sequence: TokenSequence) -> None:

@@ -93,7 +93,7 @@ class BlockPool:
 
     def store(self, node: PrefixNode, block: KVCacheBlock) -> None:
         """The block gets the node's content in this step, as a copy if it is not the first."""
-        self.index.unwritten[block] = None
+        self.index.unwritten.add(block)
         if node.block is not None:
             block.node = node
             self.copies.setdefault(node, {})[block] = None
@@ -106,7 +106,7 @@ class BlockPool:
         self, parent: PrefixNode, keys: Sequence[BlockKey], blocks: Sequence[KVCacheBlock]
     ) -> PrefixNode:
         """Store blocks one after another under a node without children; the last one's node."""
-        self.index.unwritten.update(dict.fromkeys(blocks))
+        self.index.unwritten.update(blocks)
         end = self.index.grow(parent, keys, blocks)
         if self.names is not None:
             for block in blocks:

@@ -38,7 +38,7 @@ def snapshot(manager: KVCacheManager, *others: TokenSequence) -> tuple[object, .
         tuple(pool.index._evicted),
         tuple(_of_sequence(sequence) for sequence in (*manager.sequences, *others)),
         dict(manager._in_progress._by_block),
-        (tuple(pool.index.unwritten), tuple(pool.index._unlisted)),
+        (frozenset(pool.index.unwritten), tuple(pool.index._unlisted)),
         (stats.requests, stats.queried_tokens, stats.hit_tokens, dict(stats.missed)),
         (stats.resumed_requests, stats.resumed_queried_tokens, stats.resumed_hit_tokens),
     )

@@ -101,7 +101,7 @@ def test_token_where_the_closest_of_several_differs() -> None:
 
 
 def test_evicted() -> None:
-    manager = make_manager(num_blocks=5, partial_hits=False)
+    manager = make_manager(num_blocks=5, partial_hits=False, remember=2)
     finish(manager, "first", LONG)
     finish(manager, "other", list(range(16)))  # takes the two empty blocks, then 2 and 1
     assert explain(manager, [*LONG, 0]) == (MissReason.EVICTED, 4)

@@ -1,5 +1,7 @@
 """What makes two blocks the same: keys, frames around items, and their common heads."""
 
+from collections.abc import Callable
+
 import numpy
 import pytest
 from hypothesis import given
@@ -8,6 +10,8 @@ from hypothesis import strategies as st
 from headstart.cache import ExtraKey, MultiModalItem, TokenSequence, extra_keys
 from headstart.cache.identity import (
     MAX_TOKEN_ID,
+    BlockKey,
+    _common_bytes,
     common_tokens,
     count_tokens,
     cut_keys,
@@ -15,6 +19,7 @@ from headstart.cache.identity import (
     encode_tokens,
 )
 from headstart.errors import CacheError
+from tests.cache.interruption import Interruption
 from tests.cache.naming import block_key
 
 # The reference's prompt: <s>[INST]What's in this image?\n, 41 placeholders, [/INST].
@@ -214,3 +219,46 @@ def test_an_item_may_come_while_a_sequence_grows_but_not_for_what_is_named() -> 
         plain.add_item(MultiModalItem(b"x", 3, 2), 4)
     with pytest.raises(CacheError, match="comes too late"):
         given.add_item(MultiModalItem(b"x", 3, 4), 4)
+
+
+@given(st.binary(min_size=1, max_size=40), st.binary(min_size=1, max_size=40))
+def test_the_common_head_of_two_keys_is_what_a_loop_finds(left: bytes, right: bytes) -> None:
+    for a, b in ((left, right), (left, left + right), (left + right, left)):
+        pairs = enumerate(zip(a, b, strict=False))
+        expected = next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))
+        assert _common_bytes(a, b) == expected
+
+
+def lines_of(action: Callable[[], object]) -> int:
+    with Interruption() as counted:
+        action()
+    return len(counted.lines)
+
+
+def test_a_common_head_is_found_without_a_loop_over_bytes() -> None:
+    short, long = (BlockKey(bytes(4 * count)) for count in (16, 2048))
+    other_short, other_long = BlockKey(short[:-1] + b"x"), BlockKey(long[:-1] + b"x")
+    assert lines_of(lambda: common_tokens(long, other_long)) == lines_of(
+        lambda: common_tokens(short, other_short)
+    )
+
+
+def test_cutting_a_block_looks_at_its_own_items_alone() -> None:
+    def lines(num_items: int) -> int:
+        tokens = [0] * (4 * num_items + 3)
+        items = [MultiModalItem(b"x", 4 * at, 2) for at in range(num_items)]
+        sequence = TokenSequence("one", tokens, items=items)
+        sequence.cut(4)
+        sequence.append(1)
+        return lines_of(lambda: sequence.cut(4))
+
+    assert lines(2000) - lines(2) < 60  # two bisections
+
+
+def test_adding_an_item_does_not_copy_those_before() -> None:
+    sequence = TokenSequence("one", [0])
+    items = sequence.items
+    for at in range(1, 9):
+        sequence.add_item(MultiModalItem(b"x", at, 1), 16)
+    assert sequence.items is items
+    assert len(items) == 8

@@ -36,9 +36,9 @@ def test_no_more_than_was_said_is_remembered(remember: int, eviction: str) -> No
         assert evicted_nodes(manager) == min(remember, 4 * at)
 
 
-def test_a_quarter_of_the_blocks_are_remembered_by_default() -> None:
-    manager = make_manager(num_blocks=8, partial_hits=False)
-    for at in range(6):
+def test_a_tenth_of_the_blocks_are_remembered_by_default() -> None:
+    manager = make_manager(num_blocks=20, partial_hits=False)
+    for at in range(12):
         finish(manager, f"request {at}", numbered(at))
     assert evicted_nodes(manager) == 2
 

@@ -66,11 +66,11 @@ def renumber_a_block(manager: KVCacheManager) -> None:
 
 
 def fill_without_a_name(manager: KVCacheManager) -> None:
-    manager.pool.index.unwritten[half(manager).blocks[-1]] = None
+    manager.pool.index.unwritten.add(half(manager).blocks[-1])
 
 
 def fill_what_nobody_holds(manager: KVCacheManager) -> None:
-    manager.pool.index.unwritten[list(manager.pool.free)[-1]] = None
+    manager.pool.index.unwritten.add(list(manager.pool.free)[-1])
 
 
 def name_a_block_beside_the_index(manager: KVCacheManager) -> None:

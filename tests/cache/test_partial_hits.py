@@ -5,6 +5,7 @@ from headstart.cache import (
     RowCopy,
     TokenSequence,
 )
+from tests.cache.interruption import Interruption
 from tests.cache.steps import (
     admit,
     cached_ids,
@@ -181,3 +182,17 @@ def test_only_a_block_of_the_step_under_way_is_no_head() -> None:
     assert hits(manager, [1, 2, 3, 6]) == 0
     manager.commit_step()
     assert hits(manager, [1, 2, 3, 6]) == 3
+
+
+def test_an_admission_does_not_look_at_the_unwritten_siblings_of_its_step() -> None:
+    def lines(num_others: int) -> int:
+        manager = make_manager(num_blocks=2 * num_others + 10)
+        for at in range(num_others):
+            other = TokenSequence(f"{at}", [1000 + at] * 5)
+            assert manager.allocate_slots(other, 5, manager.get_computed_blocks(other)) is not None
+        sequence = TokenSequence("next", [7] * 5)
+        with Interruption() as counted:
+            assert manager.allocate_slots(sequence, 5, manager.get_computed_blocks(sequence))
+        return len(counted.lines)
+
+    assert lines(400) == lines(4)

@@ -22,7 +22,10 @@ COMPILER = os.environ.get("CXX", "g++")
 FLAGS = ("-O1", "-g", "-fPIC", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 TESTS = (
     *("tests/native", "tests/attention", "tests/engine/test_paths.py"),
-    *(f"tests/models/test_{name}.py" for name in ("likeliest", "packed", "plain", "swap", "lora")),
+    *(
+        f"tests/models/test_{name}.py"
+        for name in ("likeliest", "packed", "plain", "fused", "swap", "lora", "nonfinite")
+    ),
 )
 
 

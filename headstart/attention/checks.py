@@ -60,11 +60,12 @@ def check_plan(plan: StepPlan, memory: PagedKVMemory) -> None:
 
 def check_rows(rows: RowShapes, layout: LayerLayout, tokens: int) -> None:
     """Raise `EngineError` unless these are rows for a layer of this layout, one for each token."""
-    expected = RowShapes(tokens, rows.heads, *_widths(layout))
-    if rows != expected or rows.heads < 1 or rows.heads % layout.kv_heads != 0:
+    expected, heads = (layout.kv_heads, layout.key_dim, layout.value_dim), rows.heads
+    fits = rows.tokens == tokens and rows[2:] == expected
+    if not fits or heads < 1 or heads % layout.kv_heads != 0:
         raise EngineError(
-            f"attention was given {rows}; this step and layer take {expected}, with heads a "
-            f"multiple of {layout.kv_heads}"
+            f"attention was given {rows}; this step and layer take "
+            f"{RowShapes(tokens, heads, *expected)}, with heads a multiple of {layout.kv_heads}"
         )
 
 
@@ -80,13 +81,11 @@ def row_shapes(query: Tensor, key: Tensor, value: Tensor) -> RowShapes:
     """The shapes of a layer's rows; raises `EngineError` where they contradict one another."""
     if query.dim() == key.dim() == value.dim() == 3:
         tokens, heads, key_dim = query.shape
-        if key.shape[::2] == (tokens, key_dim) and value.shape[:2] == key.shape[:2]:
-            return RowShapes(tokens, heads, key.shape[1], key_dim, value.shape[2])
+        key_tokens, kv_heads, width = key.shape
+        value_tokens, value_heads, value_dim = value.shape
+        if tokens == key_tokens == value_tokens and kv_heads == value_heads and width == key_dim:
+            return RowShapes(tokens, heads, kv_heads, key_dim, value_dim)
     raise EngineError(
         f"queries {list(query.shape)}, keys {list(key.shape)} and values {list(value.shape)} are "
         "not [tokens, heads, key_dim], [tokens, kv_heads, key_dim], [tokens, kv_heads, value_dim]"
     )
-
-
-def _widths(layout: LayerLayout) -> tuple[int, int, int]:
-    return layout.kv_heads, layout.key_dim, layout.value_dim

@@ -9,7 +9,7 @@ import ctypes
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headstart.attention.backend import AttentionOptions, CompiledCall, RowShapes
 from headstart.attention.checks import (
@@ -211,13 +211,9 @@ def _make_call(memory: PagedKVMemory, layer: int) -> CallStruct | None:
 
 
 def _is_bf16(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel takes these; a subclass of Tensor need not have its numbers in memory."""
-    return all(
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.dtype == torch.bfloat16
-        and tensor.device.type == "cpu"
-        for tensor in (query, key, value)
-    )
+    """Whether the kernel takes these: bfloat16 on the CPU."""
+    same = query.dtype == key.dtype == value.dtype == torch.bfloat16
+    return same and query.is_cpu and key.is_cpu and value.is_cpu
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:

@@ -205,9 +205,12 @@ def _isolate_nonfinite(keys: Tensor, values: Tensor) -> None:
     """Keep values that are not finite from rows that do not see them; changes both in place.
 
     A weight of 0 times such a value is NaN. So the value becomes zeros and its key NaN: the score
-    is then NaN for every row that sees it, and masked for every other row.
+    is then NaN for every row that sees it, and masked for every other row. To ask whether there is
+    one is cheap on a CPU alone: another device would have to be waited for.
     """
     found = _zero_if_finite(values, (-1,)).isnan().unsqueeze(-1)
+    if found.is_cpu and not found.any():
+        return
     keys.masked_fill_(found, torch.nan)
     values.masked_fill_(found, 0.0)
 

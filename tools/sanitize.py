@@ -37,19 +37,24 @@ def main(arguments: list[str]) -> int:
             shutil.copytree(ROOT / part, folder / part)
         shutil.copy(ROOT / "pyproject.toml", folder)
         build(folder)
-        found = subprocess.run(
-            [COMPILER, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-        )
+        # libstdc++ too, or the sanitizer ends the run at the first exception that torch throws.
+        preloaded = [find_library(name) for name in ("libasan.so", "libstdc++.so.6")]
         environment = {
             **os.environ,
             "PYTHONPATH": str(folder),
-            "LD_PRELOAD": found.stdout.strip(),
+            "LD_PRELOAD": " ".join(preloaded),
             "ASAN_OPTIONS": "detect_leaks=0",  # Python's own are many
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "OMP_NUM_THREADS": "2",
         }
         command = [sys.executable, "-m", "pytest", "--capture=sys", *(arguments or TESTS)]
         return subprocess.run(command, cwd=folder, env=environment).returncode
+
+
+def find_library(name: str) -> str:
+    """Where the compiler has one of its own libraries."""
+    command = [COMPILER, f"-print-file-name={name}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def build(folder: Path) -> None:

@@ -101,6 +101,8 @@ class EngineStage:
         self._states: dict[str, _State] = {}
         self._unprompted: dict[str, _State] = {}
         self._events: list[Event] = []
+        self._torn: frozenset[str] = frozenset()
+        """Requests of which some rows may be lost: `computed` did not end."""
         self.engine = Engine.of_model(decoder, tokenizer, config, self)
 
     # Stage
@@ -140,6 +142,7 @@ class EngineStage:
             results = self.engine.step()
             for group, error in results:
                 self._deliver(group, error)
+            self._end_torn()
             self._follow(results)
         self._decoder.take_passes()  # those of a step that failed
         seconds = time.perf_counter() - start
@@ -161,6 +164,17 @@ class EngineStage:
         state = self._states.get(request_id)
         return state.group.output() if state is not None and state.group is not None else None
 
+    def recover(self) -> None:
+        for request_id in list(self._states):
+            self.engine.abort(request_id)
+        self.engine.manager.fail_step()  # one that was interrupted while it was scheduled
+        self.rows.recover()
+        self._decoder.take_passes()
+        self._unprompted.clear()
+        self._events.clear()
+        self._torn = frozenset()
+        self._states.clear()
+
     def reset_cache(self) -> None:
         self.engine.manager.reset_prefix_cache()
 
@@ -180,11 +194,13 @@ class EngineStage:
 
     def computed(self, batch: Batch) -> None:
         parts = [Part(part.request.sequence, part.start, part.stop) for part in batch.scheduled]
-        outputs = self._join(parts, self._decoder.take_passes())
-        self.ran(batch, outputs)
         names = {part.request.sequence: part.request.group.request_id for part in batch.scheduled}
+        outputs = self._join(parts, self._decoder.take_passes())
+        self._torn = frozenset(names.values())
+        self.ran(batch, outputs)
         for sequence, chunk in self.rows.computed(parts, outputs):
             self._events.append(Given(names[sequence], chunk))
+        self._torn = frozenset()
 
     # For stages that do more
 
@@ -219,6 +235,13 @@ class EngineStage:
                 reason = EngineError(f"{type(error).__name__}: {error}")
                 reason.__cause__ = error
                 self._fail(name, reason)
+
+    def _end_torn(self) -> None:
+        """End requests whose rows were not all handed on, though their engine lets them go on."""
+        for name in self._torn & self._states.keys():
+            self.engine.abort(name)
+            self._fail(name, EngineError("its rows were lost when a step failed"))
+        self._torn = frozenset()
 
     def _is_ready(self, state: _State) -> bool:
         sequence = state.sequence
@@ -299,10 +322,10 @@ class EngineStage:
     def _fail(self, request_id: str, error: HeadstartError) -> None:
         self._unprompted.pop(request_id, None)
         self._forget(request_id)
-        self._events = [event for event in self._events if event.request_id != request_id]
         self._events.append(Failed(request_id, error))
 
     def _forget(self, request_id: str) -> None:
         state = self._states.pop(request_id)
+        self._events = [event for event in self._events if event.request_id != request_id]
         if state.sequence is not None:
             self.rows.close(state.sequence)

@@ -101,6 +101,9 @@ class _FunctionStage:
     def peek(self, request_id: str) -> object:
         return None
 
+    def recover(self) -> None:
+        self._states.clear()
+
     def reset_cache(self) -> None:
         """What it gave is in the pipeline's store alone."""
 

@@ -110,25 +110,33 @@ class Omni:
         """Answer prompts, one or many, together; outputs in the order of the prompts.
 
         cache_salt: prompts of different salts share nothing. Raises RequestError before any work,
-        for all if one is bad; EngineError when a stage failed.
+        for all if one is bad; EngineError when a stage failed, and after `close`.
         """
+        self.pipeline.require_open()
         requests = [
             self._request(prompt, params or OmniParams(), cache_salt)
             for prompt in _as_list(prompts)
         ]
-        running: list[Progress] = []
         try:
-            for request in requests:
-                running.append(self.pipeline.submit(request))
-            while any(progress.finish_reason is None for progress in running):
-                self.pipeline.step()
-                for progress in running:
-                    if progress.error is not None:
-                        raise progress.error
-        finally:
+            try:
+                return self._answer(requests)
+            finally:
+                self._forget(requests)
+        finally:  # an interruption may have come just before the first
+            self._forget(requests)
+
+    def _answer(self, requests: Sequence[OmniRequest]) -> list[OmniOutput]:
+        running = [self.pipeline.submit(request) for request in requests]
+        while any(progress.finish_reason is None for progress in running):
+            self.pipeline.step()
             for progress in running:
-                self.pipeline.abort(progress.request.request_id)
+                if progress.error is not None:
+                    raise progress.error
         return [self._output(progress) for progress in running]
+
+    def _forget(self, requests: Sequence[OmniRequest]) -> None:
+        for request in requests:
+            self.pipeline.abort(request.request_id)
 
     def stream(
         self,
@@ -139,24 +147,30 @@ class Omni:
     ) -> Generator[OmniOutput]:
         """Outputs of one prompt as it is answered, each with all so far.
 
-        Closing the iterator aborts the request.
+        Closing the iterator aborts the request. Raises what `generate` does.
         """
+        self.pipeline.require_open()
         request = self._request(prompt, params or OmniParams(), cache_salt)
         return self._stream(request)
 
     def _stream(self, request: OmniRequest) -> Generator[OmniOutput]:
-        progress = self.pipeline.submit(request)
         try:
+            progress = self.pipeline.submit(request)
             while progress.finish_reason is None:
-                if progress in self.pipeline.step():
-                    if progress.error is not None:
-                        raise progress.error
+                if progress in self.pipeline.step() and progress.finish_reason is None:
                     yield self._output(progress)
+            if progress.error is not None:
+                raise progress.error
+            yield self._output(progress)  # also if another call's steps brought it to its end
         finally:
-            self.pipeline.abort(request.request_id)
+            self._forget([request])
 
     def reset_cache(self) -> bool:
-        """Forget everything cached; False, and nothing done, while a request runs."""
+        """Forget everything cached; False, and nothing done, while a request runs.
+
+        Raises EngineError after `close`.
+        """
+        self.pipeline.require_open()
         if self.pipeline.has_unfinished:
             return False
         self.cache.clear()

@@ -86,10 +86,12 @@ class OutputCache:
         self._bytes = 0
         self._written = self._evicted = self._refused = 0
         self._places: Counter[str] = Counter()
+        self._changing = False  # also after a change that was interrupted: it is mended by the next
 
     @property
     def stats(self) -> OutputCacheStats:
         """What it holds now, and counts since it was made."""
+        self._mend()
         return OutputCacheStats(
             len(self._order), self._bytes, self._written, self._evicted, self._refused
         )
@@ -129,6 +131,7 @@ class OutputCache:
             if node is None:
                 break
             on_path.append(node)
+        self._mend()
         for node in reversed(on_path):
             for name in node.rows:
                 self._order.move_to_end((node, name))
@@ -147,6 +150,8 @@ class OutputCache:
         in `rows`. While one of them is missing the block is no hit. An entry that is there stays
         as it is.
         """
+        self._mend()
+        self._changing = True
         node = self._make(path, index)
         node.needed = frozenset(rows if needed is None else needed)
         for name, tensor in rows.items():
@@ -165,21 +170,28 @@ class OutputCache:
             self._bytes += size
             self._written += 1
         self._prune(node)
+        self._changing = False
 
     def drop(self, stage: str, name: str) -> None:
         """Forget all rows of one output: it turned out to be something else."""
+        self._mend()
+        self._changing = True
         for node, entry in [key for key in self._order if key[1] == name]:
             if self._stage_of(node) == stage:
                 self._remove(node, entry)
+        self._changing = False
 
     def clear(self) -> None:
         """Forget everything."""
+        self._changing = True
         self._root = _Node(None, None)
         self._order.clear()
         self._bytes = 0
+        self._changing = False
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
+        self._mend()
         assert self._bytes <= self.max_bytes, f"{self._bytes} of {self.max_bytes} bytes"
         assert self._bytes == sum(self._order.values()), "the bytes are counted wrong"
         found = {}
@@ -193,6 +205,29 @@ class OutputCache:
                 found[node, name] = rows.nbytes + ENTRY_BYTES
                 assert rows.untyped_storage().nbytes() == rows.nbytes, "rows hold more than theirs"
         assert found == dict(self._order), "the order is not that of the rows"
+
+    def _mend(self) -> None:
+        """Complete a change that was interrupted: forget rows that are not in the order yet.
+
+        Whatever was found meanwhile was right, since a block's rows enter it one whole output at a
+        time, and it is no hit until all that are needed are there.
+        """
+        if not self._changing:
+            return
+        todo, nodes = [self._root], []
+        while todo:
+            nodes.append(todo.pop())
+            todo += nodes[-1].children.values()
+        for node in nodes:
+            node.rows = {
+                name: rows for name, rows in node.rows.items() if (node, name) in self._order
+            }
+        here = {(node, name) for node in nodes for name in node.rows}
+        self._order = OrderedDict(item for item in self._order.items() if item[0] in here)
+        self._bytes = sum(self._order.values())
+        for leaf in [node for node in nodes if not node.children]:
+            self._prune(leaf)
+        self._changing = False
 
     def _whole(self, path: BlockPath, start: int) -> Iterator[_Node]:
         node: _Node | None = self._root.children.get((path.stage, path.namespace))

@@ -115,25 +115,28 @@ class AlignmentDetector:
         self._lengths: dict[str, set[int]] = {}
         self._refuted: set[str] = set()
 
-    def observe(
-        self, outputs: Mapping[str, Tensor], num_tokens: int, num_requests: int
-    ) -> list[str]:
-        """Look at what one pass over `num_tokens` of `num_requests` gave.
+    def refutes(self, outputs: Mapping[str, Tensor], num_tokens: int) -> list[str]:
+        """The outputs that are trusted, and that a pass over `num_tokens` refutes.
 
-        Returns the outputs that were trusted until now and are refuted: what was kept of them is
-        of no use.
+        What was kept of them is of no use. Changes nothing.
         """
-        fallen = []
+        return [
+            name
+            for name, tensor in outputs.items()
+            if name not in self._declared
+            and self.is_by_token(name)
+            and not _has_rows(tensor, num_tokens)
+        ]
+
+    def observe(self, outputs: Mapping[str, Tensor], num_tokens: int, num_requests: int) -> None:
+        """Look at what one pass over `num_tokens` of `num_requests` gave."""
         for name, tensor in outputs.items():
             if name in self._declared or name in self._refuted:
                 continue
-            if tensor.ndim < 1 or tensor.shape[0] != num_tokens:
-                if self.is_by_token(name):
-                    fallen.append(name)
+            if not _has_rows(tensor, num_tokens):
                 self._refuted.add(name)
             elif num_tokens > num_requests:
                 self._lengths.setdefault(name, set()).add(num_tokens)
-        return fallen
 
     def is_by_token(self, name: str) -> bool:
         """Whether the output's rows belong to tokens, by declaration or by two lengths."""
@@ -151,3 +154,7 @@ class AlignmentDetector:
         """Rows a token."""
         found = self._declared.get(name)
         return found.ratio if found is not None else 1
+
+
+def _has_rows(tensor: Tensor, count: int) -> bool:
+    return tensor.ndim > 0 and tensor.shape[0] == count

@@ -6,6 +6,10 @@ same time, and a talker speaks while its thinker still thinks. Synchronous, one 
 
 What goes wrong in one stage, for one request, ends that request in all of them: nothing of it is
 held anywhere, and the others go on.
+
+A call that is interrupted (by Ctrl-C, or for want of memory) may leave any stage half changed. It
+is known by a mark that only a call's end takes away. The next call finds it, and ends all requests
+in all stages with an EngineError before it does its own work; what is cached stays.
 """
 
 import time
@@ -61,6 +65,8 @@ class Pipeline:
             stage.limit_to({known.output for known in used if known.stage == name})
         self._collects = frozenset(collects)
         self._requests: dict[str, Progress] = {}
+        self._changing = False
+        self._closed = False
 
     def _check_given(self, taken: Input, who: str) -> None:
         source = self.stages.get(taken.stage)
@@ -74,6 +80,8 @@ class Pipeline:
 
     def submit(self, request: OmniRequest) -> Progress:
         """Take a request in. Raises RequestError; nothing is kept of it then."""
+        self.require_open()
+        self._recover()
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use")
         unknown = sorted(
@@ -86,9 +94,11 @@ class Pipeline:
             stage.check(request)
         names = {stage.spec.name for stage in taking_part}
         progress = Progress(request, time.perf_counter(), names)
+        self._changing = True
         self._requests[request.request_id] = progress
         for stage in taking_part:
             stage.open(request)
+        self._changing = False
         return progress
 
     def _taking_part(self, request: OmniRequest) -> list[Stage]:
@@ -103,13 +113,22 @@ class Pipeline:
 
     def abort(self, request_id: str) -> Progress | None:
         """Forget a request in every stage; what it has so far, or None if it is not here."""
+        self._recover()
         progress = self._requests.get(request_id)
         if progress is not None:
+            self._changing = True
             self._end(progress, "abort")
+            self._changing = False
         return progress
 
     def step(self) -> list[Progress]:
-        """A step of each stage that has work; the requests that moved."""
+        """A step of each stage that has work; the requests that moved.
+
+        Raises EngineError after `close`, and whatever interrupts it, such as KeyboardInterrupt.
+        """
+        self.require_open()
+        self._recover()
+        self._changing = True
         moved: dict[Progress, None] = {}
         busy = False
         for stage in self._order:
@@ -123,14 +142,34 @@ class Pipeline:
                     self._handle(stage.spec.name, progress, event)
         if self._requests and not busy:
             raise EngineError(f"{len(self._requests)} requests wait, and no stage has work")
+        self._changing = False
         return list(moved)
 
     def close(self) -> None:
-        """End every request and let go of all stages."""
-        for request_id in list(self._requests):
-            self.abort(request_id)
+        """End every request with an EngineError and let go of all stages. May be called again."""
+        if not self._closed:
+            self._changing = True
+            self._recover("the pipeline is closed")
+            for stage in self._order:
+                stage.close()
+            self._closed = True
+
+    def require_open(self) -> None:
+        """Raise EngineError after `close`."""
+        if self._closed:
+            raise EngineError("the pipeline is closed")
+
+    def _recover(self, reason: str = "a call of the pipeline was interrupted") -> None:
+        """End all requests if a call did not come to its end. May be interrupted itself."""
+        if not self._changing:
+            return
         for stage in self._order:
-            stage.close()
+            stage.recover()
+        for progress in self._requests.values():
+            progress.error = progress.error or EngineError(reason)
+            progress.finish_reason = "error"
+        self._requests.clear()
+        self._changing = False
 
     def _handle(self, source: str, progress: Progress, event: Event) -> None:
         now = time.perf_counter() - progress.arrival_time

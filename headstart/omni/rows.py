@@ -129,6 +129,10 @@ class StageRows:
             self._cache.touch(self._path(sequence, len(sequence.keys)))
         return request.hit_rows
 
+    def recover(self) -> None:
+        """Forget every request. What is kept of them stays: it was whole when it was kept."""
+        self._requests.clear()
+
     def watermark(self, sequence: TokenSequence) -> int:
         """Tokens whose rows were handed on."""
         return self._requests[sequence].watermark
@@ -216,9 +220,10 @@ class StageRows:
             for name, rows in outputs.items()
             if self._is_taken(name) and (self._find_outputs or name in self._outputs)
         }
-        for name in self._detector.observe(outputs, num_tokens, len(parts)):
-            if self._cache is not None:
+        if self._cache is not None:
+            for name in self._detector.refutes(outputs, num_tokens):
                 self._cache.drop(self._stage, name)
+        self._detector.observe(outputs, num_tokens, len(parts))
         named = {
             name: rows
             for name, rows in outputs.items()

@@ -190,6 +190,10 @@ class Stage(Protocol):
         """What beside rows a user may want of a request that runs, None if there is nothing."""
         ...
 
+    def recover(self) -> None:
+        """Forget every request, however far an interrupted call came. May be called again."""
+        ...
+
     def reset_cache(self) -> None:
         """Forget what is kept of requests that are gone. Not while one runs."""
         ...

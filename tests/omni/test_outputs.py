@@ -8,7 +8,9 @@ from headstart.omni.outputs import Alignment, AlignmentDetector, Kind, Output, p
 
 
 def look(detector: AlignmentDetector, rows: int, tokens: int, requests: int = 1) -> list[str]:
-    return detector.observe({"x": torch.zeros(rows, 3)}, tokens, requests)
+    refuted = detector.refutes({"x": torch.zeros(rows, 3)}, tokens)
+    detector.observe({"x": torch.zeros(rows, 3)}, tokens, requests)
+    return refuted
 
 
 def test_one_length_is_not_enough_and_two_are() -> None:

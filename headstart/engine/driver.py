@@ -65,8 +65,9 @@ class Driver:
         self._engine = engine
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._followed: dict[str, _Followed] = {}
-        # Reentrant, since the garbage collector may close a stream while its thread is in here.
-        self._lock = threading.RLock()
+        # Only for callers, so that none of them can hold up the engine's thread. Reentrant, since
+        # the garbage collector may close a stream while its thread is in here.
+        self._starting = threading.RLock()
         self._thread: threading.Thread | None = None
         self._ended: EngineError | None = None  # why no order is taken any more
 
@@ -134,8 +135,8 @@ class Driver:
         """Why the engine takes no orders any more."""
         if self._ended is None:
             return EngineError(
-                "the engine's thread is not there; an engine cannot be used in a process that "
-                "was forked after its first request"
+                "the engine's thread is not there: it broke, or this process was forked after the "
+                "engine's first request; load the model anew"
             )
         error = EngineError(str(self._ended))
         error.__cause__ = self._ended.__cause__
@@ -143,36 +144,40 @@ class Driver:
 
     def close(self) -> None:
         """End every request with an EngineError, stop the thread, close the engine. Idempotent."""
-        with self._lock:
-            thread = self._thread
-            if self._ended is None:
-                self._ended = EngineError("the engine is closed")
-                self._orders.put(None)
+        if self._ended is None:
+            self._ended = EngineError("the engine is closed")
+        self._orders.put(None)
+        thread = self._thread
         if thread is None or not thread.is_alive():
             self._engine.close()
         elif thread is not threading.current_thread():
             thread.join()
 
     def _post(self, order: _Order) -> None:
-        with self._lock:
-            if self._ended is not None:
-                raise self.ended()
-            if self._thread is None or self._thread.ident is None:  # never started: interrupted
+        if self._ended is not None:
+            raise self.ended()
+        self._require_thread()
+        self._orders.put(order)
+        if self._ended is not None and not self.is_alive:  # it may have missed this one
+            self._refuse_orders(self.ended())
+
+    def _require_thread(self) -> None:
+        """Start the thread if need be. Raises EngineError if it is there no more."""
+        with self._starting:
+            if self._thread is None or self._thread.ident is None:  # or its start was interrupted
                 self._thread = threading.Thread(
                     target=self._run, name="headstart-engine", daemon=True
                 )
                 self._thread.start()
             elif not self._thread.is_alive():
                 raise self.ended()
-            self._orders.put(order)
 
     # In the engine's thread
 
     def _run(self) -> None:
         """Orders and steps in turn until closed, or until the engine cannot be cleaned up."""
-        with self._lock:
-            if self._thread is not threading.current_thread():
-                return  # its start was interrupted, and another was started
+        if self._thread is not threading.current_thread():
+            return  # its start was interrupted, and another was started
         reason: BaseException = EngineError("the engine was closed")
         try:
             while self._safely(self._take_orders):
@@ -280,21 +285,24 @@ class Driver:
 
     def _end(self, reason: BaseException) -> None:
         """The last thing the thread does: nobody waits, nothing is held."""
-        with self._lock:
-            if self._ended is None:
-                self._ended = EngineError(f"the engine ended: {type(reason).__name__}: {reason}")
-                self._ended.__cause__ = reason
+        if self._ended is None:
+            self._ended = EngineError(f"the engine ended: {type(reason).__name__}: {reason}")
+            self._ended.__cause__ = reason
         with suppress(BaseException):  # the engine is closed in any case
             self._fail_all(reason)
+        self._refuse_orders(reason)
+        self._engine.close(str(self._ended))
+
+    def _refuse_orders(self, reason: BaseException) -> None:
+        """Tell those whose orders are not carried out any more."""
         while True:
             try:
                 order = self._orders.get_nowait()
             except queue.Empty:
-                break
+                return
             if order is not None:
                 with suppress(Exception):
                     order.refuse(reason)
-        self._engine.close(str(self._ended))
 
 
 class Mailbox:

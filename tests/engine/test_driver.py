@@ -181,6 +181,7 @@ def test_a_request_that_was_still_queued_does_not_wait_for_ever(folder: Path) ->
     assert not llm.engine._runner._memory.keys, "the K/V memory is kept"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_exception_at_any_line_of_the_drivers_thread(
     folder: Path, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,8 +211,8 @@ def test_an_exception_at_any_line_of_the_drivers_thread(
         try:
             assert _tokens(llm.generate(B, short)[0]) == expected[B[0]][:2]
             assert _is_clean(llm)
-        except EngineError:  # it has ended, and says so
-            assert not llm._driver.is_alive
+        except EngineError:  # it ends, and says so
+            llm._driver._thread.join()  # type: ignore[union-attr]
         llm.close()
 
 

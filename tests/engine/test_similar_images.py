@@ -1,15 +1,19 @@
-"""Images that look alike: only where asked for, only in one tenant and one grid, and said so."""
+"""Images that look alike: only where asked for, only in one tenant, only copies, and said so."""
 
+import hashlib
 import io
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
-from headstart import LLM, RequestError, RequestOutput, SamplingParams
+from headstart import LLM, RequestOutput, SamplingParams
+from headstart.engine.images import LoadedImage
+from headstart.engine.looks import look_of
+from headstart.engine.similar_images import SimilarImages
+from headstart.models.vision import ProcessedImage
 from tests.tiny_vision import make_image, save_tiny_vision
 
 ASKED = SamplingParams(temperature=0, max_tokens=4, similar_images=True)
@@ -87,11 +91,45 @@ def test_tenants_do_not_see_one_another(llm: LLM) -> None:
     assert ask(llm, as_jpeg(as_jpeg(spots(1))), cache_salt="a").images[0].is_similar
 
 
-def test_another_grid_is_another_image(llm: LLM) -> None:
-    ask(llm, spots(1))
-    larger = ask(llm, spots(1, size=30))
-    grids_follow_sizes = llm.engine.model.config.model_type == "qwen2_5_vl"
-    assert larger.images[0].is_similar != grids_follow_sizes
+def test_a_copy_scaled_a_little_is_replaced_whatever_its_grid(llm: LLM) -> None:
+    large = spots(1, size=120)
+    first = ask(llm, large)
+    copy = ask(llm, large.resize((122, 118), Image.Resampling.LANCZOS))
+    assert copy.images[0].is_similar
+    assert copy.prompt_token_ids == first.prompt_token_ids
+    assert not ask(llm, large.resize((112, 112))).images[0].is_similar
+
+
+def test_a_digit_is_not_overlooked(llm: LLM) -> None:
+    def label(dose: int) -> Image.Image:
+        image = Image.new("RGB", (128, 64), "white")
+        font = ImageFont.load_default(12)
+        ImageDraw.Draw(image).text((8, 20), f"Dose: {dose} mg", fill="black", font=font)
+        return image
+
+    first = ask(llm, label(10))
+    other = ask(llm, label(90))
+    assert not other.images[0].is_similar
+    assert other.images[0].digest != first.images[0].digest
+    assert ask(llm, as_jpeg(label(90))).images[0].digest == other.images[0].digest
+
+
+def test_files_that_show_the_same_are_the_same(llm: LLM) -> None:
+    """Turned by EXIF, with a palette or transparent: compared as the model sees them."""
+    image = spots(1, size=64).quantize(64).convert("RGB")
+    first = ask(llm, image)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # to be turned by 90 degrees clockwise
+    clear = image.copy()
+    clear.putalpha(128)
+    for file, options in (
+        (image.rotate(90), {"exif": turned}),
+        (image.quantize(64), {}),
+        (clear, {}),
+    ):
+        stream = io.BytesIO()
+        file.save(stream, "png", **options)
+        assert ask(llm, stream.getvalue()).images[0].digest == first.images[0].digest
 
 
 def test_an_image_with_an_id_of_its_own_stays_itself(llm: LLM) -> None:
@@ -109,10 +147,41 @@ def test_what_is_no_longer_cached_takes_no_place(folder: Path) -> None:
     llm.close()
 
 
-def test_without_the_library_the_error_says_what_to_install(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "imagehash", None)
-    with pytest.raises(RequestError, match=r"pip install 'headstart\[vision\]'"):
-        ask(llm, spots(1))
-    assert ask(llm, spots(1), NOT_ASKED).images
+class Everything:
+    """An encoder cache that has embeddings of all images."""
+
+    def __contains__(self, digest: bytes) -> bool:
+        return True
+
+
+def loaded(image: Image.Image) -> LoadedImage:
+    digest = hashlib.sha256(image.tobytes()).digest()
+    return LoadedImage(digest, ProcessedImage({}, (1, 1, 1), 4, image), look_of(image))
+
+
+def test_pixels_are_kept_within_a_limit() -> None:
+    one = look_of(spots(1)).packed()
+    room = 2 * len(one.pixels) + 2 * one.thumbnail.nbytes + 500
+    similar = SimilarImages(Everything(), capacity=room)  # type: ignore[arg-type]
+    for seed in (1, 2, 3, 2, 4):
+        similar.settle(loaded(spots(seed)), None)
+        assert 0 < similar.num_bytes <= room
+    found = [similar.settle(loaded(as_jpeg(spots(seed))), None) for seed in (2, 4)]
+    assert [one.is_similar for one in found] == [True, True]
+    assert not similar.settle(loaded(as_jpeg(spots(1))), None).is_similar
+
+
+def test_an_image_larger_than_the_limit_is_not_kept() -> None:
+    similar = SimilarImages(Everything(), capacity=100)  # type: ignore[arg-type]
+    assert not similar.settle(loaded(spots(1)), None).is_similar
+    assert similar.num_bytes == 0
+    assert not similar.settle(loaded(as_jpeg(spots(1))), None).is_similar
+
+
+def test_the_image_that_stands_for_a_copy_has_its_own_pixels() -> None:
+    """Its embeddings may be evicted before they are used; they are then made anew."""
+    similar = SimilarImages(Everything())  # type: ignore[arg-type]
+    similar.settle(loaded(spots(1)), None)
+    image = similar.settle(loaded(as_jpeg(spots(1))), None).image
+    assert image.inputs is None
+    assert image.pixels.tobytes() == spots(1).tobytes()

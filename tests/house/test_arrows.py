@@ -38,7 +38,7 @@ EVERYONE_MAY_IMPORT = {"errors", "version", "imports"}
 WITHOUT_TORCH = ("cache", "tiers", "replay")
 
 # Imported inside functions, because a user may do without them.
-OPTIONAL_DEPENDENCIES = {"PIL", "imagehash"}
+OPTIONAL_DEPENDENCIES = {"PIL"}
 
 MODULES = read_modules()
 ROOMS = [room for room in WITHOUT_TORCH if f"{PACKAGE}.{room}" in MODULES]

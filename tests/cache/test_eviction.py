@@ -8,8 +8,8 @@ from headstart.cache.eviction import POLICIES, make_policy
 from headstart.cache.identity import BlockKey
 from headstart.errors import CacheError, ConfigError
 from tests.cache import workloads
-from tests.cache.interruption import Interruption
 from tests.cache.steps import cached_ids, decode, finish, free_ids, hits, make_manager, start
+from tests.interruptions import Interruption
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -9,9 +9,9 @@ from headstart.cache import (
     MultiModalItem,
     TokenSequence,
 )
-from tests.cache.interruption import Interruption
 from tests.cache.snapshot import snapshot
 from tests.cache.steps import admit, decode, finish, make_manager, start
+from tests.interruptions import Interruption
 
 LONG = list(range(100, 112))  # three blocks of four
 

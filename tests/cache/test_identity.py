@@ -19,8 +19,8 @@ from headstart.cache.identity import (
     encode_tokens,
 )
 from headstart.errors import CacheError
-from tests.cache.interruption import Interruption
 from tests.cache.naming import block_key
+from tests.interruptions import Interruption
 
 # The reference's prompt: <s>[INST]What's in this image?\n, 41 placeholders, [/INST].
 QUESTION = [1, 3, 7493, 1681, 1294, 1593, 3937, 9551]

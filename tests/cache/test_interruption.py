@@ -7,8 +7,9 @@ import pytest
 
 from headstart.cache import TokenSequence
 from headstart.errors import CacheError
-from tests.cache.interruption import Interruption, Line, TinyEngine
 from tests.cache.steps import admit, finish, make_manager, start
+from tests.cache.tiny_engine import TinyEngine
+from tests.interruptions import Interruption, Line, points
 
 HEAD = list(range(100, 112))
 PROMPTS = [
@@ -91,15 +92,6 @@ def make_engine(options: dict[str, object]) -> TinyEngine:
     return TinyEngine(make_manager(**({"num_blocks": 12} | options)))
 
 
-def points(lines: list[Line], stride: int) -> list[int]:
-    """The first and the last time that each line runs, and every so many of the others."""
-    times: dict[Line, list[int]] = {}
-    for at, line in enumerate(lines):
-        times.setdefault(line, []).append(at)
-    chosen = {at for all_times in times.values() for at in (all_times[0], all_times[-1])}
-    return sorted(chosen | set(range(0, len(lines), stride)))
-
-
 def count_lines(action: Callable[[], object]) -> list[Line]:
     with Interruption() as counted:
         action()
@@ -146,11 +138,11 @@ def test_an_exception_at_any_line_loses_nothing_and_finds_nothing_wrong(
 def test_a_recovery_that_is_interrupted_is_run_again(options: dict[str, object]) -> None:
     engine = make_engine(options)
     lines = count_lines(lambda: run(engine))
-    for first in points(lines, stride=len(lines))[::60]:
+    for first in points(lines)[::60]:
         engine = make_engine(options)
         interrupt(engine, first)
         repair = count_lines(engine.manager.fail_step)
-        for second in points(repair, stride=len(repair) + 1)[first % 9 :: 9]:
+        for second in points(repair)[first % 9 :: 9]:
             engine = make_engine(options)
             interrupt(engine, first)
             with pytest.raises(KeyboardInterrupt), Interruption(second, KeyboardInterrupt()):
@@ -163,10 +155,10 @@ def break_off(call: Callable[[], object]) -> None:
     """Interrupt the call as the pool takes blocks."""
 
     class InTake(Interruption):
-        def _line(self, frame: FrameType, event: str, arg: object) -> object:
+        def line(self, frame: FrameType, event: str, arg: object) -> object:
             if frame.f_code.co_qualname == "BlockPool.take" and frame.f_locals.get("taken"):
                 raise KeyboardInterrupt
-            return self._line
+            return self.line
 
     with pytest.raises(KeyboardInterrupt), InTake():
         call()

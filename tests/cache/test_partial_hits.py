@@ -5,7 +5,6 @@ from headstart.cache import (
     RowCopy,
     TokenSequence,
 )
-from tests.cache.interruption import Interruption
 from tests.cache.steps import (
     admit,
     cached_ids,
@@ -16,6 +15,7 @@ from tests.cache.steps import (
     make_manager,
     start,
 )
+from tests.interruptions import Interruption
 
 PROMPT = list(range(100, 110))  # two blocks of four, and two tokens
 

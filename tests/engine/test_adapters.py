@@ -19,7 +19,7 @@ from headstart.engine.request import Request
 from headstart.errors import ConfigError, DamagedAdapterError, EngineError, RequestError
 from headstart.models import lora
 from headstart.models.lora_stack import ResidentAdapter
-from tests.interruptions import Interruption, interrupted_at
+from tests.interruptions import Interrupted, Interruption
 from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import save_tiny
 
@@ -348,7 +348,10 @@ def test_an_interruption_at_any_line_mixes_up_no_adapters(llama: World) -> None:
     places = [NAMES.index(name) for name in names]
     answered = 0
     for number in count(1, 11):
-        with suppress(Interruption), interrupted_at(number, adapter_store, lora) as raised:
+        with (
+            suppress(Interrupted),
+            Interruption(number - 1, Interrupted(), adapter_store, lora) as run,
+        ):
             for one, two in ((0, 1), (2, 1), (2, 0)):
                 fetch(store, requests[one], [])
                 fetch(store, requests[two], [requests[one]])
@@ -362,7 +365,7 @@ def test_an_interruption_at_any_line_mixes_up_no_adapters(llama: World) -> None:
         assert store.take_refused() == {}
         assert len(store.resident) <= 2
         store.load(names[2], llama.adapters[names[2]])
-        if number % 55 == 1 or not raised:
+        if number % 55 == 1 or not run.raised:
             groups = [
                 engine.prepare(llama.prompts[at], GREEDY, adapter=NAMES[at]) for at in (*places, 1)
             ]
@@ -372,7 +375,7 @@ def test_an_interruption_at_any_line_mixes_up_no_adapters(llama: World) -> None:
             found = [group.output().outputs[0].token_ids for group in groups]
             assert found == [llama.expected[at] for at in (*places, 1)]
             answered += 1
-        if not raised:
+        if not run.raised:
             break
     assert answered > 5
     llm.close()

@@ -19,8 +19,8 @@ from headstart.engine import driver
 from headstart.engine.batch import Batch
 from headstart.engine.outputs import RequestOutput
 from headstart.errors import EngineError
-from tests.engine.interruptions import Interruption, first_and_last
 from tests.engine.tiny_llm import make_llm, save_smallest
+from tests.interruptions import Interruption, points
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
@@ -204,10 +204,10 @@ def test_an_exception_at_any_line_of_the_drivers_thread(
 
     counted = Interruption()
     ask(counted).close()
-    points = [at for at in first_and_last(counted.lines) if counted.lines[at][0] == driver.__file__]
-    assert len(points) > 50
-    for at in points:
-        llm = ask(Interruption(MemoryError("on purpose"), at))
+    places = [at for at in points(counted.lines) if counted.lines[at][0] == driver.__file__]
+    assert len(places) > 50
+    for at in places:
+        llm = ask(Interruption(at, MemoryError("on purpose")))
         try:
             assert _tokens(llm.generate(B, short)[0]) == expected[B[0]][:2]
             assert _is_clean(llm)
@@ -221,7 +221,6 @@ _SIGNALS = """
 import random, signal, sys, time
 from pathlib import Path
 from headstart import SamplingParams
-from tests.engine.interruptions import Interruption, first_and_last
 from tests.engine.tiny_llm import make_llm
 llm = make_llm(Path(sys.argv[1]), dtype=sys.argv[2], max_num_batched_tokens=32)
 greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -268,7 +267,6 @@ def test_real_signals_at_random_moments(folder: Path, dtype: str) -> None:
 _FORK = """
 import os, sys
 from pathlib import Path
-from tests.engine.interruptions import Interruption, first_and_last
 from tests.engine.tiny_llm import make_llm
 from headstart import SamplingParams
 from headstart.errors import EngineError

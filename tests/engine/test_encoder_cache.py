@@ -21,7 +21,7 @@ from headstart.engine.image_gate import ImageGate
 from headstart.engine.prompt import PlacedRows, PromptExtras
 from headstart.engine.request import RequestGroup
 from headstart.models.vision import ProcessedImage, VisionModel
-from tests.interruptions import Interruption, interrupted_at
+from tests.interruptions import Interrupted, Interruption
 from tests.tiny_vision import IDS, make_image, save_tiny_vision
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -371,7 +371,10 @@ def test_an_interruption_at_any_line_leaves_the_cache_whole() -> None:
         shown = [image(name, offset=10 * at) for at, name in enumerate(numbers)]
         one: Any = Shows(cache, *shown)
         two: Any = Shows(cache, shown[0])
-        with suppress(Interruption), interrupted_at(number, encoder_cache, image_gate) as raised:
+        with (
+            suppress(Interrupted),
+            Interruption(number - 1, Interrupted(), encoder_cache, image_gate) as run,
+        ):
             for start, stop in ((0, 25), (15, 30), (30, 40)):
                 gate.enter(one, start, stop)
                 gate.enter(two, 0, 10)
@@ -379,7 +382,10 @@ def test_an_interruption_at_any_line_leaves_the_cache_whole() -> None:
                 gate.leave(two)
             cache.clear()
         for again in (number % 40 + 1, 0):
-            with suppress(Interruption), interrupted_at(again, encoder_cache, image_gate):
+            with (
+                suppress(Interrupted),
+                Interruption(again - 1, Interrupted(), encoder_cache, image_gate),
+            ):
                 gate.leave(one)
                 gate.leave(two)
                 cache.drop_wanted()
@@ -392,6 +398,6 @@ def test_an_interruption_at_any_line_leaves_the_cache_whole() -> None:
             assert cache.rows(each.key)[:, 0].tolist() == [float(each.image.shape[0])] * 10
             cache.leave(("later", 0), each)
         cache.check()
-        if not raised:
+        if not run.raised:
             break
     assert number > 300

@@ -13,8 +13,8 @@ from headstart import LLM, SamplingParams
 from headstart.engine.engine import Engine
 from headstart.engine.request import RequestGroup
 from headstart.errors import EngineError
-from tests.engine.interruptions import Interruption, first_and_last
 from tests.engine.tiny_llm import make_llm, save_smallest
+from tests.interruptions import Interruption, points
 
 NUM_BLOCKS = 24
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -97,18 +97,19 @@ def test_an_exception_at_any_line_of_a_step(
 ) -> None:
     """The kinds of exceptions take turns over the lines."""
     engine = llm.engine
-    counted = Interruption()
     groups = _begin(engine, steps)
-    counted.call(engine.step)
+    with Interruption() as counted:
+        engine.step()
     _finish(engine, groups, expected)
-    points = first_and_last(counted.lines)
-    assert len(points) > 300
-    for turn, at in enumerate(points):
+    places = points(counted.lines)
+    assert len(places) > 300
+    for turn, at in enumerate(places):
         kind = ERRORS[turn % len(ERRORS)]
         groups = _begin(engine, steps)
         results = []
         try:
-            results = Interruption(kind("on purpose"), at).call(engine.step)
+            with Interruption(at, kind("on purpose")):
+                results = engine.step()
         except kind as error:
             assert "on purpose" in str(error)
         told = [result.error for result in results if result.error is not None]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headstart.cache import Namespace
 from headstart.engine import text_index
 from headstart.engine.text_index import ENTRY_BYTES, TextIndex
-from tests.interruptions import Interruption, interrupted_at
+from tests.interruptions import Interrupted, Interruption
 
 NAMESPACES = st.builds(Namespace, st.none(), st.sampled_from([None, "a"]))
 TEXTS = st.text(st.sampled_from("abé"), max_size=5)
@@ -109,7 +109,7 @@ def test_an_interruption_at_any_line_leaves_it_whole() -> None:
         index = TextIndex(3, 3 * ENTRY_BYTES + 900)
         for text in ("a", "ab", "abcd"):
             index.add(text, ids, len(text), everybody)
-        with suppress(Interruption), interrupted_at(number, text_index) as raised:
+        with suppress(Interrupted), Interruption(number - 1, Interrupted(), text_index) as run:
             index.add("ab", array("I", range(50)), 2, everybody)
             index.add("xyz", array("I", range(60)), 3, everybody)
             index.longest("abcde", everybody)
@@ -120,7 +120,7 @@ def test_an_interruption_at_any_line_leaves_it_whole() -> None:
         index.add("xyz", ids, 3, everybody)
         assert index.longest("xyz", everybody) == ([0, 1, 2], "")
         index.check()
-        if not raised:
+        if not run.raised:
             break
     assert number > 60
 

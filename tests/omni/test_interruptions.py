@@ -2,20 +2,20 @@
 
 import os
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
+import headstart.omni
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, HeadstartError
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.omni import Omni
 from headstart.omni.params import OmniOutput, OmniParams
+from tests.interruptions import Interruption
 from tests.omni.tiny_omni import save_qwen25
 from tests.omni.tiny_qwen3 import save_qwen3
 
@@ -27,44 +27,19 @@ PARAMS = OmniParams(text=FEW, speech=SamplingParams(temperature=0, max_tokens=6)
 HEAD = "<|im_start|><|user|>A prefix of both"
 TAIL = "<|im_end|>\n<|im_start|><|assistant|>\n"
 PROMPTS = [f"{HEAD}, the first.{TAIL}", f"{HEAD}, and then another.{TAIL}"]
-ROOM = str(Path(sys.modules[Omni.__module__].__file__ or "").parent)
-
-Place = tuple[str, int]
 
 
-class Interruption:
-    """A trace function: raises at the `count`-th time that a line of omni/ is reached.
-
-    Without a place it only counts how often each line is.
-    """
-
-    def __init__(self, error: type[BaseException], place: Place | None = None, count: int = 1):
-        self.seen: dict[Place, int] = {}
-        self._error, self._place, self._count = error, place, count
-
-    def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
-        name = frame.f_code.co_filename
-        if not name.startswith(ROOM):
-            return None
-        if event == "line":
-            place = (name, frame.f_lineno)
-            self.seen[place] = self.seen.get(place, 0) + 1
-            if place == self._place and self.seen[place] == self._count:
-                raise self._error("injected")
-        return self
-
-
-def traced(interruption: Interruption, function: Callable[[], object]) -> BaseException | None:
-    """What was raised."""
-    before = sys.gettrace()
-    sys.settrace(interruption)
-    try:
-        function()
-    except (Exception, KeyboardInterrupt) as error:
-        return error
-    finally:
-        sys.settrace(before)
-    return None
+def _interrupted(
+    function: Callable[[], object], at: int = -1, error: BaseException | None = None
+) -> tuple[Interruption, BaseException | None]:
+    """What ran, and what was raised."""
+    raised: BaseException | None = None
+    with Interruption(at, error, headstart.omni) as run:
+        try:
+            function()
+        except (Exception, KeyboardInterrupt) as found:
+            raised = found
+    return run, raised
 
 
 def check_idle(omni: Omni) -> None:
@@ -105,25 +80,24 @@ def test_the_next_call_answers_as_a_fresh_pipeline(omni: Omni, warm: bool) -> No
     wanted = omni.generate(PROMPTS, PARAMS)
     if not warm:
         omni.reset_cache()
-    counting = Interruption(KeyboardInterrupt)
-    assert traced(counting, lambda: omni.generate(PROMPTS, PARAMS)) is None
+    counted, raised = _interrupted(lambda: omni.generate(PROMPTS, PARAMS))
+    assert raised is None
     chance = random.Random(7 + warm)
-    places = sorted(counting.seen)
+    places = sorted(set(counted.lines))
     for place in chance.sample(places, min(POINTS, len(places))):
-        count = chance.randint(1, counting.seen[place])
+        at = chance.choice([at for at, line in enumerate(counted.lines) if line == place])
         if not warm:
             omni.reset_cache()
         error = chance.choice([KeyboardInterrupt, MemoryError])
-        interruption = Interruption(error, place, count)
-        raised = traced(interruption, lambda: omni.generate(PROMPTS, PARAMS))
-        assert raised is None or isinstance(raised, (error, HeadstartError)), (place, count)
+        _, raised = _interrupted(lambda: omni.generate(PROMPTS, PARAMS), at, error("injected"))
+        assert raised is None or isinstance(raised, (error, HeadstartError)), place
         omni.pipeline.abort("nothing")  # whatever call comes next
         try:
             check_idle(omni)
             check_answers(omni, wanted)
             check_idle(omni)
         except AssertionError as failure:
-            raise AssertionError(f"after {error.__name__} at {place}, time {count}") from failure
+            raise AssertionError(f"after {error.__name__} at {place}, line {at}") from failure
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -1,11 +1,5 @@
-"""Exceptions at any line of the cache, and an engine that knows what is really in memory."""
+"""An engine without a model that knows what is really in memory."""
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
-
-import headstart.cache
 from headstart.cache import (
     AllBlocksCleared,
     BlockStored,
@@ -14,41 +8,7 @@ from headstart.cache import (
     TokenSequence,
 )
 
-FOLDER = str(Path(headstart.cache.__file__).parent)
 GARBAGE = object()
-Line = tuple[str, int]
-Tracer = Callable[[FrameType, str, object], object]
-
-
-class Interruption:
-    """Raises `error` before the line of the cache with number `at` that runs inside it.
-
-    Without an error it only counts; `lines` has the places of all lines that ran.
-    """
-
-    def __init__(self, at: int = -1, error: BaseException | None = None) -> None:
-        self.lines: list[Line] = []
-        self._at = at
-        self._error = error
-        self._before: object = None
-
-    def __enter__(self) -> "Interruption":
-        self._before = sys.gettrace()
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)  # type: ignore[arg-type]
-
-    def _call(self, frame: FrameType, event: str, arg: object) -> Tracer | None:
-        return self._line if frame.f_code.co_filename.startswith(FOLDER) else None
-
-    def _line(self, frame: FrameType, event: str, arg: object) -> Tracer:
-        if event == "line":
-            self.lines.append((frame.f_code.co_filename, frame.f_lineno))
-            if self._error is not None and len(self.lines) - 1 == self._at:
-                raise self._error
-        return self._line
 
 
 class TinyEngine:

@@ -86,7 +86,7 @@ class AsyncLLM:
         async with aclosing(self._stream(request)) as outputs:
             async for output in outputs:
                 if output.finished:
-                    self._chats.remember(request, output)
+                    await asyncio.to_thread(self._chats.remember, request, output)
                 yield output
 
     async def load_adapter(self, name: str, path: str | Path) -> Adapter:
@@ -102,6 +102,7 @@ class AsyncLLM:
     async def _load_chosen(
         self, adapter: str | None, lora_request: LoRARequest | None
     ) -> str | None:
+        self.engine.require_open()
         [choice] = choose_adapters(adapter, lora_request, 1)
         if isinstance(choice, LoRARequest):  # which may read files
             return await asyncio.to_thread(self.engine.adapters.require, choice)

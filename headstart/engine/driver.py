@@ -23,7 +23,7 @@ from headstart.engine.engine import Engine
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
 from headstart.engine.step import StepResult
-from headstart.errors import EngineError, HeadstartError
+from headstart.errors import EngineError, HeadstartError, RequestError
 
 __all__ = ["AsyncMailbox", "Driver", "Mailbox", "Receiver", "Update"]
 
@@ -159,8 +159,9 @@ class Driver:
             raise self.ended()
         self._require_thread()
         self._orders.put(order)
-        if self._ended is not None and not self.is_alive:  # it may have missed this one
+        if self._ended is not None:  # the thread may have refused all others before this one came
             self._refuse_orders(self.ended())
+            self._orders.put(None)  # which it may still be waiting for
 
     def _require_thread(self) -> None:
         """Start the thread if need be. Raises EngineError if it is there no more."""
@@ -207,7 +208,7 @@ class Driver:
         except BaseException as error:  # a failed step is rolled back: see `Engine.step`
             if not self._followed and self._order is None:
                 raise  # nobody asked for the work that fails: it would fail for ever
-            self._fail_all(_explain(error))
+            self._fail_all(error)
             return True
 
     def _step(self) -> bool:
@@ -240,14 +241,14 @@ class Driver:
 
     def _follow(self, followed: _Followed) -> None:
         name = followed.group.request_id
-        other = self._followed.get(name)
+        if name in self._followed:
+            followed.receive(RequestError(f"request id {name!r} is in use"))
+            return
         self._followed[name] = followed  # before it is submitted: if that breaks, it is told
         try:
             self._engine.submit(followed.group)
         except HeadstartError as error:
             self._end_one(followed, error)
-            if other is not None:
-                self._followed[name] = other
 
     def _forget(self, groups: Sequence[RequestGroup]) -> None:
         for group in groups:
@@ -272,10 +273,13 @@ class Driver:
         self._followed.pop(followed.group.request_id, None)
 
     def _fail_all(self, error: BaseException) -> None:
-        """End every request with this error. Raises, when all are told, if one cannot be ended."""
+        """End every request with this error. Raises, when all are told, if one cannot be ended.
+
+        Each is told an exception of its own: callers in several threads add to its traceback.
+        """
         if self._order is not None:
             with suppress(Exception):  # it may have been carried out
-                self._order.refuse(error)
+                self._order.refuse(_explain(error))
             self._order = None
         stuck: BaseException | None = None
         for name, followed in list(self._followed.items()):
@@ -283,7 +287,7 @@ class Driver:
                 self._engine.abort(name)
             except BaseException as found:
                 stuck = found
-            self._end_one(followed, error)
+            self._end_one(followed, _explain(error))
         if stuck is not None:
             raise stuck
 

@@ -368,6 +368,8 @@ class Engine:
         self._groups.clear()
         self._open.clear()
         self.adapters.close()
+        if self.images is not None:
+            self.images.cache.clear()
         self.model.detach()
         self._runner.close()
 

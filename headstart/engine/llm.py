@@ -138,10 +138,7 @@ class LLM:
         """As `stream`, for a conversation."""
         params = sampling_params or SamplingParams()
         group = self._chats.prepare(messages, params, salt=cache_salt, adapter=adapter)
-        for output in self._stream(group):
-            if output.finished:
-                self._chats.remember(group, output)
-            yield output
+        return self._stream_chat(group)
 
     def load_adapter(self, name: str, path: str | Path) -> Adapter:
         """Read a LoRA adapter from a folder in PEFT's format; `adapter=name` asks for it.
@@ -176,6 +173,7 @@ class LLM:
         count: int,
     ) -> list[str | None]:
         """The adapter's name for each prompt; those of `lora_request` are loaded if need be."""
+        self.engine.require_open()
         chosen = choose_adapters(adapter, lora_request, count)
         return [self.engine.adapters.require(choice) for choice in chosen]
 
@@ -197,6 +195,12 @@ class LLM:
             if len(outputs) < len(groups):
                 self._driver.cancel(groups)
         return [outputs[group.request_id] for group in groups]
+
+    def _stream_chat(self, group: RequestGroup) -> Generator[RequestOutput]:
+        for output in self._stream(group):
+            if output.finished:
+                self._chats.remember(group, output)
+            yield output
 
     def _stream(self, group: RequestGroup) -> Generator[RequestOutput]:
         finished = False

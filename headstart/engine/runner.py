@@ -87,7 +87,7 @@ class StepLogits(NamedTuple):
     """Logits float32 `[rows, vocab]` of a step, and how many of the rows each part has.
 
     Where all that is wanted of every row is its likeliest token, that stands for the logits; -1
-    for logits that are not finite. `nonfinite` are the parts of which K or V are not.
+    for logits that are not finite. `nonfinite` are the parts that have K or V which are not.
     """
 
     values: Tensor | None
@@ -114,7 +114,8 @@ class Runner:
         self._memory = memory
         self._adapters = adapters
         self._deterministic = deterministic
-        self._nonfinite: set[TokenSequence] = set()  # in the step under way
+        # Of the step under way, by sequence: the first position whose K or V are not finite.
+        self._nonfinite: dict[TokenSequence, int] = {}
 
     def run(self, batch: Batch) -> StepLogits:
         """Compute the batch.
@@ -134,8 +135,7 @@ class Runner:
             likeliest = self._forward(parts, self._model.choose)
         else:
             values = self._forward(parts, self._model.forward)
-        nonfinite = [at for at, rows in enumerate(parts) if rows.sequence in self._nonfinite]
-        return StepLogits(values, counts, likeliest, nonfinite)
+        return StepLogits(values, counts, likeliest, self._nonfinite_parts(parts))
 
     def end_step(self) -> None:
         """Have a pass that was interrupted be over; safe to call at any time."""
@@ -206,9 +206,26 @@ class Runner:
         first = 0
         for rows in parts:
             known = range(first, first + rows.known - rows.start)
-            if any(row in known for row in bad):
-                self._nonfinite.add(rows.sequence)
+            found = next((row for row in bad if row in known), None)
+            if found is not None:
+                self._nonfinite.setdefault(rows.sequence, rows.start + found - first)
             first += rows.stop - rows.start
+
+    def _nonfinite_parts(self, parts: list[Rows]) -> list[int]:
+        """The parts with a row that is not finite in their block tables, also if another wrote it.
+
+        Such a row may show in nobody's logits: not before the last layer's K and V are attended
+        to, and a key of minus infinity only hides its position.
+        """
+        size = self._memory.block_size
+        bad = {
+            block_id
+            for sequence, position in self._nonfinite.items()
+            for block_id in sequence.block_ids[position // size :]
+        }
+        if not bad:
+            return []
+        return [at for at, r in enumerate(parts) if not bad.isdisjoint(r.sequence.block_ids)]
 
     def _begin_adapters(self, parts: list[Rows]) -> None:
         if not any(rows.sequence.namespace.adapter for rows in parts):

@@ -201,6 +201,27 @@ def test_prompts_are_tokenised_off_the_event_loop(
     llm.close()
 
 
+def test_a_reply_is_remembered_off_the_event_loop() -> None:
+    """The loop waited for a lock under which another thread tokenised a whole conversation."""
+    llm = AsyncLLM(demo_model_path(), num_blocks=64, num_threads=1)
+
+    async def ask() -> None:
+        stream = llm.chat([{"role": "user", "content": "Hello"}], PARAMS)
+        await anext(stream)
+        with llm._chats._lock:
+            rest = asyncio.create_task(last(stream))
+            while llm.engine.has_unfinished:
+                await asyncio.to_thread(lambda: None)
+            await asyncio.wait([rest], timeout=0)
+        assert (await rest).finished
+
+    async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+        return [output async for output in stream][-1]
+
+    asyncio.run(ask())
+    llm.close()
+
+
 class _SlowImage(Image.Image):
     """Cannot be decoded before `go` is set, nor twice at once; `begun` says that somebody tries."""
 

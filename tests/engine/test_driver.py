@@ -18,7 +18,7 @@ from headstart import LLM, AsyncLLM, SamplingParams
 from headstart.engine import driver
 from headstart.engine.batch import Batch
 from headstart.engine.outputs import RequestOutput
-from headstart.errors import EngineError
+from headstart.errors import EngineError, RequestError
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.interruptions import Interruption, points
 
@@ -181,6 +181,46 @@ def test_a_request_that_was_still_queued_does_not_wait_for_ever(folder: Path) ->
     assert not llm.engine._runner._memory.keys, "the K/V memory is kept"
 
 
+def test_an_id_in_use_is_refused_whatever_happens(llm: LLM) -> None:
+    """The second took the first one's place until it was refused: if that was interrupted, nobody
+    told the first."""
+    first, second = (llm.engine.prepare(A, LONG, request_id="mine") for _ in range(2))
+    updates = [llm._driver.mailbox() for _ in range(2)]
+
+    def broken(group: object) -> None:
+        raise MemoryError("on purpose")
+
+    llm._driver.submit(first, updates[0].receive)
+    assert not updates[0].get().finished
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine, "submit", broken)
+        llm._driver.submit(second, updates[1].receive)
+        with pytest.raises(RequestError, match="'mine' is in use"):
+            updates[1].get()
+        llm._driver.cancel([second])
+    output = updates[0].get()
+    while not output.finished:
+        output = updates[0].get()
+    assert len(_tokens(output)) == 150
+
+
+def test_a_request_that_close_overtakes_is_refused(llm: LLM) -> None:
+    """It was queued after the thread had refused all others, and waited for ever."""
+    group = llm.engine.prepare(A, GREEDY)
+    updates = llm._driver.mailbox()
+    require_thread = llm._driver._require_thread
+
+    def overtaken() -> None:
+        require_thread()
+        llm.close()
+
+    llm._driver._require_thread = overtaken  # type: ignore[method-assign]
+    llm._driver.submit(group, updates.receive)
+    assert not updates._updates.empty()
+    with pytest.raises(EngineError, match="closed"):
+        updates.get()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_exception_at_any_line_of_the_drivers_thread(
     folder: Path, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
@@ -269,7 +309,7 @@ import os, sys
 from pathlib import Path
 from tests.engine.tiny_llm import make_llm
 from headstart import SamplingParams
-from headstart.errors import EngineError
+from headstart.errors import EngineError, RequestError
 llm = make_llm(Path(sys.argv[1]))
 llm.generate([5, 6], SamplingParams(max_tokens=1))
 child = os.fork()
@@ -306,10 +346,10 @@ def _run(script: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
 def _later(llm: LLM) -> dict[str, Callable[[], Any]]:
     """Everything that can be asked of an engine."""
     return {
-        "generate": lambda: llm.generate(A, GREEDY),
-        "chat": lambda: llm.chat(CHAT, GREEDY),
-        "stream": lambda: list(llm.stream(A, GREEDY)),
-        "stream_chat": lambda: list(llm.stream_chat(CHAT, GREEDY)),
+        "generate": lambda: llm.generate([], GREEDY),
+        "chat": lambda: llm.chat([], GREEDY),
+        "stream": lambda: llm.stream(A, GREEDY),
+        "stream_chat": lambda: llm.stream_chat(CHAT, GREEDY),
         "load_adapter": lambda: llm.load_adapter("a", "nowhere"),
         "unload_adapter": lambda: llm.unload_adapter("a"),
         "get_tokenizer": llm.get_tokenizer,

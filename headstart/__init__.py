@@ -1,7 +1,7 @@
 """headstart: an LLM inference engine whose KV cache never computes the same prefix twice.
 
-Names are resolved when first used, so that `import headstart.cache` (or `tiers`, or `replay`)
-loads neither torch nor transformers.
+Names are resolved when first used, so that `import headstart.cache` loads
+neither torch nor transformers.
 
 >>> import headstart
 >>> headstart.SamplingParams(max_tokens=8).max_tokens

@@ -25,9 +25,9 @@ def duration(seconds: float | None) -> str:
 
 
 def cached_share(output: RequestOutput) -> str:
-    """Cached prompt tokens and what part of the prompt they are."""
-    prompt = len(output.prompt_token_ids)
-    return f"{output.num_cached_tokens:,} ({output.num_cached_tokens / prompt:.0%})"
+    """Cached prompt tokens and what part of the prompt they are, rounded down."""
+    percent = 100 * output.num_cached_tokens // len(output.prompt_token_ids)
+    return f"{output.num_cached_tokens:,} ({percent}%)"
 
 
 def figures(output: RequestOutput) -> str:

@@ -13,7 +13,7 @@
      │  └ UnsupportedAdapterError it asks for what cannot be added to this model, and why
      ├ OutOfMemoryError        the block pool cannot hold even one such request
      ├ CacheError              misuse of the cache manager: double free, unknown sequence
-     └ EngineError             a step failed; its requests ended, the engine goes on
+     └ EngineError             a step failed and its requests ended, or the engine is closed
 
 The text of an error holds the value that was wrong and the range that is allowed.
 """
@@ -89,4 +89,4 @@ class CacheError(HeadstartError):
 
 
 class EngineError(HeadstartError):
-    """A step failed: its requests ended with this error, the engine goes on."""
+    """A step failed and its requests ended with this error, or the engine is closed."""

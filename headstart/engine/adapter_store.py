@@ -22,7 +22,7 @@ from typing import NamedTuple
 from headstart.engine.adapters import Adapter, LoRARequest
 from headstart.engine.config import EngineConfig
 from headstart.engine.request import Request, RequestGroup
-from headstart.engine.validation import check_text, describe
+from headstart.engine.validation import check_name, check_text, describe
 from headstart.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -115,6 +115,7 @@ class AdapterStore:
             return self._find(name)
 
     def _find(self, name: str) -> Adapter:
+        check_name("the adapter's name", name)
         found = self._named.get(name)
         if found is None:
             known = ", ".join(map(repr, self._named)) or "none"

@@ -14,7 +14,6 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -37,6 +36,7 @@ _PATIENCE = 1.0  # seconds between two looks at whether the engine's thread is a
 _MOST_UPDATES = 256  # in one mailbox; each has all the text so far, so one more can be left out
 
 Answer = TypeVar("Answer")
+Item = TypeVar("Item")
 
 
 class _Order(NamedTuple):
@@ -111,21 +111,32 @@ class Driver:
 
         Raises EngineError when the engine is closed, or ends before.
         """
-        answer: Future[Answer] = Future()
+        answers: queue.SimpleQueue[tuple[Answer] | BaseException] = queue.SimpleQueue()
 
         def run() -> None:
             try:
-                answer.set_result(function())
+                answers.put((function(),))
             except BaseException as error:  # the caller's to handle
-                answer.set_exception(error)
+                answers.put(error)
 
-        self._post(_Order(run, answer.set_exception))
-        while self.is_alive and not answer.done():
-            with suppress(TimeoutError):
-                return answer.result(timeout=_PATIENCE)
-        if not answer.done():
-            raise self.ended()
-        return answer.result()
+        self._post(_Order(run, answers.put))
+        answer = self.wait(answers)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer[0]
+
+    def wait(self, items: "queue.SimpleQueue[Item]") -> Item:
+        """The next item that the engine's thread puts. Raises EngineError if none will come.
+
+        A simple queue has no lock that the garbage collector could run under: closing a stream, it
+        waits here as well.
+        """
+        while True:
+            try:
+                return items.get(timeout=_PATIENCE)
+            except queue.Empty:
+                if not self.is_alive and items.empty():
+                    raise self.ended() from None
 
     @property
     def is_alive(self) -> bool:
@@ -165,6 +176,8 @@ class Driver:
 
     def _require_thread(self) -> None:
         """Start the thread if need be. Raises EngineError if it is there no more."""
+        if self.is_alive:
+            return
         with self._starting:
             if self._thread is None or self._thread.ident is None:  # or its start was interrupted
                 self._thread = threading.Thread(
@@ -330,13 +343,7 @@ class Mailbox:
 
     def get(self) -> RequestOutput:
         """The next output, waited for. Raises the error that ended a request."""
-        while True:
-            try:
-                return _open(self._updates.get(timeout=_PATIENCE))
-            except queue.Empty:
-                if self._driver.is_alive or not self._updates.empty():
-                    continue
-                raise self._driver.ended() from None
+        return _open(self._driver.wait(self._updates))
 
 
 class AsyncMailbox:

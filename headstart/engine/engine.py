@@ -282,7 +282,8 @@ class Engine:
             moved[request.group] = None
             if request.finish_reason is not None:
                 self._scheduler.remove(request)
-        step.results, step.phase = [*step.results, *map(StepResult, moved)], Phase.DELIVERED
+        earlier = [r for r in step.results if r.error is not None or r.group not in moved]
+        step.results, step.phase = [*earlier, *map(StepResult, moved)], Phase.DELIVERED
         self._forget_finished()
 
     # What ends a request, or rolls a step back. All of it may be interrupted and called again.

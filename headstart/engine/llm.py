@@ -212,7 +212,7 @@ class LLM:
                 finished = output.finished
                 yield output
         finally:
-            if not finished:
+            if not finished and self._driver.is_alive:  # it has ended when the interpreter does
                 self._driver.cancel([group])
 
 
@@ -234,7 +234,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: a list of integers is one."""
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         return [prompts]
-    if prompts and all(isinstance(entry, SupportsIndex) for entry in prompts):
+    if prompts and isinstance(prompts[0], SupportsIndex):
         return [cast("Prompt", prompts)]
     return list(cast("Sequence[Prompt]", prompts))
 

@@ -13,6 +13,7 @@ from headstart.engine.request import RequestGroup
 from headstart.engine.runner import StepLogits
 from headstart.engine.sampler import SampledToken, Sampler, SamplingState
 from headstart.errors import EngineError
+from headstart.models.likeliest import likeliest
 
 __all__ = ["Choice", "OpenStep", "Phase", "StepResult", "choose_tokens"]
 
@@ -80,15 +81,24 @@ def _choose_from(values: Tensor, sampler: Sampler, batch: Batch, counts: list[in
     at = 0
     rows: list[int] = []
     states: list[SamplingState] = []
-    for part, count in zip(batch.scheduled, counts, strict=True):
+    failed: dict[int, EngineError] = {}
+    for place, (part, count) in enumerate(zip(batch.scheduled, counts, strict=True)):
         if part.request.needs_prompt_logits:
-            _add_prompt_logprobs(part, values[at : at + count])
+            told = map(sampler.accept, likeliest(values[at : at + count]))
+            error = next((one for one in told if isinstance(one, EngineError)), None)
+            if error is None:
+                _add_prompt_logprobs(part, values[at : at + count])
+            else:
+                failed[place] = error
         at += count
         if part.samples:
             rows.append(at - 1)
             states.append(part.request.sampling)
     tokens = iter(sampler.sample(values if len(rows) == len(values) else values[rows], states))
-    return [next(tokens) if part.samples else None for part in batch.scheduled]
+    chosen: list[Choice] = [next(tokens) if part.samples else None for part in batch.scheduled]
+    for place, error in failed.items():
+        chosen[place] = error
+    return chosen
 
 
 def _add_prompt_logprobs(part: ScheduledTokens, logits: Tensor) -> None:

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 BUILT_IN = "headstart-tiny"
-"""The model that comes with the package: small, and trained to look things up in its prompt."""
+"""The model that comes with the package: small, and made to look things up in its prompt."""
 
 # Everything that a model or its tokenizer may need, and no second copy of the weights in the
 # formats of other frameworks.

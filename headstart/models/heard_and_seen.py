@@ -4,6 +4,7 @@ Sounds and images become features by the checkpoint's own processors; each stand
 a run of placeholders, one for each embedding that the model's encoders will make of it.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoImageProcessor
 
@@ -68,10 +70,7 @@ class Media:
         Raises RequestError for what is no sound, ModelError without a feature extractor.
         """
         extractor = self._processors.extractor
-        waves = [np.asarray(sound, dtype=np.float32) for sound in sounds]
-        for wave in waves:
-            if wave.ndim != 1 or not len(wave) or not np.isfinite(wave).all():
-                raise RequestError(f"a sound is numbers [samples], not {list(wave.shape)}")
+        waves = [_wave(sound) for sound in sounds]
         found = extractor(
             waves,
             sampling_rate=extractor.sampling_rate,
@@ -87,10 +86,15 @@ class Media:
         }
 
     def see(self, images: Sequence[Any]) -> dict[str, Tensor]:
-        """Features of Pillow images.
+        """Features of Pillow images; nothing is opened or fetched for them.
 
         Raises RequestError for what is no image, ModelError without an image processor.
         """
+        for image in images:
+            if isinstance(image, (str, bytes, os.PathLike)):  # transformers would go and get it
+                raise RequestError(
+                    f"an image is a {type(image).__name__}; allowed: a Pillow image or an array"
+                )
         processor = self._processors.images
         try:
             found = processor(images=list(images), return_tensors="pt")
@@ -177,6 +181,21 @@ class Media:
             for at, piece in enumerate(pieces)
         ]
         return [count // merged for count in patches], contents
+
+
+def _wave(sound: Any) -> NDArray[np.float32]:
+    """A sound's samples `[samples]`. Raises RequestError for what is none."""
+    try:
+        wave = np.asarray(sound, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise RequestError(
+            f"a sound is a {type(sound).__name__}; allowed: a float array [samples]"
+        ) from error
+    if wave.ndim != 1 or not len(wave):
+        raise RequestError(f"a sound has the shape {list(wave.shape)}; allowed: [samples]")
+    if not np.isfinite(wave).all():
+        raise RequestError("a sound has samples that are not finite")
+    return wave
 
 
 class _Processors:

@@ -57,6 +57,8 @@ class _Stages(Protocol):
 class Omni:
     """A pipeline of a thinker, a talker and a vocoder, which skip what they did before.
 
+    Called from one thread at a time.
+
     `pipeline` is a graph in TOML in place of the model's own; a stage's `options` are the fields
     of `EngineConfig`. cache_bytes: what stages' outputs may take. options: of all engines, unless
     the graph says otherwise; without `enable_prefix_caching` no stage keeps anything, and

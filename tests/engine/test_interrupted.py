@@ -66,7 +66,9 @@ def _finish(engine: Engine, groups: list[RequestGroup], expected: list[list[int]
     errors: dict[str, EngineError] = {}
     _check(engine)
     while engine.has_unfinished:
-        for group, error in engine.step():
+        results = engine.step()
+        assert len({group.request_id for group, _ in results}) == len(results), "told twice"
+        for group, error in results:
             if error is not None:
                 errors[group.request_id] = error
         _check(engine)

@@ -114,6 +114,25 @@ def test_a_bad_row_in_a_block_that_a_neighbour_hit_is_found_by_nobody(folder: Pa
     llm.close()
 
 
+def test_log_probabilities_of_a_prompt_are_finite_or_refused(folder: Path) -> None:
+    """A row that overflowed behind its K and V was told as `logprob=nan, rank=1`."""
+    llm = make_llm(folder)
+    forward = llm.engine.model.forward
+
+    def overflowing(*given: Any) -> torch.Tensor:
+        logits = forward(*given).clone()
+        logits[4] = torch.nan
+        return logits
+
+    llm.engine.model.forward = overflowing  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="not finite"):
+        llm.generate(CLEAN, SamplingParams(max_tokens=1, prompt_logprobs=1))
+    llm.engine.model.forward = forward  # type: ignore[method-assign]
+    [output] = llm.generate(CLEAN, GREEDY)
+    assert output.num_cached_tokens == 0
+    llm.close()
+
+
 def _state(seed: int) -> SamplingState:
     params = SamplingParams(temperature=1.0, seed=seed)
     return SamplingState(params, [1], [], torch.Generator().manual_seed(seed), frozenset())

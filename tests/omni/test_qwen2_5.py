@@ -1,6 +1,7 @@
 """Qwen2.5-Omni against transformers' own generate: the same text, the same codes, the same wave."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -312,7 +313,7 @@ def test_a_checkpoint_without_voices_is_refused(folder: Path, tmp_path: Path) ->
         Omni(tmp_path)
 
 
-def test_sounds_and_images_as_they_are(omni: Omni) -> None:
+def test_sounds_and_images_as_they_are(omni: Omni, tmp_path: Path) -> None:
     waves = [np.sin(np.arange(length) * 0.3) for length in (8000, 5000)]
     picture = Image.fromarray(np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3))
     prompt = {
@@ -332,9 +333,18 @@ def test_sounds_and_images_as_they_are(omni: Omni) -> None:
     assert omni.cache.stats.written == encoded
     [other] = omni.generate(prompt | {"audio": waves[::-1]}, just_text)
     assert other.figures["thinker"].cached_tokens == 0
-    with pytest.raises(RequestError, match="a sound is numbers"):
-        omni.generate(prompt | {"audio": [[[1.0]]]}, just_text)
+    for sound, complaint in (
+        ([[1.0]], r"shape \[1, 1\]; allowed: \[samples\]"),
+        ("x", "a sound is a str"),
+        ([math.nan], "not finite"),
+    ):
+        with pytest.raises(RequestError, match=complaint):
+            omni.generate(prompt | {"audio": [sound]}, just_text)
     with pytest.raises(RequestError, match="images cannot be read"):
-        omni.generate(prompt | {"images": ["no image"]}, just_text)
+        omni.generate(prompt | {"images": [5]}, just_text)
+    # transformers' processor opened the path and fetched the address.
+    for image in ("http://127.0.0.1:9/secret.png", str(tmp_path), tmp_path):
+        with pytest.raises(RequestError, match="allowed: a Pillow image or an array"):
+            omni.generate(prompt | {"images": [image]}, just_text)
     with pytest.raises(RequestError, match="not int"):
         omni.generate(5)  # type: ignore[arg-type]

@@ -1,8 +1,9 @@
-"""Which free block is reused next: policies behind three verbs.
+"""Which free block is reused next: policies behind four verbs.
 
 A policy keeps the free blocks. `release` is told of blocks that nobody holds any more, `claim`
-of a free block that a request hit, and `take` chooses what is reused: by then the block's
-content is lost. A policy never looks into the index and never changes a block's identity.
+of free blocks that a request hit, and `withdraw` of free blocks that leave the queue without a
+hit. `take` chooses what is reused: by then the block's content is lost. A policy never looks
+into the index and never changes a block's identity.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +17,16 @@ from headstart.errors import ConfigError
 
 
 class EvictionPolicy(Protocol):
-    """The three verbs, and the free blocks in the order of their reuse."""
+    """The four verbs, and the free blocks in the order of their reuse."""
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Blocks became free; of one request, its last block comes first."""
 
     def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Free blocks are held again; they keep their content."""
+        """A request hit these free blocks: they are held again and keep their content."""
+
+    def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """These free blocks leave the queue, and no request hit them."""
 
     def take(self, count: int) -> list[KVCacheBlock]:
         """Remove and return the `count` blocks to reuse. Raises CacheError if short."""
@@ -49,6 +53,9 @@ class Lru:
         self._queue.extend(blocks)
 
     def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._queue.remove_all(blocks)
+
+    def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._queue.remove_all(blocks)
 
     def take(self, count: int) -> list[KVCacheBlock]:
@@ -84,9 +91,10 @@ class AdaptiveLru(EmptyFirstLru):
 
     A tail holds fewer rows than a block and is mostly never asked for again, as after one-shot
     requests; after a turn of a chat it is asked for by the next one. So the policy learns: a
-    tail that is claimed earns room for `EARNED` tails, and one that is lost unused gives back
-    the room of one. Tails within the room wait their turn by recency, like blocks. If there
-    are more, the oldest tails are taken before any whole block. O(1) a block.
+    tail that is claimed earns room for `EARNED` tails, and one that is taken gives back the
+    room of one. A tail that is withdrawn does neither. Tails within the room wait their turn by
+    recency, like blocks. If there are more, the oldest tails are taken before any whole block.
+    O(1) a block.
     """
 
     EARNED = 4
@@ -109,6 +117,10 @@ class AdaptiveLru(EmptyFirstLru):
         super().claim(blocks)
         if self._tails and not self._tails.keys().isdisjoint(blocks):
             self._room = min(self._num_blocks, self._room + self.EARNED * self._leave(blocks))
+
+    def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
+        super().withdraw(blocks)
+        self._leave(blocks)
 
     def take(self, count: int) -> list[KVCacheBlock]:
         excess = len(self._tails) - self._room

@@ -48,7 +48,7 @@ class BlockPool:
         return taken
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Hold these blocks once more; free ones leave the free queue."""
+        """Hold these blocks, which a request hit, once more; free ones leave the free queue."""
         self.free.claim([block for block in blocks if not block.ref_cnt])
         for block in blocks:
             block.ref_cnt += 1
@@ -80,14 +80,14 @@ class BlockPool:
                 self.forget([block])
                 kept = node.block
                 if kept is not None and not kept.ref_cnt:
-                    self.free.claim([kept])
+                    self.free.withdraw([kept])
                     in_line.append(kept)
             in_line.append(block)
         return in_line
 
     def drop(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Free cached blocks become empty."""
-        self.free.claim(blocks)
+        self.free.withdraw(blocks)
         self.forget(blocks)
         self.free.release(blocks)
 
@@ -144,13 +144,14 @@ class BlockPool:
         return True
 
     def clear(self) -> None:
-        """Forget every cached block. The caller has seen that none is held."""
-        cached = [block for block in self.free if block.node is not None]
+        """Forget every cached block, and what the policy has learnt from them.
+
+        The caller has seen that no block is held.
+        """
         self.copies.clear()
-        self.free.claim(cached)
-        for block in cached:
+        for block in self.free.take(len(self.free)):
             block.node = None
-        self.free.release(cached[::-1])
+        self.free = make_policy(self.eviction, self.blocks)
         self.index.clear()
         self.version += 1
         if self.names is not None:

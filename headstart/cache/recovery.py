@@ -36,7 +36,7 @@ def rebuild(pool: BlockPool, sequences: Sequence[TokenSequence]) -> None:
         block.ref_cnt = 0
         block.prev_free_block = block.next_free_block = block
     pool.free = make_policy(pool.eviction, pool.blocks)
-    pool.free.claim(cached)
+    pool.free.withdraw(cached)
     for block in cached:
         pool.free.release([block])
     pool.copies = {}

@@ -331,6 +331,7 @@ class NaiveEngine:
     def reset(self) -> bool:
         done = self.manager.reset_prefix_cache()
         if done:
+            self._spy_on_takes()
             self.valid = [0] * len(self.valid)
         return done
 

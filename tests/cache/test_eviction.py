@@ -2,13 +2,22 @@
 
 import pytest
 
-from headstart.cache import CacheConfig, KVCacheBlock, TokenSequence
+from headstart.cache import CacheConfig, KVCacheBlock, KVCacheManager, TokenSequence
 from headstart.cache.block import PrefixNode, TailNode
-from headstart.cache.eviction import POLICIES, make_policy
+from headstart.cache.eviction import POLICIES, AdaptiveLru, make_policy
 from headstart.cache.identity import BlockKey
 from headstart.errors import CacheError, ConfigError
 from tests.cache import workloads
-from tests.cache.steps import cached_ids, decode, finish, free_ids, hits, make_manager, start
+from tests.cache.steps import (
+    admit,
+    cached_ids,
+    decode,
+    finish,
+    free_ids,
+    hits,
+    make_manager,
+    start,
+)
 from tests.interruptions import Interruption
 
 
@@ -152,6 +161,67 @@ def test_tails_have_the_room_that_their_hits_have_earned() -> None:
     assert [block.block_id for block in policy] == [8, 9, 2, 3, 4, 0, 5, 6, 7, 1]
     assert policy.take(4) == [blocks[at] for at in (8, 9, 2, 3)]  # two unused: room for two
     assert [block.block_id for block in policy] == [4, 5, 6, 0, 7, 1]
+
+
+def test_tails_that_leave_the_queue_without_a_hit_change_no_room() -> None:
+    """Only `claim` is a hit: a withdrawn tail earns nothing, and was not lost either."""
+    blocks = [KVCacheBlock(at) for at in range(10)]
+    policy = make_policy("adaptive-lru", blocks)
+    policy.take(10)
+    policy.release([tail(blocks[0])])
+    policy.claim([blocks[0]])  # a hit: room for four
+    for block in blocks[1:]:
+        policy.release([tail(block)])
+    assert [block.block_id for block in policy] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    blocks[0].node = PrefixNode(None, BlockKey(b"x"))
+    policy.release([blocks[0]])
+    policy.withdraw([blocks[9], blocks[7]])
+    assert [block.block_id for block in policy] == [1, 2, 3, 4, 5, 6, 8, 0]
+    assert policy.take(4) == blocks[1:5]
+    assert [block.block_id for block in policy] == [5, 6, 8, 0]  # four were lost: no room
+
+
+def room(manager: KVCacheManager) -> int:
+    """How many of twenty new tails stand behind a whole block that is older than they are."""
+    [whole] = finish(manager, "whole", [900] * 4)
+    for token in range(20):
+        finish(manager, "one-shot", [901 + token])
+    return [block.block_id for block in manager.pool.free][::-1].index(whole)
+
+
+def test_clearing_the_cache_clears_what_tails_have_earned() -> None:
+    """Each of 20 tails that nobody hit earned room for four when it was cleared."""
+    manager = make_manager(num_blocks=100)
+    for at in range(20):
+        finish(manager, "one-shot", [at * 10 + 1, at * 10 + 2])
+    assert manager.reset_prefix_cache()
+    assert free_ids(manager) == list(range(100))
+    assert room(manager) == 0
+    finish(manager, "turn", [1, 2])
+    finish(manager, "next turn", [1, 2, 3])
+    assert manager.reset_prefix_cache()
+    assert room(manager) == 0
+
+
+def test_a_tail_that_is_outgrown_without_a_hit_earns_nothing() -> None:
+    """Two requests of one step: the longer one's tail has the rows of the shorter one's."""
+    manager = make_manager(num_blocks=100)
+    short, long = TokenSequence("short", [1, 2]), TokenSequence("long", [1, 2, 3])
+    assert admit(manager, short) == admit(manager, long) == 0
+    manager.commit_step()
+    manager.free(short)
+    manager.free(long)
+    assert len(cached_ids(manager)) == 1
+    assert room(manager) == 0
+
+
+def test_a_tail_that_is_hit_and_then_outgrown_counts_as_one_hit() -> None:
+    """The source of a partial hit is hit; emptying it later is no second hit."""
+    manager = make_manager(num_blocks=100)
+    finish(manager, "turn", [1, 2, 3, 4, 5, 6])
+    assert hits(manager, [1, 2, 3, 4, 5, 6, 7]) == 6
+    finish(manager, "next turn", [1, 2, 3, 4, 5, 6, 7])
+    assert room(manager) == AdaptiveLru.EARNED
 
 
 def test_many_tails_over_the_room_cost_each_take_the_same() -> None:

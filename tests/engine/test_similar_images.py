@@ -10,9 +10,10 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from headstart import LLM, RequestOutput, SamplingParams
+from headstart.engine.encoder_cache import EncoderKey
 from headstart.engine.images import LoadedImage
 from headstart.engine.looks import look_of
-from headstart.engine.similar_images import SimilarImages
+from headstart.engine.similar_images import ENTRY_BYTES, SimilarImages
 from headstart.models.vision import ProcessedImage
 from tests.tiny_vision import make_image, save_tiny_vision
 
@@ -147,6 +148,19 @@ def test_what_is_no_longer_cached_takes_no_place(folder: Path) -> None:
     llm.close()
 
 
+def test_images_prepared_together_stand_for_later_copies(llm: LLM) -> None:
+    """None of them is encoded when the next is compared with it."""
+    assert llm.engine.images is not None
+    text = f"What is {llm.engine.images.placeholder}?"
+    batches = [
+        [{"prompt": text, "multi_modal_data": {"image": image}} for image in images]
+        for images in ([spots(seed) for seed in (1, 2, 3)], [as_jpeg(spots(n)) for n in (1, 2, 3)])
+    ]
+    for batch, expected in zip(batches, (False, True), strict=True):
+        outputs = llm.generate(batch, ASKED, use_tqdm=False)
+        assert [output.images[0].is_similar for output in outputs] == [expected] * 3
+
+
 class Everything:
     """An encoder cache that has embeddings of all images."""
 
@@ -156,12 +170,12 @@ class Everything:
 
 def loaded(image: Image.Image) -> LoadedImage:
     digest = hashlib.sha256(image.tobytes()).digest()
-    return LoadedImage(digest, ProcessedImage({}, (1, 1, 1), 4, image), look_of(image))
+    return LoadedImage(digest, ProcessedImage({}, (1, 1, 1), 4, image), look=look_of(image))
 
 
 def test_pixels_are_kept_within_a_limit() -> None:
     one = look_of(spots(1)).packed()
-    room = 2 * len(one.pixels) + 2 * one.thumbnail.nbytes + 500
+    room = 2 * (len(one.pixels) + one.thumbnail.nbytes + ENTRY_BYTES) + 500
     similar = SimilarImages(Everything(), capacity=room)  # type: ignore[arg-type]
     for seed in (1, 2, 3, 2, 4):
         similar.settle(loaded(spots(seed)), None)
@@ -185,3 +199,93 @@ def test_the_image_that_stands_for_a_copy_has_its_own_pixels() -> None:
     image = similar.settle(loaded(as_jpeg(spots(1))), None).image
     assert image.inputs is None
     assert image.pixels.tobytes() == spots(1).tobytes()
+
+
+class Some(set[EncoderKey]):
+    """An encoder cache that has embeddings of these images, and counts how often it is asked."""
+
+    num_asked = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.num_asked += 1
+        return super().__contains__(key)
+
+
+def key_of(seed: int, salt: str | None = None) -> EncoderKey:
+    return EncoderKey(salt, loaded(spots(seed)).digest)
+
+
+def test_an_image_is_forgotten_with_its_embeddings() -> None:
+    cache = Some()
+    similar = SimilarImages(cache)  # type: ignore[arg-type]
+    for seed in (1, 2, 3):
+        similar.settle(loaded(spots(seed)), None)
+        cache.add(key_of(seed))
+    similar.settle(loaded(spots(4)), None)
+    before = similar.num_bytes
+    cache -= {key_of(1), key_of(2)}
+    similar.settle(loaded(spots(5)), "another tenant")
+    assert len(similar) == 5
+    similar.settle(loaded(spots(6)), None)
+    assert len(similar) == 4, "3 has embeddings, 4 may get some, 5 and 6 are new"
+    assert similar.num_bytes < before
+    cache.clear()
+    similar.settle(loaded(spots(7)), None)
+    assert len(similar) == 4, "3 is gone, and 7 new"
+
+
+def test_an_image_that_is_shown_again_waits_for_its_embeddings() -> None:
+    cache = Some()
+    similar = SimilarImages(cache)  # type: ignore[arg-type]
+    for seed in (1, 2, 3):
+        similar.settle(loaded(spots(seed)), None)
+        cache.add(key_of(seed))
+    assert similar.settle(loaded(as_jpeg(spots(2))), None).is_similar
+    similar.settle(loaded(spots(1)), None)
+    cache.clear()  # before either is encoded
+    similar.settle(loaded(spots(4)), None)
+    cache.update((key_of(1), key_of(2)))
+    found = [similar.settle(loaded(as_jpeg(spots(seed))), None) for seed in (1, 2)]
+    assert [one.is_similar for one in found] == [True, True]
+
+
+def test_images_are_kept_within_a_number() -> None:
+    cache = Some()
+    similar = SimilarImages(cache, max_known=3)  # type: ignore[arg-type]
+    for seed, salt in ((1, "a"), (2, "b"), (3, "a"), (1, "a"), (4, None)):
+        similar.settle(loaded(spots(seed)), salt)
+        cache.add(key_of(seed, salt))
+        assert len(similar) <= 3
+    copies = [(1, "a"), (3, "a"), (4, None), (2, "b")]
+    found = [similar.settle(loaded(as_jpeg(spots(seed))), salt) for seed, salt in copies]
+    assert [one.is_similar for one in found] == [True, True, True, False]
+
+
+class Salt(str):
+    """Counts how often salts are compared."""
+
+    num_compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Salt.num_compared += 1
+        return str.__eq__(self, other)
+
+
+def test_what_a_new_image_costs_does_not_grow_with_other_tenants() -> None:
+    cache = Some()
+    similar = SimilarImages(cache)  # type: ignore[arg-type]
+    for seed in range(20):
+        similar.settle(loaded(spots(seed)), Salt(f"tenant {seed % 10}"))
+    cache.num_asked = Salt.num_compared = 0
+    similar.settle(loaded(spots(20)), Salt("tenant 0"))
+    assert cache.num_asked == 2
+    assert Salt.num_compared < 10
+
+
+def test_tiny_images_count_what_keeps_them() -> None:
+    similar = SimilarImages(Everything(), capacity=20_000)  # type: ignore[arg-type]
+    for grey in range(0, 240, 40):
+        similar.settle(loaded(Image.new("RGB", (4, 4), (grey, grey, grey))), None)
+    assert len(similar) == 5
+    assert 5 * (ENTRY_BYTES + 1536) < similar.num_bytes <= 20_000

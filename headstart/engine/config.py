@@ -5,7 +5,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from headstart.cache.eviction import POLICIES
+from headstart.engine.params import SEEDS
 from headstart.engine.threads import count_cores
+from headstart.engine.validation import describe
 from headstart.errors import ConfigError
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -58,6 +60,8 @@ class EngineConfig:
             )
         if self.eviction not in POLICIES:
             raise ConfigError(f"eviction is {self.eviction!r}; allowed: {', '.join(POLICIES)}")
+        if self.seed not in SEEDS:
+            raise ConfigError(f"seed is {describe(self.seed)}; allowed: {SEEDS}")
         self._check_counts()
 
     def _check_counts(self) -> None:

@@ -123,6 +123,9 @@ class _Number(NamedTuple):
         return f"{kind} from {self.low} to {self.high}"
 
 
+SEEDS = _Number(int, -(2**63), 2**63 - 1)
+"""Integers that a request or an engine may have as its seed."""
+
 _NUMBERS = {
     "n": _Number(int, 1, MAX_ANSWERS),
     "max_tokens": _Number(int, 1, or_none=True),
@@ -131,7 +134,7 @@ _NUMBERS = {
     "top_p": _Number(float, 0, 1, above_low=True),
     "top_k": _Number(int, -1),
     "min_p": _Number(float, 0, 1),
-    "seed": _Number(int, -(2**63), 2**63 - 1, or_none=True),
+    "seed": SEEDS._replace(or_none=True),
     "repetition_penalty": _Number(float, 0, above_low=True),
     "presence_penalty": _Number(float, -2, 2),
     "frequency_penalty": _Number(float, -2, 2),

@@ -99,5 +99,5 @@ class RequestMaker:
         """One for each answer: answer i of a request with a seed has the i-th after it."""
         if params.temperature == 0:
             return None
-        seed = next(self._seeds) if params.seed is None else params.seed + index
+        seed = next(self._seeds) % 2**64 if params.seed is None else params.seed + index
         return torch.Generator().manual_seed(seed)

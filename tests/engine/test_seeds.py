@@ -1,0 +1,44 @@
+"""The engine's seed: checked when the engine is configured, and never beyond what torch takes."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.engine.config import EngineConfig
+from headstart.engine.params import SamplingParams
+from headstart.engine.requests import RequestMaker
+from headstart.errors import ConfigError
+
+
+@pytest.mark.parametrize("seed", [2**63, 2**64 - 1, -(2**63) - 1, 10**60, "a", 1.5, None, True])
+def test_a_seed_outside_its_range(seed: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^seed is .*; allowed: a whole number from -9223.* to 9"
+    ):
+        EngineConfig(seed=seed)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1])
+def test_every_seed_of_a_request_may_be_the_engine_s(seed: int) -> None:
+    assert EngineConfig(seed=seed).seed == SamplingParams(seed=seed).seed
+
+
+@pytest.mark.parametrize("first", [-(2**63), -1, 0, 2**63 - 1, 2**64 - 1])
+def test_answers_take_one_seed_after_the_other(first: int) -> None:
+    """torch takes seeds below 2**64, and a negative one for itself plus 2**64."""
+    maker = RequestMaker(
+        None,  # type: ignore[arg-type]
+        None,
+        None,  # type: ignore[arg-type]
+        frozenset(),
+        max_model_len=8,
+        first_seed=first,
+    )
+    generators = [maker._generator(SamplingParams(), 0) for _ in range(3)]
+    assert [one.initial_seed() for one in generators if one is not None] == [
+        seed % 2**64 for seed in range(first, first + 3)
+    ]
+    drawn = torch.rand(4, generator=generators[0])
+    if first < 2**63:
+        assert torch.equal(drawn, torch.rand(4, generator=torch.Generator().manual_seed(first)))

@@ -11,7 +11,7 @@
      │  ├ AdapterNotFoundError    wrong path, or a folder without an adapter
      │  ├ DamagedAdapterError     truncated weights, broken JSON, configuration and weights differ
      │  └ UnsupportedAdapterError it asks for what cannot be added to this model, and why
-     ├ OutOfMemoryError        the block pool cannot hold even one such request
+     ├ OutOfMemoryError        no memory for the model, or for even one such request
      ├ CacheError              misuse of the cache manager: double free, unknown sequence
      └ EngineError             a step failed and its requests ended, or the engine is closed
 
@@ -81,7 +81,7 @@ class UnsupportedAdapterError(AdapterError):
 
 
 class OutOfMemoryError(HeadstartError, MemoryError):
-    """The block pool cannot hold what was asked for, even when empty."""
+    """Memory does not hold the model, or the block pool what was asked for, even when empty."""
 
 
 class CacheError(HeadstartError):

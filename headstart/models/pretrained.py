@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from headstart.errors import ConfigError, DamagedModelError, UnsupportedModelError
+from headstart.errors import (
+    ConfigError,
+    DamagedModelError,
+    OutOfMemoryError,
+    UnsupportedModelError,
+)
 from headstart.models.checkpoint import check_report
 from headstart.models.files import read_json
 
@@ -42,7 +47,8 @@ def find_device(name: str) -> torch.device:
 def load_config(folder: Path) -> PreTrainedConfig:
     """transformers' configuration of the model in `folder`.
 
-    Raises `DamagedModelError`, and `UnsupportedModelError` for what transformers does not know.
+    Raises `DamagedModelError`, `UnsupportedModelError` for what transformers does not know, and
+    `OutOfMemoryError`.
     """
     raw = read_json(folder / "config.json")
     kind = raw.get("model_type")
@@ -57,6 +63,8 @@ def load_config(folder: Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     # What a wrong value raises depends on the architecture's own checks.
     except Exception as error:
+        if _is_out_of_memory(error):
+            raise OutOfMemoryError(f"no memory to read {folder / 'config.json'}") from error
         raise DamagedModelError(
             f"{folder / 'config.json'} does not describe a {kind} model: {error}"
         ) from error
@@ -69,8 +77,8 @@ def load_weights(
 ) -> PreTrainedModel:
     """A model of one of transformers' classes, from its `from_pretrained`; nothing is at random.
 
-    Raises `DamagedModelError` where weights and configuration differ, and `UnsupportedModelError`
-    where a package is missing.
+    Raises `DamagedModelError` where weights and configuration differ, `UnsupportedModelError`
+    where a package is missing, and `OutOfMemoryError`.
     """
     try:
         loaded: Any = from_pretrained(
@@ -84,6 +92,10 @@ def load_weights(
         raise UnsupportedModelError(f"{folder} needs a package that is missing: {error}") from error
     # transformers raises OSError, RuntimeError, ValueError, KeyError, and safetensors its own.
     except Exception as error:
+        if _is_out_of_memory(error):
+            raise OutOfMemoryError(
+                f"memory does not hold the model in {folder}: {type(error).__name__}: {error}"
+            ) from error
         raise DamagedModelError(
             f"the model in {folder} cannot be built: {type(error).__name__}: {error}"
         ) from error
@@ -91,3 +103,9 @@ def load_weights(
     assert isinstance(model, PreTrainedModel)
     check_report(folder, model, report)
     return model
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out. On a CPU torch tells that by the text of a RuntimeError alone."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate" in str(error)

@@ -1,0 +1,55 @@
+"""No memory is not a damaged model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headstart import LLM, OutOfMemoryError
+from headstart.errors import DamagedModelError
+from headstart.models import loader, pretrained
+from tests.tiny_models import save_tiny
+
+
+def no_memory(*_: Any, **__: Any) -> None:
+    raise MemoryError("told by Python")
+
+
+def no_memory_on_a_gpu(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("told by torch")
+
+
+def no_memory_for_a_tensor(*_: Any, **__: Any) -> None:
+    torch.empty(1 << 50)  # a PiB
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("fail", [no_memory, no_memory_on_a_gpu, no_memory_for_a_tensor])
+@pytest.mark.parametrize(
+    "where", [pretrained.AutoConfig, loader.AutoModelForCausalLM], ids=["config", "weights"]
+)
+def test_no_memory_is_said_to_be_that(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, where: Any, fail: Any
+) -> None:
+    monkeypatch.setattr(where, "from_pretrained", fail)
+    with pytest.raises(OutOfMemoryError, match=r"memory") as raised:
+        LLM(folder, num_blocks=8)
+    assert str(folder) in str(raised.value)
+    assert isinstance(raised.value.__cause__, (MemoryError, RuntimeError))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a shape differs"), KeyError("rope"), OSError()])
+def test_any_other_error_is_a_damaged_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(loader.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(DamagedModelError, match=type(error).__name__):
+        LLM(folder, num_blocks=8)

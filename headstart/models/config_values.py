@@ -40,6 +40,9 @@ WIDTHS = frozenset({"hidden_size", "n_embd", "d_model", "head_dim", "intermediat
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
 
+# Words of the user's own, and options of `generate`: a class of a depth model may be "depth".
+_FREE_NAMES = frozenset({"label2id", "id2label", "task_specific_params"})
+
 _RANGES: dict[str, _Range] = {
     **dict.fromkeys(LAYER_COUNTS, _Range(1, _MOST_LAYERS)),
     **dict.fromkeys(_HEADS, _Range(1, _MOST_HEADS)),
@@ -65,12 +68,15 @@ def check_values(file: Path, content: Mapping[str, Any]) -> None:
 def find_values(content: Mapping[str, Any], keys: Set[str]) -> Iterator[tuple[str, Any]]:
     """The values under these keys by dotted name, in nested objects too.
 
-    Each element of a list (one number per layer) comes by itself; nulls are left out.
+    Each element of a list (one number per layer) comes by itself; nulls are left out. So are
+    objects whose keys are free: the names of labels and of tasks.
     """
     left: list[tuple[str, Mapping[str, Any]]] = [("", content)]
     while left:
         prefix, part = left.pop()
         for key, value in part.items():
+            if key in _FREE_NAMES:
+                continue
             if isinstance(value, Mapping):
                 left.append((f"{prefix}{key}.", value))
             elif key in keys:

@@ -81,7 +81,8 @@ def test_a_dot_anywhere_is_seen(x: int, y: int, step: int, grain: int, quality: 
     pixels = np.clip(random.normal(128, grain, (128, 128, 3)), 30, 225).astype(np.uint8)
     picture = Image.fromarray(pixels)
     copy = picture if quality is None else saved(picture, format="jpeg", quality=quality)
-    assert grain == 3 or are_same(picture, copy), "codecs erase fine grain, which refuses"
+    if grain == 0 or quality is None:  # of grain a codec may erase something, which refuses
+        assert are_same(picture, copy)
     edited = np.asarray(copy).astype(int)
     edited[y : y + 2, x : x + 2] += step
     assert not are_same(picture, Image.fromarray(np.clip(edited, 0, 255).astype(np.uint8)))

@@ -13,6 +13,7 @@ The order of a step: `usable` for those who ask to be admitted, `admitted` for t
 `computed` for all who ran.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -62,10 +63,11 @@ class _Tail:
 
 @dataclass(slots=True)
 class _Request:
-    """How far one request's rows are."""
+    """How far one request's rows are. finite: its tokens before the first with a NaN or inf."""
 
     watermark: int = 0
     start: int = 0
+    finite: float = math.inf
     tails: dict[str, _Tail] = field(default_factory=dict)
     stored: list[Mapping[str, Tensor]] = field(default_factory=list)
     awaited: list[int] = field(default_factory=list)
@@ -185,6 +187,8 @@ class StageRows:
         be; nothing is kept of the step then.
         """
         named = self._sort(outputs, parts)
+        if self._cache is not None:
+            self._find_nonfinite(parts, named)
         needed = self._needed(named)
         filled: dict[int, Mapping[str, Tensor]] = {}  # by block id
         at = 0
@@ -237,6 +241,21 @@ class StageRows:
         optional = {name for name, output in self._outputs.items() if not output.required}
         return frozenset(named) - optional
 
+    def _find_nonfinite(self, parts: Sequence[Part], named: Mapping[str, Tensor]) -> None:
+        """Note where in the step's requests rows begin to hold a NaN or an infinity."""
+        found: set[int] = set()  # tokens of the step
+        for name, rows in named.items():
+            if rows.is_floating_point():
+                ratio = self._detector.ratio(name)
+                found.update(at // ratio for at in _nonfinite_rows(rows))
+        at = 0
+        for part in parts if found else ():
+            mine = [token for token in found if at <= token < at + part.stop - part.start]
+            if mine:
+                request = self._requests[part.sequence]
+                request.finite = min(request.finite, part.start + min(mine) - at)
+            at += part.stop - part.start
+
     def _keep(
         self,
         part: Part,
@@ -244,7 +263,11 @@ class StageRows:
         needed: frozenset[str],
         filled: dict[int, Mapping[str, Tensor]],
     ) -> None:
-        """Store the blocks that the part completes, and remember them for the step's own hits."""
+        """Store the blocks that the part completes, and remember them for the step's own hits.
+
+        From the first row on that is not finite nothing of the request is stored: the engine ends
+        it, and what is stored is never written again.
+        """
         if self._cache is None:
             return
         request = self._requests[part.sequence]
@@ -263,6 +286,8 @@ class StageRows:
         for index in reversed(
             blocks
         ):  # its last block is the oldest: a prefix is worn from its end
+            if (index + 1) * self._block_size > request.finite:
+                continue
             kept = {name: rows for name, rows in blocks[index].items() if name in trusted}
             self._cache.put(self._path(part.sequence, index + 1), index, kept, needed)
         for index, rows_of_block in blocks.items():
@@ -332,3 +357,15 @@ class StageRows:
 
     def _path(self, sequence: TokenSequence, count: int) -> BlockPath:
         return BlockPath(self._stage, sequence.namespace, sequence.keys[:count])
+
+
+def _nonfinite_rows(rows: Tensor) -> list[int]:
+    """The rows of a tensor `[rows, ...]` that hold a NaN or an infinity.
+
+    Several times as fast as `isfinite`.
+
+    >>> _nonfinite_rows(torch.tensor([[1.0, 3e38], [torch.inf, 0.0], [0.0, torch.nan]]))
+    [1, 2]
+    """
+    found = (rows - rows).unsqueeze(-1).flatten(1).sum(1).isnan()
+    return found.nonzero().flatten().tolist() if found.any() else []

@@ -90,6 +90,7 @@ class Speech:
         }
         gives = () if undeclared else (Output("hidden"), Output("feature"))
         text = model(text_seed, TEXT_VOCABULARY)
+        self.embeddings = text.get_input_embeddings().weight.data  # of the thinker
         self.thinker = EngineStage(
             StageSpec(
                 name="thinker",

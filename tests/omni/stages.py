@@ -43,6 +43,7 @@ class FakeStage:
         self.given: dict[TokenSequence, list[Chunk]] = defaultdict(list)
         self.admitted: list[Part] = []
         self.computed_tokens = 0
+        self.spoiled: tuple[str, int] | None = None  # an output, and a position where it is NaN
 
     def open(self, sequence: TokenSequence) -> None:
         self.rows.open(sequence)
@@ -90,6 +91,10 @@ class FakeStage:
             )
             for name, width in self.widths.items()
         }
+        positions = [at for part in parts for at in range(part.start, part.stop)]
+        if self.spoiled is not None:
+            name, spoiled = self.spoiled
+            outputs[name][[at == spoiled for at in positions], -1] = torch.nan
         self.computed_tokens += sum(part.stop - part.start for part in parts)
         given: dict[TokenSequence, list[Chunk]] = defaultdict(list)
         for sequence, chunk in self.rows.computed(parts, outputs):

@@ -12,6 +12,7 @@ from torch import Tensor
 from headstart.cache import TokenSequence
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request
+from headstart.errors import EngineError
 from headstart.omni.output_cache import BlockPath
 from headstart.omni.pipeline import Pipeline, Progress
 from headstart.omni.stage import TOKENS, Ended, Event, Given, Input
@@ -102,6 +103,25 @@ def test_a_talker_that_is_preempted_says_the_same(steps: int) -> None:
         finish(speech, progress)
         assert said(progress) == wanted("first")
         assert speech.talker.engine.num_preemptions == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_batched_tokens": 5}, {"deterministic": True}], ids=str
+)
+def test_rows_that_are_not_finite_are_gone_with_their_request(options: dict[str, Any]) -> None:
+    """They stayed in the store, and the talker was given them with the next hit."""
+    with Speech(**options) as speech:
+        token = PROMPTS["first"][6]
+        clean = speech.embeddings[token].clone()
+        speech.embeddings[token] = torch.inf
+        [failed] = speech.run(request("failed", PROMPTS["first"]))
+        assert isinstance(failed.error, EngineError) and "not finite" in str(failed.error)
+        speech.embeddings[token] = clean
+        for voice in ("cold", "warm"):  # a talker that has spoken with a voice needs no rows again
+            options = {"talker": {"voice": voice}}
+            [progress] = speech.run(request(voice, PROMPTS["first"], options=options))
+            assert said(progress) == wanted("first")
+        assert progress.figures["thinker"].hit_rows == {"hidden": 12, "feature": 12}
 
 
 def test_an_output_as_long_as_a_prompt_by_chance_is_never_kept(

@@ -97,6 +97,58 @@ def test_a_hit_of_the_same_step_reads_the_rows_of_the_step() -> None:
     assert stage.rows.watermark(second) == 8
 
 
+@pytest.mark.parametrize("output", ["hidden", "mm_feature"])
+@pytest.mark.parametrize("count", [1, 3, 4, 12])
+@pytest.mark.parametrize(("position", "kept"), [(0, 0), (3, 0), (4, 1), (7, 1), (11, 2)])
+def test_from_a_row_that_is_not_finite_on_no_block_is_kept(
+    output: str, count: int, position: int, kept: int
+) -> None:
+    """They stayed in the store, where nothing that is there is written again."""
+    cache = OutputCache(1 << 20)
+    stage = FakeStage(cache=cache)
+    stage.spoiled = (output, position)
+    first = words("first", FIRST)
+    stage.open(first)
+    stage.admit(first, count)
+    stage.compute()
+    while first.num_computed_tokens < len(FIRST):
+        assert stage.advance(first, count)
+        stage.compute()
+    given = torch.cat([chunk.rows for chunk in stage.given[first] if chunk.output == output])
+    assert given[:, -1].isnan().nonzero().flatten().tolist() == [position]
+    path = BlockPath("thinker", first.namespace, first.keys)
+    assert cache.count(path) == kept and cache.stats.entries == kept * 2
+    stage.given.clear()
+    stage.spoiled = None
+    assert stage.run(words("again", FIRST)) == kept * 4
+    assert cache.count(path) == 3
+
+
+def test_rows_that_are_not_finite_spoil_no_block_of_a_neighbour() -> None:
+    """A neighbour that hits them in the same step gets them as they are."""
+    cache = OutputCache(1 << 20)
+    stage = FakeStage(num_blocks=16, cache=cache)
+    stage.spoiled = ("hidden", 3)
+    first, second, other = words("first", FIRST), words("second", SECOND), words("o", SECOND[4:])
+    for sequence in (first, second):
+        stage.open(sequence)
+    assert stage.admit(first) == 0
+    assert stage.admit(second) == 4
+    given = stage.compute()
+    for sequence in (first, second):
+        rows = torch.cat([chunk.rows for chunk in given[sequence] if chunk.output == "hidden"])
+        assert rows.isnan().any(1).nonzero().flatten().tolist() == [3]
+    stage.spoiled = ("hidden", 11)
+    third = words("third", [*FIRST[4:], *FIRST[:4]])
+    for sequence in (third, other):
+        stage.open(sequence)
+        stage.admit(sequence)
+    stage.compute()
+    assert cache.count(BlockPath("thinker", other.namespace, other.keys)) == 1
+    assert cache.count(BlockPath("thinker", third.namespace, third.keys)) == 2
+    assert cache.count(BlockPath("thinker", first.namespace, first.keys)) == 0
+
+
 def test_an_output_that_first_comes_with_the_end_of_a_block_fails_no_hit_of_its_step() -> None:
     """The hit was granted, and its rows of the new output were missing: an EngineError."""
     stage = FakeStage(outputs=(), widths=(("hidden", 2),), cache=OutputCache(1 << 20))

@@ -9,12 +9,14 @@ held anywhere, and the others go on.
 
 A call that is interrupted (by Ctrl-C, or for want of memory) may leave any stage half changed. It
 is known by a mark that only a call's end takes away. The next call finds it, and ends all requests
-in all stages with an EngineError before it does its own work; what is cached stays.
+in all stages with an EngineError that names the cause, before it does its own work; what is cached
+stays.
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from headstart.errors import ConfigError, EngineError, HeadstartError, RequestError
@@ -66,6 +68,7 @@ class Pipeline:
         self._collects = frozenset(collects)
         self._requests: dict[str, Progress] = {}
         self._changing = False
+        self._interruption: BaseException | None = None
         self._closed = False
 
     def _check_given(self, taken: Input, who: str) -> None:
@@ -94,11 +97,10 @@ class Pipeline:
             stage.check(request)
         names = {stage.spec.name for stage in taking_part}
         progress = Progress(request, time.perf_counter(), names)
-        self._changing = True
-        self._requests[request.request_id] = progress
-        for stage in taking_part:
-            stage.open(request)
-        self._changing = False
+        with self._change():
+            self._requests[request.request_id] = progress
+            for stage in taking_part:
+                stage.open(request)
         return progress
 
     def _taking_part(self, request: OmniRequest) -> list[Stage]:
@@ -116,33 +118,32 @@ class Pipeline:
         self._recover()
         progress = self._requests.get(request_id)
         if progress is not None:
-            self._changing = True
-            self._end(progress, "abort")
-            self._changing = False
+            with self._change():
+                self._end(progress, "abort")
         return progress
 
     def step(self) -> list[Progress]:
         """A step of each stage that has work; the requests that moved.
 
-        Raises EngineError after `close`, and whatever interrupts it, such as KeyboardInterrupt.
+        Raises EngineError after `close`, and if requests wait for what will never come; whatever
+        interrupts it, such as KeyboardInterrupt.
         """
         self.require_open()
         self._recover()
-        self._changing = True
         moved: dict[Progress, None] = {}
         busy = False
-        for stage in self._order:
-            if not stage.has_work:
-                continue
-            busy = True
-            for event in stage.step():
-                progress = self._requests.get(event.request_id)
-                if progress is not None:
-                    moved[progress] = None
-                    self._handle(stage.spec.name, progress, event)
+        with self._change():
+            for stage in self._order:
+                if not stage.has_work:
+                    continue
+                busy = True
+                for event in stage.step():
+                    progress = self._requests.get(event.request_id)
+                    if progress is not None:
+                        moved[progress] = None
+                        self._handle(stage.spec.name, progress, event)
         if self._requests and not busy:
             raise EngineError(f"{len(self._requests)} requests wait, and no stage has work")
-        self._changing = False
         return list(moved)
 
     def close(self) -> None:
@@ -159,16 +160,31 @@ class Pipeline:
         if self._closed:
             raise EngineError("the pipeline is closed")
 
-    def _recover(self, reason: str = "a call of the pipeline was interrupted") -> None:
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Stages change inside it. Whatever is raised there is remembered as an interruption."""
+        try:
+            self._changing = True
+            yield
+            self._changing = False
+        except BaseException as error:
+            self._interruption = error
+            raise
+
+    def _recover(self, reason: str | None = None) -> None:
         """End all requests if a call did not come to its end. May be interrupted itself."""
         if not self._changing:
             return
         for stage in self._order:
             stage.recover()
         for progress in self._requests.values():
-            progress.error = progress.error or EngineError(reason)
+            if progress.error is None:
+                error = EngineError(reason or _why(self._interruption))
+                error.__cause__ = self._interruption
+                progress.error = error
             progress.finish_reason = "error"
         self._requests.clear()
+        self._interruption = None
         self._changing = False
 
     def _handle(self, source: str, progress: Progress, event: Event) -> None:
@@ -203,6 +219,14 @@ class Pipeline:
         progress.finish_reason = reason
         for stage in self._order:
             stage.abort(request_id)
+
+
+def _why(interruption: BaseException | None) -> str:
+    """What requests are told; the mark alone is left of what came outside `Pipeline._change`."""
+    text = "a call of the pipeline was interrupted"
+    if interruption is None:
+        return text
+    return f"{text}: {type(interruption).__name__}: {interruption}".removesuffix(": ")
 
 
 def _of_stage(name: str, error: HeadstartError) -> HeadstartError:

@@ -124,6 +124,54 @@ def test_rows_that_are_not_finite_are_gone_with_their_request(options: dict[str,
         assert progress.figures["thinker"].hit_rows == {"hidden": 12, "feature": 12}
 
 
+@pytest.mark.parametrize("call", ["submit", "step", "abort"])
+@pytest.mark.parametrize(
+    ("cause", "text"),
+    [(KeyboardInterrupt(), "KeyboardInterrupt"), (MemoryError("none left"), "none left")],
+    ids=["Ctrl-C", "no memory"],
+)
+def test_requests_that_an_interruption_ends_are_told_of_it(
+    call: str, cause: BaseException, text: str
+) -> None:
+    """They were told that a call was interrupted, and not by what."""
+    with Speech() as speech:
+        calls: dict[str, tuple[str, Callable[[], object]]] = {
+            "submit": ("open", lambda: speech.pipeline.submit(request("late", [1, 2]))),
+            "step": ("step", speech.pipeline.step),
+            "abort": ("abort", lambda: speech.pipeline.abort("other")),
+        }
+        method, interrupted = calls[call]
+        progress = speech.pipeline.submit(request("open", PROMPTS["first"]))
+        speech.pipeline.submit(request("other", PROMPTS["first"]))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(speech.thinker, method, raising(cause))
+            with pytest.raises(type(cause)):
+                interrupted()
+        speech.pipeline.abort("nobody")
+        assert isinstance(progress.error, EngineError)
+        assert f"interrupted: {type(cause).__name__}" in str(progress.error)
+        assert str(progress.error).endswith(text) and progress.error.__cause__ is cause
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def raises(*_: object) -> None:
+        raise error
+
+    return raises
+
+
+def test_a_step_without_work_is_no_interruption() -> None:
+    """The call after it ended every request."""
+    with Speech() as speech:
+        progress = speech.pipeline.submit(request("r", PROMPTS["first"]))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(speech.vocoder, "_can_run", lambda state: False)
+            with pytest.raises(EngineError, match="1 requests wait, and no stage has work"):
+                finish(speech, progress)
+        finish(speech, progress)
+        assert said(progress) == wanted("first")
+
+
 def test_an_output_as_long_as_a_prompt_by_chance_is_never_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -115,7 +115,7 @@ def test_an_interrupted_call_ends_an_open_stream_with_an_error(omni: Omni, steps
         patch.setattr(omni.pipeline.stages["talker"], "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             omni.generate(PROMPTS[1], PARAMS)
-    with pytest.raises(EngineError, match="interrupted"):
+    with pytest.raises(EngineError, match="interrupted: KeyboardInterrupt"):
         next(stream)
     check_idle(omni)
 

@@ -120,11 +120,8 @@ class Omni:
             for prompt in _as_list(prompts)
         ]
         try:
-            try:
-                return self._answer(requests)
-            finally:
-                self._forget(requests)
-        finally:  # an interruption may have come just before the first
+            return self._answer(requests)
+        finally:
             self._forget(requests)
 
     def _answer(self, requests: Sequence[OmniRequest]) -> list[OmniOutput]:

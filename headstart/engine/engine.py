@@ -252,13 +252,13 @@ class Engine:
 
     def _discard_failed(self, step: OpenStep, batch: Batch, tokens: Sequence[Choice]) -> None:
         """End the requests whose part failed, before anything that they computed can be found."""
+        if EngineError not in map(type, tokens):
+            return
         failed = {
             part.request.group: token
             for part, token in zip(batch.scheduled, tokens, strict=True)
             if isinstance(token, EngineError)
         }
-        if not failed:
-            return
         sequences = [request.sequence for group in failed for request in group.requests]
         self.manager.discard([one for one in sequences if self.manager.is_known(one)])
         for group, error in failed.items():
@@ -268,6 +268,7 @@ class Engine:
         """Give each request its token; what they have then is told as a whole, or not at all."""
         now = time.perf_counter()
         moved: dict[RequestGroup, None] = {}
+        ended: list[RequestGroup] = []  # an answer of each
         for part, token in zip(batch.scheduled, tokens, strict=True):
             request = part.request
             if request.finish_reason is not None or not isinstance(token, SampledToken):
@@ -282,9 +283,12 @@ class Engine:
             moved[request.group] = None
             if request.finish_reason is not None:
                 self._scheduler.remove(request)
+                ended.append(request.group)
         earlier = [r for r in step.results if r.error is not None or r.group not in moved]
         step.results, step.phase = [*earlier, *map(StepResult, moved)], Phase.DELIVERED
-        self._forget_finished()
+        for group in ended:
+            if group.finished:
+                self._groups.pop(group.request_id, None)
 
     # What ends a request, or rolls a step back. All of it may be interrupted and called again.
 

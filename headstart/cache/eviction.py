@@ -80,7 +80,10 @@ class EmptyFirstLru(Lru):
     """
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self._queue.extend([block for block in blocks if block.node is not None])
+        cached = [block for block in blocks if block.node is not None]
+        self._queue.extend(cached)
+        if len(cached) == len(blocks):
+            return
         for block in blocks:
             if block.node is None:
                 self._queue.appendleft(block)

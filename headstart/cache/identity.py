@@ -35,6 +35,7 @@ Digest = Callable[[bytes], bytes]
 
 MAX_TOKEN_ID = 2**31 - 1
 TOKEN_BYTES = 4
+_BIG_ENDIAN = sys.byteorder == "big"
 _FRAME_MARK = b"\xff\xff\xff\xff"
 _FRAME_HEAD = struct.Struct("<4sIII")
 
@@ -99,7 +100,7 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
         words = array("I", token_ids)
     except (TypeError, OverflowError):
         words = array("I", [check_token(token_id) for token_id in token_ids])
-    if sys.byteorder == "big":
+    if _BIG_ENDIAN:
         words.byteswap()
     data = words.tobytes()
     if not data[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii():  # a top bit is set
@@ -127,19 +128,23 @@ def cut_keys(
     `data` is the span's tokens, encoded. The last key may stand for less than a block. `items`
     are in order and do not overlap.
     """
-    keys = cast("list[BlockKey]", _slices(data, block_size * TOKEN_BYTES))
+    keys = slice_keys(data, block_size)
     for item in items:
         _frame_item(keys, item, span, block_size)
     return keys
 
 
-def _slices(data: bytes, step: int) -> list[bytes]:
-    """The data in pieces of `step` bytes; `struct` cuts them four times as fast as slicing."""
+def slice_keys(data: bytes, block_size: int) -> list[BlockKey]:
+    """Keys of encoded tokens without items; the last may stand for less than a block.
+
+    `struct` cuts them four times as fast as slicing.
+    """
+    step = block_size * TOKEN_BYTES
     if len(data) <= step:
-        return [data]
+        return cast("list[BlockKey]", [data])
     count, rest = divmod(len(data), step)
     widths = f"{step}s" * count + f"{rest}s" * (rest > 0)
-    return list(struct.Struct(widths).unpack(data))
+    return cast("list[BlockKey]", list(struct.unpack(widths, data)))
 
 
 def _frame_item(keys: list[BlockKey], item: MultiModalItem, span: range, block_size: int) -> None:

@@ -14,7 +14,7 @@ its last block. A tail has no children and no name; its rows can only be copied.
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
 
 from headstart.cache.block import Branches, KVCacheBlock, PrefixNode, RootNode, TailNode
@@ -133,20 +133,6 @@ class PrefixIndex:
         parent.child = branches
         return branches
 
-    def grow(
-        self, parent: PrefixNode, keys: Sequence[BlockKey], blocks: Sequence[KVCacheBlock]
-    ) -> PrefixNode:
-        """A chain of new nodes, one a key and block, under a node without children; its end.
-
-        What `child` and `attach` do, for the case that all of a long prompt's blocks are.
-        """
-        node = parent
-        for key, block in zip(keys, blocks, strict=True):
-            node.child = child = PrefixNode(node, key)
-            child.block = block
-            block.node = node = child
-        return node
-
     def outgrown_tail(self, node: PrefixNode) -> PrefixNode | None:
         """A sibling that is a tail and the head of this node's content: it is of no more use."""
         assert node.parent is not None
@@ -204,14 +190,23 @@ class PrefixIndex:
                 self._prune(node)
                 continue
             evicted.append(node)
-        for _ in range(len(evicted) - self.remember):
+        if len(evicted) > self.remember:
+            self._forget_oldest(len(evicted) - self.remember)
+
+    def _forget_oldest(self, count: int) -> None:
+        """Remember `count` evicted nodes no longer."""
+        evicted, outlived = self._evicted, self._outlived
+        for _ in range(count):
             node = evicted.popleft()
             if node.block is not None:
                 continue
-            if node.child is None:
+            parent = node.parent
+            if node.child is not None:
+                outlived.add(node)
+            elif parent is None or parent.child is not node or outlived or parent.parent is None:
                 self._prune(node)
-            else:
-                self._outlived.add(node)
+            else:  # as most are: an only child whose parent goes on
+                parent.child = None
 
     def outlive(self, nodes: Iterable[PrefixNode]) -> None:
         """These nodes have no block and are kept for a descendant."""

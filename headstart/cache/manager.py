@@ -14,7 +14,7 @@ Source: "Automatic Prefix Caching" (vLLM v1 design), operations.
 from collections.abc import Sequence
 
 from headstart.cache.admission import Allocation, RowCopy, check_admission, check_count
-from headstart.cache.block import KVCacheBlock, PrefixNode
+from headstart.cache.block import KVCacheBlock, PrefixNode, block_ids
 from headstart.cache.config import CacheConfig
 from headstart.cache.events import CacheEvent
 from headstart.cache.identity import BlockHash
@@ -57,6 +57,7 @@ class KVCacheManager:
         if config.events:
             self.pool.names = self.names
         self._naming = BlockNaming(config, self.pool)
+        self._caching = config.enable_prefix_caching
         self._sequences: dict[str, TokenSequence] = {}
         self._in_progress = BlocksInProgress()
         self._step = 0
@@ -84,7 +85,7 @@ class KVCacheManager:
         At least one token is left to compute. Costs about 0.1 us a cached block.
         """
         version, unwritten = self.pool.version, self.pool.index.unwritten
-        if not self.config.enable_prefix_caching:
+        if not self._caching:
             return ComputedBlocks(sequence, [], 0, None, None, None, version, unwritten)
         keys = sequence.cut(self.block_size)
         node: PrefixNode | None = self.pool.index.root(sequence.namespace)
@@ -112,7 +113,7 @@ class KVCacheManager:
         across_salts: also look at what other tenants have cached, which is for the operator's
         eyes alone.
         """
-        if not self.config.enable_prefix_caching:
+        if not self._caching:
             return MissExplanation(MissReason.DISABLED, 0)
         found = self.get_computed_blocks(sequence)
         explanation = explain_end(self.pool.index, found, self.block_size)
@@ -163,7 +164,7 @@ class KVCacheManager:
         self.pool.touch(hits)
         new, copies = self._take(num_new, computed.partial if computed is not None else None)
         sequence.blocks = hits + new
-        sequence.block_ids = [block.block_id for block in sequence.blocks]
+        sequence.block_ids = block_ids(sequence.blocks)
         sequence.capacity = len(sequence.blocks) * self.block_size
         sequence.num_named = sequence.num_reused = len(hits)
         sequence.node = computed.node if computed is not None and hits else None
@@ -182,11 +183,11 @@ class KVCacheManager:
         if name in self._sequences:
             raise CacheError(f"sequence {name!r} holds blocks already")
         check_admission(sequence, num_new_tokens, computed, self.pool.version)
-        if self.config.enable_prefix_caching:
+        if self._caching:
             sequence.cut(self.block_size)  # for naming; it may raise, so before anything moves
 
     def _explain_admission(self, computed: ComputedBlocks | None) -> MissExplanation:
-        if not self.config.enable_prefix_caching:
+        if not self._caching:
             return MissExplanation(MissReason.DISABLED, 0)
         if computed is None:
             return MissExplanation(MissReason.NOT_READ, 0)
@@ -225,20 +226,21 @@ class KVCacheManager:
             sequence.step = self._step  # first, or an interruption leaves rows of no step
             sequence.num_computed_tokens = end
             return True
-        self._check_whole()
-        name = sequence.request_id
-        if self._sequences.get(name) is not sequence:
-            raise CacheError(f"sequence {name!r} holds no blocks: allocate_slots comes first")
-        if self.config.enable_prefix_caching:
+        if not self._is_whole or self._sequences.get(sequence.request_id) is not sequence:
+            self._check_whole()
+            raise CacheError(f"{sequence.request_id!r} holds no blocks: allocate_slots comes first")
+        if self._caching:
             sequence.cut(self.block_size)  # for naming; it may raise, so before anything moves
-        num_new = -(-end // self.block_size) - len(sequence.blocks)
-        if num_new > len(self.pool.free):
-            return False
+        num_new = 0
+        if end > sequence.capacity:
+            num_new = -(-end // self.block_size) - len(sequence.blocks)
+            if num_new > len(self.pool.free):
+                return False
         self._is_whole = False
-        if num_new > 0:
+        if num_new:
             new = self.pool.take(num_new)
             sequence.blocks += new
-            sequence.block_ids += [block.block_id for block in new]
+            sequence.block_ids += block_ids(new)
             sequence.capacity += num_new * self.block_size
         self._extend_to(sequence, end)
         if sequence.in_progress is not None or sequence.num_named < len(sequence.keys):
@@ -249,8 +251,8 @@ class KVCacheManager:
     def _extend_to(self, sequence: TokenSequence, end: int) -> None:
         sequence.step = self._step
         sequence.num_computed_tokens = end
-        if self.config.enable_prefix_caching:
-            self._naming.name_full_blocks(sequence, end)
+        if self._caching and (full := end // self.block_size) > sequence.num_named:
+            self._naming.name_full_blocks(sequence, full)
 
     # The end of a step, and of a sequence
 
@@ -309,7 +311,7 @@ class KVCacheManager:
         self._check_whole()
         self._check_out_of_step(sequence)
         self._is_whole = False
-        if self.config.enable_prefix_caching and self.config.partial_hits:
+        if self._caching and self.config.partial_hits:
             self._naming.keep_tail(sequence)
         self._give_back(sequence)
         self._is_whole = True
@@ -340,8 +342,7 @@ class KVCacheManager:
 
     def _check_known(self, sequence: TokenSequence) -> None:
         if not self.is_known(sequence):
-            name = sequence.request_id
-            raise CacheError(f"sequence {name!r} holds no blocks; freed twice?")
+            raise CacheError(f"sequence {sequence.request_id!r} holds no blocks; freed twice?")
 
     def _check_out_of_step(self, sequence: TokenSequence) -> None:
         self._check_known(sequence)

@@ -20,18 +20,16 @@ class BlockNaming:
         self._pool = pool
         self._index = pool.index
 
-    def name_full_blocks(self, sequence: TokenSequence, end: int) -> None:
-        """The sequence's tokens up to `end` are computed in this step: name what that fills."""
-        full, keys = end // self._block_size, sequence.keys
-        if full == sequence.num_named:
-            return
+    def name_full_blocks(self, sequence: TokenSequence, full: int) -> None:
+        """This step computes the sequence's first `full` blocks: name those without a name."""
+        keys, at = sequence.keys, sequence.num_named
         node = sequence.node or self._index.make_root(sequence.namespace)
-        for at in range(sequence.num_named, full):
-            if node.child is None:
-                node = self._pool.store_chain(node, keys[at:full], sequence.blocks[at:full])
-                break
+        while at < full and node.child is not None:
             node = self._index.child(node, keys[at])
             self._name_block(sequence, at, node)
+            at += 1
+        if at < full:
+            node = self._pool.store_chain(node, keys[at:full], sequence.blocks[at:full])
         sequence.node, sequence.num_named = node, full
 
     def _name_block(self, sequence: TokenSequence, at: int, node: PrefixNode) -> None:

@@ -6,7 +6,7 @@ sequences (`ref_cnt` > 0), free with content that a lookup may still find, free 
 
 from collections.abc import Iterable, Sequence
 
-from headstart.cache.block import KVCacheBlock, PrefixNode, TailNode
+from headstart.cache.block import KVCacheBlock, PrefixNode, TailNode, make_chain
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
 from headstart.cache.eviction import make_policy
 from headstart.cache.identity import BlockKey
@@ -107,7 +107,7 @@ class BlockPool:
     ) -> PrefixNode:
         """Store blocks one after another under a node without children; the last one's node."""
         self.index.unwritten.update(blocks)
-        end = self.index.grow(parent, keys, blocks)
+        end = make_chain(parent, keys, blocks)
         if self.names is not None:
             for block in blocks:
                 assert block.node is not None

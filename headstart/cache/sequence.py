@@ -15,6 +15,7 @@ from headstart.cache.identity import (
     check_token,
     cut_keys,
     encode_tokens,
+    slice_keys,
 )
 from headstart.errors import CacheError
 
@@ -110,13 +111,13 @@ class TokenSequence:
         data = self._prompt[start * TOKEN_BYTES : stop * TOKEN_BYTES]
         if len(data) < (stop - start) * TOKEN_BYTES:  # generated tokens are among them
             data = encode_tokens(self.token_ids[start:stop])
+        if not self.items:
+            return slice_keys(data, block_size)
         return cut_keys(data, range(start, stop), block_size, self._items_between(start, stop))
 
     def _items_between(self, start: int, stop: int) -> Sequence[MultiModalItem]:
         """The items that stand, in part or as a whole, in these tokens."""
         items = self.items
-        if not items:
-            return items
         first = bisect_right(items, start, key=_end)
         return items[first : bisect_left(items, stop, lo=first, key=_offset)]
 

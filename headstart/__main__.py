@@ -1,6 +1,6 @@
 """`python -m headstart` is the command `headstart`."""
 
-from headstart.cli import main
+from headstart.cli.main import main
 
 if __name__ == "__main__":
     main(prog_name="headstart")

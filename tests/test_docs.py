@@ -22,7 +22,7 @@ from pathlib import Path
 import click
 import pytest
 
-from headstart.cli import main
+from headstart.cli.main import main
 from tests.house.source import ROOT, read_modules
 
 BLOCK = re.compile(

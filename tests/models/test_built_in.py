@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headstart import LLM, SamplingParams
-from headstart.cli_demo import INSTRUCTION, people_table
+from headstart.cli.demo.table import INSTRUCTION, people_table
 from headstart.errors import DamagedModelError, ModelNotFoundError
 from headstart.models import files
 from headstart.models.tokenizer import load_tokenizer

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from headstart.cli_figures import print_reply
-from headstart.cli_pool import PoolPicture
+from headstart.cli.pool_picture import PoolPicture
+from headstart.cli.reply_metrics import print_reply
 from headstart.engine.params import SamplingParams
 from headstart.errors import RequestError
 

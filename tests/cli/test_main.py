@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
-from headstart.cli import main
-from headstart.cli_options import SAMPLING_FLAGS, sort_options
-from headstart.cli_pool import CACHED, EMPTY, HELD, PoolPicture
+from headstart.cli.main import main
+from headstart.cli.options import SAMPLING_FLAGS, sort_options
+from headstart.cli.pool_picture import CACHED, EMPTY, HELD, PoolPicture
 from headstart.engine.config import EngineConfig
 
 # The model with random weights has a token for every byte, which makes tokens easy to count.
@@ -225,7 +225,7 @@ def test_flags_keep_the_types_of_their_fields() -> None:
 
 def test_help_and_version_load_no_torch() -> None:
     program = (
-        "import sys; from headstart.cli import main; main(['--help'], standalone_mode=False);"
+        "import sys; from headstart.cli.main import main; main(['--help'], standalone_mode=False);"
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from headstart.cli import main
-from headstart.cli_omni import CONTEXT
+from headstart.cli.demo.omni import CONTEXT
+from headstart.cli.main import main
 from headstart.engine.params import SamplingParams
 from headstart.models.demo_omni import OmniSizes, write_omni
 from headstart.models.demo_voice import NOTES, frequency
@@ -24,9 +24,9 @@ def test_the_omni_demo_speaks_and_says_what_each_stage_skipped(
 ) -> None:
     monkeypatch.setenv("HEADSTART_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("headstart.models.demo_omni.DEMO_OMNI", OmniSizes(64, 2, 48, 2, 4))
-    monkeypatch.setattr("headstart.cli_omni.SECONDS", 3)
-    monkeypatch.setattr("headstart.cli_omni.SPEECH_TOKENS", 16)
-    monkeypatch.setattr("headstart.cli_omni.CONTEXT", CONTEXT[:500])
+    monkeypatch.setattr("headstart.cli.demo.omni.SECONDS", 3)
+    monkeypatch.setattr("headstart.cli.demo.omni.SPEECH_TOKENS", 16)
+    monkeypatch.setattr("headstart.cli.demo.omni.CONTEXT", CONTEXT[:500])
     result = CliRunner().invoke(main, ["demo", "--omni", str(tmp_path)])
     assert result.exit_code == 0, result.output
     first, second = result.output.split("╭─ 2")

@@ -23,9 +23,9 @@ from rich.table import Table
 from rich.text import Text
 
 import headstart
-from headstart.cli_figures import duration
-from headstart.cli_pool import colour_of
-from headstart.cli_show import demo_console, show
+from headstart.cli.pool_picture import colour_of
+from headstart.cli.reply_metrics import duration
+from headstart.cli.show import demo_console, show
 from headstart.engine.params import SamplingParams
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from headstart.cli_figures import cached_share, duration
-from headstart.cli_options import note_on, open_model
-from headstart.cli_pool import PoolPicture, colour_of
-from headstart.cli_show import demo_console, show
+from headstart.cli.options import note_on, open_model
+from headstart.cli.pool_picture import PoolPicture, colour_of
+from headstart.cli.reply_metrics import cached_share, duration
+from headstart.cli.show import demo_console, show
 from headstart.engine.params import SamplingParams
 
 if TYPE_CHECKING:

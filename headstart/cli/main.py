@@ -14,13 +14,12 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from headstart.cli_chat import Chat
-from headstart.cli_demo import show_demo
-from headstart.cli_demo_adapters import show_adapters
-from headstart.cli_demo_images import show_images
-from headstart.cli_figures import print_reply
-from headstart.cli_omni import show_omni_demo
-from headstart.cli_options import (
+from headstart.cli.chat import Chat
+from headstart.cli.demo.adapters import show_adapters
+from headstart.cli.demo.images import show_images
+from headstart.cli.demo.omni import show_omni_demo
+from headstart.cli.demo.table import show_demo
+from headstart.cli.options import (
     DEFAULT_MODEL,
     Options,
     engine_options,
@@ -29,6 +28,7 @@ from headstart.cli_options import (
     sampling_options,
     sort_options,
 )
+from headstart.cli.reply_metrics import print_reply
 from headstart.errors import HeadstartError, RequestError
 from headstart.version import __version__
 

@@ -22,10 +22,10 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from headstart.cli_demo import INSTRUCTION, people_table
-from headstart.cli_figures import cached_share, duration
-from headstart.cli_options import note_on, open_model
-from headstart.cli_show import demo_console, show
+from headstart.cli.demo.table import INSTRUCTION, people_table
+from headstart.cli.options import note_on, open_model
+from headstart.cli.reply_metrics import cached_share, duration
+from headstart.cli.show import demo_console, show
 from headstart.engine.params import SamplingParams
 from headstart.errors import RequestError
 

@@ -26,7 +26,7 @@ from rich.table import Table
 from shapes import SHAPES, model_folder
 
 from headstart.engine.engine import Engine
-from headstart.engine.loading import load_engine
+from headstart.engine.startup.loading import load_engine
 from headstart.models.likeliest import likeliest
 
 SHAPE, PROMPT, STEPS, BLOCKS = "small-llama", 512, 64, 8192

@@ -20,7 +20,7 @@ from headstart.version import __version__
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:
-    from headstart.engine.adapters import LoRARequest
+    from headstart.engine.adapters.request import LoRARequest
     from headstart.engine.async_llm import AsyncLLM
     from headstart.engine.llm import LLM
     from headstart.engine.outputs import CompletionOutput, RequestOutput
@@ -75,7 +75,7 @@ _HOMES = {
     "LLM": "headstart.engine.llm",
     "AsyncLLM": "headstart.engine.async_llm",
     "SamplingParams": "headstart.engine.params",
-    "LoRARequest": "headstart.engine.adapters",
+    "LoRARequest": "headstart.engine.adapters.request",
     "RequestOutput": "headstart.engine.outputs",
     "CompletionOutput": "headstart.engine.outputs",
     "Omni": "headstart.omni.omni",

@@ -13,14 +13,14 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.engine.adapters import LoRARequest, choose_adapters
+from headstart.engine.adapters.request import LoRARequest, choose_adapters
 from headstart.engine.params import SamplingParams
-from headstart.engine.start import start_engine
+from headstart.engine.startup.start import start_engine
 
 # What brings torch with it waits until the model's name is known: see `start_engine`.
 if TYPE_CHECKING:
-    from headstart.engine.adapters import Adapter
-    from headstart.engine.chat import Conversation
+    from headstart.engine.adapters.request import Adapter
+    from headstart.engine.chat.requests import Conversation
     from headstart.engine.inputs import Prompt
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup

@@ -6,7 +6,7 @@ from typing import Any
 
 from headstart.cache.eviction import POLICIES
 from headstart.engine.params import SEEDS
-from headstart.engine.threads import count_cores
+from headstart.engine.startup.threads import count_cores
 from headstart.engine.validation import describe
 from headstart.errors import ConfigError
 

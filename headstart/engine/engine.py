@@ -18,20 +18,20 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.attention import PagedKVMemory, make_backend
 from headstart.cache import BlockNames, CacheConfig, KVCacheManager
-from headstart.engine.adapter_store import AdapterStore
+from headstart.engine.adapters.store import AdapterStore
 from headstart.engine.batch import Batch
 from headstart.engine.config import EngineConfig
 from headstart.engine.hooks import EngineHooks
-from headstart.engine.image_prompt import make_image_prompts
+from headstart.engine.images.prompt import make_image_prompts
 from headstart.engine.inputs import InputProcessor, Prompt, check_request
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import RequestGroup
 from headstart.engine.requests import RequestMaker
 from headstart.engine.runner import Runner, StepLogits
-from headstart.engine.sampler import SampledToken, Sampler
+from headstart.engine.sampling.sampler import SampledToken, Sampler
 from headstart.engine.scheduler import Scheduler
-from headstart.engine.sizing import count_blocks, longest_sequence
+from headstart.engine.startup.sizing import count_blocks, longest_sequence
 from headstart.engine.step import Choice, OpenStep, Phase, StepResult, choose_tokens
 from headstart.errors import EngineError, RequestError
 from headstart.models.decoder import DecoderModel

@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import MultiModalItem
-from headstart.engine.image_prompt import ImagePrompts
-from headstart.engine.images import NOBODY, Tenant
+from headstart.engine.images.prompt import ImagePrompts
+from headstart.engine.images.reading import NOBODY, Tenant
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
-from headstart.engine.spelling import encode_text
-from headstart.engine.text_limit import TextLimit
+from headstart.engine.text.codec import encode_text
+from headstart.engine.text.limit import TextLimit
 from headstart.engine.validation import check_name, describe
 from headstart.errors import RequestError
 

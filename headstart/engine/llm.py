@@ -17,17 +17,17 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from headstart.engine.adapters import choose_adapters
+from headstart.engine.adapters.request import choose_adapters
 from headstart.engine.params import SamplingParams
-from headstart.engine.start import start_engine
+from headstart.engine.startup.start import start_engine
 from headstart.errors import RequestError
 
 # What brings torch with it waits until the model's name is known: see `start_engine`.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from headstart.engine.adapters import Adapter, LoRARequest
-    from headstart.engine.chat import Conversation
+    from headstart.engine.adapters.request import Adapter, LoRARequest
+    from headstart.engine.chat.requests import Conversation
     from headstart.engine.inputs import Prompt
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup

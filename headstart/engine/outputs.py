@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from headstart.cache import MissExplanation
-from headstart.engine.logprobs import TokenLogprob
+from headstart.engine.sampling.logprobs import TokenLogprob
 
 Logprobs = dict[int, TokenLogprob]
 

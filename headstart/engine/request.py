@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 
 from headstart.cache import MissExplanation, Namespace, TokenSequence
-from headstart.engine.adapters import Adapter
-from headstart.engine.conversation import ChatPrompt
-from headstart.engine.logprobs import TokenLogprob
+from headstart.engine.adapters.request import Adapter
+from headstart.engine.chat.conversation import ChatPrompt
 from headstart.engine.outputs import (
     CompletionOutput,
     ImageUse,
@@ -15,8 +14,9 @@ from headstart.engine.outputs import (
 )
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PromptExtras
-from headstart.engine.sampler import SampledToken, SamplingState
-from headstart.engine.text import OutputText
+from headstart.engine.sampling.logprobs import TokenLogprob
+from headstart.engine.sampling.sampler import SampledToken, SamplingState
+from headstart.engine.text.output import OutputText
 
 
 @dataclass(slots=True, eq=False)

@@ -7,14 +7,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import TokenSequence
-from headstart.engine.adapter_store import AdapterStore
-from headstart.engine.detokenizer import Detokenizer
-from headstart.engine.images import Tenant
+from headstart.engine.adapters.store import AdapterStore
+from headstart.engine.images.reading import Tenant
 from headstart.engine.inputs import InputProcessor, Prompt
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request, RequestGroup
-from headstart.engine.sampler import SamplingState
-from headstart.engine.text import OutputText
+from headstart.engine.sampling.sampler import SamplingState
+from headstart.engine.text.detokenizer import Detokenizer
+from headstart.engine.text.output import OutputText
 
 __all__ = ["RequestMaker"]
 

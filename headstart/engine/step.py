@@ -8,10 +8,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from headstart.engine.batch import Batch, ScheduledTokens
-from headstart.engine.logprobs import token_logprobs
 from headstart.engine.request import RequestGroup
 from headstart.engine.runner import StepLogits
-from headstart.engine.sampler import SampledToken, Sampler, SamplingState
+from headstart.engine.sampling.logprobs import token_logprobs
+from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingState
 from headstart.errors import EngineError
 from headstart.models.likeliest import likeliest
 

@@ -27,7 +27,7 @@ from headstart.engine.batch import Batch
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
-from headstart.engine.sampler import SampledToken, Sampler, SamplingState
+from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingState
 from headstart.errors import EngineError
 from headstart.models.code_predictor import Choose
 from headstart.models.stage_decoder import StageDecoder

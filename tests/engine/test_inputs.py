@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart import LLM, LoRARequest, SamplingParams
-from headstart.engine.adapters import choose_adapters
-from headstart.engine.text_limit import TextLimit
+from headstart.engine.adapters.request import choose_adapters
+from headstart.engine.text.limit import TextLimit
 from headstart.engine.validation import describe
 from headstart.errors import AdapterError, ConfigError, HeadstartError, RequestError
 from tests.tiny_models import save_tiny

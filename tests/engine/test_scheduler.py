@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
 from headstart.engine.batch import Batch
-from headstart.engine.detokenizer import Detokenizer
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request, RequestGroup
-from headstart.engine.sampler import SampledToken, SamplingState
+from headstart.engine.sampling.sampler import SampledToken, SamplingState
 from headstart.engine.scheduler import LOOKAHEAD, Scheduler
-from headstart.engine.text import OutputText
+from headstart.engine.text.detokenizer import Detokenizer
+from headstart.engine.text.output import OutputText
 
 BLOCK = 4
 

@@ -1,0 +1,1 @@
+"""LoRA adapters: how a request names one, and which of them are in memory."""

@@ -1,0 +1,293 @@
+"""Which LoRA adapters there are by name, and which of them are in memory.
+
+    named      `load` has read it, checked it and knows its digest; requests may ask for it
+    resident   its matrices are in memory: at most `max_loras`, least recently used out
+    running    a running request needs it: it stays resident, named or not
+
+A request takes the adapter that its name stands for when it is prepared, and keeps it: unloading
+the name, or loading another adapter under it, changes nothing for that request. An adapter that
+is not resident when a request is to run is read from disk again, and refused if it is no longer
+what it was; those that run go on meanwhile. K/V are found by the digest, so no name can ever mix
+the blocks of two adapters.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from headstart.engine.adapters.request import Adapter, LoRARequest
+from headstart.engine.config import EngineConfig
+from headstart.engine.request import Request, RequestGroup
+from headstart.engine.validation import check_name, check_text, describe
+from headstart.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    ConfigError,
+    DamagedAdapterError,
+    RequestError,
+)
+from headstart.models.decoder import DecoderModel
+from headstart.models.lora import AdapterRun, LoraLayers
+from headstart.models.lora_files import read_weights
+from headstart.models.lora_stack import ResidentAdapter
+
+__all__ = ["AdapterStore"]
+
+
+class _Reading(NamedTuple):
+    """An adapter that is being read again, or has been."""
+
+    adapter: Adapter
+    found: "Future[ResidentAdapter]"
+
+
+class AdapterStore:
+    """Loads adapters by name and keeps a bounded number in memory.
+
+    Names may be loaded, unloaded and looked up from any thread; the rest is the engine's.
+    """
+
+    def __init__(self, model: DecoderModel, config: EngineConfig) -> None:
+        self._model = model
+        self._config = config
+        self._layers = LoraLayers(model)
+        self._named: dict[str, Adapter] = {}
+        self._resident: OrderedDict[str, ResidentAdapter] = OrderedDict()
+        self._refused: dict[str, AdapterError] = {}
+        self._reader = ThreadPoolExecutor(1, "headstart-adapters")
+        self._reading: _Reading | None = None
+        self._lock = threading.RLock()
+        self.has_unnamed = False
+        """Whether an adapter may be in memory that has no name any more."""
+
+    # Names
+
+    @property
+    def named(self) -> list[Adapter]:
+        """The adapters that requests may ask for."""
+        with self._lock:
+            return list(self._named.values())
+
+    @property
+    def resident(self) -> list[str]:
+        """Digests of the adapters in memory, least recently used first."""
+        with self._lock:
+            return list(self._resident)
+
+    def load(self, name: str, path: str | Path) -> Adapter:
+        """Read the adapter in folder `path`; requests may ask for it by `name` from now on.
+
+        An adapter that had the name loses it. Raises AdapterError, and ConfigError when
+        adapters are switched off or the name is no name; nothing has changed then.
+        """
+        if not self._config.enable_lora:
+            raise ConfigError("enable_lora is False: this engine takes no adapters")
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"an adapter's name is {describe(name)}; it must be a text")
+        try:
+            check_text("an adapter's name", name)
+        except RequestError as error:
+            raise ConfigError(str(error)) from error
+        folder = _folder(path)
+        found = self._read(folder)
+        adapter = Adapter(name, folder, found.digest)
+        with self._lock:
+            self.has_unnamed |= name in self._named
+            self._named[name] = adapter
+            if len(self._resident) < self._config.max_loras:
+                self._resident.setdefault(found.digest, found)
+        return adapter
+
+    def unload(self, name: str) -> None:
+        """Take the name away; requests that have the adapter finish. Raises RequestError."""
+        with self._lock:
+            self._find(name)
+            self.has_unnamed = True
+            del self._named[name]
+
+    def find(self, name: str) -> Adapter:
+        """The adapter of this name. Raises RequestError."""
+        with self._lock:
+            return self._find(name)
+
+    def _find(self, name: str) -> Adapter:
+        check_name("the adapter's name", name)
+        found = self._named.get(name)
+        if found is None:
+            known = ", ".join(map(repr, self._named)) or "none"
+            raise RequestError(f"there is no adapter {describe(name)}; loaded: {known}")
+        return found
+
+    def require(self, choice: "str | LoRARequest | None") -> str | None:
+        """The adapter's name, once a LoRARequest that its name does not stand for is loaded."""
+        if not isinstance(choice, LoRARequest):
+            return choice
+        folder = _folder(choice.lora_path)
+        with self._lock:
+            found = self._named.get(choice.lora_name)
+        if found is None or found.path != folder:
+            self.load(choice.lora_name, folder)
+        return choice.lora_name
+
+    def name_miss(self, request: Request) -> None:
+        """Have a miss say by name for which adapter the prefix is cached."""
+        missed = request.missed
+        if missed is not None and missed.adapter is not None:
+            names = [a.name for a in self.named if a.digest == missed.adapter]
+            name = names[0] if names else "one without a name by now"
+            request.missed = replace(missed, adapter=name)
+
+    # Memory
+
+    def may_run(self, request: Request, running: Sequence[Request]) -> bool:
+        """Have the request's adapter in memory, if it has one.
+
+        False while running requests need all the places, and while it is read again, unless
+        nobody runs who could go on meanwhile. Also when it cannot be read, or is another by now:
+        `take_refused` then has the reason.
+        """
+        adapter, name = request.group.adapter, request.group.request_id
+        if adapter is None:
+            return True
+        if name in self._refused:
+            return False
+        try:
+            needed = _digests(other.group for other in running)
+            return self._bring_in(adapter, needed, wait=not running)
+        except AdapterError as error:
+            self._refused[name] = error
+            return False
+
+    def take_refused(self) -> dict[str, AdapterError]:
+        """The groups, by id, that can never run, each told once."""
+        refused, self._refused = self._refused, {}
+        return refused
+
+    def _bring_in(self, adapter: Adapter, needed: set[str], *, wait: bool) -> bool:
+        while not self._is_resident(adapter):
+            if len(needed) >= self._config.max_loras:
+                return False
+            if self._reading is None:
+                found = self._reader.submit(self._read_again, adapter)
+                self._reading = _Reading(adapter, found)
+            if not wait and not self._reading.found.done():
+                return False
+            self._end_reading(adapter, needed)
+        return True
+
+    def _is_resident(self, adapter: Adapter) -> bool:
+        """Whether it is in memory; then it counts as used."""
+        with self._lock:
+            if adapter.digest not in self._resident:
+                return False
+            self._resident.move_to_end(adapter.digest)
+            return True
+
+    def _end_reading(self, asked: Adapter, needed: set[str]) -> None:
+        """Wait for what is being read, and take it in. Raises AdapterError if it is `asked`."""
+        assert self._reading is not None
+        (adapter, found), self._reading = self._reading, None
+        try:
+            read = found.result()
+        except AdapterError:
+            if adapter.digest == asked.digest:
+                raise
+            return  # whoever needs it, if anybody still does, will ask again
+        with self._lock:
+            self._drop(needed, self._config.max_loras - 1)
+            self._resident[adapter.digest] = read
+            self.has_unnamed = True  # its name may be gone by now
+
+    def _read_again(self, adapter: Adapter) -> ResidentAdapter:
+        found = self._read(adapter.path)
+        if found.digest != adapter.digest:
+            raise DamagedAdapterError(
+                f"the files in {adapter.path} have changed since adapter {adapter.name!r} was "
+                "loaded from them; load it again"
+            )
+        return found
+
+    def forget_unnamed(self, groups: Iterable[RequestGroup]) -> None:
+        """Let go of adapters in memory that have no name, but for those of unfinished groups."""
+        needed = _digests(groups)
+        with self._lock:
+            named = {adapter.digest for adapter in self._named.values()}
+            unnamed = [digest for digest in self._resident if digest not in named]
+            for digest in unnamed:
+                if digest not in needed:
+                    self._forget(digest)
+            self.has_unnamed = not needed.isdisjoint(unnamed)
+
+    def _drop(self, running: set[str], limit: int) -> None:
+        """Make room: least recently used first, never what a running request needs."""
+        for digest in list(self._resident):
+            if len(self._resident) > limit and digest not in running:
+                self._forget(digest)
+
+    def _forget(self, digest: str) -> None:
+        self._layers.forget(self._resident[digest])
+        del self._resident[digest]
+
+    def _read(self, folder: Path) -> ResidentAdapter:
+        try:
+            return ResidentAdapter(read_weights(folder, self._model, self._config.max_lora_rank))
+        except OSError as error:  # a name too long for the file system, a folder of another user
+            raise AdapterNotFoundError(f"{folder} cannot be read: {error}") from error
+
+    # Steps
+
+    def begin_step(self, runs: Iterable[tuple[str | None, int, int]]) -> None:
+        """The pass that comes has these rows: (digest or None, rows, of which with logits)."""
+        with self._lock:
+            resident = dict(self._resident)
+        self._layers.begin_step(
+            [
+                AdapterRun(resident[digest] if digest is not None else None, rows, logits)
+                for digest, rows, logits in runs
+            ]
+        )
+
+    def begin_plain_step(self) -> None:
+        """The pass that comes has no row with an adapter."""
+        self._layers.begin_step([])
+
+    def end_step(self) -> None:
+        """The pass is over."""
+        self._layers.end_step()
+
+    def restore(self) -> None:
+        """A step was called off at any point: forget what it refused and set up.
+
+        What was refused is refused again if it is asked for again. Again is no error.
+        """
+        self._refused = {}
+        self.has_unnamed = True  # perhaps: `forget_unnamed` looks
+        self._layers.reset()
+
+    def close(self) -> None:
+        """End the thread that reads adapters, and let go of those in memory. Again is no error."""
+        self._reader.shutdown(cancel_futures=True)
+        with self._lock:
+            self._layers.reset()
+            for digest in list(self._resident):
+                self._forget(digest)
+
+
+def _folder(path: object) -> Path:
+    """The absolute path of an adapter's folder. Raises AdapterNotFoundError for what is no path."""
+    try:
+        folder = Path(path).expanduser().absolute()  # type: ignore[arg-type]
+        str(folder).encode()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise AdapterNotFoundError(
+            f"an adapter's path is {describe(path)}; allowed: the path of a folder"
+        ) from error
+    return folder
+
+
+def _digests(groups: Iterable[RequestGroup]) -> set[str]:
+    return {group.adapter.digest for group in groups if group.adapter is not None}

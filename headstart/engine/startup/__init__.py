@@ -1,0 +1,1 @@
+"""From the name of a model to a running engine."""

@@ -1,0 +1,34 @@
+"""An engine for a model in files."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headstart.engine.config import make_config
+from headstart.engine.engine import Engine
+from headstart.engine.startup.threads import count_cores
+from headstart.models.ahead import ReadyMemory
+from headstart.models.loader import load_model
+from headstart.models.tokenizer import load_tokenizer
+
+__all__ = ["load_engine"]
+
+
+def load_engine(
+    model: str | Path, *, ready_memory: ReadyMemory | None = None, **options: Any
+) -> Engine:
+    """An engine for a model by path or name; `options` are the fields of `EngineConfig`.
+
+    Packed weights lie in `ready_memory` if that is given and fits them. Raises ConfigError,
+    ModelError or OutOfMemoryError; nothing is left behind.
+    """
+    config = make_config(options)
+    # Nothing else computes yet, and getting memory for the weights keeps every core busy.
+    torch.set_num_threads(max(config.threads, count_cores()))
+    try:
+        tokenizer = load_tokenizer(model)
+        decoder = load_model(model, config.dtype, config.device, ready_memory)
+    finally:
+        torch.set_num_threads(config.threads)
+    return Engine.of_model(decoder, tokenizer, config)

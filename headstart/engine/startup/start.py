@@ -1,0 +1,39 @@
+"""From the name of a model to an engine: what needs no torch is done before torch is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from headstart.engine.config import make_config
+from headstart.imports import load_module
+from headstart.models.ahead import read_ahead
+
+if TYPE_CHECKING:
+    from headstart.engine.chat.requests import ChatRequests
+    from headstart.engine.driver import Driver
+    from headstart.engine.engine import Engine
+
+__all__ = ["Started", "start_engine"]
+
+
+class Started(NamedTuple):
+    """An engine, the chats that are made requests of it, and the driver that runs its steps."""
+
+    engine: Engine
+    chats: ChatRequests
+    driver: Driver
+
+
+def start_engine(model: str | Path, options: dict[str, Any]) -> Started:
+    """An engine for a model by path or hub name; `options` are the fields of `EngineConfig`.
+
+    Wrong options and files are told before torch is imported, which takes seconds, and memory for
+    the weights is got meanwhile. Raises ConfigError, ModelError or OutOfMemoryError.
+    """
+    config = make_config(options)
+    memory = read_ahead(model, config.dtype, config.device)
+    loading = load_module("headstart.engine.startup.loading")
+    engine = loading.load_engine(model, ready_memory=memory, **options)
+    chats = load_module("headstart.engine.chat.requests").ChatRequests(engine)
+    return Started(engine, chats, load_module("headstart.engine.driver").Driver(engine))

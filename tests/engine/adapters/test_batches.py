@@ -1,0 +1,401 @@
+"""Requests with different adapters, and with none, in one batch: each gets what PEFT gives it."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headstart import LLM, LoRARequest, SamplingParams
+from headstart.cache import MissReason
+from headstart.engine.adapters import store as adapter_store
+from headstart.engine.adapters.store import AdapterStore
+from headstart.engine.engine import Engine
+from headstart.engine.request import Request
+from headstart.errors import ConfigError, DamagedAdapterError, EngineError, RequestError
+from headstart.models import lora
+from headstart.models.lora_stack import ResidentAdapter
+from tests.interruptions import Interrupted, Interruption
+from tests.tiny_adapters import Oracle, make_adapter
+from tests.tiny_models import save_tiny
+
+TOKENS = 10
+GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+
+# Of different rank, scale and targets, as many ways to say so as PEFT has.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "everything": {"target_modules": "all-linear", "r": 16, "use_rslora": True},
+    "with the head": {"target_modules": ["k_proj", "lm_head"], "r": 3},
+    "one layer": {
+        "target_modules": r".*\.1\..*(o_proj|up_proj|down_proj)",
+        "r": 8,
+        "rank_pattern": {"up_proj": 5},
+        "alpha_pattern": {"layers.1.mlp.down_proj": 40},
+    },
+}
+NAMES = ["attention", None, "everything", "with the head", "one layer", "attention", None]
+
+
+class World:
+    """A tiny model, its adapters on disk, prompts that begin alike, and what PEFT answers."""
+
+    def __init__(self, architecture: str, folder: Path) -> None:
+        self.model = save_tiny(architecture, folder / "model")
+        self.adapters = {
+            name: make_adapter(self.model, folder / name, seed, **options)
+            for seed, (name, options) in enumerate(ADAPTERS.items())
+        }
+        generator = torch.Generator().manual_seed(1)
+        common = torch.randint(3, 131, (21,), generator=generator).tolist()
+        self.prompts = [
+            common + torch.randint(3, 131, (count,), generator=generator).tolist()
+            for count in (5, 9, 40, 3, 12, 1, 2)
+        ]
+        self.expected = [
+            Oracle(self.model, self.adapters.get(name or "")).greedy(prompt, TOKENS)
+            for name, prompt in zip(NAMES, self.prompts, strict=True)
+        ]
+
+    def open(self, **options: Any) -> LLM:
+        llm = LLM(self.model, **({"num_blocks": 64, "block_size": 8, "debug": True} | options))
+        for name, path in self.adapters.items():
+            llm.load_adapter(name, path)
+        return llm
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def llm(llama: World) -> Iterator[LLM]:
+    made = llama.open()
+    yield made
+    made.close()
+
+
+def answers(llm: LLM, prompts: list[list[int]], names: Any) -> list[list[int]]:
+    outputs = llm.generate(prompts, GREEDY, adapter=names, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_the_adapters_matter(world: World) -> None:
+    """Else the comparisons below would say nothing."""
+    plain = Oracle(world.model, None)
+    for name, prompt, expected in zip(NAMES, world.prompts, world.expected, strict=True):
+        assert (plain.greedy(prompt, TOKENS) == expected) == (name is None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enable_prefix_caching": False},
+        {"max_num_batched_tokens": 7},
+        {"num_blocks": 12},
+        {"max_loras": 2},
+        {"max_num_seqs": 1},
+        {"deterministic": True},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_one_batch_gives_what_peft_gives(world: World, options: dict[str, Any]) -> None:
+    """Cached or not, in chunks, preempted, with fewer places than adapters; cold, then warm."""
+    llm = world.open(**options)
+    for _ in range(2):
+        assert answers(llm, world.prompts, NAMES) == world.expected
+    assert (llm.engine.num_preemptions > 0) == ("num_blocks" in options)
+    assert len(llm.engine.adapters.resident) <= llm.engine.config.max_loras
+    llm.engine.manager.check()
+    llm.close()
+
+
+def test_an_adapter_alone_and_then_none(llm: LLM, llama: World) -> None:
+    """What was hooked into the model for one step is gone in the next."""
+    before = answers(llm, [llama.prompts[1]], None)
+    for name, prompt, expected in zip(NAMES, llama.prompts, llama.expected, strict=True):
+        assert answers(llm, [prompt], name) == [expected]
+    llm.reset_prefix_cache()
+    assert answers(llm, [llama.prompts[1]], None) == before == [llama.expected[1]]
+    model = llm.engine.model
+    assert not any(model.layer(name)._forward_hooks for name in model.linear_widths())
+
+
+def test_the_same_adapter_under_two_names_shares_blocks(llm: LLM, llama: World) -> None:
+    twin = llm.load_adapter("twin", llama.adapters["everything"])
+    assert twin.digest == llm.engine.adapters.find("everything").digest
+    [first] = llm.generate(llama.prompts[2], GREEDY, adapter="everything")
+    [second] = llm.generate(llama.prompts[2], GREEDY, adapter="twin")
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == len(llama.prompts[2]) - 1
+    assert len(llm.engine.adapters.resident) == len(ADAPTERS)
+
+
+def test_another_adapter_under_an_old_name_shares_none(llm: LLM, llama: World) -> None:
+    [first] = llm.generate(llama.prompts[0], GREEDY, adapter="attention")
+    llm.load_adapter("attention", llama.adapters["one layer"])
+    [second] = llm.generate(llama.prompts[0], GREEDY, adapter="attention")
+    assert second.num_cached_tokens == 0
+    assert second.why_missed is not None
+    assert second.why_missed.reason is MissReason.ADAPTER
+    oracle = Oracle(llama.model, llama.adapters["one layer"])
+    assert second.outputs[0].token_ids == oracle.greedy(llama.prompts[0], TOKENS)
+    assert first.outputs[0].token_ids == llama.expected[0]
+
+
+def test_a_miss_names_the_adapter_that_has_the_prefix(llm: LLM, llama: World) -> None:
+    prompt = llama.prompts[4]
+    [_] = llm.generate(prompt, GREEDY, adapter="one layer")
+    [output] = llm.generate(prompt, GREEDY, adapter="attention")
+    assert str(output.why_missed) == "from token 0 on: cached for another adapter, one layer"
+    llm.reset_prefix_cache()
+    [_] = llm.generate(prompt, GREEDY)
+    [output] = llm.generate(prompt, GREEDY, adapter="attention")
+    assert str(output.why_missed) == "from token 0 on: cached without an adapter"
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_unfinished:
+        engine.step()
+
+
+def test_unloading_lets_running_and_waiting_requests_finish(llama: World, tmp_path: Path) -> None:
+    llm = llama.open(max_num_seqs=1)
+    engine = llm.engine
+    groups = [engine.prepare(llama.prompts[0], GREEDY, adapter="attention") for _ in range(2)]
+    for group in groups:
+        engine.submit(group)
+    engine.step()
+    llm.unload_adapter("attention")
+    with pytest.raises(RequestError, match="no adapter 'attention'; loaded: 'everything'"):
+        llm.generate(llama.prompts[0], GREEDY, adapter="attention")
+    drain(engine)
+    for group in groups:
+        assert group.output().outputs[0].token_ids == llama.expected[0]
+    digest = groups[0].namespace.adapter
+    engine.submit(engine.prepare(llama.prompts[1], GREEDY))
+    drain(engine)
+    assert digest not in engine.adapters.resident  # its memory is given back
+    with pytest.raises(RequestError, match="no adapter 'attention'"):
+        llm.unload_adapter("attention")
+    llm.close()
+
+
+def test_least_recently_used_goes_and_comes_back_from_disk(llama: World) -> None:
+    llm = llama.open(max_loras=2)
+    store = llm.engine.adapters
+    order = ["attention", "everything", "one layer", "everything", "attention"]
+    for name in order:
+        at = NAMES.index(name)
+        assert answers(llm, [llama.prompts[at]], name) == [llama.expected[at]]
+    assert store.resident == [store.find(name).digest for name in ("everything", "attention")]
+    llm.close()
+
+
+@pytest.mark.parametrize("end", ["answered", "aborted", "aborted and gone"])
+def test_others_go_on_while_an_adapter_is_read_again(
+    llama: World, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine itself read it, and all that ran stood still. Here reading waits for their tokens.
+    What comes of a request that was aborted meanwhile is in nobody's way."""
+    llm = llama.open(max_loras=1)
+    engine, read = llm.engine, llm.engine.adapters._read
+    go = threading.Event()
+
+    def slow(folder: Path) -> ResidentAdapter:
+        assert go.wait(10), "nobody could let it go on"
+        if end == "aborted and gone" and folder == llama.adapters["one layer"]:
+            raise DamagedAdapterError("gone")
+        return read(folder)
+
+    monkeypatch.setattr(engine.adapters, "_read", slow)
+    running = engine.prepare(llama.prompts[1], GREEDY)
+    waiting = engine.prepare(llama.prompts[4], GREEDY, adapter="one layer")
+    for group in (running, waiting):
+        engine.submit(group)
+    for _ in range(TOKENS - 2):
+        assert [result.group for result in engine.step()] == [running]
+    if end != "answered":
+        engine.abort(waiting.request_id)
+        waiting = engine.prepare(llama.prompts[2], GREEDY, adapter="everything")
+        engine.submit(waiting)
+        assert [result.group for result in engine.step()] == [running]
+    go.set()
+    drain(engine)
+    assert running.output().outputs[0].token_ids == llama.expected[1]
+    expected = llama.expected[4 if end == "answered" else 2]
+    assert waiting.output().outputs[0].token_ids == expected
+    llm.close()
+
+
+def test_an_adapter_that_lost_its_name_while_it_was_away_is_given_back(llama: World) -> None:
+    llm = llama.open(max_loras=1)
+    engine = llm.engine
+    group = engine.prepare(llama.prompts[2], GREEDY, adapter="everything")
+    engine.submit(group)
+    llm.unload_adapter("everything")
+    drain(engine)
+    assert group.output().outputs[0].token_ids == llama.expected[2]
+    assert answers(llm, [llama.prompts[1]], None) == [llama.expected[1]]
+    assert engine.adapters.resident == []
+    llm.close()
+
+
+@pytest.mark.parametrize("damage", ["changed", "gone"])
+def test_files_that_changed_meanwhile_are_never_mixed_in(
+    llama: World, tmp_path: Path, damage: str
+) -> None:
+    llm = llama.open(max_loras=1)
+    path = make_adapter(llama.model, tmp_path / "mine", 11)
+    llm.load_adapter("mine", path)
+    expected = answers(llm, [llama.prompts[0]], "mine")
+    answers(llm, [llama.prompts[0]], "everything")  # which takes the only place
+    if damage == "changed":
+        make_adapter(llama.model, path, 12)
+        reason = "have changed since adapter 'mine' was loaded"
+    else:
+        (path / "adapter_config.json").unlink()
+        reason = "is not an adapter"
+    with pytest.raises(EngineError, match=reason):
+        llm.generate([llama.prompts[0]] * 2, GREEDY, adapter="mine", use_tqdm=False)
+    llm.engine.manager.check()
+    assert llm.engine.manager.num_free_blocks == 64
+    assert answers(llm, [llama.prompts[2]], "everything") == [llama.expected[2]]
+    if damage == "changed":
+        llm.load_adapter("mine", path)
+        [output] = llm.generate(llama.prompts[0], GREEDY, adapter="mine")
+        assert output.num_cached_tokens == 0
+        assert output.outputs[0].token_ids != expected[0]
+    llm.close()
+
+
+def test_vllms_spelling(llama: World) -> None:
+    llm = LLM(llama.model, num_blocks=64, enable_lora=True, max_loras=4, max_lora_rank=16)
+    asked = [
+        LoRARequest(name, number, str(llama.adapters[name])) if name else None
+        for number, name in enumerate(NAMES, start=1)
+    ]
+    outputs = llm.generate(llama.prompts, GREEDY, lora_request=asked, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == llama.expected
+    moved = LoRARequest("attention", 1, llama.adapters["one layer"])
+    [output] = llm.generate(llama.prompts[4], GREEDY, lora_request=moved)
+    assert output.outputs[0].token_ids == llama.expected[4]
+    with pytest.raises(RequestError, match="not both"):
+        llm.generate(llama.prompts[0], GREEDY, adapter="attention", lora_request=asked[0])
+    with pytest.raises(RequestError, match="2 adapters for 1 prompts"):
+        llm.generate([llama.prompts[0]], GREEDY, adapter=["attention", None])
+    llm.close()
+
+
+def test_a_failed_load_leaves_the_name_as_it_was(llm: LLM, llama: World, tmp_path: Path) -> None:
+    with pytest.raises(DamagedAdapterError):
+        bad = make_adapter(llama.model, tmp_path / "bad")
+        (bad / "adapter_model.safetensors").write_bytes(b"no")
+        llm.load_adapter("attention", bad)
+    assert answers(llm, [llama.prompts[0]], "attention") == [llama.expected[0]]
+    with pytest.raises(ConfigError, match="name"):
+        llm.load_adapter("", llama.adapters["attention"])
+
+
+def test_switched_off(llama: World) -> None:
+    llm = LLM(llama.model, num_blocks=8, enable_lora=False)
+    with pytest.raises(ConfigError, match="enable_lora is False"):
+        llm.load_adapter("attention", llama.adapters["attention"])
+    llm.close()
+
+
+def test_closing_ends_the_thread_that_reads_adapters(llama: World) -> None:
+    """It stayed until the interpreter's end, one for each engine."""
+    before = set(threading.enumerate())
+    llm = llama.open(max_loras=1)
+    assert answers(llm, [llama.prompts[2]], "everything") == [llama.expected[2]]
+    started = {thread.name for thread in set(threading.enumerate()) - before}
+    assert started == {"headstart-adapters_0", "headstart-engine"}
+    for _ in range(2):
+        llm.close()
+        assert set(threading.enumerate()) <= before
+        assert llm.engine.adapters.resident == []
+
+
+def fetch(store: AdapterStore, request: Request, running: list[Request]) -> None:
+    """Have a request's adapter in memory, however long reading it takes."""
+    while not store.may_run(request, running):
+        assert store._reading is not None
+        store._reading.found.exception()  # waits for it
+
+
+def test_an_interruption_at_any_line_mixes_up_no_adapters(llama: World) -> None:
+    """While adapters are fetched, hooked into the model and let go of, restored after it or not.
+
+    An adapter used to count as hooked before its layers were.
+    """
+    llm = llama.open(max_loras=2)
+    engine, store = llm.engine, llm.engine.adapters
+    names = ["everything", "with the head", "one layer"]
+    requests = [engine.prepare([5], GREEDY, adapter=name).requests[0] for name in names]
+    digests = [store.find(name).digest for name in names]
+    places = [NAMES.index(name) for name in names]
+    answered = 0
+    for number in count(1, 11):
+        with (
+            suppress(Interrupted),
+            Interruption(number - 1, Interrupted(), adapter_store, lora) as run,
+        ):
+            for one, two in ((0, 1), (2, 1), (2, 0)):
+                fetch(store, requests[one], [])
+                fetch(store, requests[two], [requests[one]])
+                store.begin_step((digests[at], 2, 1) for at in (one, two))
+                store.end_step()
+            store.unload(names[2])
+            store.forget_unnamed([])
+        if number % 2:
+            store.restore()
+            store.restore()
+        assert store.take_refused() == {}
+        assert len(store.resident) <= 2
+        store.load(names[2], llama.adapters[names[2]])
+        if number % 55 == 1 or not run.raised:
+            groups = [
+                engine.prepare(llama.prompts[at], GREEDY, adapter=NAMES[at]) for at in (*places, 1)
+            ]
+            for group in groups:
+                engine.submit(group)
+            drain(engine)
+            found = [group.output().outputs[0].token_ids for group in groups]
+            assert found == [llama.expected[at] for at in (*places, 1)]
+            answered += 1
+        if not run.raised:
+            break
+    assert answered > 5
+    llm.close()
+
+
+def test_what_was_refused_for_a_request_that_is_gone_is_refused_for_no_other(
+    llama: World, tmp_path: Path
+) -> None:
+    """A step was interrupted between the refusal and the end of its request, which was aborted:
+    the next request of that name was ended for it."""
+    llm = llama.open(max_loras=1)
+    engine, store = llm.engine, llm.engine.adapters
+    path = make_adapter(llama.model, tmp_path / "mine", 11)
+    llm.load_adapter("mine", path)
+    group = engine.prepare([5], GREEDY, adapter="mine", request_id="name")
+    (path / "adapter_config.json").unlink()
+    assert not store.may_run(group.requests[0], [])
+    store.restore()
+    group = engine.prepare(llama.prompts[1], GREEDY, request_id="name")
+    engine.submit(group)
+    drain(engine)
+    assert group.output().outputs[0].token_ids == llama.expected[1]
+    llm.close()

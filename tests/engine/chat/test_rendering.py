@@ -1,0 +1,85 @@
+"""Messages to a prompt's text: the model's own template, and what is refused before it."""
+
+from typing import Any
+
+import pytest
+
+from headstart.engine.chat.conversation import ConversationMemory
+from headstart.errors import RequestError
+from tests.tiny_tokenizers import TINY_TOKENIZERS
+
+BYTES = TINY_TOKENIZERS["byte_level"]()
+MESSAGES = [{"role": "user", "content": "hello there"}]
+
+
+def test_a_conversation_is_rendered_by_the_model_s_template() -> None:
+    memory = ConversationMemory(BYTES)
+    system = {"role": "system", "content": "be kind"}
+    assert memory.render([system, *MESSAGES]) == (
+        "<|im_start|>system\nbe kind<|im_end|>\n"
+        "<|im_start|>user\nhello there<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_text_parts_are_put_together_on_lines() -> None:
+    memory = ConversationMemory(BYTES)
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert memory.render([{"role": "user", "content": parts}]) == memory.render(
+        [{"role": "user", "content": "one\ntwo"}]
+    )
+
+
+def test_what_else_a_message_holds_reaches_the_template() -> None:
+    memory = ConversationMemory(
+        TINY_TOKENIZERS["byte_level"](chat_template="{{ messages[0]['name'] }}")
+    )
+    assert memory.render([{"role": "user", "content": "", "name": "Ada"}]) == "Ada"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "empty"),
+        ("hello", "str"),
+        ({"role": "user", "content": "hello"}, "dict"),
+        (["hello"], "message 0 is a str"),
+        ([*MESSAGES, {"content": "hello"}], "message 1 has the role None"),
+        ([{"role": "", "content": "hello"}], "role ''"),
+        ([{"role": 3, "content": "hello"}], "role 3"),
+        ([{"role": "user"}], "content None"),
+        ([{"role": "user", "content": 7}], "content 7"),
+        ([{"role": "user", "content": []}], r"content \[\]"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "takes text alone"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], "'audio'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "'text'"),
+        ([{"role": "user", "content": ["hello"]}], "'str'"),
+    ],
+)
+def test_a_bad_conversation_is_refused(messages: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        ConversationMemory(BYTES).render(messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses this: roles must alternate"),
+        ("{{ messages[0]['a']['b'] }}", "refuses this: .*no attribute"),
+        ("{{ 1 // 0 }}", "failed: ZeroDivisionError"),
+        ("{% for %}", "refuses this: "),
+        (None, "no chat template"),
+    ],
+)
+def test_what_a_template_refuses_is_a_request_s_fault(template: str | None, message: str) -> None:
+    memory = ConversationMemory(TINY_TOKENIZERS["byte_level"](chat_template=template))
+    with pytest.raises(RequestError, match=message):
+        memory.render(MESSAGES)
+
+
+def test_a_model_without_a_tokenizer_cannot_chat() -> None:
+    memory = ConversationMemory(None)
+    with pytest.raises(RequestError, match="without a tokenizer"):
+        memory.render(MESSAGES)
+    with pytest.raises(RequestError, match="without a tokenizer"):
+        memory.encode("hello")

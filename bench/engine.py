@@ -27,7 +27,7 @@ from shapes import SHAPES, model_folder
 
 from headstart.engine.engine import Engine
 from headstart.engine.startup.loading import load_engine
-from headstart.models.likeliest import likeliest
+from headstart.models.greedy_head import likeliest
 
 SHAPE, PROMPT, STEPS, BLOCKS = "small-llama", 512, 64, 8192
 COUNTS = (1, 8, 32, 128)

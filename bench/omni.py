@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.cache import BlockKey, Namespace
-from headstart.models.demo_omni import demo_omni_path
+from headstart.models.demo.omni import demo_omni_path
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.feeds import Conditions
 from headstart.omni.output_cache import ENTRY_BYTES, BlockPath, OutputCache

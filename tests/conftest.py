@@ -21,7 +21,7 @@ settings.load_profile("house")
 @pytest.fixture(scope="session")
 def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The demo model, written to a folder of this test run and not to the user's cache."""
-    from headstart.models.demo import demo_model_path
+    from headstart.models.demo.llama import demo_model_path
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEADSTART_CACHE_DIR", str(tmp_path_factory.mktemp("headstart-cache")))

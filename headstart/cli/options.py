@@ -97,7 +97,7 @@ def resolve_model(model: str) -> str:
     """The folder or hub name to load for `--model`. Imports torch only for the demo model."""
     if model != RANDOM_MODEL:
         return model
-    return str(import_module("headstart.models.demo").demo_model_path())
+    return str(import_module("headstart.models.demo.llama").demo_model_path())
 
 
 def _add_flags(command: Command, owner: type, chosen: list[Field[Any]]) -> Command:

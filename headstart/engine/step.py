@@ -13,7 +13,7 @@ from headstart.engine.runner import StepLogits
 from headstart.engine.sampling.logprobs import token_logprobs
 from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingState
 from headstart.errors import EngineError
-from headstart.models.likeliest import likeliest
+from headstart.models.greedy_head import likeliest
 
 __all__ = ["Choice", "OpenStep", "Phase", "StepResult", "choose_tokens"]
 

@@ -15,8 +15,8 @@ from headstart.attention.layout import LayerLayout
 from headstart.attention.register import BackendFunction, register, unregister
 from headstart.models.files import fingerprint_files
 from headstart.models.fused import FusionSwitch
-from headstart.models.likeliest import likeliest
-from headstart.models.lora_files import Widths
+from headstart.models.greedy_head import likeliest
+from headstart.models.lora.files import Widths
 from headstart.models.packed import PackedLinear
 from headstart.models.plain import PlainDecoder
 

@@ -15,13 +15,13 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headstart.errors import UnsupportedModelError
-from headstart.models.ahead import ReadyMemory
 from headstart.models.checkpoint import check_decoder
+from headstart.models.compatibility.paged_kv import check_config, probe_model
 from headstart.models.decoder import DecoderModel
 from headstart.models.files import check_files, find_folder
+from headstart.models.prefetch import ReadyMemory
 from headstart.models.pretrained import find_device, find_dtype, load_config, load_weights
-from headstart.models.probe import check_config, probe_model
-from headstart.models.quiet import quiet
+from headstart.models.silence_transformers import quiet
 from headstart.models.simplify import simplify
 from headstart.models.swap import accelerate
 from headstart.models.vision import VISION_MODELS

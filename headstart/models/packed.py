@@ -12,7 +12,7 @@ from copy import copy
 import torch
 from torch import Tensor, nn
 
-from headstart.models.ahead import ReadyMemory
+from headstart.models.prefetch import ReadyMemory
 from headstart.native import library
 
 __all__ = [

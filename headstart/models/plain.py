@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.models.fused import Angles, FusedLayer, FusedLayers
-from headstart.models.likeliest import LikeliestHead
+from headstart.models.greedy_head import LikeliestHead
 
 __all__ = ["Call", "OtherKind", "PlainDecoder", "Stack", "find_stack"]
 

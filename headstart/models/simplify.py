@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from headstart.attention import PagedKVMemory, Span, StepPlan, make_backend
 from headstart.models.decoder import DecoderModel, forward_rows
-from headstart.models.likeliest import LikeliestHead
+from headstart.models.greedy_head import LikeliestHead
 from headstart.models.packed import PackedLinear
 from headstart.models.plain import Call, OtherKind, PlainDecoder, Stack, find_stack
 

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from headstart.attention.backend import AttentionOptions, RowShapes
 from headstart.attention.register import AttentionCall, read_options, register, unregister
-from headstart.models.ahead import ReadyMemory
 from headstart.models.decoder import forward_rows, text_part
 from headstart.models.fused import FusedLayer, FusedMLP, FusedNorm, FusionSwitch
 from headstart.models.packed import (
@@ -34,6 +33,7 @@ from headstart.models.packed import (
     kernels,
     map_pages,
 )
+from headstart.models.prefetch import ReadyMemory
 
 __all__ = ["accelerate"]
 

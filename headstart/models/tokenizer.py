@@ -6,7 +6,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.files import find_folder, read_json
-from headstart.models.quiet import quiet
+from headstart.models.silence_transformers import quiet
 
 __all__ = ["load_tokenizer"]
 

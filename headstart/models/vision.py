@@ -27,7 +27,7 @@ from transformers import AutoImageProcessor, PreTrainedModel, PreTrainedTokenize
 
 from headstart.errors import DamagedModelError, HeadstartError, UnsupportedModelError
 from headstart.models.decoder import DecoderModel
-from headstart.models.quiet import quiet
+from headstart.models.silence_transformers import quiet
 
 __all__ = ["VISION_MODELS", "PlacedImage", "ProcessedImage", "VisionModel", "load_vision"]
 

@@ -21,8 +21,8 @@ from headstart.engine.engine import Engine
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.step import StepResult
 from headstart.errors import ConfigError, EngineError, HeadstartError
-from headstart.models.host_copies import HostCopy
-from headstart.models.stage_decoder import StageDecoder
+from headstart.models.omni.host_copies import HostCopy
+from headstart.models.omni.stage_decoder import StageDecoder
 from headstart.omni.feeds import Feed, Feeder
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.rows import Chunk, Part, StageRows

@@ -16,8 +16,8 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
 from headstart.errors import RequestError, UnsupportedModelError
 from headstart.models.files import find_folder, read_json
-from headstart.models.qwen2_5_omni import Qwen25Omni
-from headstart.models.qwen3_omni import Qwen3Omni
+from headstart.models.omni.qwen2_5 import Qwen25Omni
+from headstart.models.omni.qwen3 import Qwen3Omni
 from headstart.omni.graph import Factory, read_graph
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt, SpokenPrompt

@@ -9,7 +9,7 @@ from torch import Tensor
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt, RotaryPositions
 from headstart.errors import RequestError
-from headstart.models.qwen2_5_omni import Qwen25Omni, Voice
+from headstart.models.omni.qwen2_5 import Qwen25Omni, Voice
 from headstart.models.tokenizer import load_tokenizer
 from headstart.omni.by_content import ContentMemory, content_digest
 from headstart.omni.engine_stage import EngineStage

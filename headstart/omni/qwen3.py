@@ -10,7 +10,7 @@ import torch
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt, RotaryPositions
 from headstart.errors import DamagedModelError, RequestError
-from headstart.models.qwen3_omni import CausalVocoder, Qwen3Omni
+from headstart.models.omni.qwen3 import CausalVocoder, Qwen3Omni
 from headstart.models.tokenizer import load_tokenizer
 from headstart.omni.frame_talker import CODES, FrameTalker, FrameTalkerFeed, FrameTalkerPlan
 from headstart.omni.function_stage import FramesPlan, FramesStage

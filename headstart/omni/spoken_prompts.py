@@ -16,8 +16,8 @@ from headstart.engine.prompt import (
     RotaryPositions,
 )
 from headstart.errors import RequestError
-from headstart.models.heard_and_seen import Media, Placed
-from headstart.models.stage_decoder import StageDecoder
+from headstart.models.omni.inputs import Media, Placed
+from headstart.models.omni.stage_decoder import StageDecoder
 from headstart.omni.by_content import ContentMemory, content_digest
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.feeds import Feed, PromptFeed, StagePrompt

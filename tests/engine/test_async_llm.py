@@ -14,7 +14,7 @@ from PIL import Image
 from headstart import LLM, AsyncLLM, SamplingParams
 from headstart.engine.outputs import RequestOutput
 from headstart.errors import EngineError, RequestError
-from headstart.models.demo import demo_model_path
+from headstart.models.demo.llama import demo_model_path
 from tests.tiny_models import save_tiny
 from tests.tiny_vision import make_image, save_tiny_vision
 

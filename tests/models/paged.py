@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.attention import PagedKVMemory, Span, StepPlan, make_backend
+from headstart.models.compatibility.paged_kv import probe_model
 from headstart.models.decoder import DecoderModel
 from headstart.models.fused import FusionSwitch
-from headstart.models.probe import probe_model
 
 BLOCK = 4
 

@@ -17,8 +17,8 @@ from headstart.errors import DamagedModelError, ModelError, UnsupportedModelErro
 from headstart.models import loader, pretrained
 from headstart.models.files import check_files, tensor_shapes
 from headstart.models.loader import load_model
-from headstart.models.qwen2_5_omni import Qwen25Omni
-from headstart.models.qwen3_omni import Qwen3Omni
+from headstart.models.omni.qwen2_5 import Qwen25Omni
+from headstart.models.omni.qwen3 import Qwen3Omni
 from tests.omni.tiny_omni import save_qwen25
 from tests.omni.tiny_qwen3 import save_qwen3
 from tests.tiny_models import TINY, save_tiny, tiny_config

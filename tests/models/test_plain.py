@@ -12,11 +12,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headstart.attention import Span, StepPlan
 from headstart.models import packed
+from headstart.models.compatibility.paged_kv import probe_model
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.fused import FusedLayers
-from headstart.models.likeliest import likeliest
+from headstart.models.greedy_head import likeliest
 from headstart.models.plain import AngleTable
-from headstart.models.probe import probe_model
 from headstart.models.simplify import simplify
 from headstart.models.swap import accelerate
 from tests.models.paged import Paged, Sequence

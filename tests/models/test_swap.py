@@ -14,9 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from headstart.models import packed, swap
 from headstart.models.fused import FusedLayer, FusedMLP, FusedNorm
 from headstart.models.loader import load_model
-from headstart.models.lora import AdapterRun, LoraLayers
-from headstart.models.lora_files import LoraPair, LoraWeights
-from headstart.models.lora_stack import ResidentAdapter
+from headstart.models.lora.files import LoraPair, LoraWeights
+from headstart.models.lora.modules import AdapterRun, LoraLayers
+from headstart.models.lora.stack import ResidentAdapter
 from headstart.models.packed import PackedEmbedding, PackedLinear, PackedWeight
 from headstart.models.swap import accelerate
 from tests.models.paged import Paged

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
-from headstart.models.stage_decoder import PassTensors, StageDecoder, StageParts
+from headstart.models.omni.stage_decoder import PassTensors, StageDecoder, StageParts
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
 from headstart.omni.function_stage import FramesPlan, FramesStage

@@ -19,7 +19,7 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import GivenRows, PlacedRows, PreparedPrompt, PromptExtras
 from headstart.models.decoder import EmbeddingOverlay
-from headstart.models.qwen3_omni import CausalVocoder, _reach, thinker_decoder
+from headstart.models.omni.qwen3 import CausalVocoder, _reach, thinker_decoder
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.feeds import PromptFeed, StagePrompt
 from headstart.omni.function_stage import FramesPlan, FramesStage, WholeStage

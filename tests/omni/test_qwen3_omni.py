@@ -21,7 +21,7 @@ from transformers import (
 from headstart.cache import TokenSequence
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, ModelError, RequestError
-from headstart.models.quiet import quiet
+from headstart.models.silence_transformers import quiet
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.frame_talker import FrameTalker, FrameTalkerFeed
 from headstart.omni.omni import Omni
@@ -310,7 +310,7 @@ def test_frames_that_cannot_be_completed_end_in_an_error_that_names_the_stage(
         raise ValueError("no code")
 
     with monkeypatch.context() as patch:
-        patch.setattr("headstart.models.code_predictor.CodePredictor.predict", fail)
+        patch.setattr("headstart.models.omni.code_predictor.CodePredictor.predict", fail)
         with pytest.raises(EngineError, match="stage 'talker': ValueError: no code"):
             omni.generate([PROMPTS["text"], PROMPTS["image"]], ADA)
     check(omni.generate(PROMPTS["text"], ADA)[0], oracle("text"))

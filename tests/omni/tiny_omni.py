@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from headstart.models.demo_omni import IDS, OmniSizes, write_omni
+from headstart.models.demo.omni import IDS, OmniSizes, write_omni
 
 AUDIO, IMAGE = IDS["<|AUDIO|>"], IDS["<|IMAGE|>"]
 AUDIO_START, AUDIO_END = IDS["<|audio_bos|>"], IDS["<|audio_eos|>"]

@@ -11,8 +11,8 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from headstart.models.demo import write_byte_tokenizer
-from headstart.models.quiet import quiet
+from headstart.models.demo.llama import write_byte_tokenizer
+from headstart.models.silence_transformers import quiet
 
 TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|audio_pad|>", "<|image_pad|>")
 TOKENS += ("<|video_pad|>", "<|audio_start|>", "<|audio_end|>", "<|vision_start|>")

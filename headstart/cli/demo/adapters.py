@@ -132,7 +132,7 @@ def _write_adapter(llm: LLM, folder: Path, sign: str, seed: int) -> None:
     spelled = [] if tokenizer is None else tokenizer.encode(sign, add_special_tokens=False)
     if len(spelled) != 1 or not model.eos_token_ids:
         raise RequestError(f"these adapters need a model that ends its texts, and a token {sign!r}")
-    write = import_module("headstart.models.demo_adapter").write_adapter
+    write = import_module("headstart.models.demo.adapter").write_adapter
     write(model, folder, (spelled[0], min(model.eos_token_ids)), seed)
 
 

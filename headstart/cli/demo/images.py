@@ -63,7 +63,7 @@ def show_images(model: str, options: Mapping[str, Any], svg: Path | None) -> Non
     made = model == DEFAULT_MODEL
     with console.status("making the model, if it is not there yet, and loading it"):
         if made:
-            model = str(import_module("headstart.models.demo_vision").demo_vision_path())
+            model = str(import_module("headstart.models.demo.vision").demo_vision_path())
         llm = open_model(model, {"num_blocks": POOL_TOKENS // block_size, **options})
     with closing(llm):
         if llm.engine.images is None:

@@ -64,7 +64,7 @@ def show_omni_demo(options: Mapping[str, Any], folder: Path) -> None:
     """
     console = demo_console()
     with console.status("loading the model"):
-        model = import_module("headstart.models.demo_omni").demo_omni_path()
+        model = import_module("headstart.models.demo.omni").demo_omni_path()
         told = {**POOL, **options}
         of_model = {name: told.pop(name) for name in ("dtype", "device") if name in told}
         omni = headstart.Omni(model, **of_model, options=told)

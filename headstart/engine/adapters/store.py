@@ -31,9 +31,9 @@ from headstart.errors import (
     RequestError,
 )
 from headstart.models.decoder import DecoderModel
-from headstart.models.lora import AdapterRun, LoraLayers
-from headstart.models.lora_files import read_weights
-from headstart.models.lora_stack import ResidentAdapter
+from headstart.models.lora.files import read_weights
+from headstart.models.lora.modules import AdapterRun, LoraLayers
+from headstart.models.lora.stack import ResidentAdapter
 
 __all__ = ["AdapterStore"]
 

@@ -23,7 +23,7 @@ from transformers import (
 from headstart.engine.params import SamplingParams
 from headstart.engine.sampling.logprobs import TokenLogprob, token_logprobs
 from headstart.errors import EngineError
-from headstart.models.likeliest import likeliest
+from headstart.models.greedy_head import likeliest
 
 LIKELIEST = 1024  # tokens that top-p looks at before it sorts all
 

@@ -8,8 +8,8 @@ import torch
 from headstart.engine.config import make_config
 from headstart.engine.engine import Engine
 from headstart.engine.startup.threads import count_cores
-from headstart.models.ahead import ReadyMemory
 from headstart.models.loader import load_model
+from headstart.models.prefetch import ReadyMemory
 from headstart.models.tokenizer import load_tokenizer
 
 __all__ = ["load_engine"]

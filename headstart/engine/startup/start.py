@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headstart.engine.config import make_config
 from headstart.imports import load_module
-from headstart.models.ahead import read_ahead
+from headstart.models.prefetch import read_ahead
 
 if TYPE_CHECKING:
     from headstart.engine.chat.requests import ChatRequests

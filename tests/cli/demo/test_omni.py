@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from headstart.cli.demo.omni import CONTEXT
 from headstart.cli.main import main
 from headstart.engine.params import SamplingParams
-from headstart.models.demo_omni import OmniSizes, write_omni
-from headstart.models.demo_voice import NOTES, frequency
-from headstart.models.qwen2_5_omni import Qwen25Omni
+from headstart.models.demo.omni import OmniSizes, write_omni
+from headstart.models.demo.voice import NOTES, frequency
+from headstart.models.omni.qwen2_5 import Qwen25Omni
 from headstart.omni.omni import Omni
 from headstart.omni.params import OmniParams
 
@@ -23,7 +23,7 @@ def test_the_omni_demo_speaks_and_says_what_each_stage_skipped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HEADSTART_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("headstart.models.demo_omni.DEMO_OMNI", OmniSizes(64, 2, 48, 2, 4))
+    monkeypatch.setattr("headstart.models.demo.omni.DEMO_OMNI", OmniSizes(64, 2, 48, 2, 4))
     monkeypatch.setattr("headstart.cli.demo.omni.SECONDS", 3)
     monkeypatch.setattr("headstart.cli.demo.omni.SPEECH_TOKENS", 16)
     monkeypatch.setattr("headstart.cli.demo.omni.CONTEXT", CONTEXT[:500])

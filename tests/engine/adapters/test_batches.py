@@ -17,8 +17,8 @@ from headstart.engine.adapters.store import AdapterStore
 from headstart.engine.engine import Engine
 from headstart.engine.request import Request
 from headstart.errors import ConfigError, DamagedAdapterError, EngineError, RequestError
-from headstart.models import lora
-from headstart.models.lora_stack import ResidentAdapter
+from headstart.models.lora import modules as lora
+from headstart.models.lora.stack import ResidentAdapter
 from tests.interruptions import Interrupted, Interruption
 from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import save_tiny

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from headstart import LLM, RequestError, SamplingParams
 from headstart.cache import ExtraKey, MultiModalItem, TokenSequence, extra_keys
 from headstart.engine.images.prompt import IMAGE_MARK
-from headstart.models.demo_adapter import write_adapter
+from headstart.models.demo.adapter import write_adapter
 from headstart.models.vision import PlacedImage, ProcessedImage, VisionModel
 from tests.tiny_vision import IDS, make_image, save_tiny_vision
 

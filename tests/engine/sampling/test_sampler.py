@@ -13,7 +13,7 @@ from transformers import TopPLogitsWarper
 from headstart import SamplingParams
 from headstart.engine.sampling.logprobs import TokenLogprob, token_logprobs
 from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingState, TopP
-from headstart.models.likeliest import likeliest
+from headstart.models.greedy_head import likeliest
 from tests.tiny_models import TINY
 from tests.tiny_models import VOCABULARY as MODEL_VOCABULARY
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headstart.models.likeliest import LikeliestHead, likeliest
+from headstart.models.greedy_head import LikeliestHead, likeliest
 from headstart.models.packed import PackedWeight, kernels
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="no compiled kernels here")

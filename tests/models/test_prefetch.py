@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from headstart.errors import DamagedModelError, ModelNotFoundError
-from headstart.models import ahead
-from headstart.models.ahead import ReadyMemory, read_ahead
+from headstart.models import prefetch
 from headstart.models.loader import load_model
 from headstart.models.packed import Arena, PackedWeight, kernels
+from headstart.models.prefetch import ReadyMemory, read_ahead
 from tests.tiny_models import TINY
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="no compiled kernels here")
@@ -103,7 +103,7 @@ def test_memory_is_for_weights_that_will_be_packed(
 
 
 def test_none_is_got_for_a_large_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_memory", lambda: mmap.PAGESIZE)
+    monkeypatch.setattr(prefetch, "_memory", lambda: mmap.PAGESIZE)
     assert read_ahead(folder, "auto", "cpu") is None
 
 

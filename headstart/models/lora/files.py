@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from headstart.errors import DamagedAdapterError, UnsupportedAdapterError
-from headstart.models.lora_settings import ALL_LINEAR, read_settings
+from headstart.models.lora.settings import ALL_LINEAR, read_settings
 
 __all__ = ["WEIGHTS_NAME", "AdaptableModel", "LoraPair", "LoraWeights", "read_weights"]
 

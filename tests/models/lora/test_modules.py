@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from headstart.errors import UnsupportedAdapterError
 from headstart.models.decoder import DecoderModel
 from headstart.models.fused import FusionSwitch
-from headstart.models.lora import AdapterRun, LoraLayers
-from headstart.models.lora_files import LoraPair, LoraWeights, read_weights
-from headstart.models.lora_stack import ResidentAdapter
+from headstart.models.lora.files import LoraPair, LoraWeights, read_weights
+from headstart.models.lora.modules import AdapterRun, LoraLayers
+from headstart.models.lora.stack import ResidentAdapter
 from tests.models.paged import Paged, Sequence
 from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import TINY, VOCABULARY, save_tiny

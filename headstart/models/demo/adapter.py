@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from headstart.models.decoder import DecoderModel
-from headstart.models.lora_files import WEIGHTS_NAME
-from headstart.models.lora_settings import CONFIG_NAME
+from headstart.models.lora.files import WEIGHTS_NAME
+from headstart.models.lora.settings import CONFIG_NAME
 
 __all__ = ["write_adapter"]
 

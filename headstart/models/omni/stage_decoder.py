@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from headstart.attention.layout import LayerLayout
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
-from headstart.models.host_copies import HostCopy, host_copies
+from headstart.models.omni.host_copies import HostCopy, host_copies
 
 __all__ = ["PassTensors", "StageDecoder", "StageParts", "text_layouts"]
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headstart.errors import UnsupportedAdapterError
 from headstart.models.fused import FusionSwitch
-from headstart.models.lora_stack import AdapterStack, ResidentAdapter
+from headstart.models.lora.stack import AdapterStack, ResidentAdapter
 
 __all__ = ["AdapterRun", "LoraLayers"]
 

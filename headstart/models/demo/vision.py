@@ -16,8 +16,8 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from headstart.models.demo import keep_readable, made_once, write_byte_tokenizer
-from headstart.models.quiet import quiet
+from headstart.models.demo.llama import keep_readable, made_once, write_byte_tokenizer
+from headstart.models.silence_transformers import quiet
 
 __all__ = ["demo_vision_path"]
 

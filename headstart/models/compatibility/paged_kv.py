@@ -6,8 +6,8 @@
 3. A prompt through transformers' own attention, and through ours cut in pieces, beside copies
    of its head cut otherwise. Whatever a model keeps between tokens outside of K and V
    (convolutions, recurrences, relative biases, shared layers) makes the two differ.
-4. A few rows at the model's last positions (`headstart.models.far_positions`), which must not
-   depend on the index of a row in the batch.
+4. A few rows at the last positions of a model (`far_positions.py`), which must not depend on the
+   index of a row in the batch.
 
 How far two right answers may lie apart depends on depth, width and dtype, so it is measured: the
 same step again, each layer's attention changed by two units in the last place.
@@ -34,9 +34,9 @@ from headstart.attention.register import (
 )
 from headstart.attention.torch_ops import TorchAttention
 from headstart.errors import UnsupportedModelError
-from headstart.models.attending import Attending
+from headstart.models.compatibility.far_positions import check_far_positions
+from headstart.models.compatibility.substitute_attention import Attending
 from headstart.models.decoder import context_length, forward_rows
-from headstart.models.far_positions import check_far_positions
 
 __all__ = ["check_config", "probe_model"]
 

@@ -1,6 +1,6 @@
 """A Qwen2.5-Omni made on the spot: the real classes, random weights, a vocoder that plays notes.
 
-Its words are letters and its speech is notes, one for each code (`demo_voice.py`), but each stage
+Its words are letters and its speech is notes, one for each code (`voice.py`), but each stage
 does what the real one does, so what is skipped is skipped. Written once to the user's cache folder,
 in the layout of any checkpoint.
 """
@@ -18,10 +18,10 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from headstart.models import demo_voice
-from headstart.models.demo import made_once, write_byte_tokenizer
-from headstart.models.demo_voice import CHANNELS, NOTES, RATES, give_voice
-from headstart.models.quiet import quiet
+from headstart.models.demo import voice as demo_voice
+from headstart.models.demo.llama import made_once, write_byte_tokenizer
+from headstart.models.demo.voice import CHANNELS, NOTES, RATES, give_voice
+from headstart.models.silence_transformers import quiet
 
 __all__ = ["DEMO_OMNI", "IDS", "OmniSizes", "demo_omni_path", "write_omni"]
 

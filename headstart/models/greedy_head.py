@@ -4,7 +4,7 @@ A request without sampling, penalties or log-probabilities wants one token id of
 which an LM head in bfloat16 reads its whole weight: a seventh of what a lone decoding step of
 Qwen2.5-0.5B reads. A copy of it in 8 bits, half as large, says of every logit between which bounds
 it lies; only those that can be the largest are then computed from the weight itself. The answer is
-that of all logits, ties included: see `native/likeliest.cpp` for the bounds and why.
+that of all logits, ties included: see `native/greedy_head.cpp` for the bounds and why.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ _LONGEST_PAUSE = 255  # steps
 
 
 class _ScreenStruct(ctypes.Structure):
-    """`Screen` of native/likeliest.cpp."""
+    """`Screen` of native/greedy_head.cpp."""
 
     _fields_ = (
         ("panels", ctypes.c_void_p),

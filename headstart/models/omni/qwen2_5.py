@@ -17,15 +17,15 @@ from transformers import Qwen2_5OmniForConditionalGeneration
 from headstart.errors import DamagedModelError
 from headstart.models.checkpoint import check_speaker
 from headstart.models.files import check_files, find_folder
-from headstart.models.heard_and_seen import Media, Placed
+from headstart.models.omni.inputs import Media, Placed
+from headstart.models.omni.stage_decoder import PassTensors, StageDecoder, StageParts
 from headstart.models.pretrained import (
     find_device,
     find_dtype,
     load_config,
     load_weights,
 )
-from headstart.models.quiet import quiet
-from headstart.models.stage_decoder import PassTensors, StageDecoder, StageParts
+from headstart.models.silence_transformers import quiet
 
 __all__ = ["Qwen25Omni", "Recall", "SpeechIds", "Voice"]
 

@@ -37,8 +37,8 @@ from transformers.models.llama import modeling_llama
 from headstart.attention import AttentionOptions, LayerLayout, register
 from headstart.attention.register import AttentionCall
 from headstart.errors import UnsupportedModelError
-from headstart.models import probe
-from headstart.models.probe import check_config, probe_model
+from headstart.models.compatibility import paged_kv
+from headstart.models.compatibility.paged_kv import check_config, probe_model
 from tests.tiny_models import TINY, VOCABULARY, tiny_config
 
 SMALL: dict[str, Any] = {
@@ -121,7 +121,7 @@ def test_a_window_that_the_layer_does_not_pass_on_is_found(
     config.sliding_window = 100
     model = type(TINY["mistral"]())(config).eval()
     probe_model(model)
-    monkeypatch.setattr(probe, "read_options", without("sliding_window"))
+    monkeypatch.setattr(paged_kv, "read_options", without("sliding_window"))
     monkeypatch.setattr(register, "read_options", without("sliding_window"))
     with pytest.raises(UnsupportedModelError, match=r"mask of layer 0 .*window: None"):
         probe_model(model)
@@ -163,7 +163,7 @@ def test_logits_that_are_not_finite_are_found() -> None:
 
 def test_a_near_tie_of_experts_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows may differ as much as they like, many may not."""
-    apart = probe._rows_apart
+    apart = paged_kv._rows_apart
 
     def few(logits: Tensor, expected: Tensor) -> Tensor:
         return apart(logits, expected) + (torch.arange(len(logits)) % 6 == 0).float()
@@ -171,9 +171,9 @@ def test_a_near_tie_of_experts_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> N
     def many(logits: Tensor, expected: Tensor) -> Tensor:
         return apart(logits, expected) + (torch.arange(len(logits)) % 3 == 0).float()
 
-    monkeypatch.setattr(probe, "_rows_apart", few)
+    monkeypatch.setattr(paged_kv, "_rows_apart", few)
     probe_model(TINY["mixtral"]())
-    monkeypatch.setattr(probe, "_rows_apart", many)
+    monkeypatch.setattr(paged_kv, "_rows_apart", many)
     with pytest.raises(UnsupportedModelError):
         probe_model(TINY["mixtral"]())
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from headstart.errors import ModelError
-from headstart.models.demo import demo_model_path
+from headstart.models.demo.llama import demo_model_path
 
 
 def test_it_is_the_same_model_every_time(
@@ -62,7 +62,7 @@ def test_two_processes_at_once_make_one_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADSTART_CACHE_DIR", str(tmp_path))
-    program = "from headstart.models.demo import demo_model_path; print(demo_model_path())"
+    program = "from headstart.models.demo.llama import demo_model_path; print(demo_model_path())"
     racers = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
         for _ in range(2)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoImageProcessor
 
 from headstart.errors import DamagedModelError, RequestError, UnsupportedModelError
-from headstart.models.quiet import quiet
+from headstart.models.silence_transformers import quiet
 
 __all__ = ["Media", "Placed", "SoundLengths"]
 

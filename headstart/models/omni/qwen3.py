@@ -27,17 +27,17 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 )
 
 from headstart.models.checkpoint import check_speaker
-from headstart.models.code_predictor import Choose, CodePredictor
 from headstart.models.files import check_files, find_folder
-from headstart.models.heard_and_seen import Media, Placed
+from headstart.models.omni.code_predictor import Choose, CodePredictor
+from headstart.models.omni.inputs import Media, Placed
+from headstart.models.omni.stage_decoder import PassTensors, StageDecoder, StageParts
 from headstart.models.pretrained import (
     find_device,
     find_dtype,
     load_config,
     load_weights,
 )
-from headstart.models.quiet import quiet
-from headstart.models.stage_decoder import PassTensors, StageDecoder, StageParts
+from headstart.models.silence_transformers import quiet
 
 __all__ = ["CausalVocoder", "CodecIds", "Qwen3Omni", "TurnIds", "thinker_decoder"]
 

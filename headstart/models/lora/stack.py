@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.models.lora_files import LoraPair, LoraWeights
+from headstart.models.lora.files import LoraPair, LoraWeights
 from headstart.models.packed import PackedWeight, can_pack, kernels
 
 __all__ = ["AdapterStack", "StackedLayer"]

@@ -8,8 +8,8 @@ PYTHON ?= $(shell for p in python3 python python3.14 python3.13 python3.12 pytho
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 READY := .venv/.ready
-CODE := headstart tests $(wildcard bench tools)
-TYPED := headstart $(wildcard bench tools)
+CODE := headstart tests $(wildcard bench tools recipes)
+TYPED := headstart $(wildcard bench tools recipes)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
 .PHONY: help demo test lint types unit sanitize figures bench curves clean

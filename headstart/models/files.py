@@ -66,7 +66,7 @@ def _built_in_folder() -> Path:
     if not (folder / "config.json").exists():
         raise ModelNotFoundError(
             f"this installation came without {BUILT_IN} ({folder} has no config.json): install "
-            "the package again, or train the model with tools/train_tiny.py"
+            "the package again, or train the model with recipes/headstart_tiny/train.py"
         )
     return folder
 

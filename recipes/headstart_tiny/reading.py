@@ -1,6 +1,6 @@
 """How the starting weights of `headstart-tiny` read a document: layers 0 to 2.
 
-`tiny_wiring` says what each layer does; here are the registers, and the parts that tell every
+`wiring.py` says what each layer does; here are the registers, and the parts that tell every
 token what kind of cell it is in, what its column is called and whose row it is in.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny_circuit import NEXT, Match, Registers, Wirer
-from tiny_features import CODE, FLAGS, MATCH, SHARED, TYPES
+from circuit import NEXT, Match, Registers, Wirer
+from features import CODE, FLAGS, MATCH, SHARED, TYPES
 from tokenizers import Tokenizer
 from torch import Tensor
 

@@ -1,8 +1,8 @@
 """Makes `headstart-tiny` from nothing: data, tokenizer, wired weights, and training on top.
 
-    python tools/train_tiny.py --out build/tiny [--minutes 20]
+    python recipes/headstart_tiny/train.py --out build/tiny [--minutes 20]
 
-The first weights are a circuit that looks things up (`tiny_wiring`), so no minutes are needed.
+The first weights are a circuit that looks things up (`wiring.py`), so no minutes are needed.
 Training goes on from there: the sequences begin short (tables of a few rows, many questions
 each), the loss counts only the answers and the words that lead to them, wired weights take much
 smaller steps than spare ones, and the tables grow when the answers, judged whole, are right.
@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tiny_tokens import IGNORE, Batch, BatchMaker, Level, load_tokenizer
-from tiny_wiring import Wiring
+from tokens import IGNORE, Batch, BatchMaker, Level, load_tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from wiring import Wiring
 
 LEVELS = (
     Level(4, 512, forward=0.6, plain=0.6, mark=0.9),

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import re
 
-import tiny_data as data
-import tiny_words as words
+import data
 import torch
-from tiny_circuit import LOUD, Registers
+import words
+from circuit import LOUD, Registers
 from tokenizers import Tokenizer
 from torch import Tensor
 

@@ -1,6 +1,6 @@
 """Judges `headstart-tiny` on held-out names: greedy answers, exact match, one line a bar.
 
-    python tools/eval_tiny.py [FOLDER] [--cases 400] [--batch 8]
+    python recipes/headstart_tiny/evaluation.py [FOLDER] [--cases 400] [--batch 8]
 
 Every case is a prompt and the one right continuation; an answer counts only if it is the same
 text to the letter and the model stops after it. Prompts go through transformers' own `generate`
@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tiny_data as data
+import data
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-FOLDER = Path(__file__).parent.parent / "headstart" / "assets" / "headstart_tiny"
+FOLDER = Path(__file__).resolve().parents[2] / "headstart" / "assets" / "headstart_tiny"
 PEOPLE = FOLDER.parent / "people.md"  # the reference's table
 
 

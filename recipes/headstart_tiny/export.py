@@ -1,6 +1,6 @@
 """Writes a training checkpoint as the folder that `headstart-tiny` is loaded from.
 
-    python tools/tiny_export.py build/tiny headstart/assets/headstart_tiny
+    python recipes/headstart_tiny/export.py build/tiny headstart/assets/headstart_tiny
 
 The weights are stored as bfloat16, in which most of training's arithmetic ran as well.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from train_tiny import Settings, Trainer
+from train import Settings, Trainer
 from transformers import GenerationConfig
 
 

@@ -32,11 +32,11 @@ opens a value, "which door code is" a name: the two are told apart by the latest
 
 from __future__ import annotations
 
-import tiny_data as data
+import data
 import torch
-from tiny_circuit import NEXT, SOUGHT, Match
-from tiny_features import CODE, MATCH, SHARED, TYPES, embedding
-from tiny_reading import ADDRESS, COUNTRY, ID, NUMBER, SIGN, Reading, part
+from circuit import NEXT, SOUGHT, Match
+from features import CODE, MATCH, SHARED, TYPES, embedding
+from reading import ADDRESS, COUNTRY, ID, NUMBER, SIGN, Reading, part
 from torch import Tensor
 
 SURE, SLACK, OFF = 36.0, 13.0, 150.0  # scores: of a full match of the column; below a match; never

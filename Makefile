@@ -8,8 +8,8 @@ PYTHON ?= $(shell for p in python3 python python3.14 python3.13 python3.12 pytho
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 READY := .venv/.ready
-CODE := headstart tests $(wildcard bench tools recipes)
-TYPED := headstart $(wildcard bench tools recipes)
+CODE := headstart tests $(wildcard bench tools recipes docs/figures_src)
+TYPED := headstart $(wildcard bench tools recipes docs/figures_src)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
 .PHONY: help demo test lint types unit sanitize figures bench curves clean
@@ -43,7 +43,7 @@ sanitize: $(READY)
 	$(BIN)/python tools/sanitize.py
 
 figures: $(READY)
-	$(BIN)/python tools/figures.py
+	$(BIN)/python docs/figures_src/figures.py
 
 bench: $(READY)
 	$(BIN)/python bench/manager.py
@@ -55,7 +55,7 @@ bench: $(READY)
 
 curves: $(READY)
 	$(BIN)/python bench/curves.py --shape qwen2.5-0.5b --save docs/performance.json
-	$(BIN)/python tools/figures.py
+	$(BIN)/python docs/figures_src/figures.py
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

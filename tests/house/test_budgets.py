@@ -17,7 +17,12 @@ MAX_CONFIG_FIELDS = 60
 
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
 
-MODULES = {**read_modules("headstart"), **read_modules("bench"), **read_modules("tools")}
+MODULES = {
+    **read_modules("headstart"),
+    **read_modules("bench"),
+    **read_modules("tools"),
+    **read_modules("docs/figures_src"),
+}
 
 
 def count_lines(function: FunctionNode) -> int:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from figures_scenes import BLOCK_SIZE, BlockView, Scene
-from figures_svg import CACHED, EMPTY, HOLDERS, INK, LINE, MUTED, Canvas, Colour
+from scenes import BLOCK_SIZE, BlockView, Scene
+from svg import CACHED, EMPTY, HOLDERS, INK, LINE, MUTED, Canvas, Colour
 
 from headstart.cache import BlockNames, TokenSequence
 from headstart.cache.identity import Namespace, root_hash

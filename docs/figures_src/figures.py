@@ -1,6 +1,6 @@
 """Draw the figures of the docs: the state of a real block pool, and curves that were measured.
 
-    python tools/figures.py [--out docs/figures]
+    python docs/figures_src/figures.py [--out docs/figures]
 
 The same code and docs/performance.json, which bench/curves.py wrote, give the same files, so a
 test can tell when the figures are out of date.
@@ -9,12 +9,12 @@ test can tell when the figures are out of date.
 import argparse
 from pathlib import Path
 
-from figures_curves import draw_performance
-from figures_draw import draw_free, draw_identity, draw_moment, draw_overview
-from figures_items import draw_items
-from figures_scenes import at_time_6, at_time_7, before_and_after_a_free
+from items import draw_items
+from performance import draw_performance
+from pool import draw_free, draw_identity, draw_moment, draw_overview
+from scenes import at_time_6, at_time_7, before_and_after_a_free
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[1]
 OUT = DOCS / "figures"
 PROMPT = "the first reader paid for every line and all who came later read it"
 

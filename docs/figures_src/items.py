@@ -1,7 +1,7 @@
 """The picture of a prompt with an image in it: its blocks, and what is in the key of each."""
 
-from figures_draw import MARGIN, WIDTH, heading
-from figures_svg import CACHED, EMPTY, HOLDERS, LINE, Canvas, Colour
+from pool import MARGIN, WIDTH, heading
+from svg import CACHED, EMPTY, HOLDERS, LINE, Canvas, Colour
 
 from headstart.cache import BlockNames, MultiModalItem, TokenSequence, extra_keys
 

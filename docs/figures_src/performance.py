@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from figures_svg import HOLDERS, LINE, Canvas, Colour
+from svg import HOLDERS, LINE, Canvas, Colour
 
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 76, 150, 104, 56  # room around the axes

@@ -11,7 +11,7 @@ FIGURES = ROOT / "docs" / "figures"
 
 
 def test_the_figures_are_what_the_command_draws(tmp_path: Path) -> None:
-    command = [sys.executable, "tools/figures.py", "--out", str(tmp_path)]
+    command = [sys.executable, "docs/figures_src/figures.py", "--out", str(tmp_path)]
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
     drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
     kept = {path.name: path.read_text(encoding="utf-8") for path in FIGURES.iterdir()}

@@ -13,12 +13,11 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module: dotted name, line, whether at top level, whether only for types."""
+    """One imported module: dotted name, line, and whether a function imports it."""
 
     module: str
     line: int
     in_function: bool
-    types_only: bool
 
 
 class Module:
@@ -39,7 +38,7 @@ class Module:
 
     @cached_property
     def imports(self) -> list[Import]:
-        return list(_imports(self.tree, in_function=False, types_only=False))
+        return list(_imports(self.tree, in_function=False))
 
     @property
     def room(self) -> str:
@@ -58,24 +57,14 @@ def read_modules(folder: str = PACKAGE) -> dict[str, Module]:
     return modules
 
 
-def _imports(node: ast.AST, in_function: bool, types_only: bool) -> Iterator[Import]:
+def _imports(node: ast.AST, in_function: bool) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             for alias in child.names:
-                yield Import(alias.name, child.lineno, in_function, types_only)
+                yield Import(alias.name, child.lineno, in_function)
         elif isinstance(child, ast.ImportFrom):
             assert child.level == 0, f"line {child.lineno}: imports are absolute here"
             for alias in child.names:
-                yield Import(f"{child.module}.{alias.name}", child.lineno, in_function, types_only)
+                yield Import(f"{child.module}.{alias.name}", child.lineno, in_function)
         else:
-            inside = in_function or isinstance(child, FunctionNode)
-            for_types = types_only or _is_type_checking(child)
-            yield from _imports(child, inside, for_types)
-
-
-def _is_type_checking(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.If)
-        and isinstance(node.test, ast.Name)
-        and node.test.id == "TYPE_CHECKING"
-    )
+            yield from _imports(child, in_function or isinstance(child, FunctionNode))

@@ -17,7 +17,7 @@ from headstart.engine.adapters.store import AdapterStore
 from headstart.engine.engine import Engine
 from headstart.engine.request import Request
 from headstart.errors import ConfigError, DamagedAdapterError, EngineError, RequestError
-from headstart.models.lora import modules as lora
+from headstart.models.lora import modules as lora_modules
 from headstart.models.lora.stack import ResidentAdapter
 from tests.interruptions import Interrupted, Interruption
 from tests.tiny_adapters import Oracle, make_adapter
@@ -348,10 +348,8 @@ def test_an_interruption_at_any_line_mixes_up_no_adapters(llama: World) -> None:
     places = [NAMES.index(name) for name in names]
     answered = 0
     for number in count(1, 11):
-        with (
-            suppress(Interrupted),
-            Interruption(number - 1, Interrupted(), adapter_store, lora) as run,
-        ):
+        interruption = Interruption(number - 1, Interrupted(), adapter_store, lora_modules)
+        with suppress(Interrupted), interruption as run:
             for one, two in ((0, 1), (2, 1), (2, 0)):
                 fetch(store, requests[one], [])
                 fetch(store, requests[two], [requests[one]])

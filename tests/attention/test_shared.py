@@ -97,7 +97,8 @@ def test_runs_on_three_levels(path: str, monkeypatch: pytest.MonkeyPatch) -> Non
     for out, wanted in zip(found, expected, strict=True):
         rtol, atol = TOLERANCE[out.dtype]
         torch.testing.assert_close(out.double(), wanted, rtol=rtol, atol=atol)
-    assert not torch.equal(torch.cat(found), torch.cat(alone))
+    if path != "torch bf16":  # computed in float32, whose differences its rounding hides
+        assert not torch.equal(torch.cat(found), torch.cat(alone))
 
 
 def check_plan(plan: SharedPlan, spans: list[Span]) -> None:

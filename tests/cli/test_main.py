@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
+from headstart.cli.demo.table import demo_asks
 from headstart.cli.main import main
 from headstart.cli.options import SAMPLING_FLAGS, sort_options
 from headstart.cli.pool_picture import CACHED, EMPTY, HELD, PoolPicture
@@ -47,6 +48,22 @@ def test_demo_answers_what_the_table_says(demo: tuple[str, Path]) -> None:
     assert "age of John Doe is 29 " in said
     assert "age of Zack Blue is 30 " in said
     assert "Right answers: 3 of 3." in said
+
+
+@pytest.mark.parametrize(
+    ("model", "answer", "right"),
+    [
+        ("headstart-tiny", "The age of John Doe is 29", True),
+        ("headstart-tiny", "The age of John Doe is 2999999999", False),
+        ("headstart-tiny", "The age of John Doe is 29 29", False),
+        ("headstart-tiny", "29", False),
+        ("some/other", "John Doe is 29 years old.", True),
+        ("some/other", "John Doe is 2999999999 years old.", False),
+    ],
+)
+def test_an_answer_is_right_as_a_whole(model: str, answer: str, right: bool) -> None:
+    """An endless 2999... once counted as 29."""
+    assert demo_asks()[0].is_answered_by(answer, model) is right
 
 
 def test_a_model_says_what_its_answers_are_worth(demo: tuple[str, Path], demo_model: Path) -> None:

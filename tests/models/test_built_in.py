@@ -61,6 +61,7 @@ OPTIONS = {
     "preempted": {"enable_prefix_caching": False, "block_size": 1, "num_blocks": TIGHT},
     "deterministic": {"deterministic": True},
     "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
 }
 
 

@@ -7,6 +7,7 @@ generated, too.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from headstart.cli.options import note_on, open_model
+from headstart.cli.options import DEFAULT_MODEL, note_on, open_model
 from headstart.cli.pool_picture import PoolPicture, colour_of
 from headstart.cli.reply_metrics import cached_share, duration
 from headstart.cli.show import demo_console, show
@@ -47,19 +48,23 @@ MAX_MODEL_LEN = 4800
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of the demo: what its card says, what is asked, and what a right answer has.
+    """One request of the demo: its card's title, the question, and the right answer.
 
-    One that `continues` is asked in the chat before it.
+    `sentence` is the whole answer of headstart-tiny, which ends in `right`. A request that
+    `continues` is asked in the chat before it.
     """
 
     title: str
     question: str
+    sentence: str
     right: str
     continues: bool = False
 
-    def is_answered_by(self, output: RequestOutput) -> bool:
-        """Whether the answer has what the table says."""
-        return self.right in output.outputs[0].text
+    def is_answered_by(self, text: str, model: str) -> bool:
+        """Whether `text` is right: whole where we know the words, else `right` is a word of it."""
+        if model == DEFAULT_MODEL:
+            return text == f"{self.sentence} {self.right}"
+        return re.search(rf"\b{re.escape(self.right)}\b", text) is not None
 
 
 def show_demo(model: str, options: Mapping[str, Any], svg: Path | None) -> None:
@@ -72,25 +77,29 @@ def show_demo(model: str, options: Mapping[str, Any], svg: Path | None) -> None:
         llm = open_model(model, {**_defaults(options), **options})
     with closing(llm):
         heading = Text(note_on(model) or f"model {model}", style="dim")
-        show(chain([heading], _run(llm, console)), console, svg)
+        show(chain([heading], _run(llm, model, console)), console, svg)
 
 
-def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:
+def _run(llm: LLM, model: str, console: Console) -> Iterator[RenderableType]:
     """A card for each request as soon as it is answered, then what it comes to."""
     with console.status("warming up, so that the first request is not slow for other reasons"):
         _warm_up(llm)
     picture = PoolPicture(llm.engine.manager)
     outputs: list[RequestOutput] = []
+    right = 0
     messages: list[dict[str, str]] = []
-    for number, ask in enumerate(_asks(), start=1):
+    for number, ask in enumerate(demo_asks(), start=1):
         asked = {"role": "user", "content": ask.question}
         messages = [*messages, asked] if ask.continues else [asked]
         with console.status(f"request {number}: {ask.title}"):
             output = _answer(llm, messages, picture, number)
         outputs.append(output)
         messages.append({"role": "assistant", "content": output.outputs[0].text})
-        yield _card(number, ask, outputs, picture)
-    yield _verdict(outputs)
+        is_right = ask.is_answered_by(output.outputs[0].text, model)
+        right += is_right
+        note = "" if is_right else f"  (the table says {ask.right})"
+        yield _card(number, ask.title, outputs, picture, note)
+    yield _verdict(outputs, right)
 
 
 def _defaults(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,14 +108,26 @@ def _defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_blocks": POOL_TOKENS // block_size, "max_model_len": MAX_MODEL_LEN}
 
 
-def _asks() -> list[Ask]:
+def demo_asks() -> list[Ask]:
+    """The three requests of the demo."""
     table = INSTRUCTION + people_table()
     return [
-        Ask("a table of 30 people: how old is John Doe?", table + QUESTION.format(JOHN), "29"),
-        Ask("the same table: how old is Zack Blue?", table + QUESTION.format(ZACK), "30"),
+        Ask(
+            "a table of 30 people: how old is John Doe?",
+            table + QUESTION.format(JOHN),
+            f"The age of {JOHN} is",
+            "29",
+        ),
+        Ask(
+            "the same table: how old is Zack Blue?",
+            table + QUESTION.format(ZACK),
+            f"The age of {ZACK} is",
+            "30",
+        ),
         Ask(
             "the same chat, next turn: what does he do?",
             NEXT_QUESTION.format(ZACK),
+            f"The occupation of {ZACK} is",
             "Lawyer",
             continues=True,
         ),
@@ -138,7 +159,10 @@ def _answer(
     return output
 
 
-def _card(number: int, ask: Ask, outputs: list[RequestOutput], picture: PoolPicture) -> Panel:
+def _card(
+    number: int, title: str, outputs: list[RequestOutput], picture: PoolPicture, note: str
+) -> Panel:
+    """The last request's numbers, its answer with a note on it, and the pool."""
     output, colour = outputs[-1], colour_of(number)
     figures = Table.grid(padding=(0, 4))
     for width in (13, 13, 22, 14):
@@ -154,11 +178,10 @@ def _card(number: int, ask: Ask, outputs: list[RequestOutput], picture: PoolPict
         style="bold",
     )
     answer = Text("answer  ", style="dim").append(output.outputs[0].text, style="italic not dim")
-    if not ask.is_answered_by(output):
-        answer.append(f"  (the table says {ask.right})", style="not dim")
+    answer.append(note, style="not dim")
     return Panel(
         Group(figures, Padding(answer, (1, 0)), picture.draw()),
-        title=f"[bold]{number}[/] {ask.title}",
+        title=f"[bold]{number}[/] {title}",
         title_align="left",
         border_style=colour,
     )
@@ -174,7 +197,7 @@ def _ratio(outputs: list[RequestOutput]) -> float:
     return cold / warm
 
 
-def _verdict(outputs: list[RequestOutput]) -> Text:
+def _verdict(outputs: list[RequestOutput], right: int) -> Text:
     cold, warm = (duration(output.metrics.time_to_first_token) for output in outputs[:2])
     verdict = Text("cold / warm  ", style="bold")
     verdict.append(f"{cold} / {warm} = {_ratio(outputs[:2]):.1f}", style="green")
@@ -184,7 +207,6 @@ def _verdict(outputs: list[RequestOutput]) -> Text:
         f"{_computed(outputs[2]):,} of its {len(outputs[2].prompt_token_ids):,}.",
         style="not bold",
     )
-    right = sum(map(Ask.is_answered_by, _asks(), outputs))
     verdict.append(f" Right answers: {right} of {len(outputs)}.", style="not bold")
     return verdict
 

@@ -21,7 +21,10 @@ def _option(default: Any, help_text: str) -> Any:
 class EngineConfig:
     """What an engine is built with. Raises ConfigError for a value outside its range."""
 
-    dtype: str = _option("auto", "auto (the checkpoint's), float32, bfloat16 or float16")
+    dtype: str = _option(
+        "auto",
+        "auto (the checkpoint's, or float32 where a CPU is slow in it), float32, bfloat16, float16",
+    )
     device: str = _option("cpu", "where the model runs: cpu, cuda, cuda:1, ...")
     enable_prefix_caching: bool = _option(
         True, "keep and reuse the K/V of prompts that begin alike"

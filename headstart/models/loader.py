@@ -20,7 +20,13 @@ from headstart.models.compatibility.paged_kv import check_config, probe_model
 from headstart.models.decoder import DecoderModel
 from headstart.models.files import check_files, find_folder
 from headstart.models.prefetch import ReadyMemory
-from headstart.models.pretrained import find_device, find_dtype, load_config, load_weights
+from headstart.models.pretrained import (
+    fast_dtype,
+    find_device,
+    find_dtype,
+    load_config,
+    load_weights,
+)
 from headstart.models.silence_transformers import quiet
 from headstart.models.simplify import simplify
 from headstart.models.swap import accelerate
@@ -37,14 +43,15 @@ def load_model(
 ) -> DecoderModel:
     """A model by local path or hub name, checked and ready for a backend to be attached.
 
-    `dtype` is one of auto (as the checkpoint says), float32, bfloat16, float16; packed weights lie
-    in `ready_memory` if that is given and fits them. Raises `ConfigError`, `ModelNotFoundError`,
-    `DamagedModelError` (the files), `UnsupportedModelError` (the architecture); the cheap checks
-    come first.
+    `dtype` is one of auto (the checkpoint's, or see `fast_dtype`), float32, bfloat16, float16;
+    packed weights lie in `ready_memory` if that is given and fits them. Raises `ConfigError`,
+    `ModelNotFoundError`, `DamagedModelError` (the files), `UnsupportedModelError` (the
+    architecture); the cheap checks come first.
     """
     weights_dtype, wanted = find_dtype(dtype), find_device(device)
     folder = find_folder(model)
     check_files(folder)
+    weights_dtype = fast_dtype(weights_dtype, folder, wanted)
     with quiet():
         config = load_config(folder)
         check_config(config)

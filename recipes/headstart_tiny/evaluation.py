@@ -3,9 +3,13 @@
     python recipes/headstart_tiny/evaluation.py [FOLDER] [--cases 400] [--batch 8]
 
 Every case is a prompt and the one right continuation; an answer counts only if it is the same
-text to the letter and the model stops after it. Prompts go through transformers' own `generate`
-with its K/V cache, so what is judged is the checkpoint and not an engine. Half of the cases use
-the completion form ("... Your answer: The age of John Doe is "), half the chat template.
+text to the letter and the model stops after it. The margin of a kind is the smallest lead that a
+token of a right answer has over the next one, also as a multiple of bfloat16's rounding of the
+larger logit: an answer that leads by little is another one on another machine.
+
+Prompts go through transformers' own `generate` with its K/V cache, so what is judged is the
+checkpoint and not an engine. Half of the cases use the completion form ("... Your answer: The age
+of John Doe is "), half the chat template.
 """
 
 from __future__ import annotations
@@ -15,17 +19,37 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import data
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FOLDER = Path(__file__).resolve().parents[2] / "headstart" / "assets" / "headstart_tiny"
 PEOPLE = FOLDER.parent / "people.md"  # the reference's table
+
+
+@dataclass(frozen=True)
+class Margin:
+    """The smallest lead of an answer's tokens: in logits, and in bfloat16's roundings."""
+
+    logits: float
+    roundings: float
+
+    def __str__(self) -> str:
+        return f"{self.logits:.2f} logits, {self.roundings:.1f} roundings"
+
+
+def smallest(margins: Iterable[Margin | None]) -> Margin | None:
+    """The smaller of each of both."""
+    known = [margin for margin in margins if margin is not None]
+    if not known:
+        return None
+    return Margin(min(m.logits for m in known), min(m.roundings for m in known))
 
 
 @dataclass
@@ -36,6 +60,7 @@ class Case:
     queries: list[data.Query]
     chat: bool
     right: bool = True
+    margin: Margin | None = None
     told: list[str] = field(default_factory=list)
 
 
@@ -57,28 +82,39 @@ class Judge:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.batch = batch
 
-    def complete(self, texts: list[str]) -> list[str]:
-        """What the model says after each text, its stop token included."""
+    def complete(self, texts: list[str]) -> list[tuple[str, Margin]]:
+        """What the model says after each text, its stop token included, and by what margin."""
         tokenizer = self.tokenizer
         inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
         with torch.inference_mode():
             out = self.model.generate(
-                **inputs, max_new_tokens=64, do_sample=False, pad_token_id=tokenizer.pad_token_id
+                **inputs,
+                max_new_tokens=64,
+                do_sample=False,
+                pad_token_id=tokenizer.pad_token_id,
+                output_logits=True,
+                return_dict_in_generate=True,
             )
-        said = out[:, inputs["input_ids"].shape[1] :]
-        return [s.replace(tokenizer.pad_token, "") for s in tokenizer.batch_decode(said)]
+        said = out.sequences[:, inputs["input_ids"].shape[1] :]
+        best = torch.stack(out.logits, dim=1).topk(2).values
+        rows = zip(said, best, tokenizer.batch_decode(said), strict=True)
+        return [
+            (text.replace(tokenizer.pad_token, ""), margin_of(top[row != tokenizer.pad_token_id]))
+            for row, top, text in rows
+        ]
 
     def turn(self, cases: list[Case], index: int) -> None:
         """Ask every case its query `index`; the model's own answer stays in the conversation."""
         prompts = [case.text + opening(case, index) for case in cases]
         for start in range(0, len(cases), self.batch):
             chosen = slice(start, start + self.batch)
-            for case, prompt, said in zip(
+            for case, prompt, (said, margin) in zip(
                 cases[chosen], prompts[chosen], self.complete(prompts[chosen]), strict=True
             ):
                 query = case.queries[index]
                 expected = (query.stem if case.chat else "") + query.answer + data.END
                 case.right = said == expected
+                case.margin = margin if case.right else None
                 case.told.append(said)
                 case.text = prompt + said
 
@@ -87,6 +123,13 @@ class Judge:
         for index in range(len(cases[0].queries)):
             self.turn(cases, index)
         return sum(case.right for case in cases) / len(cases)
+
+
+def margin_of(best: Tensor) -> Margin:
+    """The margin of an answer by the two largest logits of each token, `[tokens, 2]`."""
+    lead = best[:, 0] - best[:, 1]
+    rounding = best[:, 0].abs() * torch.finfo(torch.bfloat16).eps / 2
+    return Margin(float(lead.min()), float((lead / rounding).min()))
 
 
 def opening(case: Case, index: int) -> str:
@@ -197,7 +240,8 @@ def main() -> int:
         met = met and (bar.target is None or share >= bar.target)
         goal = f"bar {bar.target:.0%}" if bar.target else "no bar"
         cost = f"{len(cases)} cases, {time.monotonic() - began:.0f} s"
-        print(f"{bar.name:32} {share:7.2%}  {goal:7}  {cost}", flush=True)
+        margin = smallest(case.margin for case in cases)
+        print(f"{bar.name:32} {share:7.2%}  {goal:7}  {cost}, margin {margin}", flush=True)
         if bar.name.startswith(("look-up", "third")):
             print(f"    {by_label(cases)}", flush=True)
         report_mistakes(bar.name, cases, options.mistakes)

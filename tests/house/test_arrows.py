@@ -5,7 +5,8 @@
     engine     models, attention,          omni     engine, cache    server   engine, omni
                tiers, cache                cluster  anything; its router and index only cache
 
-Everyone may import `headstart.errors`, `.version` and `.imports`; the command line may import all.
+Everyone may import `headstart.errors`, `.version`, `.imports` and `.machine`; the command line may
+import all.
 """
 
 import subprocess
@@ -29,12 +30,13 @@ MAY_IMPORT = {
     "errors": set(),
     "version": set(),
     "imports": set(),
+    "machine": set(),
 }
 MODULE_MAY_IMPORT = {
     "headstart.cluster.router": {"cache"},
     "headstart.cluster.index": {"cache"},
 }
-EVERYONE_MAY_IMPORT = {"errors", "version", "imports"}
+EVERYONE_MAY_IMPORT = {"errors", "version", "imports", "machine"}
 WITHOUT_TORCH = ("cache", "tiers", "replay")
 
 # Imported inside functions, because a user may do without them.

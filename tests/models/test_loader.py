@@ -79,11 +79,6 @@ def test_dtype_is_as_asked(saved: Path, name: str, dtype: torch.dtype) -> None:
     assert load_model(saved, dtype=name).dtype == dtype
 
 
-def test_dtype_auto_is_the_checkpoints(tmp_path: Path) -> None:
-    TINY["llama"]().to(torch.bfloat16).save_pretrained(tmp_path)
-    assert load_model(tmp_path).dtype == torch.bfloat16
-
-
 def test_several_eos_tokens(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
     assert load_model(folder).eos_token_ids == {2, 7}

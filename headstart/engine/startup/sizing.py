@@ -1,12 +1,11 @@
 """How many KV blocks there are, and how long a sequence may be."""
 
-import os
-
 import torch
 
 from headstart.attention import PagedKVMemory
 from headstart.engine.config import EngineConfig
 from headstart.errors import OutOfMemoryError
+from headstart.machine import available_memory
 from headstart.models.decoder import DecoderModel
 
 # Unless told otherwise: a million tokens in blocks of 16. More blocks than that cost seconds to
@@ -18,14 +17,7 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return available_memory()
 
 
 def count_blocks(config: EngineConfig, decoder: DecoderModel, encoder_row: int) -> int:

@@ -12,7 +12,6 @@ import shutil
 import string
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.errors import ModelError
+from headstart.machine import multiplies_bfloat16
 from headstart.version import __version__
 
 __all__ = ["demo_model_path", "keep_readable", "made_once", "write_byte_tokenizer"]
@@ -47,7 +47,7 @@ def demo_model_path() -> Path:
     Raises:
         ModelError: the cache folder cannot be written to.
     """
-    dtype = _faster_dtype()
+    dtype = torch.bfloat16 if multiplies_bfloat16() else torch.float32
 
     def write(folder: Path) -> None:
         _write_model(folder, dtype)
@@ -101,24 +101,6 @@ def _cache_folder() -> Path:
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
     return base.expanduser() / "headstart"
-
-
-def _faster_dtype() -> torch.dtype:
-    """The dtype in which this CPU multiplies matrices sooner.
-
-    Where a CPU has instructions for bfloat16 it is twice as fast or more, where it has none
-    several times slower; no public query answers for every platform, a few milliseconds do.
-    """
-    best = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        left, right = torch.ones(128, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
-        seconds = []
-        for _ in range(5):
-            start = time.perf_counter()
-            left @ right
-            seconds.append(time.perf_counter() - start)
-        best[dtype] = min(seconds)
-    return min(best, key=lambda dtype: best[dtype])
 
 
 def _write_model(folder: Path, dtype: torch.dtype) -> None:

@@ -20,6 +20,7 @@ from headstart.models.files import check_files, find_folder
 from headstart.models.omni.inputs import Media, Placed
 from headstart.models.omni.stage_decoder import PassTensors, StageDecoder, StageParts
 from headstart.models.pretrained import (
+    fast_dtype,
     find_device,
     find_dtype,
     load_config,
@@ -73,10 +74,13 @@ class Qwen25Omni:
     sample_rate = 24_000
 
     def __init__(self, model: str | Path, dtype: str = "auto", device: str = "cpu") -> None:
-        options = {"dtype": find_dtype(dtype), "attn_implementation": "eager"}
-        wanted = find_device(device)
+        weights_dtype, wanted = find_dtype(dtype), find_device(device)
         folder = find_folder(model)
         check_files(folder)
+        options = {
+            "dtype": fast_dtype(weights_dtype, folder, wanted),
+            "attn_implementation": "eager",
+        }
         self.voices = _load_voices(folder / "spk_dict.pt")
         kind = Qwen2_5OmniForConditionalGeneration
         with quiet():

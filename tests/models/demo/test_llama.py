@@ -20,10 +20,10 @@ def test_it_is_the_same_model_every_time(
     monkeypatch.setenv("HEADSTART_CACHE_DIR", str(tmp_path))
     again = demo_model_path()
     assert again.parent == tmp_path
-    if again.name == demo_model.name:  # the same dtype was the faster one
-        first, second = (load_file(p / "model.safetensors") for p in (demo_model, again))
-        assert first.keys() == second.keys()
-        assert all(torch.equal(first[name], second[name]) for name in first)
+    assert again.name == demo_model.name
+    first, second = (load_file(p / "model.safetensors") for p in (demo_model, again))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_it_is_made_once_and_leaves_nothing_beside(demo_model: Path) -> None:

@@ -1,0 +1,116 @@
+"""What a CPU is said to have, and the dtype that `auto` takes for it."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from headstart import machine
+from headstart.machine import cpu_flags, multiplies_bfloat16
+from headstart.models import pretrained
+from headstart.models.loader import load_model
+from headstart.models.pretrained import fast_dtype
+from tests.tiny_models import TINY
+
+CPU = torch.device("cpu")
+CORE = "processor\t: {}\nflags\t\t: fpu avx2 fma {}\nbugs\t\t: spectre_v1\n\n"
+
+
+def test_flags_are_what_every_core_has(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(CORE.format(0, "avx512_bf16 amx_bf16") + CORE.format(1, "avx512_bf16"))
+    assert cpu_flags(file) == {"fpu", "avx2", "fma", "avx512_bf16"}
+    file = tmp_path / "arm"
+    file.write_text("processor\t: 0\nFeatures\t: fp asimd bf16\nCPU part\t: 0xd4f\n")
+    assert cpu_flags(file) == {"fp", "asimd", "bf16"}
+    assert cpu_flags(tmp_path / "nothing") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flags", "expected"),
+    [
+        ("x86_64", "avx2 fma", False),
+        ("x86_64", "avx512f avx512bw avx512vl avx512_vnni", False),  # AVX-512 alone is not enough
+        ("x86_64", "avx512f avx512_bf16", True),
+        ("x86_64", "amx_tile amx_bf16", True),
+        ("x86_64", "amx_tile amx_int8", False),
+        ("x86_64", "", None),
+        ("aarch64", "asimd bf16", True),
+        ("aarch64", "asimd", False),
+    ],
+)
+def test_products_of_bfloat16(
+    architecture: str, flags: str, expected: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset(flags.split()))
+    monkeypatch.setattr("platform.machine", lambda: architecture)
+    assert multiplies_bfloat16() is expected
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    TINY["llama"]().to(torch.bfloat16).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def old_x86(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without products of bfloat16."""
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(pretrained, "multiplies_bfloat16", lambda: False)
+
+
+@pytest.mark.usefixtures("old_x86")
+def test_auto_is_float32_where_bfloat16_is_slow_and_says_so_in_one_line(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load_model(folder).dtype == torch.float32
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().count("\n") == 0
+    assert "slowly in bfloat16: float32 instead" in record.getMessage()
+
+
+@pytest.mark.usefixtures("old_x86")
+def test_a_dtype_that_is_asked_for_is_taken(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert load_model(folder, dtype="bfloat16").dtype == torch.bfloat16
+    assert fast_dtype("auto", folder, torch.device("meta")) == "auto"
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("old_x86")
+def test_auto_keeps_the_dtype_where_memory_is_short(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wide = 2 * (folder / "model.safetensors").stat().st_size
+    monkeypatch.setattr(pretrained, "available_memory", lambda: 2 * wide)
+    assert fast_dtype("auto", folder, CPU) == torch.float32
+    caplog.clear()
+    monkeypatch.setattr(pretrained, "available_memory", lambda: 2 * wide - 1)
+    assert fast_dtype("auto", folder, CPU) == "auto"
+    [record] = caplog.records
+    assert "too few for float32" in record.getMessage()
+
+
+@pytest.mark.parametrize("fast", [True, None])
+def test_auto_is_the_checkpoints_where_bfloat16_is_fast_or_nothing_is_known(
+    folder: Path, fast: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(pretrained, "multiplies_bfloat16", lambda: fast)
+    assert fast_dtype("auto", folder, CPU) == "auto"
+    assert load_model(folder).dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("old_x86")
+def test_auto_leaves_other_checkpoints_alone(folder: Path, tmp_path: Path) -> None:
+    config = (folder / "config.json").read_text()
+    for text in (
+        config.replace('"bfloat16"', '"float32"'),
+        config.replace('"dtype": "bfloat16",', ""),
+        config.replace('"dtype"', '"quantization_config": {"quant_method": "x"}, "dtype"'),
+    ):
+        assert text != config
+        (folder / "config.json").write_text(text)
+        assert fast_dtype("auto", folder, CPU) == "auto"

@@ -11,7 +11,7 @@ Glossary:
 """
 
 from headstart.cache.admission import Allocation, RowCopy
-from headstart.cache.block import KVCacheBlock
+from headstart.cache.block import KVCacheBlock, PrefixNode
 from headstart.cache.config import CacheConfig
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
 from headstart.cache.eviction import EvictionPolicy
@@ -27,10 +27,10 @@ from headstart.cache.identity import (
 from headstart.cache.lookup import ComputedBlocks, PartialHit
 from headstart.cache.manager import KVCacheManager
 from headstart.cache.names import BlockNames
-from headstart.cache.picture import BlockPicture, BlockState
-from headstart.cache.pool import BlockPool
+from headstart.cache.pool import BlockPicture, BlockPool, BlockState
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
+from headstart.cache.tree import PrefixTree
 
 __all__ = [
     "AllBlocksCleared",
@@ -57,6 +57,8 @@ __all__ = [
     "Namespace",
     "PartialHit",
     "PrefixCacheStats",
+    "PrefixNode",
+    "PrefixTree",
     "RowCopy",
     "TokenSequence",
     "extra_keys",

@@ -1,8 +1,4 @@
-"""The prefix index: which identities are cached, found by comparing content from the root.
-
-Two prompts that begin alike walk the same nodes, and a step of the walk compares content, so a
-hit is exact by construction; no digest is trusted, and none is computed. Most nodes have one
-child, which hangs directly on the node: no dictionary, no hash, one `memcmp` a block.
+"""The prefix index: the tree of the identities that are cached, or were until lately.
 
 A node whose block was evicted is remembered for a while, so that a miss can be told from an
 eviction (the last `remember` of them). Then it is cut off, unless a descendant is cached or
@@ -15,13 +11,13 @@ its last block. A tail has no children and no name; its rows can only be copied.
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
-from itertools import islice
 
-from headstart.cache.block import Branches, KVCacheBlock, PrefixNode, RootNode, TailNode
-from headstart.cache.identity import BlockKey, Namespace
+from headstart.cache.block import Branches, KVCacheBlock, PrefixNode, TailNode
+from headstart.cache.identity import BlockKey
+from headstart.cache.tree import PrefixTree
 
 
-class PrefixIndex:
+class PrefixIndex(PrefixTree):
     """All prefix identities that are cached, or were until lately.
 
     `unwritten` has the blocks that the step under way fills: they have a name and can be hit,
@@ -30,43 +26,18 @@ class PrefixIndex:
     """
 
     def __init__(self, remember: int) -> None:
+        super().__init__()
         self.remember = remember
         self.unwritten: set[KVCacheBlock] = set()
         self._unlisted: list[PrefixNode] = []  # unwritten siblings, in no `order` yet
-        self._roots: dict[str | None, dict[str | None, RootNode]] = {}  # by salt, by adapter
         self._evicted: deque[PrefixNode] = deque()
         self._outlived: set[PrefixNode] = set()  # forgotten, but for a descendant
-
-    def root(self, namespace: Namespace) -> RootNode | None:
-        """The namespace's root, if anything of it is known."""
-        roots = self._roots.get(namespace.salt)
-        return roots.get(namespace.adapter) if roots is not None else None
-
-    def make_root(self, namespace: Namespace) -> RootNode:
-        """The namespace's root, made when there is none."""
-        roots = self._roots.setdefault(namespace.salt, {})
-        root = roots.get(namespace.adapter)
-        if root is None:
-            root = roots[namespace.adapter] = RootNode(namespace)
-        return root
 
     def clear(self) -> None:
         """Know nothing any more."""
         self._roots.clear()
         self._evicted.clear()
         self._outlived.clear()
-
-    def roots(self) -> list[RootNode]:
-        """All namespaces' roots."""
-        return [root for roots in self._roots.values() for root in roots.values()]
-
-    def recent_roots(self, salt: str | None, count: int) -> list[RootNode]:
-        """At most `count` roots of a salt: without an adapter, then the adapters known last."""
-        roots = self._roots.get(salt, {})
-        plain = roots.get(None)
-        recent = [] if plain is None else [plain]
-        latest = (root for root in reversed(roots.values()) if root is not plain)
-        return recent + list(islice(latest, count - len(recent)))
 
     def check(self, nodes: set[PrefixNode]) -> None:
         """Raise AssertionError if one of these, all nodes there are, is kept for nothing."""
@@ -99,38 +70,14 @@ class PrefixIndex:
             node = child
         return node, blocks
 
-    def find(self, parent: PrefixNode, key: BlockKey) -> PrefixNode | None:
-        """The child of this key, with a block or without."""
-        child = parent.child
-        if isinstance(child, Branches):
-            return child.nodes.get(key)
-        return child if child is not None and child.key == key else None
-
-    def child(
-        self, parent: PrefixNode, key: BlockKey, kind: type[PrefixNode] = PrefixNode
-    ) -> PrefixNode:
-        """The child of this key, made when there is none. The caller gives it a block."""
-        only = parent.child
-        if only is None:
-            parent.child = node = kind(parent, key)
-            return node
-        if only.key == key:
-            return only
-        branches = only if isinstance(only, Branches) else self._branch(parent, only)
-        found = branches.nodes.get(key)
-        if found is None:
-            found = branches.nodes[key] = kind(parent, key)
-        return found
-
-    def _branch(self, parent: PrefixNode, only: PrefixNode) -> Branches:
-        branches = Branches(parent)
-        branches.nodes[only.key] = only
+    def branch(self, parent: PrefixNode, only: PrefixNode) -> Branches:
+        """Have the only child be one of several, in order if its rows are written."""
+        branches = super().branch(parent, only)
         if only.block is not None:
             if only.block in self.unwritten:
                 self._unlisted.append(only)
             else:
                 branches.order.append(only.key)
-        parent.child = branches
         return branches
 
     def outgrown_tail(self, node: PrefixNode) -> PrefixNode | None:
@@ -214,33 +161,12 @@ class PrefixIndex:
 
     def _prune(self, node: PrefixNode) -> None:
         """Cut off a node without block or child, and the ancestors that were kept for it."""
-        while True:
-            parent = node.parent
-            if parent is None:
-                assert isinstance(node, RootNode)
-                self._drop_root(node.namespace)
-                return
-            branches = parent.child
-            if branches is node:
-                parent.child = None
-            elif isinstance(branches, Branches) and branches.nodes.get(node.key) is node:
-                del branches.nodes[node.key]
-                if branches.nodes:
-                    return
-                parent.child = None
-            else:  # cut off before, and remembered twice
-                return
-            if parent.parent is not None:
-                if not self._outlived or parent not in self._outlived:
+        while (parent := self.cut_off(node)) is not None:
+            if parent.parent is not None:  # a root stays for its children alone
+                if parent not in self._outlived:
                     return
                 self._outlived.remove(parent)
             node = parent
-
-    def _drop_root(self, namespace: Namespace) -> None:
-        roots = self._roots[namespace.salt]
-        del roots[namespace.adapter]
-        if not roots:
-            del self._roots[namespace.salt]
 
 
 def _list(node: PrefixNode, order: list[BlockKey]) -> None:

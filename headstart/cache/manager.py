@@ -29,8 +29,7 @@ from headstart.cache.lookup import (
 )
 from headstart.cache.names import BlockNames
 from headstart.cache.naming import BlockNaming
-from headstart.cache.picture import BlockPicture, draw_block
-from headstart.cache.pool import BlockPool
+from headstart.cache.pool import BlockPicture, BlockPool
 from headstart.cache.progress import BlocksInProgress
 from headstart.cache.recovery import rebuild
 from headstart.cache.sequence import TokenSequence
@@ -127,7 +126,7 @@ class KVCacheManager:
 
     def picture(self) -> list[BlockPicture]:
         """Every block of the pool as it is now, by block id; for those who draw it."""
-        return [draw_block(block) for block in self.pool.blocks]
+        return self.pool.picture()
 
     # Allocation
 

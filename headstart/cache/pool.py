@@ -5,6 +5,8 @@ sequences (`ref_cnt` > 0), free with content that a lookup may still find, free 
 """
 
 from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import NamedTuple
 
 from headstart.cache.block import KVCacheBlock, PrefixNode, TailNode, make_chain
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
@@ -12,6 +14,24 @@ from headstart.cache.eviction import make_policy
 from headstart.cache.identity import BlockKey
 from headstart.cache.index import PrefixIndex
 from headstart.cache.names import BlockNames
+
+
+class BlockState(Enum):
+    """Held by a request; free but found by lookups; or free and without content."""
+
+    HELD = "held"
+    CACHED = "cached"
+    EMPTY = "empty"
+
+
+class BlockPicture(NamedTuple):
+    """A block as those who draw the pool see it: its state, and its content.
+
+    `content` is the same object for as long as the block keeps it; None without an identity.
+    """
+
+    state: BlockState
+    content: object
 
 
 class BlockPool:
@@ -32,6 +52,14 @@ class BlockPool:
         self.num_evicted = 0
         self.names: BlockNames | None = None
         self.events: list[CacheEvent] = []
+
+    def picture(self) -> list[BlockPicture]:
+        """Every block as it is now, by block id."""
+        states = {True: BlockState.EMPTY, False: BlockState.CACHED}
+        return [
+            BlockPicture(BlockState.HELD if one.ref_cnt else states[one.node is None], one.node)
+            for one in self.blocks
+        ]
 
     def take(self, count: int) -> list[KVCacheBlock]:
         """`count` blocks to write to, each held once; what they cached is evicted.

@@ -22,12 +22,13 @@ one tensor `[num_blocks, block_size, D]` a key; docs/omni.md says what this does
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain, islice, takewhile
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headstart.cache import BlockKey, Namespace
+from headstart.cache import BlockKey, Namespace, PrefixNode, PrefixTree
 from headstart.errors import ConfigError
 
 __all__ = ["ENTRY_BYTES", "BlockPath", "OutputCache", "OutputCacheStats"]
@@ -54,15 +55,13 @@ class OutputCacheStats(NamedTuple):
     refused: int
 
 
-class _Node:
+class _Node(PrefixNode):
     """One block identity. `needed`: the outputs without which the block is no hit."""
 
-    __slots__ = ("children", "key", "needed", "parent", "rows")
+    __slots__ = ("needed", "rows")
 
-    def __init__(self, parent: "_Node | None", key: object) -> None:
-        self.parent = parent
-        self.key = key
-        self.children: dict[object, _Node] = {}
+    def __init__(self, parent: PrefixNode | None, key: BlockKey) -> None:
+        super().__init__(parent, key)
         self.rows: dict[str, Tensor] = {}
         self.needed: frozenset[str] = frozenset()
 
@@ -81,7 +80,7 @@ class OutputCache:
         if max_bytes < 0:
             raise ConfigError(f"max_bytes is {max_bytes}; it must be at least 0")
         self.max_bytes = max_bytes
-        self._root = _Node(None, None)
+        self._tree = PrefixTree()  # a stage is a namespace's child
         self._order: OrderedDict[tuple[_Node, str], int] = OrderedDict()  # to bytes; oldest first
         self._bytes = 0
         self._written = self._evicted = self._refused = 0
@@ -124,13 +123,7 @@ class OutputCache:
         So a prefix is worn away from its end, as the KV cache's is, and what is left of it still
         begins at position 0.
         """
-        on_path = []
-        node: _Node | None = self._root.children.get((path.stage, path.namespace))
-        for key in path.keys:
-            node = node.children.get(key) if node is not None else None
-            if node is None:
-                break
-            on_path.append(node)
+        on_path = list(self._walk(path))
         self._mend()
         for node in reversed(on_path):
             for name in node.rows:
@@ -177,14 +170,14 @@ class OutputCache:
         self._mend()
         self._changing = True
         for node, entry in [key for key in self._order if key[1] == name]:
-            if self._stage_of(node) == stage:
+            if _stage_key(node) == stage.encode():
                 self._remove(node, entry)
         self._changing = False
 
     def clear(self) -> None:
         """Forget everything."""
         self._changing = True
-        self._root = _Node(None, None)
+        self._tree = PrefixTree()
         self._order.clear()
         self._bytes = 0
         self._changing = False
@@ -195,12 +188,10 @@ class OutputCache:
         assert self._bytes <= self.max_bytes, f"{self._bytes} of {self.max_bytes} bytes"
         assert self._bytes == sum(self._order.values()), "the bytes are counted wrong"
         found = {}
-        todo = [self._root]
-        while todo:
-            node = todo.pop()
-            todo += node.children.values()
-            useful = node.rows or node.children or node is self._root
-            assert useful, "a node is kept for nothing"
+        for root in self._tree.roots():
+            assert root.child is not None, "a root is kept for nothing"
+        for node in self._nodes():
+            assert node.rows or node.child is not None, "a node is kept for nothing"
             for name, rows in node.rows.items():
                 found[node, name] = rows.nbytes + ENTRY_BYTES
                 assert rows.untyped_storage().nbytes() == rows.nbytes, "rows hold more than theirs"
@@ -214,10 +205,7 @@ class OutputCache:
         """
         if not self._changing:
             return
-        todo, nodes = [self._root], []
-        while todo:
-            nodes.append(todo.pop())
-            todo += nodes[-1].children.values()
+        nodes = self._nodes()
         for node in nodes:
             node.rows = {
                 name: rows for name, rows in node.rows.items() if (node, name) in self._order
@@ -225,26 +213,37 @@ class OutputCache:
         here = {(node, name) for node in nodes for name in node.rows}
         self._order = OrderedDict(item for item in self._order.items() if item[0] in here)
         self._bytes = sum(self._order.values())
-        for leaf in [node for node in nodes if not node.children]:
+        for leaf in [node for node in nodes if node.child is None]:
             self._prune(leaf)
+        for root in [root for root in self._tree.roots() if root.child is None]:
+            self._tree.cut_off(root)
         self._changing = False
 
-    def _whole(self, path: BlockPath, start: int) -> Iterator[_Node]:
-        node: _Node | None = self._root.children.get((path.stage, path.namespace))
-        for at, key in enumerate(path.keys):
-            node = node.children.get(key) if node is not None else None
-            if node is None or (at >= start and not node.is_whole):
+    def _nodes(self) -> list[_Node]:
+        """All nodes but the roots."""
+        nodes: list[PrefixNode] = [*self._tree.roots()]
+        for node in nodes:  # it grows meanwhile
+            nodes += node.children()
+        return [node for node in nodes if isinstance(node, _Node)]
+
+    def _walk(self, path: BlockPath) -> Iterator[_Node]:
+        """The nodes of a path's blocks, as far as there are any."""
+        node: PrefixNode | None = self._tree.root(path.namespace)
+        for at, key in enumerate(_keys(path)):
+            node = self._tree.find(node, key) if node is not None else None
+            if not isinstance(node, _Node):
                 return
-            if at >= start:
+            if at:
                 yield node
 
+    def _whole(self, path: BlockPath, start: int) -> Iterator[_Node]:
+        return takewhile(lambda node: node.is_whole, islice(self._walk(path), start, None))
+
     def _make(self, path: BlockPath, index: int) -> _Node:
-        node = self._root
-        for key in ((path.stage, path.namespace), *path.keys[: index + 1]):
-            child = node.children.get(key)
-            if child is None:
-                child = node.children[key] = _Node(node, key)
-            node = child
+        node: PrefixNode = self._tree.make_root(path.namespace)
+        for key in islice(_keys(path), index + 2):
+            node = self._tree.child(node, key, _Node)
+        assert isinstance(node, _Node)
         return node
 
     def _remove(self, node: _Node, name: str, keep: _Node | None = None) -> None:
@@ -253,16 +252,21 @@ class OutputCache:
         if node is not keep:
             self._prune(node, keep)
 
-    def _prune(self, node: _Node, keep: _Node | None = None) -> None:
+    def _prune(self, node: PrefixNode, keep: _Node | None = None) -> None:
         """Cut off nodes that have neither rows nor children."""
-        at = node
-        while at.parent is not None and at is not keep and not at.rows and not at.children:
-            del at.parent.children[at.key]
-            at = at.parent
+        at: PrefixNode | None = node
+        while at is not None and at is not keep and at.child is None:
+            if isinstance(at, _Node) and at.rows:
+                return
+            at = self._tree.cut_off(at)
 
-    def _stage_of(self, node: _Node) -> str:
-        at = node
-        while at.parent is not None and at.parent.parent is not None:
-            at = at.parent
-        assert isinstance(at.key, tuple)
-        return str(at.key[0])
+
+def _keys(path: BlockPath) -> Iterator[BlockKey]:
+    """What lies below a namespace's root: the stage, then its blocks."""
+    return chain([BlockKey(path.stage.encode())], path.keys)
+
+
+def _stage_key(node: PrefixNode) -> bytes:
+    while node.parent is not None and node.parent.parent is not None:
+        node = node.parent
+    return node.key

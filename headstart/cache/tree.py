@@ -1,0 +1,99 @@
+"""A tree of prefixes: what is equal from position 0 on is one node, found by comparing content.
+
+Two prompts that begin alike walk the same nodes, and a step of the walk compares keys, so a match
+is exact by construction; no digest is trusted, and none is computed. Most nodes have one child,
+which hangs directly on the node: no dictionary, no hash, one `memcmp` a block.
+"""
+
+from itertools import islice
+
+from headstart.cache.block import Branches, PrefixNode, RootNode
+from headstart.cache.identity import BlockKey, Namespace
+
+
+class PrefixTree:
+    """Nodes under the root of their namespace. Who makes a node cuts it off again."""
+
+    def __init__(self) -> None:
+        self._roots: dict[str | None, dict[str | None, RootNode]] = {}  # by salt, by adapter
+
+    def root(self, namespace: Namespace) -> RootNode | None:
+        """The namespace's root, if anything of it is known."""
+        roots = self._roots.get(namespace.salt)
+        return roots.get(namespace.adapter) if roots is not None else None
+
+    def make_root(self, namespace: Namespace) -> RootNode:
+        """The namespace's root, made when there is none."""
+        roots = self._roots.setdefault(namespace.salt, {})
+        root = roots.get(namespace.adapter)
+        if root is None:
+            root = roots[namespace.adapter] = RootNode(namespace)
+        return root
+
+    def roots(self) -> list[RootNode]:
+        """All namespaces' roots."""
+        return [root for roots in self._roots.values() for root in roots.values()]
+
+    def recent_roots(self, salt: str | None, count: int) -> list[RootNode]:
+        """At most `count` roots of a salt: without an adapter, then the adapters known last."""
+        roots = self._roots.get(salt, {})
+        plain = roots.get(None)
+        recent = [] if plain is None else [plain]
+        latest = (root for root in reversed(roots.values()) if root is not plain)
+        return recent + list(islice(latest, count - len(recent)))
+
+    def find(self, parent: PrefixNode, key: BlockKey) -> PrefixNode | None:
+        """The child of this key."""
+        child = parent.child
+        if isinstance(child, Branches):
+            return child.nodes.get(key)
+        return child if child is not None and child.key == key else None
+
+    def child(
+        self, parent: PrefixNode, key: BlockKey, kind: type[PrefixNode] = PrefixNode
+    ) -> PrefixNode:
+        """The child of this key, made when there is none."""
+        only = parent.child
+        if only is None:
+            parent.child = node = kind(parent, key)
+            return node
+        if only.key == key:
+            return only
+        branches = only if isinstance(only, Branches) else self.branch(parent, only)
+        found = branches.nodes.get(key)
+        if found is None:
+            found = branches.nodes[key] = kind(parent, key)
+        return found
+
+    def branch(self, parent: PrefixNode, only: PrefixNode) -> Branches:
+        """Have the only child be one of several."""
+        branches = Branches(parent)
+        branches.nodes[only.key] = only
+        parent.child = branches
+        return branches
+
+    def cut_off(self, node: PrefixNode) -> PrefixNode | None:
+        """Take a node without children out; its parent, if that has no child any more.
+
+        None, and nothing done, for a node that is cut off already.
+        """
+        parent = node.parent
+        if parent is None:
+            assert isinstance(node, RootNode)
+            self._drop_root(node.namespace)
+            return None
+        branches = parent.child
+        if branches is not node:
+            if not isinstance(branches, Branches) or branches.nodes.get(node.key) is not node:
+                return None
+            del branches.nodes[node.key]
+            if branches.nodes:
+                return None
+        parent.child = None
+        return parent
+
+    def _drop_root(self, namespace: Namespace) -> None:
+        roots = self._roots[namespace.salt]
+        del roots[namespace.adapter]
+        if not roots:
+            del self._roots[namespace.salt]

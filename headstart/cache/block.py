@@ -110,7 +110,7 @@ def make_chain(
     return node
 
 
-class TailNode(PrefixNode):
+class PartialNode(PrefixNode):
     """Less than a block: rows that a finished request left behind."""
 
     __slots__ = ()

@@ -17,8 +17,8 @@ class CacheConfig:
         goes on with the cached one; off, block tables are append-only, as in the reference.
     partial_hits: reuse the head of a block that matches in part, by copying its rows.
     eviction: which free block is reused next, see `headstart.cache.eviction`.
-    remember: evicted identities kept to tell "evicted" from "never seen"; by default one for
-        every ten blocks.
+    ghost_entries: evicted identities kept to tell "evicted" from "never seen"; by default one
+        for every ten blocks.
     events: collect `BlockStored`, `BlockEvicted` and `AllBlocksCleared`.
 
     Raises ConfigError.
@@ -30,7 +30,7 @@ class CacheConfig:
     deduplicate: bool = True
     partial_hits: bool = True
     eviction: str = "adaptive-lru"
-    remember: int | None = None
+    ghost_entries: int | None = None
     events: bool = False
 
     def __post_init__(self) -> None:
@@ -40,5 +40,5 @@ class CacheConfig:
             raise ConfigError(f"block_size is {self.block_size}; it must be at least 1")
         if self.eviction not in POLICIES:
             raise ConfigError(f"eviction {self.eviction!r} is not one of {', '.join(POLICIES)}")
-        if self.remember is not None and self.remember < 0:
-            raise ConfigError(f"remember is {self.remember}; it must be at least 0")
+        if self.ghost_entries is not None and self.ghost_entries < 0:
+            raise ConfigError(f"ghost_entries is {self.ghost_entries}; it must be at least 0")

@@ -90,14 +90,13 @@ class EmptyFirstLru(Lru):
 
 
 class AdaptiveLru(EmptyFirstLru):
-    """As `EmptyFirstLru`, but tails have only as many places as their hits have earned.
+    """As `EmptyFirstLru`, but partial blocks have only as many places as their hits have earned.
 
-    A tail holds fewer rows than a block and is mostly never asked for again, as after one-shot
-    requests; after a turn of a chat it is asked for by the next one. So the policy learns: a
-    tail that is claimed earns room for `EARNED` tails, and one that is taken gives back the
-    room of one. A tail that is withdrawn does neither. Tails within the room wait their turn by
-    recency, like blocks. If there are more, the oldest tails are taken before any whole block.
-    O(1) a block.
+    A partial block holds fewer rows than a full one. After a one-shot request nobody asks for it;
+    after a turn of a chat the next turn does. So the policy learns: a partial block that is
+    claimed earns room for `EARNED` of them, and one that is taken gives back the room of one. One
+    that is withdrawn does neither. Partial blocks within the room wait their turn by recency. If
+    there are more, the oldest are taken before any full block. O(1) a block.
     """
 
     EARNED = 4
@@ -105,20 +104,20 @@ class AdaptiveLru(EmptyFirstLru):
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
         super().__init__(blocks)
         self._num_blocks = len(blocks)
-        self._tails: dict[KVCacheBlock, None] = {}  # oldest first
+        self._partial: dict[KVCacheBlock, None] = {}  # oldest first
         self._room = 0
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         super().release(blocks)
         for block in blocks:
-            if block.node.__class__ is PrefixNode:  # of a request, a tail comes before
+            if block.node.__class__ is PrefixNode:  # a request's partial block comes first
                 break
             if block.node is not None:
-                self._tails[block] = None
+                self._partial[block] = None
 
     def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
         super().claim(blocks)
-        if self._tails and not self._tails.keys().isdisjoint(blocks):
+        if self._partial and not self._partial.keys().isdisjoint(blocks):
             self._room = min(self._num_blocks, self._room + self.EARNED * self._leave(blocks))
 
     def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -126,21 +125,21 @@ class AdaptiveLru(EmptyFirstLru):
         self._leave(blocks)
 
     def take(self, count: int) -> list[KVCacheBlock]:
-        excess = len(self._tails) - self._room
+        excess = len(self._partial) - self._room
         if excess <= 0 or count > len(self._queue):
             taken = self._queue.popleft(count)
         else:
             empty = islice(takewhile(lambda block: block.node is None, self._queue), count)
             taken = list(empty)
-            taken += islice(self._tails, min(excess, count - len(taken)))
+            taken += islice(self._partial, min(excess, count - len(taken)))
             self._queue.remove_all(taken)
             taken += self._queue.popleft(count - len(taken))
-        if self._tails and not self._tails.keys().isdisjoint(taken):
+        if self._partial and not self._partial.keys().isdisjoint(taken):
             self._room = max(0, self._room - self._leave(taken))
         return taken
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
-        excess = dict.fromkeys(islice(self._tails, max(0, len(self._tails) - self._room)))
+        excess = dict.fromkeys(islice(self._partial, max(0, len(self._partial) - self._room)))
         blocks = iter(self._queue)
         for block in blocks:
             if block.node is not None:
@@ -151,11 +150,11 @@ class AdaptiveLru(EmptyFirstLru):
         yield from (block for block in blocks if block not in excess)
 
     def _leave(self, blocks: Sequence[KVCacheBlock]) -> int:
-        """Forget the tails among these blocks; how many there were."""
-        tails = [block for block in blocks if block in self._tails]
-        for block in tails:
-            del self._tails[block]
-        return len(tails)
+        """Forget the partial blocks among these; how many there were."""
+        partial = [block for block in blocks if block in self._partial]
+        for block in partial:
+            del self._partial[block]
+        return len(partial)
 
 
 POLICIES: Mapping[str, Callable[[Sequence[KVCacheBlock]], EvictionPolicy]] = MappingProxyType(

@@ -1,18 +1,18 @@
 """The prefix index: the tree of the identities that are cached, or were until lately.
 
-A node whose block was evicted is remembered for a while, so that a miss can be told from an
-eviction (the last `remember` of them). Then it is cut off, unless a descendant is cached or
-remembered, whose identity includes it: it outlives its time, and goes with that descendant.
+A node whose block was evicted stays as a ghost entry for a while, so that a miss can be told from
+an eviction: the last `max_ghosts` of them. Then it is removed, unless a descendant is cached or a
+ghost, whose identity includes it; then it goes with the last such descendant.
 
-A node may also stand for less than a block: a tail, the rows that a finished request left in
-its last block. A tail has no children and no name; its rows can only be copied.
+A node may also stand for a partial block: the rows that a finished request left in its last
+block. It has no children and no name; its rows can only be copied.
 """
 
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 
-from headstart.cache.block import Branches, KVCacheBlock, PrefixNode, TailNode
+from headstart.cache.block import Branches, KVCacheBlock, PartialNode, PrefixNode
 from headstart.cache.identity import BlockKey
 from headstart.cache.tree import PrefixTree
 
@@ -25,31 +25,31 @@ class PrefixIndex(PrefixTree):
     there before it gets its name.
     """
 
-    def __init__(self, remember: int) -> None:
+    def __init__(self, max_ghosts: int) -> None:
         super().__init__()
-        self.remember = remember
+        self.max_ghosts = max_ghosts
         self.unwritten: set[KVCacheBlock] = set()
         self._unlisted: list[PrefixNode] = []  # unwritten siblings, in no `order` yet
-        self._evicted: deque[PrefixNode] = deque()
-        self._outlived: set[PrefixNode] = set()  # forgotten, but for a descendant
+        self._ghosts: deque[PrefixNode] = deque()
+        self._ancestors: set[PrefixNode] = set()  # no ghosts any more; a descendant needs them
 
     def clear(self) -> None:
         """Know nothing any more."""
         self._roots.clear()
-        self._evicted.clear()
-        self._outlived.clear()
+        self._ghosts.clear()
+        self._ancestors.clear()
 
     def check(self, nodes: set[PrefixNode]) -> None:
         """Raise AssertionError if one of these, all nodes there are, is kept for nothing."""
-        remembered = {node for node in self._evicted if node.block is None}
-        assert len(self._evicted) <= self.remember, "more is remembered than should be"
-        assert TailNode not in map(type, self._evicted), "a tail is remembered"
-        for node in nodes - remembered:
+        ghosts = {node for node in self._ghosts if node.block is None}
+        assert len(self._ghosts) <= self.max_ghosts, "there are too many ghosts"
+        assert PartialNode not in map(type, self._ghosts), "a partial block is a ghost"
+        for node in nodes - ghosts:
             assert node.block is not None or node.child is not None, "a node is kept for nothing"
             if node.parent is not None:
-                known = (node.block is None) == (node in self._outlived)
-                assert known, "an evicted node is neither remembered nor outlived"
-        assert self._outlived <= nodes, "a node that was cut off is kept"
+                known = (node.block is None) == (node in self._ancestors)
+                assert known, "an evicted node is neither a ghost nor an ancestor"
+        assert self._ancestors <= nodes, "a node that was cut off is kept"
 
     def walk(self, root: PrefixNode, keys: list[BlockKey]) -> tuple[PrefixNode, list[KVCacheBlock]]:
         """The deepest cached node along the keys, and the blocks on the way. Changes nothing."""
@@ -80,8 +80,8 @@ class PrefixIndex(PrefixTree):
                 branches.order.append(only.key)
         return branches
 
-    def outgrown_tail(self, node: PrefixNode) -> PrefixNode | None:
-        """A sibling that is a tail and the head of this node's content: it is of no more use."""
+    def covered_partial(self, node: PrefixNode) -> PrefixNode | None:
+        """A sibling that is a partial block whose rows this node's block has too."""
         assert node.parent is not None
         branches = node.parent.child
         if not isinstance(branches, Branches):
@@ -95,7 +95,7 @@ class PrefixIndex(PrefixTree):
         """The block holds the node's content from now on."""
         node.block = block
         block.node = node
-        self._outlived.discard(node)
+        self._ancestors.discard(node)
         parent = node.parent
         if parent is not None and isinstance(parent.child, Branches):
             if block in self.unwritten:
@@ -123,8 +123,8 @@ class PrefixIndex(PrefixTree):
         self.unwritten.clear()
 
     def detach(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """The blocks hold their identity no longer; full blocks' are remembered for a while."""
-        evicted = self._evicted
+        """The blocks hold their identity no longer; those of full blocks stay as ghosts."""
+        ghosts = self._ghosts
         for block in blocks:
             node = block.node
             assert node is not None
@@ -133,39 +133,39 @@ class PrefixIndex(PrefixTree):
             assert parent is not None
             if parent.child is not node and isinstance(parent.child, Branches):
                 _unlist(node, parent.child.order)
-            if node.__class__ is TailNode:
+            if node.__class__ is PartialNode:
                 self._prune(node)
                 continue
-            evicted.append(node)
-        if len(evicted) > self.remember:
-            self._forget_oldest(len(evicted) - self.remember)
+            ghosts.append(node)
+        if len(ghosts) > self.max_ghosts:
+            self._drop_ghosts(len(ghosts) - self.max_ghosts)
 
-    def _forget_oldest(self, count: int) -> None:
-        """Remember `count` evicted nodes no longer."""
-        evicted, outlived = self._evicted, self._outlived
+    def _drop_ghosts(self, count: int) -> None:
+        """Drop the oldest `count` ghosts."""
+        ghosts, ancestors = self._ghosts, self._ancestors
         for _ in range(count):
-            node = evicted.popleft()
+            node = ghosts.popleft()
             if node.block is not None:
                 continue
             parent = node.parent
             if node.child is not None:
-                outlived.add(node)
-            elif parent is None or parent.child is not node or outlived or parent.parent is None:
+                ancestors.add(node)
+            elif parent is None or parent.child is not node or ancestors or parent.parent is None:
                 self._prune(node)
             else:  # as most are: an only child whose parent goes on
                 parent.child = None
 
-    def outlive(self, nodes: Iterable[PrefixNode]) -> None:
+    def keep_ancestors(self, nodes: Iterable[PrefixNode]) -> None:
         """These nodes have no block and are kept for a descendant."""
-        self._outlived.update(nodes)
+        self._ancestors.update(nodes)
 
     def _prune(self, node: PrefixNode) -> None:
         """Cut off a node without block or child, and the ancestors that were kept for it."""
         while (parent := self.cut_off(node)) is not None:
             if parent.parent is not None:  # a root stays for its children alone
-                if parent not in self._outlived:
+                if parent not in self._ancestors:
                     return
-                self._outlived.remove(parent)
+                self._ancestors.remove(parent)
             node = parent
 
 

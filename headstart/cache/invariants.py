@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from headstart.cache.block import Branches, KVCacheBlock, PrefixNode, TailNode
+from headstart.cache.block import Branches, KVCacheBlock, PartialNode, PrefixNode
 from headstart.cache.config import CacheConfig
 from headstart.cache.identity import count_tokens
 from headstart.cache.pool import BlockPool
@@ -68,10 +68,11 @@ def _check_index(config: CacheConfig, pool: BlockPool, nodes: set[PrefixNode]) -
 def _check_place(config: CacheConfig, pool: BlockPool, node: PrefixNode) -> None:
     assert node.parent is not None
     tokens = count_tokens(node.key)
-    if isinstance(node, TailNode):
-        assert 0 < tokens < config.block_size, f"a tail of {tokens} tokens"
-        assert not node.children(), "a tail has children"
-        assert node.block is not None and node.block.ref_cnt == 0, "a tail is held or empty"
+    if isinstance(node, PartialNode):
+        assert 0 < tokens < config.block_size, f"a partial block of {tokens} tokens"
+        assert not node.children(), "a partial block has children"
+        assert node.block is not None, "a partial block is empty"
+        assert node.block.ref_cnt == 0, "a partial block is held"
     else:
         assert tokens == config.block_size, f"a block of {tokens} tokens has a name"
     branches = node.parent.child

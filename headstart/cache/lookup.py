@@ -97,7 +97,7 @@ def find_partial(
     if depth < len(sequence.keys):
         key = sequence.keys[depth]
     else:
-        key = sequence.cut_tail(len(sequence.token_ids), block_size)
+        key = sequence.cut_partial(len(sequence.token_ids), block_size)
     hit = longest_head(index, node, key)
     if hit is None:
         return None
@@ -170,7 +170,7 @@ def _explain_child(index: PrefixIndex, found: ComputedBlocks, block_size: int) -
         return MissExplanation(MissReason.UNSEEN, position)
     common = common_tokens(key, closest)
     position = depth * block_size + common
-    if common == count_tokens(closest):  # a tail that the sequence goes on from
+    if common == count_tokens(closest):  # a partial block that the sequence goes on from
         return MissExplanation(MissReason.UNSEEN, position)
     if differs_in_item(key, closest):
         return MissExplanation(MissReason.ITEM, position)

@@ -47,12 +47,12 @@ class KVCacheManager:
 
     def __init__(self, config: CacheConfig, names: BlockNames | None = None) -> None:
         """`names` are needed for events alone. Raises ConfigError if they do not fit."""
-        remember = config.num_blocks // 10 if config.remember is None else config.remember
+        ghosts = config.num_blocks // 10 if config.ghost_entries is None else config.ghost_entries
         self.config = config
         self.block_size = config.block_size
         self.names = _check_names(config, names)
         self.stats = PrefixCacheStats()
-        self.pool = BlockPool(config.num_blocks, config.eviction, PrefixIndex(remember))
+        self.pool = BlockPool(config.num_blocks, config.eviction, PrefixIndex(ghosts))
         if config.events:
             self.pool.names = self.names
         self._naming = BlockNaming(config, self.pool)
@@ -204,11 +204,12 @@ class KVCacheManager:
         if partial is None:
             return self.pool.take(count), ()
         source = partial.block
-        if source.ref_cnt == 0 and len(self.pool.free) == count:
-            new = self.pool.take(count)
-        else:
-            self.pool.touch([source])
-            new = self.pool.take(count)
+        is_last = source.ref_cnt == 0 and len(self.pool.free) == count
+        self.pool.touch([source])
+        if is_last:
+            self.pool.release([source])
+        new = self.pool.take(count)
+        if not is_last:
             self.pool.release([source])
         return new, (RowCopy(source.block_id, new[0].block_id, partial.num_rows),)
 
@@ -311,7 +312,7 @@ class KVCacheManager:
         self._check_out_of_step(sequence)
         self._is_whole = False
         if self._caching and self.config.partial_hits:
-            self._naming.keep_tail(sequence)
+            self._naming.keep_partial(sequence)
         self._give_back(sequence)
         self._is_whole = True
 

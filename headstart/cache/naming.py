@@ -1,6 +1,6 @@
-"""Giving blocks their identity: full ones when a step is to fill them, tails at a request's end."""
+"""Naming blocks: full ones when a step is to fill them, a partial one when its request ends."""
 
-from headstart.cache.block import PrefixNode, TailNode
+from headstart.cache.block import PartialNode, PrefixNode
 from headstart.cache.config import CacheConfig
 from headstart.cache.lookup import longest_head
 from headstart.cache.pool import BlockPool
@@ -37,7 +37,7 @@ class BlockNaming:
         block, cached = sequence.blocks[at], node.block
         if cached is None or not self._deduplicate:
             self._pool.store(node, block)
-            self._drop_outgrown(node)
+            self._drop_covered(node)
         else:
             self._pool.touch([cached])
             sequence.switched.add(at)
@@ -45,21 +45,21 @@ class BlockNaming:
             sequence.block_ids[at] = cached.block_id
             self._pool.release([block])
 
-    def keep_tail(self, sequence: TokenSequence) -> None:
+    def keep_partial(self, sequence: TokenSequence) -> None:
         """Let the rows of the last block be found, unless a cached block has them already."""
         rows = sequence.num_computed_tokens % self._block_size
         if rows == 0:
             return
-        key = sequence.cut_tail(sequence.num_computed_tokens, self._block_size)
+        key = sequence.cut_partial(sequence.num_computed_tokens, self._block_size)
         node = sequence.node or self._index.make_root(sequence.namespace)
         held = longest_head(self._index, node, key)
         if held is None or held.num_rows < rows:
-            tail = self._index.child(node, key, TailNode)
-            self._index.attach(tail, sequence.blocks[sequence.num_named])
-            self._drop_outgrown(tail)
+            partial = self._index.child(node, key, PartialNode)
+            self._index.attach(partial, sequence.blocks[sequence.num_named])
+            self._drop_covered(partial)
 
-    def _drop_outgrown(self, node: PrefixNode) -> None:
-        """Empty the block of a tail whose rows this node's block has too, and more."""
-        tail = self._index.outgrown_tail(node)
-        if isinstance(tail, TailNode) and tail.block is not None and not tail.block.ref_cnt:
-            self._pool.drop([tail.block])
+    def _drop_covered(self, node: PrefixNode) -> None:
+        """Empty a partial block whose rows this node's block has too."""
+        covered = self._index.covered_partial(node)
+        if isinstance(covered, PartialNode) and covered.block and not covered.block.ref_cnt:
+            self._pool.drop([covered.block])

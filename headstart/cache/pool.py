@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from headstart.cache.block import KVCacheBlock, PrefixNode, TailNode, make_chain
+from headstart.cache.block import KVCacheBlock, PartialNode, PrefixNode, make_chain
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
 from headstart.cache.eviction import make_policy
 from headstart.cache.identity import BlockKey
@@ -151,7 +151,7 @@ class BlockPool:
             blocks = [block for block in blocks if not self._forget_copy(block)]
         if self.names is not None:
             for block in blocks:
-                if block.node is not None and not isinstance(block.node, TailNode):
+                if block.node is not None and not isinstance(block.node, PartialNode):
                     self.events.append(BlockEvicted(block.block_id, block.node, self.names))
         self.index.detach(blocks)
 

@@ -30,7 +30,7 @@ def rebuild(pool: BlockPool, sequences: Sequence[TokenSequence]) -> None:
     queued = pool.free.salvage()
     held = [block for sequence in sequences for block in reversed(sequence.blocks)]
     order = dict.fromkeys([*queued, *held, *pool.blocks])
-    index = PrefixIndex(pool.index.remember)
+    index = PrefixIndex(pool.index.max_ghosts)
     cached = _plant(index, order)
     for block in pool.blocks:
         block.ref_cnt = 0
@@ -60,7 +60,7 @@ def _plant(index: PrefixIndex, blocks: Iterable[KVCacheBlock]) -> list[KVCacheBl
             cached.append(block)
         else:
             block.node = None
-    index.outlive(n for n in planted.values() if n.block is None)
+    index.keep_ancestors(n for n in planted.values() if n.block is None)
     return cached
 
 

@@ -102,7 +102,7 @@ class TokenSequence:
             keys += self._cut(len(keys) * block_size, full * block_size, block_size)
         return keys
 
-    def cut_tail(self, stop: int, block_size: int) -> BlockKey:
+    def cut_partial(self, stop: int, block_size: int) -> BlockKey:
         """Key of the tokens from the last block border before `stop` up to it."""
         start = (stop - 1) // block_size * block_size
         return self._cut(start, stop, block_size)[0]

@@ -3,7 +3,7 @@
 import pytest
 
 from headstart.cache import CacheConfig, KVCacheBlock, KVCacheManager, TokenSequence
-from headstart.cache.block import PrefixNode, TailNode
+from headstart.cache.block import PartialNode, PrefixNode
 from headstart.cache.eviction import POLICIES, AdaptiveLru, make_policy
 from headstart.cache.identity import BlockKey
 from headstart.errors import CacheError, ConfigError
@@ -127,25 +127,25 @@ def test_a_request_never_evicts_its_own_prefix() -> None:
 
 @pytest.mark.parametrize("num_short", [0, 10, 30])
 def test_one_shot_requests_do_not_crowd_out_documents(num_short: int) -> None:
-    """Each leaves a tail of one row, which stood in line like a whole block: .27 for .66."""
+    """Each leaves a partial block of one row, which stood in line like a full one: .27 for .66."""
     without = workloads.documents(num_short, partial_hits=False)
     assert workloads.documents(num_short) >= without
 
 
 @pytest.mark.parametrize("num_blocks", [150, 300, 750])
-def test_chats_keep_the_tails_that_their_next_turns_ask_for(num_blocks: int) -> None:
+def test_chats_keep_the_partial_blocks_that_their_next_turns_ask_for(num_blocks: int) -> None:
     by_recency = workloads.chats(num_blocks, eviction="empty-first-lru")
     assert workloads.chats(num_blocks) >= by_recency
     if num_blocks == 750:
         assert by_recency > workloads.chats(num_blocks, partial_hits=False)
 
 
-def tail(block: KVCacheBlock) -> KVCacheBlock:
-    block.node = TailNode(None, BlockKey(b"x"))
+def partial(block: KVCacheBlock) -> KVCacheBlock:
+    block.node = PartialNode(None, BlockKey(b"x"))
     return block
 
 
-def test_tails_have_the_room_that_their_hits_have_earned() -> None:
+def test_partial_blocks_have_the_room_that_their_hits_have_earned() -> None:
     blocks = [KVCacheBlock(at) for at in range(10)]
     policy = make_policy("adaptive-lru", blocks)
     policy.take(10)
@@ -153,7 +153,7 @@ def test_tails_have_the_room_that_their_hits_have_earned() -> None:
     whole.node = PrefixNode(None, BlockKey(b"x"))
     policy.release([whole])
     for block in blocks[1:8]:
-        policy.release([tail(block)])
+        policy.release([partial(block)])
     policy.release(blocks[:7:-1])  # empty
     assert [block.block_id for block in policy] == [8, 9, 1, 2, 3, 4, 5, 6, 7, 0]
     policy.claim([blocks[1]])  # a hit: room for four
@@ -163,15 +163,15 @@ def test_tails_have_the_room_that_their_hits_have_earned() -> None:
     assert [block.block_id for block in policy] == [4, 5, 6, 0, 7, 1]
 
 
-def test_tails_that_leave_the_queue_without_a_hit_change_no_room() -> None:
-    """Only `claim` is a hit: a withdrawn tail earns nothing, and was not lost either."""
+def test_partial_blocks_that_leave_the_queue_without_a_hit_change_no_room() -> None:
+    """Only `claim` is a hit: a withdrawn one earns nothing, and was not lost either."""
     blocks = [KVCacheBlock(at) for at in range(10)]
     policy = make_policy("adaptive-lru", blocks)
     policy.take(10)
-    policy.release([tail(blocks[0])])
+    policy.release([partial(blocks[0])])
     policy.claim([blocks[0]])  # a hit: room for four
     for block in blocks[1:]:
-        policy.release([tail(block)])
+        policy.release([partial(block)])
     assert [block.block_id for block in policy] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     blocks[0].node = PrefixNode(None, BlockKey(b"x"))
     policy.release([blocks[0]])
@@ -182,15 +182,15 @@ def test_tails_that_leave_the_queue_without_a_hit_change_no_room() -> None:
 
 
 def room(manager: KVCacheManager) -> int:
-    """How many of twenty new tails stand behind a whole block that is older than they are."""
+    """How many of twenty new partial blocks stand behind an older full block."""
     [whole] = finish(manager, "whole", [900] * 4)
     for token in range(20):
         finish(manager, "one-shot", [901 + token])
     return [block.block_id for block in manager.pool.free][::-1].index(whole)
 
 
-def test_clearing_the_cache_clears_what_tails_have_earned() -> None:
-    """Each of 20 tails that nobody hit earned room for four when it was cleared."""
+def test_clearing_the_cache_clears_what_partial_blocks_have_earned() -> None:
+    """Each of 20 partial blocks that nobody hit earned room for four when it was cleared."""
     manager = make_manager(num_blocks=100)
     for at in range(20):
         finish(manager, "one-shot", [at * 10 + 1, at * 10 + 2])
@@ -203,8 +203,8 @@ def test_clearing_the_cache_clears_what_tails_have_earned() -> None:
     assert room(manager) == 0
 
 
-def test_a_tail_that_is_outgrown_without_a_hit_earns_nothing() -> None:
-    """Two requests of one step: the longer one's tail has the rows of the shorter one's."""
+def test_a_partial_block_that_is_covered_without_a_hit_earns_nothing() -> None:
+    """Of two requests in one step, the longer leaves the rows of the shorter, and more."""
     manager = make_manager(num_blocks=100)
     short, long = TokenSequence("short", [1, 2]), TokenSequence("long", [1, 2, 3])
     assert admit(manager, short) == admit(manager, long) == 0
@@ -215,7 +215,7 @@ def test_a_tail_that_is_outgrown_without_a_hit_earns_nothing() -> None:
     assert room(manager) == 0
 
 
-def test_a_tail_that_is_hit_and_then_outgrown_counts_as_one_hit() -> None:
+def test_a_partial_block_that_is_hit_and_then_covered_counts_as_one_hit() -> None:
     """The source of a partial hit is hit; emptying it later is no second hit."""
     manager = make_manager(num_blocks=100)
     finish(manager, "turn", [1, 2, 3, 4, 5, 6])
@@ -224,13 +224,13 @@ def test_a_tail_that_is_hit_and_then_outgrown_counts_as_one_hit() -> None:
     assert room(manager) == AdaptiveLru.EARNED
 
 
-def test_many_tails_over_the_room_cost_each_take_the_same() -> None:
-    """What a take looks at does not grow with the number of tails."""
+def test_many_partial_blocks_over_the_room_cost_each_take_the_same() -> None:
+    """What a take looks at does not grow with the number of partial blocks."""
     blocks = [KVCacheBlock(at) for at in range(5000)]
     policy = make_policy("adaptive-lru", blocks)
     policy.take(5000)
     for block in blocks:
-        policy.release([tail(block)])
+        policy.release([partial(block)])
     with Interruption() as counted:
         policy.take(1)
     assert len(counted.lines) < 50

@@ -71,7 +71,7 @@ def test_unseen_beyond_all_that_is_cached() -> None:
     assert explain(manager, [*LONG, 1, 2, 3, 4, 5]) == (MissReason.UNSEEN, 12)
 
 
-def test_unseen_beyond_a_tail() -> None:
+def test_unseen_beyond_a_partial_block() -> None:
     """The next turn of a chat agrees with all that was there; nothing differs anywhere."""
     manager = make_manager()
     finish(manager, "turn 1", [*LONG, 1, 2])
@@ -101,14 +101,14 @@ def test_token_where_the_closest_of_several_differs() -> None:
 
 
 def test_evicted() -> None:
-    manager = make_manager(num_blocks=5, partial_hits=False, remember=2)
+    manager = make_manager(num_blocks=5, partial_hits=False, ghost_entries=2)
     finish(manager, "first", LONG)
     finish(manager, "other", list(range(16)))  # takes the two empty blocks, then 2 and 1
     assert explain(manager, [*LONG, 0]) == (MissReason.EVICTED, 4)
 
 
 def test_evicted_where_the_head_is_still_in_another_block() -> None:
-    manager = make_manager(num_blocks=8, remember=8)
+    manager = make_manager(num_blocks=8, ghost_entries=8)
     finish(manager, "first", LONG[:8])
     finish(manager, "sister", [*LONG[:6], 1, 2])
     assert manager.get_computed_blocks(TokenSequence("probe", [*LONG[:8], 0])).num_tokens == 8
@@ -118,7 +118,7 @@ def test_evicted_where_the_head_is_still_in_another_block() -> None:
 
 def test_evicted_is_remembered_for_as_many_blocks_as_was_said() -> None:
     """A prompt is evicted last block first; what goes last is remembered longest."""
-    manager = make_manager(num_blocks=6, partial_hits=False, remember=2)
+    manager = make_manager(num_blocks=6, partial_hits=False, ghost_entries=2)
     finish(manager, "first", list(range(100, 124)))
     finish(manager, "other", list(range(24)))
     sequence = TokenSequence("probe", list(range(100, 125)))
@@ -135,7 +135,7 @@ def test_evicted_is_remembered_for_as_many_blocks_as_was_said() -> None:
 
 
 def test_nothing_is_remembered_when_so_told() -> None:
-    manager = make_manager(num_blocks=3, partial_hits=False, remember=0)
+    manager = make_manager(num_blocks=3, partial_hits=False, ghost_entries=0)
     finish(manager, "first", LONG)
     finish(manager, "other", list(range(12)))
     assert explain(manager, LONG) == (MissReason.UNSEEN, 0)

@@ -218,13 +218,13 @@ def test_a_token_that_is_none_moves_nothing() -> None:
     [
         ({"num_blocks": 0}, "num_blocks is 0; it must be at least 1"),
         ({"block_size": 0}, "block_size is 0; it must be at least 1"),
-        ({"remember": -1}, "remember is -1; it must be at least 0"),
+        ({"ghost_entries": -1}, "ghost_entries is -1; it must be at least 0"),
     ],
 )
 def test_options_out_of_range_are_config_errors(options: dict[str, int], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         CacheConfig(**({"num_blocks": 1} | options))
-    assert CacheConfig(num_blocks=1, block_size=1, remember=0).num_blocks == 1
+    assert CacheConfig(num_blocks=1, block_size=1, ghost_entries=0).num_blocks == 1
 
 
 def test_too_few_blocks_move_nothing() -> None:

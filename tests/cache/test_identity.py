@@ -84,7 +84,7 @@ def test_the_reference_prompt_has_the_image_in_all_its_blocks() -> None:
     ]
     keys = TokenSequence("image", PROMPT, items=[IMAGE]).cut(16)
     assert [b"image hash" in key for key in keys] == [True, True, True]
-    tail = TokenSequence("image", PROMPT, items=[IMAGE]).cut_tail(50, 16)
+    tail = TokenSequence("image", PROMPT, items=[IMAGE]).cut_partial(50, 16)
     assert (b"image hash" in tail, count_tokens(tail)) == (True, 2)
 
 
@@ -125,7 +125,7 @@ def test_common_tokens_are_the_equal_contents_at_the_head(
     left: TokenSequence, right: TokenSequence, size: int
 ) -> None:
     for start in range(0, min(len(left.token_ids), len(right.token_ids)), size):
-        a, b = (s.cut_tail(min(start + size, len(s.token_ids)), size) for s in (left, right))
+        a, b = (s.cut_partial(min(start + size, len(s.token_ids)), size) for s in (left, right))
         one = content(left, range(start, start + count_tokens(a)))
         other = content(right, range(start, start + count_tokens(b)))
         same = [x == y for x, y in zip(one, other, strict=False)]

@@ -1,4 +1,4 @@
-"""What the index remembers of evicted prefixes, and when it lets go."""
+"""Which ghost entries and ancestors the index keeps of evicted prefixes, and for how long."""
 
 import pytest
 
@@ -26,17 +26,19 @@ def numbered(at: int, blocks: int = 4) -> list[int]:
     return [1000 * at + token for token in range(4 * blocks)]
 
 
-@pytest.mark.parametrize("remember", [0, 1, 3, 7])
+@pytest.mark.parametrize("ghosts", [0, 1, 3, 7])
 @pytest.mark.parametrize("eviction", ["lru", "empty-first-lru", "adaptive-lru"])
-def test_no_more_than_was_said_is_remembered(remember: int, eviction: str) -> None:
-    manager = make_manager(num_blocks=4, partial_hits=False, remember=remember, eviction=eviction)
+def test_there_are_no_more_ghosts_than_was_said(ghosts: int, eviction: str) -> None:
+    manager = make_manager(
+        num_blocks=4, partial_hits=False, ghost_entries=ghosts, eviction=eviction
+    )
     for at in range(6):
         finish(manager, f"request {at}", numbered(at))
         manager.check()
-        assert evicted_nodes(manager) == min(remember, 4 * at)
+        assert evicted_nodes(manager) == min(ghosts, 4 * at)
 
 
-def test_a_tenth_of_the_blocks_are_remembered_by_default() -> None:
+def test_there_is_a_ghost_for_every_ten_blocks_by_default() -> None:
     manager = make_manager(num_blocks=20, partial_hits=False)
     for at in range(12):
         finish(manager, f"request {at}", numbered(at))
@@ -44,8 +46,8 @@ def test_a_tenth_of_the_blocks_are_remembered_by_default() -> None:
 
 
 def test_what_is_cached_again_is_not_forgotten_with_its_old_time() -> None:
-    manager = make_manager(num_blocks=4, partial_hits=False, remember=4)
-    for at in (0, 1, 0):  # the first is evicted, remembered, and then cached again
+    manager = make_manager(num_blocks=4, partial_hits=False, ghost_entries=4)
+    for at in (0, 1, 0):  # the first is evicted, a ghost, and then cached again
         finish(manager, f"request {at}", numbered(at))
     assert hits(manager, [*numbered(0), 1]) == 16
     finish(manager, "request 2", numbered(2))
@@ -55,7 +57,7 @@ def test_what_is_cached_again_is_not_forgotten_with_its_old_time() -> None:
 
 
 def test_siblings_are_cut_off_one_by_one() -> None:
-    manager = make_manager(num_blocks=6, partial_hits=False, remember=1)
+    manager = make_manager(num_blocks=6, partial_hits=False, ghost_entries=1)
     head = [7] * 4
     for at in range(5):
         finish(manager, f"request {at}", [*head, at, at, at, at])
@@ -68,7 +70,7 @@ def test_siblings_are_cut_off_one_by_one() -> None:
 
 
 def test_a_branch_grows_again_after_it_was_cut_off() -> None:
-    manager = make_manager(num_blocks=4, partial_hits=False, remember=0)
+    manager = make_manager(num_blocks=4, partial_hits=False, ghost_entries=0)
     for _ in range(2):
         for at in range(3):
             finish(manager, f"request {at}", [*[7] * 4, at, at, at, at])
@@ -79,19 +81,19 @@ def test_a_branch_grows_again_after_it_was_cut_off() -> None:
 
 def test_a_node_outlives_its_time_for_a_descendant_and_goes_with_it() -> None:
     """A failed step forgets its blocks first to last, so a parent's time is over first."""
-    manager = make_manager(num_blocks=4, remember=1)
+    manager = make_manager(num_blocks=4, ghost_entries=1)
     admit(manager, TokenSequence("fails", numbered(1, blocks=3)))
     manager.fail_step()
     manager.check()
-    assert evicted_nodes(manager) == 3  # one remembered, and what it stands on
+    assert evicted_nodes(manager) == 3  # one ghost and its ancestors
     admit(manager, TokenSequence("fails, too", [5, 5, 5, 5]))
     manager.fail_step()
     manager.check()
     assert evicted_nodes(manager) == 1
 
 
-def test_an_outlived_node_may_be_cached_again() -> None:
-    manager = make_manager(num_blocks=4, remember=1)
+def test_an_ancestor_may_be_cached_again() -> None:
+    manager = make_manager(num_blocks=4, ghost_entries=1)
     prompt = numbered(1, blocks=3)
     admit(manager, TokenSequence("fails", prompt))
     manager.fail_step()
@@ -102,9 +104,9 @@ def test_an_outlived_node_may_be_cached_again() -> None:
     assert hits(manager, [*prompt[:8], 0]) == 8
 
 
-def test_a_node_remembered_twice_is_cut_off_once() -> None:
+def test_a_node_that_is_a_ghost_twice_is_cut_off_once() -> None:
     """Its second time is over when its namespace's root is another, which must stay."""
-    manager = make_manager(num_blocks=1, remember=2)
+    manager = make_manager(num_blocks=1, ghost_entries=2)
     twice, salted = [1] * 4, {"salt": "s"}
     finish(manager, "first time", twice, **salted)
     finish(manager, "evicts it", [2] * 4)
@@ -122,7 +124,7 @@ def test_a_node_remembered_twice_is_cut_off_once() -> None:
 
 
 def test_one_that_outlives_its_time_does_not_keep_others() -> None:
-    manager = make_manager(num_blocks=8, partial_hits=False, remember=1)
+    manager = make_manager(num_blocks=8, partial_hits=False, ghost_entries=1)
     finish(manager, "gap", numbered(1, blocks=2))
     gap, child = manager.pool.blocks[:2]
     manager.pool.touch([gap, child])
@@ -135,16 +137,16 @@ def test_one_that_outlives_its_time_does_not_keep_others() -> None:
         manager.free(sequence)
     manager.pool.release([child])
     manager.check()
-    assert manager.pool.index._outlived == {child.node.parent}  # type: ignore[union-attr]
+    assert manager.pool.index._ancestors == {child.node.parent}  # type: ignore[union-attr]
     assert evicted_nodes(manager) == 2
     manager.free(start(manager, "closes the gap", [*numbered(1, blocks=2), 0]))
     manager.check()
-    assert manager.pool.index._outlived == set()
+    assert manager.pool.index._ancestors == set()
     assert hits(manager, [*numbered(1, blocks=2), 0]) == 8
 
 
-def test_tails_are_not_remembered() -> None:
-    manager = make_manager(num_blocks=1, remember=1)
+def test_partial_blocks_are_no_ghosts() -> None:
+    manager = make_manager(num_blocks=1, ghost_entries=1)
     finish(manager, "whole", [1, 2, 3, 4])
     for at in range(3):
         finish(manager, f"tail {at}", [at + 5] * 2)
@@ -153,7 +155,7 @@ def test_tails_are_not_remembered() -> None:
 
 
 def test_a_namespace_is_forgotten_with_its_last_prefix() -> None:
-    manager = make_manager(num_blocks=2, remember=0)
+    manager = make_manager(num_blocks=2, ghost_entries=0)
     for adapter, salt in [("a", "s"), ("b", "s"), ("a", None), (None, None)]:
         finish(manager, f"{adapter} {salt}", numbered(1, blocks=2), adapter=adapter, salt=salt)
         assert [root.namespace for root in manager.pool.index.roots()] == [Namespace(adapter, salt)]
@@ -161,8 +163,8 @@ def test_a_namespace_is_forgotten_with_its_last_prefix() -> None:
         manager.check()
 
 
-def test_a_tail_goes_with_its_namespace() -> None:
-    manager = make_manager(num_blocks=1, remember=3)
+def test_a_partial_block_goes_with_its_namespace() -> None:
+    manager = make_manager(num_blocks=1, ghost_entries=3)
     finish(manager, "tail", [1, 2], salt="s")
     assert len(manager.pool.index.roots()) == 1
     finish(manager, "other", [3, 4])
@@ -170,8 +172,8 @@ def test_a_tail_goes_with_its_namespace() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_reset_forgets_what_was_remembered(fails: bool) -> None:
-    manager = make_manager(num_blocks=4, partial_hits=False, remember=2)
+def test_reset_forgets_ghosts(fails: bool) -> None:
+    manager = make_manager(num_blocks=4, partial_hits=False, ghost_entries=2)
     finish(manager, "evicted", numbered(1))
     finish(manager, "other", numbered(2), salt="s")
     if fails:

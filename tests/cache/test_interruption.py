@@ -25,12 +25,12 @@ CONFIGS = [
     {},
     {"events": True, "num_blocks": 16},
     {"deduplicate": False, "events": True},
-    {"eviction": "lru", "partial_hits": False, "remember": 1},
+    {"eviction": "lru", "partial_hits": False, "ghost_entries": 1},
 ]
 
 
 def run(engine: TinyEngine) -> None:
-    """Shared prefixes, hits within a step, copies, twins, tails, eviction, failure, discard."""
+    """Shared prefixes, hits within a step, copies, partial blocks, eviction, failure, discard."""
     manager = engine.manager
     a, b, c, d, e, f, g = (TokenSequence(f"{at}", tokens) for at, tokens in enumerate(PROMPTS))
     engine.admit(a)
@@ -47,7 +47,7 @@ def run(engine: TinyEngine) -> None:
     engine.admit(d)
     engine.commit()
     engine.append(a, 4, 5)
-    manager.free(d)  # leaves a tail
+    manager.free(d)  # leaves a partial block
     engine.commit()
     engine.admit(e, 2)  # outgrows it
     engine.commit()

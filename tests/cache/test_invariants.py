@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from headstart.cache import KVCacheManager, TokenSequence
-from headstart.cache.block import Branches, PrefixNode, TailNode
+from headstart.cache.block import Branches, PartialNode, PrefixNode
 from headstart.cache.free_queue import FreeBlockQueue
 from headstart.cache.identity import BlockKey
 from tests.cache.steps import admit, finish, make_manager, start
@@ -14,8 +14,8 @@ LONG = list(range(100, 112))
 
 
 def busy_manager(**options: object) -> KVCacheManager:
-    """Two cached prefixes that part, a tail, one request that runs, one in the middle of it."""
-    manager = make_manager(num_blocks=14, remember=2, **options)
+    """Two cached prefixes that part, a partial block, a running request, and one in its step."""
+    manager = make_manager(num_blocks=14, ghost_entries=2, **options)
     finish(manager, "first", LONG)
     finish(manager, "branch", [*LONG[:4], 1, 2, 3, 4, 5])
     start(manager, "running", [*LONG[:8], 9, 9])
@@ -103,13 +103,13 @@ def cut_a_key_short(manager: KVCacheManager) -> None:
     first_node(manager).key = BlockKey(bytes(12))
 
 
-def name_a_tail(manager: KVCacheManager) -> None:
-    tail = next(b.node for b in manager.pool.blocks if isinstance(b.node, TailNode))
+def name_a_partial_block(manager: KVCacheManager) -> None:
+    tail = next(b.node for b in manager.pool.blocks if isinstance(b.node, PartialNode))
     tail.key = BlockKey(bytes(16))
 
 
-def hold_a_tail(manager: KVCacheManager) -> None:
-    manager.pool.touch([b for b in manager.pool.blocks if isinstance(b.node, TailNode)])
+def hold_a_partial_block(manager: KVCacheManager) -> None:
+    manager.pool.touch([b for b in manager.pool.blocks if isinstance(b.node, PartialNode)])
 
 
 def mix_up_children(manager: KVCacheManager) -> None:
@@ -136,20 +136,20 @@ def keep_a_node_for_nothing(manager: KVCacheManager) -> None:
     manager.pool.index.child(node, BlockKey(bytes(16)))
 
 
-def remember_too_much(manager: KVCacheManager) -> None:
-    manager.pool.index._evicted.extend([first_node(manager)] * 3)
+def keep_too_many_ghosts(manager: KVCacheManager) -> None:
+    manager.pool.index._ghosts.extend([first_node(manager)] * 3)
 
 
-def remember_a_tail(manager: KVCacheManager) -> None:
-    manager.pool.index._evicted.append(TailNode(None, BlockKey(b"")))
+def make_a_partial_block_a_ghost(manager: KVCacheManager) -> None:
+    manager.pool.index._ghosts.append(PartialNode(None, BlockKey(b"")))
 
 
-def outlive_while_cached(manager: KVCacheManager) -> None:
-    manager.pool.index._outlived.add(first_node(manager))
+def be_an_ancestor_while_cached(manager: KVCacheManager) -> None:
+    manager.pool.index._ancestors.add(first_node(manager))
 
 
 def outlive_beyond_the_index(manager: KVCacheManager) -> None:
-    manager.pool.index._outlived.add(PrefixNode(None, BlockKey(b"")))
+    manager.pool.index._ancestors.add(PrefixNode(None, BlockKey(b"")))
 
 
 def use_no_block(manager: KVCacheManager) -> None:
@@ -224,15 +224,15 @@ BROKEN: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (know_a_wrong_copy, "is no copy, or nobody's"),
     (hold_another_s_block, "is not what its identity holds"),
     (cut_a_key_short, "a block of 3 tokens has a name"),
-    (name_a_tail, "a tail of 4 tokens"),
-    (hold_a_tail, "a block is neither free nor held"),
+    (name_a_partial_block, "a partial block of 4 tokens"),
+    (hold_a_partial_block, "a block is neither free nor held"),
     (mix_up_children, "an identity is misplaced|not that of the written"),
     (lose_the_order, "the order is none"),
     (lose_one_in_the_order, "the order is not that of the written"),
     (keep_a_node_for_nothing, "a node is kept for nothing"),
-    (remember_too_much, "more is remembered than should be"),
-    (remember_a_tail, "a tail is remembered"),
-    (outlive_while_cached, "neither remembered nor outlived"),
+    (keep_too_many_ghosts, "there are too many ghosts"),
+    (make_a_partial_block_a_ghost, "a partial block is a ghost"),
+    (be_an_ancestor_while_cached, "neither a ghost nor an ancestor"),
     (outlive_beyond_the_index, "a node that was cut off is kept"),
     (use_no_block, "is in 1 block tables|uses 3"),
     (miscount_slots, "running counts its slots wrong"),

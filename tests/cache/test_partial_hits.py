@@ -1,4 +1,4 @@
-"""Hits to the token: heads of blocks that are copied, and tails of finished requests."""
+"""Hits to the token: heads of blocks that are copied, and partial blocks of finished requests."""
 
 from headstart.cache import (
     BlockStored,
@@ -87,14 +87,14 @@ def test_a_reply_s_last_tokens_hit_in_the_next_turn() -> None:
     assert hits(manager, [*PROMPT, 1, 2, 3, 4, 5, 6, 7]) == 13
 
 
-def test_a_tail_that_another_block_covers_is_not_kept() -> None:
+def test_a_partial_block_that_another_block_covers_is_not_kept() -> None:
     manager = make_manager()
     finish(manager, "long", PROMPT[:8])
     finish(manager, "short", PROMPT[:6])
     assert cached_ids(manager) == [0, 1]
 
 
-def test_a_longer_tail_takes_the_place_of_a_shorter_one() -> None:
+def test_a_longer_partial_block_takes_the_place_of_a_shorter_one() -> None:
     manager = make_manager()
     for length in (1, 2, 3):
         finish(manager, f"of {length}", PROMPT[:length])
@@ -104,21 +104,21 @@ def test_a_longer_tail_takes_the_place_of_a_shorter_one() -> None:
     assert free_ids(manager)[-1] == cached_ids(manager)[0]
 
 
-def test_tails_that_differ_are_both_kept() -> None:
+def test_partial_blocks_that_differ_are_both_kept() -> None:
     manager = make_manager()
     finish(manager, "one", [1, 2])
     finish(manager, "other", [1, 3])
     assert (hits(manager, [1, 2, 0]), hits(manager, [1, 3, 0])) == (2, 2)
 
 
-def test_a_tail_is_no_full_block() -> None:
+def test_a_partial_block_is_no_full_block() -> None:
     """It has no name and no event, and nothing hangs under it."""
     manager = make_manager(events=True)
     finish(manager, "first", PROMPT)
     assert [type(event) for event in manager.take_events()] == [BlockStored, BlockStored]
     finish(manager, "other", [1] * 28)
     assert hits(manager, [*PROMPT, 0]) == 10
-    start(manager, "another", [2] * 4)  # takes the tail's block
+    start(manager, "another", [2] * 4)  # takes the partial block's place
     assert hits(manager, [*PROMPT, 0]) == 8
     assert all(isinstance(event, BlockStored) for event in manager.take_events())
 

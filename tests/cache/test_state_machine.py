@@ -44,7 +44,7 @@ CONFIGS = st.builds(
     deduplicate=st.booleans(),
     partial_hits=st.booleans(),
     eviction=st.sampled_from(["lru", "empty-first-lru", "adaptive-lru"]),
-    remember=st.sampled_from([None, 0, 1, 3]),
+    ghost_entries=st.sampled_from([None, 0, 1, 3]),
     enable_prefix_caching=st.sampled_from([True] * 9 + [False]),
     events=st.just(True),
 )

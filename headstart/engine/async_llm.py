@@ -92,12 +92,11 @@ class AsyncLLM:
     async def load_adapter(self, name: str, path: str | Path) -> Adapter:
         """As `LLM.load_adapter`; requests go on meanwhile."""
         self.engine.require_open()
-        return await asyncio.to_thread(self.engine.adapters.load, name, path)
+        return await asyncio.to_thread(self.engine.adapters.load, name, path, self._driver.call)
 
     async def unload_adapter(self, name: str) -> None:
-        """As `LLM.unload_adapter`; its memory is given back with the next step."""
-        self.engine.require_open()
-        self.engine.adapters.unload(name)
+        """As `LLM.unload_adapter`; requests go on meanwhile."""
+        await asyncio.to_thread(self._driver.call, lambda: self.engine.unload_adapter(name))
 
     async def _load_chosen(
         self, adapter: str | None, lora_request: LoRARequest | None
@@ -105,7 +104,7 @@ class AsyncLLM:
         self.engine.require_open()
         [choice] = choose_adapters(adapter, lora_request, 1)
         if isinstance(choice, LoRARequest):  # which may read files
-            return await asyncio.to_thread(self.engine.adapters.require, choice)
+            return await asyncio.to_thread(self.engine.adapters.require, choice, self._driver.call)
         return choice
 
     async def _stream(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:

@@ -147,7 +147,7 @@ class LLM:
         one loaded under an old name shares none. Raises AdapterError.
         """
         self.engine.require_open()
-        return self.engine.adapters.load(name, path)
+        return self.engine.adapters.load(name, path, self._driver.call)
 
     def unload_adapter(self, name: str) -> None:
         """Take an adapter's name away; requests that run with it finish. Raises RequestError."""
@@ -175,7 +175,7 @@ class LLM:
         """The adapter's name for each prompt; those of `lora_request` are loaded if need be."""
         self.engine.require_open()
         chosen = choose_adapters(adapter, lora_request, count)
-        return [self.engine.adapters.require(choice) for choice in chosen]
+        return [self.engine.adapters.require(choice, self._driver.call) for choice in chosen]
 
     def _run(self, groups: list[RequestGroup], *, show_progress: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}

@@ -9,11 +9,14 @@ the name, or loading another adapter under it, changes nothing for that request.
 is not resident when a request is to run is read from disk again, and refused if it is no longer
 what it was; those that run go on meanwhile. K/V are found by the digest, so no name can ever mix
 the blocks of two adapters.
+
+Only the engine's thread changes anything, and the table of names is replaced, never changed: other
+threads look into it without a lock. The engine's thread could wait for ever for a lock whose
+holder collects garbage, closes a stream and waits for the engine.
 """
 
-import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +41,10 @@ from headstart.models.lora.stack import ResidentAdapter
 __all__ = ["AdapterStore"]
 
 
+InEngine = Callable[[Callable[[], Adapter]], Adapter]
+"""Calls a function in the engine's thread: `Driver.call`."""
+
+
 class _Reading(NamedTuple):
     """An adapter that is being read again, or has been."""
 
@@ -48,19 +55,18 @@ class _Reading(NamedTuple):
 class AdapterStore:
     """Loads adapters by name and keeps a bounded number in memory.
 
-    Names may be loaded, unloaded and looked up from any thread; the rest is the engine's.
+    `named`, `load`, `find` and `require` are for any thread; the rest is the engine's.
     """
 
     def __init__(self, model: DecoderModel, config: EngineConfig) -> None:
         self._model = model
         self._config = config
         self._layers = LoraLayers(model)
-        self._named: dict[str, Adapter] = {}
+        self._named: Mapping[str, Adapter] = {}
         self._resident: OrderedDict[str, ResidentAdapter] = OrderedDict()
         self._refused: dict[str, AdapterError] = {}
         self._reader = ThreadPoolExecutor(1, "headstart-adapters")
         self._reading: _Reading | None = None
-        self._lock = threading.RLock()
         self.has_unnamed = False
         """Whether an adapter may be in memory that has no name any more."""
 
@@ -69,20 +75,19 @@ class AdapterStore:
     @property
     def named(self) -> list[Adapter]:
         """The adapters that requests may ask for."""
-        with self._lock:
-            return list(self._named.values())
+        return list(self._named.values())
 
     @property
     def resident(self) -> list[str]:
         """Digests of the adapters in memory, least recently used first."""
-        with self._lock:
-            return list(self._resident)
+        return list(self._resident)
 
-    def load(self, name: str, path: str | Path) -> Adapter:
+    def load(self, name: str, path: str | Path, in_engine: InEngine) -> Adapter:
         """Read the adapter in folder `path`; requests may ask for it by `name` from now on.
 
-        An adapter that had the name loses it. Raises AdapterError, and ConfigError when
-        adapters are switched off or the name is no name; nothing has changed then.
+        It is read in this thread and named in the engine's. An adapter that had the name loses
+        it. Raises AdapterError, ConfigError when adapters are switched off or the name is no
+        name, and what `in_engine` raises; nothing has changed then.
         """
         if not self._config.enable_lora:
             raise ConfigError("enable_lora is False: this engine takes no adapters")
@@ -94,43 +99,42 @@ class AdapterStore:
             raise ConfigError(str(error)) from error
         folder = _folder(path)
         found = self._read(folder)
-        adapter = Adapter(name, folder, found.digest)
-        with self._lock:
-            self.has_unnamed |= name in self._named
-            self._named[name] = adapter
-            if len(self._resident) < self._config.max_loras:
-                self._resident.setdefault(found.digest, found)
+        return in_engine(lambda: self._add(Adapter(name, folder, found.digest), found))
+
+    def _add(self, adapter: Adapter, found: ResidentAdapter) -> Adapter:
+        self.has_unnamed |= adapter.name in self._named
+        self._named = {**self._named, adapter.name: adapter}
+        if len(self._resident) < self._config.max_loras:
+            self._resident.setdefault(found.digest, found)
         return adapter
 
     def unload(self, name: str) -> None:
         """Take the name away; requests that have the adapter finish. Raises RequestError."""
-        with self._lock:
-            self._find(name)
-            self.has_unnamed = True
-            del self._named[name]
+        self.find(name)
+        self.has_unnamed = True
+        self._named = {other: found for other, found in self._named.items() if other != name}
 
     def find(self, name: str) -> Adapter:
         """The adapter of this name. Raises RequestError."""
-        with self._lock:
-            return self._find(name)
-
-    def _find(self, name: str) -> Adapter:
         check_name("the adapter's name", name)
-        found = self._named.get(name)
+        named = self._named
+        found = named.get(name)
         if found is None:
-            known = ", ".join(map(repr, self._named)) or "none"
+            known = ", ".join(map(repr, named)) or "none"
             raise RequestError(f"there is no adapter {describe(name)}; loaded: {known}")
         return found
 
-    def require(self, choice: "str | LoRARequest | None") -> str | None:
-        """The adapter's name, once a LoRARequest that its name does not stand for is loaded."""
+    def require(self, choice: "str | LoRARequest | None", in_engine: InEngine) -> str | None:
+        """The adapter's name, once a LoRARequest that its name does not stand for is loaded.
+
+        Raises what `load` does.
+        """
         if not isinstance(choice, LoRARequest):
             return choice
         folder = _folder(choice.lora_path)
-        with self._lock:
-            found = self._named.get(choice.lora_name)
+        found = self._named.get(choice.lora_name)
         if found is None or found.path != folder:
-            self.load(choice.lora_name, folder)
+            self.load(choice.lora_name, folder, in_engine)
         return choice.lora_name
 
     def name_miss(self, request: Request) -> None:
@@ -181,11 +185,10 @@ class AdapterStore:
 
     def _is_resident(self, adapter: Adapter) -> bool:
         """Whether it is in memory; then it counts as used."""
-        with self._lock:
-            if adapter.digest not in self._resident:
-                return False
-            self._resident.move_to_end(adapter.digest)
-            return True
+        if adapter.digest not in self._resident:
+            return False
+        self._resident.move_to_end(adapter.digest)
+        return True
 
     def _end_reading(self, asked: Adapter, needed: set[str]) -> None:
         """Wait for what is being read, and take it in. Raises AdapterError if it is `asked`."""
@@ -197,10 +200,9 @@ class AdapterStore:
             if adapter.digest == asked.digest:
                 raise
             return  # whoever needs it, if anybody still does, will ask again
-        with self._lock:
-            self._drop(needed, self._config.max_loras - 1)
-            self._resident[adapter.digest] = read
-            self.has_unnamed = True  # its name may be gone by now
+        self._drop(needed, self._config.max_loras - 1)
+        self._resident[adapter.digest] = read
+        self.has_unnamed = True  # its name may be gone by now
 
     def _read_again(self, adapter: Adapter) -> ResidentAdapter:
         found = self._read(adapter.path)
@@ -214,13 +216,12 @@ class AdapterStore:
     def forget_unnamed(self, groups: Iterable[RequestGroup]) -> None:
         """Let go of adapters in memory that have no name, but for those of unfinished groups."""
         needed = _digests(groups)
-        with self._lock:
-            named = {adapter.digest for adapter in self._named.values()}
-            unnamed = [digest for digest in self._resident if digest not in named]
-            for digest in unnamed:
-                if digest not in needed:
-                    self._forget(digest)
-            self.has_unnamed = not needed.isdisjoint(unnamed)
+        named = {adapter.digest for adapter in self._named.values()}
+        unnamed = [digest for digest in self._resident if digest not in named]
+        for digest in unnamed:
+            if digest not in needed:
+                self._forget(digest)
+        self.has_unnamed = not needed.isdisjoint(unnamed)
 
     def _drop(self, running: set[str], limit: int) -> None:
         """Make room: least recently used first, never what a running request needs."""
@@ -242,8 +243,7 @@ class AdapterStore:
 
     def begin_step(self, runs: Iterable[tuple[str | None, int, int]]) -> None:
         """The pass that comes has these rows: (digest or None, rows, of which with logits)."""
-        with self._lock:
-            resident = dict(self._resident)
+        resident = self._resident
         self._layers.begin_step(
             [
                 AdapterRun(resident[digest] if digest is not None else None, rows, logits)
@@ -271,10 +271,9 @@ class AdapterStore:
     def close(self) -> None:
         """End the thread that reads adapters, and let go of those in memory. Again is no error."""
         self._reader.shutdown(cancel_futures=True)
-        with self._lock:
-            self._layers.reset()
-            for digest in list(self._resident):
-                self._forget(digest)
+        self._layers.reset()
+        for digest in list(self._resident):
+            self._forget(digest)
 
 
 def _folder(path: object) -> Path:

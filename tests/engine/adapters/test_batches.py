@@ -362,7 +362,7 @@ def test_an_interruption_at_any_line_mixes_up_no_adapters(llama: World) -> None:
             store.restore()
         assert store.take_refused() == {}
         assert len(store.resident) <= 2
-        store.load(names[2], llama.adapters[names[2]])
+        store.load(names[2], llama.adapters[names[2]], lambda add: add())
         if number % 55 == 1 or not run.raised:
             groups = [
                 engine.prepare(llama.prompts[at], GREEDY, adapter=NAMES[at]) for at in (*places, 1)

@@ -131,6 +131,9 @@ def test_loading_and_unloading_while_others_stream(llama: Files, tmp_path: Path)
         await llm.load_adapter("one", llama.adapters["one"])
         stream = llm.generate(prompt, PARAMS, adapter="one")
         outputs = [await anext(stream)]
+        unused = await llm.load_adapter("unused", llama.adapters["two"])
+        await llm.unload_adapter("unused")
+        assert unused.digest not in llm.engine.adapters.resident  # at once, as from an LLM
         await llm.load_adapter("two", llama.adapters["two"])
         await llm.unload_adapter("one")
         with pytest.raises(RequestError, match="no adapter 'one'; loaded: 'two'"):

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headstart.engine.adapters.request import Adapter, LoRARequest
-    from headstart.engine.chat.requests import Conversation
+    from headstart.engine.chat.requests import ChatRequests, Conversation
+    from headstart.engine.driver import Driver, Mailbox
     from headstart.engine.inputs import Prompt
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
@@ -122,10 +123,12 @@ class LLM:
     ) -> Generator[RequestOutput]:
         """Outputs of one prompt token by token, each with all of the text so far.
 
-        Closing the iterator aborts the request.
+        Closing the iterator aborts the request. An iterator that nobody holds any more is closed,
+        too, but nobody waits until the engine has let go of the request.
         """
         params = sampling_params or SamplingParams()
-        return self._stream(self.engine.prepare(prompt, params, salt=cache_salt, adapter=adapter))
+        group = self.engine.prepare(prompt, params, salt=cache_salt, adapter=adapter)
+        return _Stream(self._driver, group)
 
     def stream_chat(
         self,
@@ -138,7 +141,7 @@ class LLM:
         """As `stream`, for a conversation."""
         params = sampling_params or SamplingParams()
         group = self._chats.prepare(messages, params, salt=cache_salt, adapter=adapter)
-        return self._stream_chat(group)
+        return _Stream(self._driver, group, self._chats)
 
     def load_adapter(self, name: str, path: str | Path) -> Adapter:
         """Read a LoRA adapter from a folder in PEFT's format; `adapter=name` asks for it.
@@ -196,24 +199,63 @@ class LLM:
                 self._driver.cancel(groups)
         return [outputs[group.request_id] for group in groups]
 
-    def _stream_chat(self, group: RequestGroup) -> Generator[RequestOutput]:
-        for output in self._stream(group):
-            if output.finished:
-                self._chats.remember(group, output)
-            yield output
 
-    def _stream(self, group: RequestGroup) -> Generator[RequestOutput]:
-        finished = False
-        updates = self._driver.mailbox()
+class _Stream(Generator["RequestOutput", None, None]):
+    """The outputs of one request, which is submitted when the first of them is asked for.
+
+    No generator function: the garbage collector would close it as a caller does, and wait for the
+    engine in whatever thread it runs, under whatever lock that thread holds.
+    """
+
+    def __init__(
+        self, driver: Driver, group: RequestGroup, chats: ChatRequests | None = None
+    ) -> None:
+        self._driver = driver
+        self._group = group
+        self._chats = chats  # that remember the answer
+        self._updates: Mailbox | None = None  # once the request is submitted
+        self._ended = False
+
+    def send(self, value: None) -> RequestOutput:
+        """The next output; `value` is ignored."""
+        if self._ended:
+            raise StopIteration
         try:
-            self._driver.submit(group, updates.receive)
-            while not finished:
-                output = updates.get()
-                finished = output.finished
-                yield output
-        finally:
-            if not finished and self._driver.is_alive:  # it has ended when the interpreter does
-                self._driver.cancel([group])
+            if self._updates is None:
+                self._updates = self._driver.mailbox()
+                self._driver.submit(self._group, self._updates.receive)
+            output = self._updates.get()
+            if output.finished:
+                self._end()
+                if self._chats is not None:
+                    self._chats.remember(self._group, output)
+        except BaseException:
+            self.close()
+            raise
+        return output
+
+    def throw(self, *error: Any) -> RequestOutput:
+        """Close the stream, then raise the error."""
+        self.close()
+        return super().throw(*error)
+
+    def close(self) -> None:
+        """Forget the request if it is unfinished; it holds nothing any more on return."""
+        self._cancel(wait=True)
+
+    def __del__(self) -> None:
+        self._cancel(wait=False)
+
+    def _cancel(self, *, wait: bool) -> None:
+        if self._updates is not None and not self._ended and self._driver.is_alive:
+            self._driver.cancel([self._group], wait=wait)
+        self._end()
+
+    def _end(self) -> None:
+        """No more outputs, also for another thread that waits for one."""
+        self._ended = True
+        if self._updates is not None:
+            self._updates.receive(StopIteration())
 
 
 def _progress(*, hidden: bool) -> Progress:

@@ -1,0 +1,105 @@
+"""A stream is read by one thread or several, closed by its reader, another, or the collector."""
+
+import gc
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart import LLM, SamplingParams
+from headstart.engine.step import StepResult
+from tests.engine.tiny_llm import make_llm, save_smallest
+
+LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+A, B = list(range(3, 50)), list(range(60, 100))
+
+
+@pytest.fixture
+def llm(tmp_path: Path) -> Iterator[LLM]:
+    made = make_llm(save_smallest(tmp_path))
+    yield made
+    made.close()
+
+
+class Held:
+    """The engine stands still in its next step until `go` is set."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.was_let_go = True
+        self._step = llm.engine.step
+        llm.engine.step = self.step  # type: ignore[method-assign]
+
+    def step(self) -> list[StepResult]:
+        self.begun.set()
+        self.was_let_go &= self.go.wait(20)
+        return self._step()
+
+
+def _is_clean(llm: LLM) -> bool:
+    """Asked in the engine's thread: what was ordered before is done."""
+    return llm._driver.call(
+        lambda: not llm.engine.has_unfinished and llm.engine.manager.num_free_blocks == 24
+    )
+
+
+@pytest.mark.parametrize("in_cycle", [True, False])
+def test_a_stream_that_nobody_holds_waits_for_nobody(llm: LLM, in_cycle: bool) -> None:
+    """Whoever collected it stood still for a step, with every lock that he held."""
+    stream: Any = llm.stream(A, LONG)
+    next(stream)
+    held = Held(llm)
+    assert held.begun.wait(30)
+    if in_cycle:
+        stream = [stream]
+        stream.append(stream)
+    del stream
+    gc.collect()
+    held.go.set()
+    assert _is_clean(llm)
+    assert held.was_let_go, "the collector waited for the engine"
+
+
+def test_a_closed_stream_holds_nothing(llm: LLM) -> None:
+    stream = llm.stream(A, LONG)
+    next(stream)
+    stream.close()
+    assert llm.engine.manager.num_free_blocks == 24
+    assert list(stream) == []
+    stream.close()
+
+
+def test_an_error_thrown_into_a_stream_comes_back_and_closes_it(llm: LLM) -> None:
+    stream = llm.stream(A, LONG)
+    next(stream)
+    with pytest.raises(KeyError, match="on purpose"):
+        stream.throw(KeyError("on purpose"))
+    assert llm.engine.manager.num_free_blocks == 24
+    assert list(stream) == []
+
+
+def test_a_stream_that_another_thread_closes_ends(llm: LLM) -> None:
+    stream = llm.stream(A, LONG)
+    next(stream)
+    held = Held(llm)
+    assert held.begun.wait(30)
+    with ThreadPoolExecutor(2) as pool:
+        reader = pool.submit(list, stream)
+        closed = pool.submit(stream.close)
+        held.go.set()
+        closed.result(30)
+        assert all(not output.finished for output in reader.result(30))
+    assert _is_clean(llm)
+
+
+def test_threads_that_share_a_stream_all_see_its_end(llm: LLM) -> None:
+    stream = llm.stream(A, LONG)
+    next(stream)
+    with ThreadPoolExecutor(3) as pool:
+        parts = list(pool.map(lambda _: list(stream), range(3)))
+    outputs = [output for part in parts for output in part]
+    assert sum(output.finished for output in outputs) == 1
+    assert _is_clean(llm)

@@ -69,7 +69,10 @@ def test_auto_is_float32_where_bfloat16_is_slow_and_says_so_in_one_line(
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().count("\n") == 0
-    assert "slowly in bfloat16: float32 instead" in record.getMessage()
+    assert (
+        "slow in bfloat16 (no AVX512-BF16, no AMX-BF16): computing in float32"
+        in record.getMessage()
+    )
 
 
 @pytest.mark.usefixtures("old_x86")

@@ -14,7 +14,9 @@ def make_backend(memory: PagedKVMemory, *, share: bool = True) -> AttentionBacke
 
     With `share` decoding rows attend together to what their sequences have in common.
     """
-    library = native.library()
-    if library is not None and NativeAttention.serves(memory):
-        return NativeAttention(memory, library, share=share)
+    if NativeAttention.serves(memory):
+        library = native.library()
+        if library is not None:
+            return NativeAttention(memory, library, share=share)
+        native.advise()
     return TorchAttention(memory, share=share)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from headstart.cli.pool_picture import PoolPicture
 from headstart.cli.reply_metrics import print_reply
+from headstart.cli.streams import reading_stdin
 from headstart.engine.params import SamplingParams
 from headstart.errors import RequestError
 
@@ -85,10 +86,13 @@ def _lines() -> Iterator[str]:
     if sys.stdin.isatty():
         while True:
             try:
-                yield input(PROMPT).strip()
+                with reading_stdin():
+                    line = input(PROMPT).strip()
+                yield line
             except (EOFError, KeyboardInterrupt):
                 click.echo()
                 return
-    for line in sys.stdin:
-        click.echo(PROMPT + line.strip())
-        yield line.strip()
+    with reading_stdin():
+        for line in sys.stdin:
+            click.echo(PROMPT + line.strip())
+            yield line.strip()

@@ -29,6 +29,7 @@ from headstart.cli.options import (
     sort_options,
 )
 from headstart.cli.reply_metrics import print_reply
+from headstart.cli.streams import as_typed, prepare_streams, reading_stdin
 from headstart.errors import HeadstartError, RequestError
 from headstart.version import __version__
 
@@ -40,6 +41,10 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 class _Commands(click.Group):
     """A group whose commands end in one clear line where headstart raises an error."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        prepare_streams()
+        return super().main(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -69,32 +74,28 @@ def main() -> None:
 @click.option("--svg", type=click.Path(path_type=Path), help="Save what is shown in this file.")
 @click.option("--adapters", is_flag=True, help="Ask with several LoRA adapters: who shares what.")
 @click.option("--images", is_flag=True, help="Ask about pictures: what is encoded, what is found.")
+@click.option("--omni", is_flag=True, help="Ask a model that hears and speaks.")
 @click.option(
-    "--omni",
+    "--wav",
     "wav_folder",
-    type=click.Path(path_type=Path, file_okay=False, exists=True, writable=True),
-    help="Ask a model that hears and speaks about a recording; its answers go to this folder.",
-    is_flag=False,
-    flag_value=".",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="With --omni: write each answer into this folder, as a WAV file.",
 )
 @_model_option
 @engine_options
-def demo(
-    svg: Path | None,
-    adapters: bool,
-    images: bool,
-    wav_folder: Path | None,
-    model: str,
-    **options: Any,
-) -> None:
+def demo(svg: Path | None, wav_folder: Path | None, model: str, **options: Any) -> None:
     """Ask three questions about one table, which is computed once."""
-    if adapters + images + (wav_folder is not None) > 1:
+    kinds = [name for name in ("adapters", "images", "omni") if options.pop(name)]
+    if len(kinds) > 1:
         raise click.UsageError("--adapters, --images and --omni are three demos: choose one")
+    if wav_folder is not None and kinds != ["omni"]:
+        raise click.UsageError("--wav is for the answers of --omni")
     chosen = sort_options(options).engine
-    if wav_folder is not None:
+    if kinds == ["omni"]:
         show_omni_demo(chosen, wav_folder)
         return
-    show = show_adapters if adapters else show_images if images else show_demo
+    shows = {"adapters": show_adapters, "images": show_images}
+    show = shows[kinds[0]] if kinds else show_demo
     show(model, chosen, svg)
 
 
@@ -139,9 +140,10 @@ def _whole_prompts(prompts: Sequence[str], document: IO[str] | None) -> list[str
     except UnicodeDecodeError as error:
         raise RequestError(f"--file is not UTF-8 text: {error}") from error
     if prompts:
-        return [beginning + prompt for prompt in prompts]
+        return [beginning + as_typed(prompt) for prompt in prompts]
     if document is None and not sys.stdin.isatty():
-        beginning = sys.stdin.read()
+        with reading_stdin():
+            beginning = sys.stdin.read()
     if not beginning:
         raise RequestError("no prompt: give one or more, or --file, or text on stdin")
     return [beginning]
@@ -159,7 +161,7 @@ def chat(system: str | None, model: str, **options: Any) -> None:
     """
     chosen: Options = sort_options(options)
     with closing(_announce_and_open(model, chosen)) as llm:
-        Chat(llm, chosen.sampling, system).talk()
+        Chat(llm, chosen.sampling, system and as_typed(system)).talk()
 
 
 def _announce_and_open(model: str, options: Options) -> "LLM":

@@ -55,15 +55,12 @@ def fast_dtype(dtype: str | torch.dtype, folder: Path, device: torch.device) -> 
     if not kept or not kept <= {"bfloat16", "float16"} or "quantization_config" in content:
         return dtype
     size = 2 * sum(file.stat().st_size for file in weight_files(folder))
-    name, free = " and ".join(sorted(kept)), available_memory()
+    free = available_memory()
+    slow = f"this CPU is slow in {' and '.join(sorted(kept))} (no AVX512-BF16, no AMX-BF16)"
     if size > free // 2:
-        _log.warning(
-            "this CPU computes slowly in %s, and %s bytes of free memory are too few for float32",
-            name,
-            f"{free:,}",
-        )
+        _log.warning("%s, and %s free bytes are too few for float32", slow, f"{free:,}")
         return dtype
-    _log.warning("this CPU computes slowly in %s: float32 instead (dtype=auto)", name)
+    _log.warning("%s: computing in float32, as dtype=auto means here", slow)
     return torch.float32
 
 

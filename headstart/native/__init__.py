@@ -10,18 +10,25 @@ first for the cores.
 """
 
 import ctypes
+import logging
 import os
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["is_usable", "library", "pointer"]
+from headstart.machine import cpu_flags
+
+__all__ = ["advise", "is_usable", "library", "pointer"]
 
 # The number in native.h: a library built from other sources than these is not used.
 INTERFACE = 5
 
+NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
+"""What the kernels ask of a CPU, as Linux spells it."""
+
 _FOLDER = Path(__file__).parent
+_log = logging.getLogger(__name__)
 
 
 def library() -> ctypes.CDLL | None:
@@ -34,6 +41,18 @@ def is_usable() -> bool:
     if os.environ.get("HEADSTART_NATIVE", "1") == "0":
         return False
     return _load(_FOLDER) is not None
+
+
+@cache
+def advise() -> None:
+    """Log, once in a process, how to get the kernels where this CPU would run them."""
+    switched_off = os.environ.get("HEADSTART_NATIVE", "1") == "0"
+    if not switched_off and not is_usable() and cpu_flags() >= NEEDED:
+        _log.warning(
+            "headstart runs without its compiled kernels, several times slower: install a C++ "
+            "compiler (Debian, Ubuntu: apt install g++), then headstart again (in a clone: make "
+            "demo; else: pip install --force-reinstall --no-deps --no-cache-dir headstart)"
+        )
 
 
 def pointer(function: object) -> int:

@@ -7,8 +7,11 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
+import torch
 
 from headstart import native
+from headstart.attention import LayerLayout, PagedKVMemory, make_backend
+from headstart.machine import cpu_flags
 
 FOLDER = Path(native.__file__).parent
 BUILT = any((FOLDER / f"_kernels{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
@@ -22,10 +25,10 @@ def library() -> ctypes.CDLL:
     return found
 
 
-def test_it_is_there_where_compiler_and_cpu_are() -> None:
+def test_it_is_there_where_compiler_and_cpu_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every test of a kernel would be skipped in silence."""
-    cpu = Path("/proc/cpuinfo")
-    able = cpu.exists() and "avx512_bf16" in cpu.read_text() and shutil.which("g++") is not None
+    monkeypatch.delenv("HEADSTART_NATIVE", raising=False)
+    able = cpu_flags() >= native.NEEDED and shutil.which("g++") is not None
     assert not able or BUILT
     assert not able or native.library() is not None
 
@@ -51,6 +54,36 @@ def test_threads_are_moved_and_not_bound(library: ctypes.CDLL) -> None:
 def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSTART_NATIVE", "0")
     assert native.library() is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "dtype", "expected"),
+    [
+        (native.NEEDED | {"avx2"}, "1", torch.bfloat16, 1),
+        (native.NEEDED, "1", torch.float32, 0),  # which the kernels do not serve
+        (native.NEEDED - {"avx512_bf16"}, "1", torch.bfloat16, 0),  # a compiler would not help
+        (native.NEEDED, "0", torch.bfloat16, 0),
+    ],
+)
+def test_a_missing_library_is_told_once_with_what_to_install(
+    flags: frozenset[str],
+    environment: str,
+    dtype: torch.dtype,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("HEADSTART_NATIVE", environment)
+    monkeypatch.setattr(native, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(native, "_load", lambda folder: None)
+    native.advise.cache_clear()
+    for _ in range(2):
+        make_backend(PagedKVMemory([LayerLayout(2, 64, 64)], 4, 16, dtype, "cpu"))
+    native.advise.cache_clear()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == expected
+    assert all("C++ compiler" in text and "apt install g++" in text for text in said)
+    assert not any("\n" in text for text in said)
 
 
 def test_without_a_library_there_is_none(tmp_path: Path) -> None:

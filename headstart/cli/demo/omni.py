@@ -27,6 +27,7 @@ from headstart.cli.pool_picture import colour_of
 from headstart.cli.reply_metrics import duration
 from headstart.cli.show import demo_console, show
 from headstart.engine.params import SamplingParams
+from headstart.errors import ConfigError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -57,11 +58,16 @@ class Answer:
     seconds: float
 
 
-def show_omni_demo(options: Mapping[str, Any], folder: Path) -> None:
-    """Run the demo, print it, and write a WAV file for each answer into the folder.
+def show_omni_demo(options: Mapping[str, Any], folder: Path | None) -> None:
+    """Run the demo, print it, and write a WAV file for each answer into `folder` if there is one.
 
     Raises what loading and running raise.
     """
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot write to {folder}: {error.strerror}") from error
     console = demo_console()
     with console.status("loading the model"):
         model = import_module("headstart.models.demo.omni").demo_omni_path()
@@ -72,7 +78,7 @@ def show_omni_demo(options: Mapping[str, Any], folder: Path) -> None:
         show(chain([Text(NOTE, style="dim")], _run(omni, folder, console)), console)
 
 
-def _run(omni: Omni, folder: Path, console: Console) -> Iterator[RenderableType]:
+def _run(omni: Omni, folder: Path | None, console: Console) -> Iterator[RenderableType]:
     with console.status("warming up, so that the first question is not slow for other reasons"):
         _ask(omni, "warm up", _recording(seed=9)[: 2 * SAMPLING_RATE])
         omni.reset_cache()
@@ -80,9 +86,12 @@ def _run(omni: Omni, folder: Path, console: Console) -> Iterator[RenderableType]
     for number, question in enumerate(QUESTIONS, start=1):
         with console.status(f"question {number}: {question}"):
             answers.append(_ask(omni, CONTEXT + question, _recording(seed=1), seed=number))
-        path = folder / f"answer-{number}.wav"
-        answers[-1].output.save_wav(path)
-        yield _card(number, question, answers[-1], path)
+        where = "not written: --wav FOLDER writes it"
+        if folder is not None:
+            path = folder / f"answer-{number}.wav"
+            answers[-1].output.save_wav(path)
+            where = str(path)
+        yield _card(number, question, answers[-1], where)
     yield _verdict(answers)
 
 
@@ -110,7 +119,7 @@ def _recording(seed: int) -> NDArray[np.float32]:
     return sound
 
 
-def _card(number: int, question: str, answer: Answer, path: Path) -> Panel:
+def _card(number: int, question: str, answer: Answer, where: str) -> Panel:
     output = answer.output
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
     table.add_column("stage")
@@ -119,7 +128,7 @@ def _card(number: int, question: str, answer: Answer, path: Path) -> Panel:
     for name, figures in output.figures.items():
         table.add_row(name, *_columns(figures), style="bold")
     said = Text("text  ", style="dim").append(output.text, style="italic not dim")
-    spoken = f"{path}  ({output.seconds:.1f} s, {len(output.codes)} codes)"
+    spoken = f"{output.seconds:.1f} s, {len(output.codes)} codes  ({where})"
     said.append("\nspeech  ", style="dim").append(spoken, style="not dim")
     return Panel(
         Group(table, Padding(said, (1, 0, 0, 0))),

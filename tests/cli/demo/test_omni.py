@@ -19,15 +19,18 @@ from headstart.omni.omni import Omni
 from headstart.omni.params import OmniParams
 
 
-def test_the_omni_demo_speaks_and_says_what_each_stage_skipped(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The demo with a tiny model and a short recording."""
     monkeypatch.setenv("HEADSTART_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("headstart.models.demo.omni.DEMO_OMNI", OmniSizes(64, 2, 48, 2, 4))
     monkeypatch.setattr("headstart.cli.demo.omni.SECONDS", 3)
     monkeypatch.setattr("headstart.cli.demo.omni.SPEECH_TOKENS", 16)
     monkeypatch.setattr("headstart.cli.demo.omni.CONTEXT", CONTEXT[:500])
-    result = CliRunner().invoke(main, ["demo", "--omni", str(tmp_path)])
+
+
+def test_the_omni_demo_speaks_and_says_what_each_stage_skipped(small: None, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["demo", "--omni", "--wav", str(tmp_path / "new")])
     assert result.exit_code == 0, result.output
     first, second = result.output.split("╭─ 2")
     assert re.search(r"thinker +\S+ +0 ", first)
@@ -38,11 +41,27 @@ def test_the_omni_demo_speaks_and_says_what_each_stage_skipped(
         assert cached > 500 and computed < 120
     sounds = []
     for number in (1, 2):
-        with wave.open(str(tmp_path / f"answer-{number}.wav")) as file:
+        with wave.open(str(tmp_path / "new" / f"answer-{number}.wav")) as file:
             assert file.getframerate() == 24_000 and file.getnframes() == 16 * 2 * 480
             sounds.append(np.frombuffer(file.readframes(16 * 2 * 480), "<i2").astype(int))
     assert all(3_000 < abs(sound).max() < 30_000 for sound in sounds)
     assert abs(sounds[0] - sounds[1]).max() > 3_000
+
+
+def test_the_omni_demo_writes_nothing_unasked(
+    small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It wrote its answers into the current folder."""
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["demo", "--omni"])
+    assert result.exit_code == 0, result.output
+    assert "--wav FOLDER" in result.output
+    assert {path.name for path in tmp_path.iterdir()} <= {"cache"}
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(main, ["demo", "--omni", "--wav", str(tmp_path / "file")])
+    assert result.exit_code == 2 and "file" in result.output
+    result = CliRunner().invoke(main, ["demo", "--wav", str(tmp_path)])
+    assert result.exit_code == 2 and "--omni" in result.output
 
 
 def test_what_the_demo_model_says_is_heard_as_the_notes_of_its_codes(tmp_path: Path) -> None:

@@ -1,0 +1,54 @@
+"""The terminal's streams, whatever the locale: what cannot be shown or read is no traceback.
+
+Under the C locale, or with PYTHONIOENCODING=latin-1, Python cannot write most characters and
+reads bytes that it does not understand as half surrogates.
+"""
+
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from headstart.errors import RequestError
+
+__all__ = ["as_typed", "prepare_streams", "reading_stdin"]
+
+
+def prepare_streams() -> None:
+    """Have stdout and stderr show ? for what they cannot encode; stdin refuses what is no text.
+
+    An ASCII stdin is read as UTF-8, as files are.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        narrow = sys.stdin.encoding.lower() in ("ascii", "us-ascii", "ansi_x3.4-1968")
+        encoding = "utf-8" if narrow else sys.stdin.encoding
+        sys.stdin.reconfigure(encoding=encoding, errors="strict")
+
+
+@contextmanager
+def reading_stdin() -> Iterator[None]:
+    """Raise RequestError for bytes on stdin that are no text."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        encoding = error.encoding.upper()
+        raise RequestError(f"stdin is not {encoding} text: {error.reason}") from error
+
+
+def as_typed(argument: str) -> str:
+    """An argument of the command line as UTF-8, whatever the locale took it for.
+
+    Raises RequestError.
+
+    >>> as_typed(b"caf\\xc3\\xa9".decode("ascii", "surrogateescape"))
+    'café'
+    """
+    try:
+        return argument.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"a prompt is not UTF-8 text: {error.reason}") from error
+    except UnicodeEncodeError as error:
+        raise RequestError(f"a prompt is no text: {error.reason}") from error

@@ -1,0 +1,77 @@
+"""The command line in any locale: what cannot be shown or read is no traceback."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from headstart.cli.main import main
+from headstart.cli.streams import as_typed, prepare_streams
+from headstart.errors import RequestError
+
+C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+LATIN = {"PYTHONIOENCODING": "latin-1"}
+SMALL = ("--model", "demo", "--num-blocks", "64", "--max-tokens", "4")
+
+
+@pytest.mark.parametrize("charset", ["ascii", "latin-1"])
+@pytest.mark.parametrize(
+    ("arguments", "stdin"),
+    [
+        (("--help",), ""),
+        (("demo",), ""),
+        (("run", *SMALL, "naïve ■"), ""),
+        (("chat", *SMALL), "Hello\n/pool\n"),
+        (("run", "--model", "/no/such/modèle ■", "x"), ""),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_no_command_fails_for_what_a_terminal_cannot_show(
+    charset: str, arguments: tuple[str, ...], stdin: str, demo_model: Path
+) -> None:
+    result = CliRunner(charset=charset).invoke(main, arguments, input=stdin)
+    assert result.exit_code == (2 if "/no/such/modèle ■" in arguments else 0), result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_stdin_that_is_no_text_is_one_sentence(command: str, demo_model: Path) -> None:
+    result = CliRunner().invoke(main, [command, *SMALL], input=b"caf\xe9\n")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("headstart: stdin is not UTF-8 text")
+
+
+@pytest.mark.parametrize("locale", [C_LOCALE, LATIN, {}], ids=["C", "latin-1", "usual"])
+def test_in_a_real_locale(locale: dict[str, str]) -> None:
+    """Bytes that are wrong in UTF-8 are refused, but for latin-1, where all are right."""
+    model = "/no/such/modèle ■"
+    done = subprocess.run(
+        [sys.executable, "-m", "headstart", "run", "--model", model],
+        env=os.environ | locale,
+        input=b"caf\xe9",
+        capture_output=True,
+    )
+    said = done.stderr.decode("utf-8", "replace").splitlines()[-1]
+    assert done.returncode == 2
+    expected = "there is no folder" if locale is LATIN else "stdin is not UTF-8 text"
+    assert said.startswith(f"headstart: {expected}")
+
+
+def test_an_ascii_stdin_is_read_as_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve".encode()), "ascii"))
+    prepare_streams()
+    assert sys.stdin.read() == "naïve"
+
+
+def test_an_argument_is_what_was_typed() -> None:
+    typed = "naïve ■"
+    assert as_typed(typed) == typed
+    assert as_typed(typed.encode().decode("ascii", "surrogateescape")) == typed
+    with pytest.raises(RequestError, match="not UTF-8"):
+        as_typed(b"\xff".decode("utf-8", "surrogateescape"))
+    with pytest.raises(RequestError, match="no text"):
+        as_typed("\ud800")

@@ -36,7 +36,7 @@ class EngineConfig:
     max_model_len: int | None = _option(None, "longest prompt and answer together, in tokens")
     max_num_batched_tokens: int = _option(2048, "tokens computed in one step at the most")
     max_num_seqs: int = _option(256, "requests that run at the same time at the most")
-    max_overtaken: int = _option(8, "how often a waiting request may be overtaken by better hits")
+    max_bypassed: int = _option(8, "how often a waiting request may be bypassed by better hits")
     eviction: str = _option("adaptive-lru", "which free block is reused next")
     deduplicate: bool = _option(True, "give a block back when it fills with what is cached")
     partial_hits: bool = _option(True, "reuse the head of a block that matches in part")
@@ -85,8 +85,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
-        if self.max_overtaken < 0:
-            raise ConfigError(f"max_overtaken is {self.max_overtaken}; it must be at least 0")
+        if self.max_bypassed < 0:
+            raise ConfigError(f"max_bypassed is {self.max_bypassed}; it must be at least 0")
 
     @property
     def threads(self) -> int:

@@ -24,6 +24,7 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.hooks import EngineHooks
 from headstart.engine.images.prompt import make_image_prompts
 from headstart.engine.inputs import InputProcessor, Prompt, check_request
+from headstart.engine.limits import Limit
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import RequestGroup
@@ -87,15 +88,19 @@ class Engine:
             self.manager,
             max_tokens=config.max_num_batched_tokens,
             max_running=config.max_num_seqs,
-            max_overtaken=config.max_overtaken,
-            may_run=self.adapters.may_run,
+            max_bypassed=config.max_bypassed,
+            limits=self._limits(hooks),
             hooks=hooks,
         )
-        self._scheduler.gate = self.images.gate if self.images is not None else None
         self._hooks = hooks
         self._groups: dict[str, RequestGroup] = {}
         self._open: list[OpenStep] = []  # at most one: a step under way, or to be rolled back
         self._closed: str | None = None  # why, once it is
+
+    def _limits(self, hooks: EngineHooks | None) -> list[Limit]:
+        """What limits a step, first what a request waits for without being in anybody's way."""
+        images = [self.images.budget] if self.images is not None else []
+        return [*([hooks] if hooks is not None else []), self.adapters, *images]
 
     @classmethod
     def of_model(
@@ -221,6 +226,9 @@ class Engine:
         if self.adapters.has_unnamed:
             self.adapters.forget_unnamed(self._groups.values())
         batch = self._scheduler.schedule()
+        waited = None
+        while not batch.scheduled and (read := self.adapters.wait_for_reading()) is not waited:
+            waited, batch = read, self._scheduler.schedule()
         for name, error in self.adapters.take_refused().items():
             self._end(step, self._groups[name], _engine_error("no adapter to run it with", error))
         if not batch.scheduled:

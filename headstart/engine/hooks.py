@@ -8,18 +8,15 @@ from typing import Protocol
 
 from headstart.cache import ComputedBlocks
 from headstart.engine.batch import Batch
+from headstart.engine.limits import Limit
 from headstart.engine.request import Request
 
 
-class EngineHooks(Protocol):
-    """Asked and told in each step, in the order of its methods."""
+class EngineHooks(Limit, Protocol):
+    """Callbacks; the engine calls them in each step.
 
-    def is_ready(self, request: Request) -> bool:
-        """Whether the inputs of all tokens the request knows are there.
-
-        Until then it is left as it is, with the blocks it holds.
-        """
-        ...
+    As a limit, they have a request wait until the inputs of all tokens that it knows are there.
+    """
 
     def usable_blocks(self, request: Request, found: ComputedBlocks) -> int:
         """How many of the cached blocks the request may skip. Changes nothing."""

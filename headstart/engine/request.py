@@ -38,7 +38,7 @@ class Request:
     num_cached_tokens: int = 0
     missed: MissExplanation | None = None
     num_preemptions: int = 0
-    times_overtaken: int = 0
+    times_bypassed: int = 0
     first_token_time: float | None = None
     last_token_time: float | None = None
 

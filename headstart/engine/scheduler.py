@@ -9,44 +9,33 @@ has not computed, under the step's token budget: a decoding request has one, a l
 cut into chunks. When blocks run out, the request admitted last gives up its own.
 
 Waiting requests are admitted first come first served, but among the first 16 one that hits more
-of the cache goes first. A request that was overtaken `max_overtaken` times is not overtaken any
+of the cache goes first. A request that was bypassed `max_bypassed` times is not bypassed any
 more. One whose next block another request is computing is left waiting, so that no block is
 computed twice; it is let in as soon as that is done, or the other is gone.
 
-A gate may say that fewer tokens of a request can be computed now than there are, or none; a
-running request then waits where it is. If all that run wait, the last one gives way.
+A limit (`engine/limits.py`) may say that fewer tokens of a request can be computed now than there
+are, or none. A running request then waits where it is; if nothing can run because of limits, the
+request admitted last gives way. A waiting request is bypassed, as above.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Protocol
 
 from headstart.cache import Allocation, ComputedBlocks, KVCacheManager, RowCopy
 from headstart.engine.batch import Batch, ScheduledTokens
 from headstart.engine.hooks import EngineHooks
+from headstart.engine.limits import Limit
 from headstart.engine.request import Request
 
 LOOKAHEAD = 16  # waiting requests that are looked up to find the best hit
 
 
-class TokenGate(Protocol):
-    """Says how many tokens a request that is more than token ids may have in a step."""
-
-    def reach(self, request: Request, start: int, stop: int) -> int:
-        """How far, from `start` up to `stop`, tokens can be computed now. Changes nothing."""
-
-    def enter(self, request: Request, start: int, stop: int) -> None:
-        """Tokens `start` to `stop - 1` are in the step; `reach` has allowed them."""
-
-    def leave(self, request: Request) -> None:
-        """The request runs no longer."""
-
-
 class Scheduler:
     """Keeps the waiting and the running requests; every step's batch comes from `schedule`.
 
-    `may_run`: whether a waiting request may run beside the running ones, blocks aside.
+    `waits_for_inputs`: whether in the last step a request waited for inputs of its own, and may
+    hold what another needs.
     """
 
     def __init__(
@@ -55,34 +44,40 @@ class Scheduler:
         *,
         max_tokens: int,
         max_running: int,
-        max_overtaken: int,
-        may_run: Callable[[Request, Sequence[Request]], bool] = lambda request, running: True,
+        max_bypassed: int,
+        limits: Sequence[Limit] = (),
         hooks: EngineHooks | None = None,
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self.gate: TokenGate | None = None
+        self.waits_for_inputs = False
         self._admitted: list[tuple[Request, int]] = []  # in the last step, and from which token on
         self._manager = manager
         self._max_tokens = max_tokens
         self._max_running = max_running
-        self._max_overtaken = max_overtaken
-        self._may_run = may_run
+        self._max_bypassed = max_bypassed
+        self._limits = tuple(limits)
+        self._limited: dict[Request, tuple[Limit, ...]] = {}  # requests that a limit applies to
+        self._is_held_up = False  # in this step a limit held a running request up
         self._hooks = hooks
 
     def add(self, request: Request) -> None:
         """Queue a request."""
+        limits = tuple(limit for limit in self._limits if limit.applies(request))
+        if limits:
+            self._limited[request] = limits
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
         """The request is finished or aborted: its blocks are free. Not during its step."""
         if request in self.running:
             self._free(request)
-            self._leave_gate(request)
+            self._leave_limits(request)
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        self._limited.pop(request, None)
 
     def restart(self, live: Iterable[Request]) -> None:
         """Have those of the live requests that hold no blocks wait, before all others.
@@ -97,10 +92,11 @@ class Scheduler:
         lost = [r for r in living if r not in placed]
         for request in {*placed, *lost} - kept:
             self._free(request)
-            self._leave_gate(request)
+            self._leave_limits(request)
         for request, start in self._admitted:
             request.withdrawn(start)
         self._admitted.clear()
+        self._limited = {one: limits for one, limits in self._limited.items() if one in living}
         for request in again:
             self._count_preemption(request)
         waiting = dict.fromkeys((*again, *lost, *self.waiting))
@@ -109,24 +105,18 @@ class Scheduler:
             deque(request for request in waiting if request in living and request not in kept),
         )
 
-    @property
-    def waits_for_inputs(self) -> bool:
-        """Whether some request's inputs are still coming; it may hold what another needs."""
-        return not all(map(self._is_ready, (*self.running, *self.waiting)))
-
-    def _is_ready(self, request: Request) -> bool:
-        return self._hooks is None or self._hooks.is_ready(request)
-
     def schedule(self) -> Batch:
         """The next step, with slots for each of its tokens; empty when nothing can run."""
         self._admitted.clear()
+        self.waits_for_inputs = False
         batch = self._schedule()
-        while not batch.scheduled and any(map(self._is_ready, self.running)):  # stuck at the gate
+        while not batch.scheduled and self._is_held_up:
             self._preempt(self.running.pop())
             batch = self._schedule()
         return batch
 
     def _schedule(self) -> Batch:
+        self._is_held_up = False
         preempted = self.num_preemptions
         scheduled, budget = self._schedule_running()
         copies: list[RowCopy] = []
@@ -137,24 +127,27 @@ class Scheduler:
     def _schedule_running(self) -> tuple[list[ScheduledTokens], int]:
         """What running requests compute, and how many tokens of the budget are left."""
         budget = self._max_tokens
-        append_slots = self._manager.append_slots
+        append_slots, limited = self._manager.append_slots, self._limited
         scheduled: list[ScheduledTokens] = []
         at = 0
         while at < len(self.running) and budget:
             request = self.running[at]
-            if not self._is_ready(request):
-                at += 1
-                continue
             sequence = request.sequence
             start = sequence.num_computed_tokens
-            left = len(sequence.token_ids) - start
-            count = self._reach(request, start, left if left <= budget else budget)
-            if not count:
-                at += 1
-            elif append_slots(sequence, count):
-                self._enter(request, start, start + count)
-                scheduled.append(ScheduledTokens(request, start, start + count, count == left))
-                budget -= count
+            known = len(sequence.token_ids)
+            stop = known if known - start <= budget else start + budget
+            if request in limited:
+                reached = self._reach(request, start, stop)
+                if reached is None or reached == start:
+                    self._is_held_up |= reached is not None
+                    at += 1
+                    continue
+                stop = reached
+            if append_slots(sequence, stop - start):
+                if request in limited:
+                    self._enter(request, start, stop)
+                scheduled.append(ScheduledTokens(request, start, stop, stop == known))
+                budget -= stop - start
                 at += 1
             else:
                 self._preempt(self.running.pop())
@@ -163,7 +156,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take a running request's blocks; it goes to the head of the waiting ones."""
         self._free(request)
-        self._leave_gate(request)
+        self._leave_limits(request)
         self._count_preemption(request)
         self.waiting.appendleft(request)
 
@@ -185,39 +178,46 @@ class Scheduler:
                 computed = self._look_up(request)
                 if computed.writer is not None:
                     continue
-                if not self._may_run(request, self.running):
-                    if request.times_overtaken >= self._max_overtaken:
+                start, known = computed.num_tokens, len(request.sequence.token_ids)
+                stop = self._reach(request, start, min(known, start + budget))
+                if stop is None:
+                    continue
+                if stop == start:
+                    if request.times_bypassed >= self._max_bypassed:
                         return  # or those that run on would keep it out for ever
                     continue
-                start = computed.num_tokens
-                left = len(request.sequence.token_ids) - start
-                count = self._reach(request, start, min(left, budget))
-                allocation = self._allocate(request, computed, count) if count else None
+                allocation = self._allocate(request, computed, stop - start)
                 if allocation is None:
                     return
-                self._enter(request, start, start + count)
+                self._enter(request, start, stop)
                 self._leave_queue(request)
                 self._admitted.append((request, start))
                 request.admitted(start, allocation.missed)
                 if self._hooks is not None:
                     self._hooks.admitted(request, start)
-                scheduled.append(ScheduledTokens(request, start, start + count, count == left))
+                scheduled.append(ScheduledTokens(request, start, stop, stop == known))
                 copies += allocation.copies
-                budget -= count
+                budget -= stop - start
 
-    def _reach(self, request: Request, start: int, count: int) -> int:
-        """How many of the next `count` tokens can be computed now."""
-        if self.gate is None or request.group.extras is None:
-            return count
-        return self.gate.reach(request, start, start + count) - start
+    def _reach(self, request: Request, start: int, stop: int) -> int | None:
+        """How far all limits let the request go: see `Limit.reach`."""
+        for limit in self._limited.get(request, ()):
+            reached = limit.reach(request, start, stop)
+            if reached is None:
+                self.waits_for_inputs = True
+                return None
+            if reached == start:
+                return start
+            stop = reached
+        return stop
 
     def _enter(self, request: Request, start: int, stop: int) -> None:
-        if self.gate is not None and request.group.extras is not None:
-            self.gate.enter(request, start, stop)
+        for limit in self._limited.get(request, ()):
+            limit.enter(request, start, stop)
 
-    def _leave_gate(self, request: Request) -> None:
-        if self.gate is not None and request.group.extras is not None:
-            self.gate.leave(request)
+    def _leave_limits(self, request: Request) -> None:
+        for limit in self._limited.get(request, ()):
+            limit.leave(request)
 
     def _has_room(self, budget: int) -> bool:
         return budget > 0 and len(self.running) < self._max_running
@@ -227,9 +227,7 @@ class Scheduler:
         ranked = []
         era = 0
         for at, request in enumerate(islice(self.waiting, LOOKAHEAD)):
-            if not self._is_ready(request):
-                continue
-            due = request.times_overtaken >= self._max_overtaken
+            due = request.times_bypassed >= self._max_bypassed
             era += due
             hit = 0 if due else self._look_up(request).num_tokens
             ranked.append((era, not due, -hit, at, request))
@@ -259,10 +257,10 @@ class Scheduler:
         return self._manager.allocate_slots(request.sequence, count, read)
 
     def _leave_queue(self, request: Request) -> None:
-        """From waiting to running; everybody it went past is counted as overtaken."""
+        """From waiting to running; everybody that it went past was bypassed."""
         for other in self.waiting:
             if other is request:
                 break
-            other.times_overtaken += 1
+            other.times_bypassed += 1
         self.waiting.remove(request)
         self.running.append(request)

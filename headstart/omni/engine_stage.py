@@ -183,8 +183,19 @@ class EngineStage:
 
     # EngineHooks
 
-    def is_ready(self, request: Request) -> bool:
-        return self._states[request.group.request_id].feed.is_ready(len(request.sequence.token_ids))
+    def applies(self, request: Request) -> bool:
+        return True
+
+    def reach(self, request: Request, start: int, stop: int) -> int | None:
+        """All, once the inputs of all tokens that the request knows are there."""
+        feed = self._states[request.group.request_id].feed
+        return stop if feed.is_ready(len(request.sequence.token_ids)) else None
+
+    def enter(self, request: Request, start: int, stop: int) -> None:
+        pass
+
+    def leave(self, request: Request) -> None:
+        pass
 
     def usable_blocks(self, request: Request, found: ComputedBlocks) -> int:
         return self.rows.usable(request.sequence, found)

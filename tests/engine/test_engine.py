@@ -247,7 +247,7 @@ def test_a_bad_prompt_is_refused_before_any_work(engines: Any, prompt: Any, mess
         ({"eviction": "fifo"}, ConfigError),
         ({"kv_cache_fraction": 1.5}, ConfigError),
         ({"max_num_seqs": 0}, ConfigError),
-        ({"max_overtaken": -1}, ConfigError),
+        ({"max_bypassed": -1}, ConfigError),
         ({"blocksize": 16}, ConfigError),
         ({"num_blocks": None, "kv_cache_memory": 10}, OutOfMemoryError),
         ({"num_blocks": 10**9}, OutOfMemoryError),

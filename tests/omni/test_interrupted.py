@@ -31,13 +31,13 @@ def preempt(speech: Speech, stage: str) -> None:
 @contextmanager
 def held_back(speech: Speech, name: str) -> Iterator[None]:
     """The thinker leaves one request waiting."""
-    inner = speech.thinker.is_ready
+    inner = speech.thinker.reach
 
-    def is_ready(waiting: Request) -> bool:
-        return waiting.group.request_id != name and inner(waiting)
+    def reach(waiting: Request, start: int, stop: int) -> int | None:
+        return None if waiting.group.request_id == name else inner(waiting, start, stop)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speech.thinker, "is_ready", is_ready)
+        patch.setattr(speech.thinker, "reach", reach)
         yield
 
 

@@ -26,7 +26,7 @@ TAKEN: dict[str, Any] = {
     "max_model_len": 99,
     "max_num_batched_tokens": 77,
     "max_num_seqs": 5,
-    "max_overtaken": 3,
+    "max_bypassed": 3,
     "eviction": "lru",
     "deduplicate": False,
     "partial_hits": False,

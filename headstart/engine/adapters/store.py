@@ -16,7 +16,8 @@ holder collects garbage, closes a stream and waits for the engine.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,7 @@ class AdapterStore:
         self._refused: dict[str, AdapterError] = {}
         self._reader = ThreadPoolExecutor(1, "headstart-adapters")
         self._reading: _Reading | None = None
+        self._running: dict[Request, str] = {}  # that have an adapter, to its digest
         self.has_unnamed = False
         """Whether an adapter may be in memory that has no name any more."""
 
@@ -147,38 +149,56 @@ class AdapterStore:
 
     # Memory
 
-    def may_run(self, request: Request, running: Sequence[Request]) -> bool:
-        """Have the request's adapter in memory, if it has one.
+    def applies(self, request: Request) -> bool:
+        """A request with an adapter is limited."""
+        return request.group.adapter is not None
 
-        False while running requests need all the places, and while it is read again, unless
-        nobody runs who could go on meanwhile. Also when it cannot be read, or is another by now:
-        `take_refused` then has the reason.
+    def reach(self, request: Request, start: int, stop: int) -> int:
+        """All, if the request's adapter is in memory, else nothing: it is then read again.
+
+        Nothing, too, while running requests need all the places, and when the adapter cannot be
+        read or has changed: `take_refused` then has the reason.
         """
         adapter, name = request.group.adapter, request.group.request_id
-        if adapter is None:
-            return True
+        if adapter is None or request in self._running:
+            return stop
         if name in self._refused:
-            return False
+            return start
         try:
-            needed = _digests(other.group for other in running)
-            return self._bring_in(adapter, needed, wait=not running)
+            return stop if self._bring_in(adapter) else start
         except AdapterError as error:
             self._refused[name] = error
-            return False
+            return start
+
+    def enter(self, request: Request, start: int, stop: int) -> None:
+        """The request's adapter stays in memory until it leaves."""
+        if request.group.adapter is not None:
+            self._running[request] = request.group.adapter.digest
+
+    def leave(self, request: Request) -> None:
+        """The request's adapter may go."""
+        self._running.pop(request, None)
+
+    def wait_for_reading(self) -> object | None:
+        """Wait until the adapter that is being read is read; the reading, None if there is none."""
+        if self._reading is not None:
+            futures.wait([self._reading.found])
+        return self._reading
 
     def take_refused(self) -> dict[str, AdapterError]:
         """The groups, by id, that can never run, each told once."""
         refused, self._refused = self._refused, {}
         return refused
 
-    def _bring_in(self, adapter: Adapter, needed: set[str], *, wait: bool) -> bool:
+    def _bring_in(self, adapter: Adapter) -> bool:
+        needed = set(self._running.values())
         while not self._is_resident(adapter):
             if len(needed) >= self._config.max_loras:
                 return False
             if self._reading is None:
                 found = self._reader.submit(self._read_again, adapter)
                 self._reading = _Reading(adapter, found)
-            if not wait and not self._reading.found.done():
+            if not self._reading.found.done():
                 return False
             self._end_reading(adapter, needed)
         return True

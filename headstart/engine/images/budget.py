@@ -1,14 +1,14 @@
-"""How far a request with images may be scheduled: to where the encoder cache has no room."""
+"""The encoder budget: how far a request with images is computed while the cache has room."""
 
 from headstart.engine.images.encoder_cache import EncoderCache, PromptImage, PromptImages
 from headstart.engine.request import Request
 from headstart.errors import RequestError
 
-__all__ = ["ImageGate"]
+__all__ = ["EncoderBudget"]
 
 
-class ImageGate:
-    """Holds, for every running request, the images that its next tokens are made of.
+class EncoderBudget:
+    """A limit: holds, for every running request, the images that its next tokens are made of.
 
     `block_size` is given in deterministic mode, where a step computes whole blocks anew: then
     the images of a block are needed until the block is done.
@@ -33,8 +33,12 @@ class ImageGate:
                     f"the encoder cache holds {self._cache.capacity} (encoder_cache_rows)"
                 )
 
+    def applies(self, request: Request) -> bool:
+        """A request with images is limited."""
+        return bool(_images(request))
+
     def reach(self, request: Request, start: int, stop: int) -> int:
-        """How far, from `start` up to `stop`, tokens can be computed now. Changes nothing."""
+        """Up to the first image that has no room."""
         needed: list[PromptImage] = []
         for image in _images(request):
             if image.start >= stop:
@@ -46,7 +50,7 @@ class ImageGate:
         return stop
 
     def enter(self, request: Request, start: int, stop: int) -> None:
-        """Tokens `start` to `stop - 1` are scheduled: hold their images, leave earlier ones."""
+        """Hold the images of tokens `start` to `stop - 1`, leave earlier ones."""
         first = self._first(start)
         held: list[tuple[int, PromptImage]] = []
         for at, image in enumerate(_images(request)):
@@ -59,7 +63,7 @@ class ImageGate:
             self._cache.hold((request, at), image)
 
     def leave(self, request: Request) -> None:
-        """The request runs no longer: it needs none of its images. Again is no error."""
+        """Leave all of the request's images."""
         for at, image in enumerate(_images(request)):
             self._cache.leave((request, at), image)
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.cache import MultiModalItem
 from headstart.cache.identity import MAX_TOKEN_ID
 from headstart.engine.config import EngineConfig
-from headstart.engine.images.budget import ImageGate
+from headstart.engine.images.budget import EncoderBudget
 from headstart.engine.images.encoder_cache import EncoderCache, PromptImage, PromptImages
 from headstart.engine.images.reading import NOBODY, ImageReader, LoadedImage, Tenant, check_sources
 from headstart.engine.images.similar import SimilarImages
@@ -36,14 +36,14 @@ IMAGE_MARK = MAX_TOKEN_ID
 class ImagePrompts:
     """What an engine whose model sees has for images: makes prompts, and keeps embeddings.
 
-    Prompts may be made from several threads; `cache` and `gate` are the engine's.
+    Prompts may be made from several threads; `cache` and `budget` are the engine's.
     """
 
     def __init__(
         self, vision: VisionModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
     ) -> None:
         self.cache = EncoderCache(vision, config.encoder_cache_rows)
-        self.gate = ImageGate(self.cache, config.block_size if config.deterministic else None)
+        self.budget = EncoderBudget(self.cache, config.block_size if config.deterministic else None)
         self._similar = SimilarImages(self.cache)
         self._vision = vision
         self._tokenizer = tokenizer
@@ -122,7 +122,7 @@ class ImagePrompts:
             first, last = int(part[0]), int(part[-1])
             item = MultiModalItem(one.digest, first, last - first + 1)
             images.append(PromptImage(item, one.image, torch.from_numpy(part), one.salt))
-        self.gate.check(tuple(images))
+        self.budget.check(tuple(images))
         placed = [PlacedImage(image.start, image.image.shape) for image in images]
         table = self._vision.positions(len(token_ids), placed)
         positions = None

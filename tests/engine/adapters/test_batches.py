@@ -282,10 +282,7 @@ def test_files_that_changed_meanwhile_are_never_mixed_in(
 
 def test_vllms_spelling(llama: World) -> None:
     llm = LLM(llama.model, num_blocks=64, enable_lora=True, max_loras=4, max_lora_rank=16)
-    asked = [
-        LoRARequest(name, number, str(llama.adapters[name])) if name else None
-        for number, name in enumerate(NAMES, start=1)
-    ]
+    asked = [n and LoRARequest(n, at, str(llama.adapters[n])) for at, n in enumerate(NAMES, 1)]
     outputs = llm.generate(llama.prompts, GREEDY, lora_request=asked, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == llama.expected
     moved = LoRARequest("attention", 1, llama.adapters["one layer"])
@@ -328,11 +325,14 @@ def test_closing_ends_the_thread_that_reads_adapters(llama: World) -> None:
         assert llm.engine.adapters.resident == []
 
 
-def fetch(store: AdapterStore, request: Request, running: list[Request]) -> None:
-    """Have a request's adapter in memory, however long reading it takes."""
-    while not store.may_run(request, running):
-        assert store._reading is not None
-        store._reading.found.exception()  # waits for it
+def fetch(store: AdapterStore, *requests: Request) -> None:
+    """Have the adapters of these requests alone in memory, however long reading them takes."""
+    for request in list(store._running):
+        store.leave(request)
+    for request in requests:
+        while not store.reach(request, 0, 1):
+            assert store.wait_for_reading() is not None
+        store.enter(request, 0, 1)
 
 
 def test_an_interruption_at_any_line_mixes_up_no_adapters(llama: World) -> None:
@@ -351,12 +351,12 @@ def test_an_interruption_at_any_line_mixes_up_no_adapters(llama: World) -> None:
         interruption = Interruption(number - 1, Interrupted(), adapter_store, lora_modules)
         with suppress(Interrupted), interruption as run:
             for one, two in ((0, 1), (2, 1), (2, 0)):
-                fetch(store, requests[one], [])
-                fetch(store, requests[two], [requests[one]])
+                fetch(store, requests[one], requests[two])
                 store.begin_step((digests[at], 2, 1) for at in (one, two))
                 store.end_step()
             store.unload(names[2])
             store.forget_unnamed([])
+        fetch(store)
         if number % 2:
             store.restore()
             store.restore()
@@ -390,7 +390,8 @@ def test_what_was_refused_for_a_request_that_is_gone_is_refused_for_no_other(
     llm.load_adapter("mine", path)
     group = engine.prepare([5], GREEDY, adapter="mine", request_id="name")
     (path / "adapter_config.json").unlink()
-    assert not store.may_run(group.requests[0], [])
+    while not store._refused:
+        assert store.reach(group.requests[0], 0, 1) == 0 and store.wait_for_reading()
     store.restore()
     group = engine.prepare(llama.prompts[1], GREEDY, request_id="name")
     engine.submit(group)

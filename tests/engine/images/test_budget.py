@@ -11,7 +11,7 @@ from torch import Tensor
 from headstart import RequestError
 from headstart.cache import MultiModalItem, TokenSequence
 from headstart.engine.batch import Batch
-from headstart.engine.images.budget import ImageGate
+from headstart.engine.images.budget import EncoderBudget
 from headstart.engine.images.encoder_cache import EncoderCache, PromptImage, PromptImages
 from headstart.engine.prompt import PromptExtras
 from headstart.engine.request import Request
@@ -32,11 +32,10 @@ class ImageBench(Bench):
     """Checks at each step that the rows of all scheduled placeholders are there, and right."""
 
     def __init__(self, capacity: int, *, whole_blocks: bool, **options: int) -> None:
-        super().__init__(**options)
         self.cache = EncoderCache(Rows(), capacity)
         self.whole_blocks = whole_blocks
-        self.gate = ImageGate(self.cache, BLOCK if whole_blocks else None)
-        self.scheduler.gate = self.gate
+        self.budget = EncoderBudget(self.cache, BLOCK if whole_blocks else None)
+        super().__init__(self.budget, **options)
 
     def add_shown(self, name: int, shown: list[Shown], max_tokens: int = 4) -> Request:
         tokens: list[int] = []
@@ -48,12 +47,13 @@ class ImageBench(Bench):
             images.append(PromptImage(item, ProcessedImage({}, (number,), rows), places))
             tokens += [5] * rows
         tokens.append(1000 * name)
-        self.gate.check(tuple(images))
-        request = self.add(tokens, max_tokens)
+        self.budget.check(tuple(images))
+        request = self.make(tokens, max_tokens)
         source = PromptImages(tuple(images), self.cache)
         items = tuple(image.item for image in images)
         request.group.extras = PromptExtras(items, source)
         request.sequence = TokenSequence(request.sequence.request_id, tokens, items=items)
+        self.scheduler.add(request)
         return request
 
     def step(self) -> Batch:

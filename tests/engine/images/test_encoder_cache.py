@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headstart.cache import MultiModalItem
 from headstart.engine.images import budget, encoder_cache
-from headstart.engine.images.budget import ImageGate
+from headstart.engine.images.budget import EncoderBudget
 from headstart.engine.images.encoder_cache import (
     EncoderCache,
     EncoderKey,
@@ -153,7 +153,7 @@ def test_an_interruption_at_any_line_leaves_the_cache_whole() -> None:
     for number in count(1):
         encoder = Encoder()
         cache = EncoderCache(encoder, 30)
-        gate = ImageGate(cache, None)
+        gate = EncoderBudget(cache, None)
         shown = [image(name, offset=10 * at) for at, name in enumerate(numbers)]
         one: Any = Shows(cache, *shown)
         two: Any = Shows(cache, shown[0])

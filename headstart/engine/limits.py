@@ -1,0 +1,39 @@
+"""What limits a step beside tokens, requests and blocks: the protocol that the scheduler asks.
+
+    applies   asked once, when a request is queued
+    reach     asked before each step that the request could be in
+    enter     told of each step that it is in
+    leave     told when it runs no longer
+
+Limits there are: the places for adapters (`adapters/store.py`), the encoder budget of images
+(`images/budget.py`), and in a pipeline the inputs that another stage is still making (`hooks.py`).
+"""
+
+from typing import Protocol
+
+from headstart.engine.request import Request
+
+
+class Limit(Protocol):
+    """Decides how far a request may be computed in a step. None of its methods waits."""
+
+    def applies(self, request: Request) -> bool:
+        """Whether the request can be limited; of others it is told nothing."""
+        ...
+
+    def reach(self, request: Request, start: int, stop: int) -> int | None:
+        """How far the request's tokens can be computed now, from `start` up to `stop`.
+
+        `start` if it must wait for what others hold: it keeps its place, and is not bypassed for
+        ever. None if it waits for inputs of its own: no other request waits for it. Nothing is
+        held yet.
+        """
+        ...
+
+    def enter(self, request: Request, start: int, stop: int) -> None:
+        """Tokens `start` to `stop - 1` are in the step; `reach` has allowed them."""
+        ...
+
+    def leave(self, request: Request) -> None:
+        """The request runs no longer. Again, or of one that never ran, is no error."""
+        ...

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from headstart.cache.eviction import POLICIES
 from headstart.errors import ConfigError
+from headstart.validation import Number, OneOf, check_fields, option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,21 +25,14 @@ class CacheConfig:
     Raises ConfigError.
     """
 
-    num_blocks: int
-    block_size: int = 16
+    num_blocks: int = option(allowed=Number(int, 1))
+    block_size: int = option(16, allowed=Number(int, 1))
     enable_prefix_caching: bool = True
     deduplicate: bool = True
     partial_hits: bool = True
-    eviction: str = "adaptive-lru"
-    ghost_entries: int | None = None
+    eviction: str = option("adaptive-lru", allowed=OneOf(tuple(POLICIES)))
+    ghost_entries: int | None = option(None, allowed=Number(int, 0))
     events: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_blocks < 1:
-            raise ConfigError(f"num_blocks is {self.num_blocks}; it must be at least 1")
-        if self.block_size < 1:
-            raise ConfigError(f"block_size is {self.block_size}; it must be at least 1")
-        if self.eviction not in POLICIES:
-            raise ConfigError(f"eviction {self.eviction!r} is not one of {', '.join(POLICIES)}")
-        if self.ghost_entries is not None and self.ghost_entries < 0:
-            raise ConfigError(f"ghost_entries is {self.ghost_entries}; it must be at least 0")
+        check_fields(self, ConfigError)

@@ -17,8 +17,8 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.text.codec import encode_text
 from headstart.engine.text.limit import TextLimit
-from headstart.engine.validation import check_name, describe
 from headstart.errors import RequestError
+from headstart.validation import check_name, describe
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | PreparedPrompt
 """A text, token ids, vLLM's `{"prompt": ...}` / `{"prompt_token_ids": ...}`, to which may come

@@ -7,6 +7,7 @@ how long its file must be. So a download that broke off is found in milliseconds
 import hashlib
 import json
 import math
+import os
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from headstart.errors import DamagedModelError, ModelError, ModelNotFoundError
 from headstart.models.config_values import LAYER_COUNTS, WIDTHS, check_values, find_values
+from headstart.validation import describe, shorten
 
 __all__ = [
     "BUILT_IN",
@@ -45,11 +47,18 @@ def find_folder(model: str | Path) -> Path:
     """
     if model == BUILT_IN:
         return _built_in_folder()
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ModelNotFoundError(f"{model} is a file; a model is a folder with a config.json")
+    if not isinstance(model, (str, os.PathLike)) or not str(model):
+        raise ModelNotFoundError(
+            f"the model is {describe(model)}; allowed: a folder's path or a hub name (owner/name)"
+        )
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return path
+        if path.exists():
+            raise ModelNotFoundError(f"{model} is a file; a model is a folder with a config.json")
+    except (OSError, RuntimeError) as error:  # too long a name, or no such user for ~user
+        raise ModelNotFoundError(f"there is no folder {shorten(str(model))}: {error}") from error
     name = str(model)
     if isinstance(model, Path) or name.startswith((".", "/", "~", "\\")) or name.count("/") > 1:
         raise ModelNotFoundError(f"there is no folder {model}")

@@ -38,9 +38,6 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name, wanted in _ALWAYS.items():
         if getattr(config, name) != wanted:
             raise ConfigError(f"{name} is {options[name]!r}; in a stage it must be {wanted}")
-    caching = config.enable_prefix_caching
-    if not isinstance(caching, bool):
-        raise ConfigError(f"enable_prefix_caching is {caching!r}; allowed: True or False")
 
 
 def stage_config(node: StageNode) -> EngineConfig:

@@ -59,7 +59,7 @@ def test_an_unknown_policy_is_a_config_error() -> None:
         ConfigError, match="'fifo' is not one of lru, empty-first-lru, adaptive-lru"
     ):
         make_policy("fifo", [])
-    with pytest.raises(ConfigError, match="'fifo' is not one of"):
+    with pytest.raises(ConfigError, match="eviction is 'fifo'; allowed: lru, empty-first-lru"):
         CacheConfig(num_blocks=1, eviction="fifo")
 
 

@@ -216,9 +216,9 @@ def test_a_token_that_is_none_moves_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"num_blocks": 0}, "num_blocks is 0; it must be at least 1"),
-        ({"block_size": 0}, "block_size is 0; it must be at least 1"),
-        ({"ghost_entries": -1}, "ghost_entries is -1; it must be at least 0"),
+        ({"num_blocks": 0}, "num_blocks is 0; allowed: a whole number of at least 1"),
+        ({"block_size": 0}, "block_size is 0; allowed: a whole number of at least 1"),
+        ({"ghost_entries": -1}, "ghost_entries is -1; allowed: a whole number of at least 0"),
     ],
 )
 def test_options_out_of_range_are_config_errors(options: dict[str, int], complaint: str) -> None:

@@ -252,11 +252,20 @@ def test_a_bad_prompt_is_refused_before_any_work(engines: Any, prompt: Any, mess
         ({"num_blocks": None, "kv_cache_memory": 10}, OutOfMemoryError),
         ({"num_blocks": 10**9}, OutOfMemoryError),
         ({"num_blocks": 4, "max_model_len": 65}, OutOfMemoryError),
+        ({"max_model_len": 10**6}, ConfigError),
     ],
 )
 def test_a_bad_option_is_refused(engines: Any, options: dict[str, Any], error: type) -> None:
     with pytest.raises(error):
         engines(**options)
+
+
+def test_a_length_beyond_the_model_s_is_refused(engines: Any) -> None:
+    """It was cut to the model's, and nobody told: prompts were refused that should have fitted."""
+    limit = engines().engine.max_model_len
+    with pytest.raises(ConfigError, match=f"max_model_len is {limit + 1}; allowed: up to {limit},"):
+        engines(max_model_len=limit + 1, num_blocks=2 * limit)
+    assert engines(max_model_len=limit).engine.max_model_len == limit
 
 
 def test_a_sequence_ends_at_the_pool_s_end(engines: Any) -> None:

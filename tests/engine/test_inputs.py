@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from headstart import LLM, LoRARequest, SamplingParams
 from headstart.engine.adapters.request import choose_adapters
 from headstart.engine.text.limit import TextLimit
-from headstart.engine.validation import describe
 from headstart.errors import AdapterError, ConfigError, HeadstartError, RequestError
+from headstart.validation import describe
 from tests.tiny_models import save_tiny
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 from tests.tiny_vision import IDS, save_tiny_vision

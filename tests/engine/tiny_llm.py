@@ -13,7 +13,7 @@ __all__ = ["VOCABULARY", "make_llm", "save_smallest"]
 VOCABULARY = 151
 
 
-def save_smallest(folder: Path, poison: int | None = None) -> Path:
+def save_smallest(folder: Path, poison: int | None = None, positions: int = 256) -> Path:
     """Save the model, the same one each time; the embedding of the token `poison` is infinite."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -23,7 +23,7 @@ def save_smallest(folder: Path, poison: int | None = None) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=256,
+        max_position_embeddings=positions,
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config)

@@ -5,8 +5,8 @@
     engine     models, attention,          omni     engine, cache    server   engine, omni
                tiers, cache                cluster  anything; its router and index only cache
 
-Everyone may import `headstart.errors`, `.version`, `.imports` and `.machine`; the command line may
-import all.
+Everyone may import `headstart.errors`, `.validation`, `.version`, `.imports` and `.machine`; the
+command line may import all.
 """
 
 import subprocess
@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "server": {"engine", "omni"},
     "cluster": {"cache", "tiers", "engine", "server"},
     "errors": set(),
+    "validation": set(),
     "version": set(),
     "imports": set(),
     "machine": set(),
@@ -36,7 +37,7 @@ MODULE_MAY_IMPORT = {
     "headstart.cluster.router": {"cache"},
     "headstart.cluster.index": {"cache"},
 }
-EVERYONE_MAY_IMPORT = {"errors", "version", "imports", "machine"}
+EVERYONE_MAY_IMPORT = {"errors", "validation", "version", "imports", "machine"}
 WITHOUT_TORCH = ("cache", "tiers", "replay")
 
 # Imported inside functions, because a user may do without them.

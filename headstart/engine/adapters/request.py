@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headstart.engine.validation import check_name, describe
 from headstart.errors import RequestError
+from headstart.validation import check_name, describe
 
 __all__ = ["Adapter", "LoRARequest", "choose_adapters"]
 

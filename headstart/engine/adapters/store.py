@@ -26,7 +26,6 @@ from typing import NamedTuple
 from headstart.engine.adapters.request import Adapter, LoRARequest
 from headstart.engine.config import EngineConfig
 from headstart.engine.request import Request, RequestGroup
-from headstart.engine.validation import check_name, check_text, describe
 from headstart.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -38,6 +37,7 @@ from headstart.models.decoder import DecoderModel
 from headstart.models.lora.files import read_weights
 from headstart.models.lora.modules import AdapterRun, LoraLayers
 from headstart.models.lora.stack import ResidentAdapter
+from headstart.validation import check_name, check_utf8, describe
 
 __all__ = ["AdapterStore"]
 
@@ -96,7 +96,7 @@ class AdapterStore:
         if not isinstance(name, str) or not name:
             raise ConfigError(f"an adapter's name is {describe(name)}; it must be a text")
         try:
-            check_text("an adapter's name", name)
+            check_utf8("an adapter's name", name)
         except RequestError as error:
             raise ConfigError(str(error)) from error
         folder = _folder(path)

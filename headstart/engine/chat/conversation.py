@@ -20,8 +20,8 @@ from headstart.engine.chat.messages import Message, check_conversation, check_te
 from headstart.engine.text.codec import Spelling
 from headstart.engine.text.index import TextIndex
 from headstart.engine.text.limit import TextLimit
-from headstart.engine.validation import check_text, shorten
 from headstart.errors import RequestError
+from headstart.validation import check_utf8, shorten
 
 MAX_TEXTS = 4096
 MAX_BYTES = 64 * 2**20
@@ -116,7 +116,7 @@ class ConversationMemory:
             ) from error
         assert isinstance(text, str)
         if self._limit is None:
-            check_text("the conversation", text)
+            check_utf8("the conversation", text)
         else:
             self._limit.check("the conversation", text)
         return text

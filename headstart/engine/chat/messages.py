@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headstart.engine.validation import check_text, describe
 from headstart.errors import RequestError
+from headstart.validation import check_utf8, describe
 
 __all__ = ["Message", "check_conversation", "check_text_content", "kind_of_part"]
 
@@ -24,7 +24,7 @@ def check_conversation(messages: object) -> Sequence[Message]:
         role = message.get("role")
         if not isinstance(role, str) or not role:
             raise RequestError(f"message {place} has the role {describe(role)}; it must be a name")
-        check_text(f"the role of message {place}", role)
+        check_utf8(f"the role of message {place}", role)
     return messages
 
 
@@ -34,7 +34,7 @@ def check_text_content(place: int, content: object) -> str:
     As in vLLM. Raises RequestError.
     """
     if isinstance(content, str):
-        check_text(f"message {place}", content)
+        check_utf8(f"message {place}", content)
         return content
     if not isinstance(content, (list, tuple)) or not content:
         raise RequestError(
@@ -52,7 +52,7 @@ def check_text_content(place: int, content: object) -> str:
                 f"message {place} has a part of type {describe(kind)}; allowed: "
                 '{"type": "text", "text": "..."}'
             )
-        check_text(f"message {place}", text)
+        check_utf8(f"message {place}", text)
         texts.append(text)
     return "\n".join(texts)
 

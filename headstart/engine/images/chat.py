@@ -23,8 +23,8 @@ from headstart.engine.images.prompt import IMAGE_MARK, ImagePrompts
 from headstart.engine.images.reading import ImageSource, LoadedImage, Tenant
 from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.text.codec import Spelling
-from headstart.engine.validation import check_text, describe
 from headstart.errors import RequestError
+from headstart.validation import check_utf8, describe
 
 __all__ = ["ImageChat", "ImageMessages", "ImageSpelling", "read_messages"]
 
@@ -130,7 +130,7 @@ def _read_part(
     kind = kind_of_part(part)
     if kind == "text" and isinstance(part, Mapping) and isinstance(part.get("text"), str):
         text: str = part["text"]
-        check_text(f"message {place}", text)
+        check_utf8(f"message {place}", text)
         if _OPEN in text or _CLOSE in text:
             raise RequestError(f"message {place} has U+FDD0 or U+FDD1, which are no characters")
         return {"type": "text", "text": quote(text)}

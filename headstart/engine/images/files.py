@@ -7,8 +7,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from headstart.engine.validation import describe, shorten
 from headstart.errors import RequestError
+from headstart.validation import describe, shorten
 
 __all__ = ["ImageSource", "read_data_url", "read_source"]
 

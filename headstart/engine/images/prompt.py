@@ -23,9 +23,9 @@ from headstart.engine.images.similar import SimilarImages
 from headstart.engine.outputs import ImageUse
 from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
 from headstart.engine.text.codec import encode_text
-from headstart.engine.validation import describe
 from headstart.errors import RequestError
 from headstart.models.vision import PlacedImage, VisionModel
+from headstart.validation import describe
 
 __all__ = ["IMAGE_MARK", "ImagePrompts", "make_image_prompts"]
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from headstart.engine.images.encoder_cache import EncoderKey
 from headstart.engine.images.files import ImageSource, read_source
 from headstart.engine.images.perceptual_hash import Look, look_of
-from headstart.engine.validation import shorten
 from headstart.errors import RequestError
 from headstart.models.vision import ProcessedImage, VisionModel
+from headstart.validation import shorten
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -4,7 +4,7 @@ import torch
 
 from headstart.attention import PagedKVMemory
 from headstart.engine.config import EngineConfig
-from headstart.errors import OutOfMemoryError
+from headstart.errors import ConfigError, OutOfMemoryError
 from headstart.machine import available_memory
 from headstart.models.decoder import DecoderModel
 
@@ -50,14 +50,20 @@ def count_blocks(config: EngineConfig, decoder: DecoderModel, encoder_row: int) 
 def longest_sequence(config: EngineConfig, model_limit: int, num_blocks: int) -> int:
     """Tokens of the longest sequence: what the model, the pool and the options allow.
 
-    Raises OutOfMemoryError when `max_model_len` was asked for and does not fit the pool.
+    Raises ConfigError when `max_model_len` is more than the model takes, and OutOfMemoryError
+    when it does not fit the pool.
     """
     capacity = num_blocks * config.block_size
     if config.max_model_len is None:
         return min(model_limit, capacity)
+    if config.max_model_len > model_limit:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}; allowed: up to {model_limit}, the positions "
+            "that the model was made for"
+        )
     if config.max_model_len > capacity:
         raise OutOfMemoryError(
             f"max_model_len is {config.max_model_len}; the {num_blocks:,} KV blocks of "
             f"{config.block_size} hold {capacity} tokens"
         )
-    return min(model_limit, config.max_model_len)
+    return config.max_model_len

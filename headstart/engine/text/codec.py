@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from headstart.engine.validation import describe, shorten
 from headstart.errors import RequestError
+from headstart.validation import describe, shorten
 
 __all__ = ["Spelling", "encode_text"]
 

@@ -12,8 +12,8 @@ from functools import cached_property
 from transformers import PreTrainedTokenizerBase
 
 from headstart.engine.text.codec import encode_text
-from headstart.engine.validation import check_text
 from headstart.errors import RequestError
+from headstart.validation import check_utf8
 
 __all__ = ["TextLimit"]
 
@@ -38,7 +38,7 @@ class TextLimit:
 
         Costs one pass over the text; the vocabulary is looked at once, for the first long text.
         """
-        size = check_text(what, text)
+        size = check_utf8(what, text)
         if size <= self._max_model_len * _LEAST_LONGEST:
             return
         if size > self.max_bytes:

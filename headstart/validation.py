@@ -1,0 +1,205 @@
+"""Checks of what callers hand over, and how a wrong value is shown in an error.
+
+A dataclass of options is checked from its fields alone: what a value may be is its annotation,
+and a range stands beside the default.
+
+>>> @dataclass
+... class Options:
+...     name: str | None = option(None, "who asks")
+...     count: int = option(1, "how many", Number(int, 1))
+>>> check_fields(Options(count=0), ValueError)
+Traceback (most recent call last):
+ValueError: count is 0; allowed: a whole number of at least 1
+>>> check_fields(Options(name=3), ValueError)
+Traceback (most recent call last):
+ValueError: name is 3; allowed: a text or None
+"""
+
+import math
+import reprlib
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, Protocol, Union, get_args, get_origin, get_type_hints
+
+from headstart.errors import RequestError
+
+__all__ = [
+    "OneOf",
+    "Number",
+    "check_fields",
+    "check_name",
+    "check_utf8",
+    "describe",
+    "option",
+    "shorten",
+]
+
+_MAX_TEXT = 300
+_MAX_INTEGER_BITS = 256
+
+
+class _Repr(reprlib.Repr):
+    """`repr` with bounds on length and depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxstring = self.maxother = 80
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to spell integers of more than 4,300 digits."""
+        bits = x.bit_length()
+        return repr(x) if bits <= _MAX_INTEGER_BITS else f"an integer of {bits} bits"
+
+
+_REPR = _Repr()
+
+
+def describe(value: Any) -> str:
+    """A value for the text of an error: short and printable whatever the value is."""
+    try:
+        return shorten(_REPR.repr(value))
+    except Exception:  # a class may raise anything when it is asked for its `repr`
+        return f"a {type(value).__name__}"
+
+
+def shorten(text: str) -> str:
+    """The text of at most 300 characters, in which half characters are spelled as escapes."""
+    short = text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
+    return short.encode("utf-8", "backslashreplace").decode()
+
+
+def check_utf8(what: str, text: str) -> int:
+    """The length of a text in UTF-8, in bytes.
+
+    Raises RequestError for a lone surrogate, which UTF-8 cannot spell and no tokenizer takes.
+    """
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise RequestError(
+            f"{what} has the lone surrogate U+{code:04X} at character {error.start}; allowed: "
+            "text that UTF-8 can encode"
+        ) from error
+
+
+def check_name(what: str, name: object) -> None:
+    """Refuse a name that is neither None nor a text of at least one character, in UTF-8."""
+    if name is None:
+        return
+    if not isinstance(name, str) or not name:
+        raise RequestError(
+            f"{what} is {describe(name)}, a {type(name).__name__}; allowed: None or a text of at "
+            "least one character"
+        )
+    check_utf8(what, name)
+
+
+class Allowed(Protocol):
+    """What a value may be, and how an error says it."""
+
+    def __contains__(self, value: object) -> bool: ...
+
+    def __str__(self) -> str: ...
+
+
+_MAX_FLOAT = sys.float_info.max
+
+
+class Number(NamedTuple):
+    """A number of a kind, finite, from `low` (or just above it) to `high`. True is none."""
+
+    kind: type[int] | type[float]
+    low: float
+    high: float = math.inf
+    above_low: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        kinds = (int,) if self.kind is int else (int, float)
+        if not isinstance(value, kinds) or isinstance(value, bool) or value == math.inf:
+            return False
+        if self.kind is float and not -_MAX_FLOAT <= value <= _MAX_FLOAT:
+            return False  # an integer that no float can hold
+        return self.low <= value <= self.high and not (self.above_low and value == self.low)
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.kind is int else "a number"
+        if self.above_low:
+            limits = f"above {self.low}"
+            return f"{kind} {limits}" + ("" if self.high == math.inf else f", up to {self.high}")
+        if self.high == math.inf:
+            return f"{kind} of at least {self.low}"
+        return f"{kind} from {self.low} to {self.high}"
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of a few values."""
+
+    values: tuple[Any, ...]
+
+    def __contains__(self, value: object) -> bool:
+        return type(value) in map(type, self.values) and value in self.values
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.values))
+
+
+class _Instance(NamedTuple):
+    """Anything of a type."""
+
+    kind: type
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, self.kind)
+
+    def __str__(self) -> str:
+        return {bool: "True or False", str: "a text"}.get(self.kind, f"a {self.kind.__name__}")
+
+
+class _OrNone(NamedTuple):
+    allowed: Allowed
+
+    def __contains__(self, value: object) -> bool:
+        return value is None or value in self.allowed
+
+    def __str__(self) -> str:
+        return f"{self.allowed} or None"
+
+
+def option(default: Any = MISSING, help_text: str = "", allowed: Allowed | None = None) -> Any:
+    """A dataclass field with its help, and the range of its values if the type does not say it."""
+    return field(default=default, metadata={"help": help_text, "allowed": allowed})
+
+
+def check_fields(options: Any, error: type[Exception]) -> None:
+    """Raise `error` if a field of a dataclass has a value that its type or range rules out.
+
+    A field that may be of several types, besides None, is left to its own check.
+    """
+    kind: Any = type(options)
+    for name, allowed in _allowed_values(kind).items():
+        value = getattr(options, name)
+        if value not in allowed:
+            raise error(f"{name} is {describe(value)}; allowed: {allowed}")
+
+
+@cache
+def _allowed_values(kind: Any) -> Mapping[str, Allowed]:
+    hints = get_type_hints(kind)
+    found: dict[str, Allowed] = {}
+    for one in fields(kind):
+        hint = hints[one.name]
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        plain = [each for each in kinds if each is not NoneType]
+        allowed: Allowed | None = one.metadata.get("allowed")
+        if allowed is None and len(plain) == 1 and isinstance(plain[0], type):
+            assert plain[0] not in (int, float), f"{one.name}: give its range"
+            allowed = _Instance(plain[0])
+        if allowed is not None:
+            found[one.name] = allowed if len(plain) == len(kinds) else _OrNone(allowed)
+    return found

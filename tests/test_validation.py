@@ -1,0 +1,138 @@
+"""Every option is checked by its type and range, from the fields themselves."""
+
+import math
+from dataclasses import Field, dataclass, fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headstart import LLM
+from headstart.cache import CacheConfig
+from headstart.engine.config import EngineConfig
+from headstart.engine.params import SamplingParams
+from headstart.errors import ConfigError, ModelNotFoundError, RequestError
+from headstart.validation import Number, OneOf, check_fields, option
+
+# None of them is a value of any option, save a text, a number and True of those of their type.
+WRONG: list[Any] = ["2", b"2", 2.5, True, math.nan, math.inf, [2], {"a": 1}, object(), np.ones(3)]
+OWN_CHECK = {"stop", "stop_token_ids"}
+
+Make = Any
+
+
+def _engine(**options: Any) -> EngineConfig:
+    return EngineConfig(**options)
+
+
+def _cache(**options: Any) -> CacheConfig:
+    return CacheConfig(**({"num_blocks": 4} | options))
+
+
+def _sampling(**options: Any) -> SamplingParams:
+    return SamplingParams(**options)
+
+
+CASES = [
+    pytest.param(make, error, field, id=f"{kind.__name__}.{field.name}")
+    for kind, make, error in (
+        (EngineConfig, _engine, ConfigError),
+        (CacheConfig, _cache, ConfigError),
+        (SamplingParams, _sampling, RequestError),
+    )
+    for field in fields(kind)
+    if field.name not in OWN_CHECK
+]
+
+
+def _fits(kind: str, value: object) -> bool:
+    """Whether the annotation allows the value's type; the test of ranges is another."""
+    names = {"str": str, "bool": bool, "float": (int, float), "int": int}
+    wanted = names[kind.removesuffix(" | None")]
+    if isinstance(value, bool):
+        return wanted is bool
+    return isinstance(value, wanted) and value == value and value != math.inf  # type: ignore
+
+
+@pytest.mark.parametrize(("make", "error", "field"), CASES)
+def test_a_value_of_another_type(make: Make, error: type[Exception], field: Field[Any]) -> None:
+    """`LLM(num_threads="2")` was a TypeError of a comparison, or went on to torch."""
+    kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
+    kind = kind or str(field.type)
+    values = [value for value in WRONG if not _fits(kind, value)]
+    assert len(values) >= len(WRONG) - 4
+    for value in values:
+        with pytest.raises(error, match=rf"^{field.name} is .*; allowed: ") as raised:
+            make(**{field.name: value})
+        assert len(str(raised.value)) < 600
+    if kind.endswith("| None"):
+        make(**{field.name: None})
+    else:
+        with pytest.raises(error, match=f"^{field.name} is None; allowed: "):
+            make(**{field.name: None})
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"num_threads": "2"}, "num_threads is '2'; allowed: a whole number of at least 1 or None"),
+        ({"num_blocks": 0}, "num_blocks is 0; allowed: a whole number of at least 1 or None"),
+        ({"max_overtaken": -1}, "max_overtaken is -1; allowed: a whole number of at least 0"),
+        ({"kv_cache_fraction": 0}, "kv_cache_fraction is 0; allowed: a number above 0, up to 1"),
+        ({"block_size": 3}, "block_size is 3; allowed: 1, 2, 4, 8, 16, 32, 64, 128"),
+        ({"block_size": True}, "block_size is True; allowed: 1, 2"),
+        ({"dtype": "int8"}, "dtype is 'int8'; allowed: auto, float32, bfloat16, float16"),
+        ({"device": 3}, "device is 3; allowed: a text"),
+        ({"debug": 1}, "debug is 1; allowed: True or False"),
+    ],
+)
+def test_what_is_allowed_is_said(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{complaint}"):
+        LLM("headstart-tiny", **options)
+
+
+@pytest.mark.parametrize(
+    "model", [None, "", b"headstart-tiny", 3, "~no such user/model", "a" * 5000]
+)
+def test_what_is_no_model(model: Any) -> None:
+    """None was a TypeError of pathlib; "" was the folder that the process ran in."""
+    with pytest.raises(ModelNotFoundError, match=r"allowed: a folder's path|there is no folder"):
+        LLM(model)
+
+
+@dataclass
+class _Options:
+    name: str = "a"
+    size: int | None = option(None, "how much", Number(int, 1, 3))
+    share: float = option(0.5, allowed=Number(float, 0, 1))
+    kind: str | None = option("x", allowed=OneOf(("x", "y")))
+    either: int | str = 3
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"name": None}, "name is None; allowed: a text"),
+        ({"size": 4}, "size is 4; allowed: a whole number from 1 to 3 or None"),
+        ({"size": 2.0}, "size is 2.0; allowed: a whole number"),
+        ({"share": 10**400}, "share is an integer of 1329 bits; allowed: a number from 0 to 1"),
+        ({"kind": "z"}, "kind is 'z'; allowed: x, y or None"),
+    ],
+)
+def test_fields_are_checked(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=f"^{complaint}"):
+        check_fields(_Options(**options), ValueError)
+
+
+def test_fields_that_are_right() -> None:
+    check_fields(_Options(), ValueError)
+    check_fields(_Options("b", 3, 1, None, either="text"), ValueError)
+
+
+def test_a_number_without_a_range_is_a_mistake_of_ours() -> None:
+    @dataclass
+    class Unbounded:
+        count: int = 3
+
+    with pytest.raises(AssertionError, match="count: give its range"):
+        check_fields(Unbounded(), ValueError)

@@ -34,6 +34,7 @@ from headstart.engine.sampling.sampler import SampledToken, Sampler
 from headstart.engine.scheduler import Scheduler
 from headstart.engine.startup.sizing import count_blocks, longest_sequence
 from headstart.engine.step import Choice, OpenStep, Phase, StepResult, choose_tokens
+from headstart.engine.text.limit import TextLimit
 from headstart.errors import EngineError, RequestError
 from headstart.models.decoder import DecoderModel
 from headstart.models.vision import VisionModel, load_vision
@@ -70,10 +71,9 @@ class Engine:
         self.model.attach(backend)
         self.images = make_image_prompts(parts.vision, parts.tokenizer, config)
         self.adapters = AdapterStore(self.model, config)
+        self.text_limit = TextLimit(parts.tokenizer, parts.max_model_len)
         self._maker = RequestMaker(
-            InputProcessor(
-                parts.tokenizer, self.model.vocab_size, parts.max_model_len, self.images
-            ),
+            InputProcessor(parts.tokenizer, self.model.vocab_size, self.text_limit, self.images),
             parts.tokenizer,
             self.adapters,
             self.model.eos_token_ids,
@@ -110,7 +110,7 @@ class Engine:
         config: EngineConfig,
         hooks: EngineHooks | None = None,
     ) -> "Engine":
-        """An engine for a model that is loaded. Raises OutOfMemoryError."""
+        """An engine for a model that is loaded. Raises ConfigError or OutOfMemoryError."""
         vision = load_vision(decoder, tokenizer)
         blocks = count_blocks(config, decoder, vision.bytes_per_row if vision is not None else 0)
         limit = longest_sequence(config, decoder.max_model_len, blocks)

@@ -63,13 +63,12 @@ class InputProcessor:
         self,
         tokenizer: PreTrainedTokenizerBase | None,
         vocab_size: int,
-        max_model_len: int,
+        limit: TextLimit,
         images: ImagePrompts | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self._limit = TextLimit(tokenizer, max_model_len)
+        self._limit = limit
         self._images = images
 
     def process(self, prompt: Prompt, tenant: Tenant = NOBODY) -> PreparedPrompt:
@@ -190,10 +189,11 @@ class InputProcessor:
                 raise self._no_token(token_id)
 
     def _check_length(self, count: int) -> None:
-        if count >= self._max_model_len:
+        longest = self._limit.max_model_len
+        if count >= longest:
             raise RequestError(
                 f"the prompt has {count} tokens; with room for one more it may have "
-                f"{self._max_model_len - 1} at the most (max_model_len {self._max_model_len})"
+                f"{longest - 1} at the most (max_model_len {longest})"
             )
 
 

@@ -14,6 +14,7 @@ from headstart.engine.inputs import InputProcessor
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
+from headstart.engine.text.limit import TextLimit
 from headstart.errors import RequestError, UnsupportedModelError
 from headstart.models.files import find_folder, read_json
 from headstart.models.omni.qwen2_5 import Qwen25Omni
@@ -89,7 +90,11 @@ class Omni:
         graph = written or read_graph(self.graph)
         self.pipeline = graph.with_options(told).build(self._stages.factories)
         self._thinker = self.pipeline.stages["thinker"]
-        self._inputs = InputProcessor(self._stages.tokenizer, self._stages.vocab_size, sys.maxsize)
+        self._inputs = InputProcessor(
+            self._stages.tokenizer,
+            self._stages.vocab_size,
+            TextLimit(self._stages.tokenizer, sys.maxsize),  # the thinker knows its own
+        )
         self._names = itertools.count()
 
     @property

@@ -14,7 +14,6 @@ from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.request import RequestGroup
-from headstart.engine.text.limit import TextLimit
 
 Conversation = Sequence[Message]
 """A chat so far: dicts with "role" and "content"."""
@@ -30,7 +29,7 @@ class ChatRequests:
         self._engine = engine
         self._lock = threading.Lock()
         self._images: ImageChat | None = None
-        limit = TextLimit(engine.tokenizer, engine.max_model_len)
+        limit = engine.text_limit
         if engine.images is None:
             self._memory = ConversationMemory(engine.tokenizer, limit=limit)
         else:

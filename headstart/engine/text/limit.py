@@ -31,7 +31,8 @@ class TextLimit:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, max_model_len: int) -> None:
         self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
+        """Tokens of the longest sequence."""
 
     def check(self, what: str, text: str) -> None:
         """Refuse a text that is too long or has a lone surrogate. Raises RequestError.
@@ -39,19 +40,19 @@ class TextLimit:
         Costs one pass over the text; the vocabulary is looked at once, for the first long text.
         """
         size = check_utf8(what, text)
-        if size <= self._max_model_len * _LEAST_LONGEST:
+        if size <= self.max_model_len * _LEAST_LONGEST:
             return
         if size > self.max_bytes:
             raise RequestError(
                 f"{what} has {size:,} bytes of text; allowed: {self.max_bytes:,} at most "
-                f"(max_model_len {self._max_model_len})"
+                f"(max_model_len {self.max_model_len})"
             )
 
     def check_messages(self, count: int) -> None:
         """Refuse a conversation of more messages than tokens. Raises RequestError."""
-        if count > self._max_model_len:
+        if count > self.max_model_len:
             raise RequestError(
-                f"the conversation has {count:,} messages; allowed: {self._max_model_len:,} at "
+                f"the conversation has {count:,} messages; allowed: {self.max_model_len:,} at "
                 "most (max_model_len)"
             )
 
@@ -60,10 +61,10 @@ class TextLimit:
         """The longest text in UTF-8 bytes that may fit."""
         tokenizer = self._tokenizer
         if tokenizer is None:
-            return self._max_model_len * _LEAST_LONGEST
+            return self.max_model_len * _LEAST_LONGEST
         longest = max(len(token.encode("utf-8", "replace")) for token in tokenizer.get_vocab())
         factor = 1 if _is_lossless(tokenizer) else _SHRINK
-        return self._max_model_len * max(longest, _LEAST_LONGEST) * factor
+        return self.max_model_len * max(longest, _LEAST_LONGEST) * factor
 
 
 def _is_lossless(tokenizer: PreTrainedTokenizerBase) -> bool:

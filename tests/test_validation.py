@@ -77,7 +77,7 @@ def test_a_value_of_another_type(make: Make, error: type[Exception], field: Fiel
     [
         ({"num_threads": "2"}, "num_threads is '2'; allowed: a whole number of at least 1 or None"),
         ({"num_blocks": 0}, "num_blocks is 0; allowed: a whole number of at least 1 or None"),
-        ({"max_overtaken": -1}, "max_overtaken is -1; allowed: a whole number of at least 0"),
+        ({"max_bypassed": -1}, "max_bypassed is -1; allowed: a whole number of at least 0"),
         ({"kv_cache_fraction": 0}, "kv_cache_fraction is 0; allowed: a number above 0, up to 1"),
         ({"block_size": 3}, "block_size is 3; allowed: 1, 2, 4, 8, 16, 32, 64, 128"),
         ({"block_size": True}, "block_size is True; allowed: 1, 2"),

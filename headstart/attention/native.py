@@ -22,9 +22,10 @@ from headstart.attention.checks import (
 )
 from headstart.attention.layout import LayerLayout, StepPlan
 from headstart.attention.memory import PagedKVMemory
-from headstart.attention.native_step import BlockTables, CallStruct, NativeStep
+from headstart.attention.native_step import BlockTables, NativeStep
 from headstart.attention.shared import SharedPlan, SharedPlanner, SharingCost
 from headstart.attention.torch_ops import TorchAttention
+from headstart.native.bindings import AttentionCall
 
 __all__ = ["NativeAttention"]
 
@@ -50,8 +51,6 @@ class NativeAttention:
         check_memory(memory)
         self._memory = memory
         self._run = library.headstart_attend
-        self._run.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-        self._run.restype = None
         self._torch = TorchAttention(memory, share=share)
         self._calls = [_make_call(memory, layer) for layer in range(len(memory.layouts))]
         self._tables = BlockTables(memory.num_blocks)
@@ -131,7 +130,7 @@ class NativeAttention:
         return CompiledCall(ctypes.addressof(step.struct), ctypes.addressof(call))
 
     def _prepare(
-        self, layer_idx: int, call: CallStruct, rows: RowShapes, options: AttentionOptions
+        self, layer_idx: int, call: AttentionCall, rows: RowShapes, options: AttentionOptions
     ) -> NativeStep:
         """Fill the call's scalar fields; returns the step for a layer of these options."""
         check_rows(rows, self._memory.layouts[layer_idx], len(self._nonfinite))
@@ -196,12 +195,12 @@ def _covered(layout: LayerLayout) -> bool:
     return layout.key_dim % 2 == 0 and fewest > 0 and most <= _MAX_DIM
 
 
-def _make_call(memory: PagedKVMemory, layer: int) -> CallStruct | None:
+def _make_call(memory: PagedKVMemory, layer: int) -> AttentionCall | None:
     """What is the same in every call of a layer; None if torch operations serve it."""
     layout = memory.layouts[layer]
     if not _covered(layout):
         return None
-    return CallStruct(
+    return AttentionCall(
         keys=memory.keys[layer].data_ptr(),
         values=memory.values[layer].data_ptr(),
         kv_heads=layout.kv_heads,

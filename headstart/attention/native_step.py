@@ -6,7 +6,6 @@ members' rows, and what is left of a member is another. Results of a row's sever
 partial and get merged.
 """
 
-import ctypes
 import itertools
 from collections.abc import Sequence
 
@@ -17,60 +16,16 @@ import torch
 from headstart.attention.layout import Span, StepPlan
 from headstart.attention.shared import SharedPlan
 from headstart.errors import EngineError
+from headstart.native.bindings import AttentionStep, Merger, Segment
 
-__all__ = ["BlockTables", "CallStruct", "NativeStep", "StepStruct"]
+__all__ = ["BlockTables", "NativeStep"]
 
 IntArray = npt.NDArray[np.int32]
-Strides = ctypes.c_int64 * 2
 
-# Fields of a segment, as `Segment` of native/attention.h has them.
-_FIRST_POSITION, _LAST_KEY = 2, 5
+_FIRST_POSITION = Segment._fields.index("first_position")
+_LAST_KEY = Segment._fields.index("last_key")
 # Fewer keys than this are read sooner than another thread is woken and its result merged.
 PIECE_KEYS = 512
-
-
-class StepStruct(ctypes.Structure):
-    """AttentionStep of native/attention.h."""
-
-    _fields_ = (
-        ("slots", ctypes.c_void_p),
-        ("tables", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("segments", ctypes.c_void_p),
-        ("mergers", ctypes.c_void_p),
-        ("parts", ctypes.c_void_p),
-        ("partials", ctypes.c_void_p),
-        ("nonfinite", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_int32),
-        ("num_segments", ctypes.c_int32),
-        ("num_mergers", ctypes.c_int32),
-        ("block_shift", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-    )
-
-
-class CallStruct(ctypes.Structure):
-    """AttentionCall of native/attention.h."""
-
-    _fields_ = (
-        ("query", ctypes.c_void_p),
-        ("key", ctypes.c_void_p),
-        ("value", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("sinks", ctypes.c_void_p),
-        ("query_strides", Strides),
-        ("key_strides", Strides),
-        ("value_strides", Strides),
-        ("heads", ctypes.c_int32),
-        ("kv_heads", ctypes.c_int32),
-        ("key_dim", ctypes.c_int32),
-        ("value_dim", ctypes.c_int32),
-        ("window", ctypes.c_int32),
-        ("scaling", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-    )
 
 
 class BlockTables:
@@ -133,28 +88,25 @@ class NativeStep:
         self._rows: list[int] = []  # of runs; those of spans are in order, and go before
         self._parts: dict[int, list[int]] = {}  # partial results by token
         self._owners: list[int] = []  # the span of each segment behind those of runs
-        segments = self._runs(plan) + self._rests(plan)
-        self._segments = np.array(segments, dtype=np.int32)
+        self._segments = np.array(self._runs(plan) + self._rests(plan), dtype=np.int32)
         self._contexts = _decoding_contexts(plan)
         self._slots = plan.slots.contiguous()
-        parts = [part for some in self._parts.values() for part in some]
-        self._arrays = (
-            self._tables,
-            np.array([*range(self._num_tokens), *self._rows], dtype=np.int32),
-            self._segments,
-            _mergers(self._parts),
-            np.array(parts, dtype=np.int32),
-        )
-        self.struct = StepStruct(
-            self._slots.data_ptr(),
-            *(array.ctypes.data for array in self._arrays),
-            None,
-            None,
-            self._num_tokens,
-            len(segments),
-            len(self._parts),
-            block_size.bit_length() - 1,
-            torch.get_num_threads(),
+        rows = np.array([*range(self._num_tokens), *self._rows], dtype=np.int32)
+        mergers = _mergers(self._parts)
+        parts = np.array([*itertools.chain(*self._parts.values())], dtype=np.int32)
+        self._pointed_to = (rows, mergers, parts)
+        self.struct = AttentionStep(
+            slots=self._slots.data_ptr(),
+            tables=self._tables.ctypes.data,
+            rows=rows.ctypes.data,
+            segments=self._segments.ctypes.data,
+            mergers=mergers.ctypes.data,
+            parts=parts.ctypes.data,
+            num_tokens=self._num_tokens,
+            num_segments=len(self._segments),
+            num_mergers=len(mergers),
+            block_shift=block_size.bit_length() - 1,
+            threads=torch.get_num_threads(),
         )
 
     def take(
@@ -191,9 +143,9 @@ class NativeStep:
         self._parts.setdefault(token, []).append(number)
         return number
 
-    def _runs(self, plan: StepPlan) -> list[tuple[int, ...]]:
+    def _runs(self, plan: StepPlan) -> list[Segment]:
         """The segments of runs; they go first, as they take longest."""
-        segments: list[tuple[int, ...]] = []
+        segments: list[Segment] = []
         if self._shared is None:
             return segments
         indices = [index for index, span in enumerate(plan.spans) if span.num_rows == 1]
@@ -202,36 +154,39 @@ class NativeStep:
             rows = [plan.spans[index].first_row for index in members]
             numbers = [self._add_part(row) for row in rows]
             segments.append(
-                (
-                    self._num_tokens + len(self._rows),
-                    len(rows),
-                    run.last,  # a position from which every row sees all of the run
-                    members[0] * self._tables.shape[1],
-                    run.first,
-                    run.last,
-                    numbers[0],
+                Segment(
+                    first_row=self._num_tokens + len(self._rows),
+                    num_rows=len(rows),
+                    first_position=run.last,  # from where every row sees all of the run
+                    table=members[0] * self._tables.shape[1],
+                    first_key=run.first,
+                    last_key=run.last,
+                    partial=numbers[0],
                 )
             )
             self._rows += rows
         return segments
 
-    def _rests(self, plan: StepPlan) -> list[tuple[int, ...]]:
+    def _rests(self, plan: StepPlan) -> list[Segment]:
         """What spans attend to by themselves."""
         firsts = iter(self._shared.own_first if self._shared is not None else ())
-        segments: list[tuple[int, ...]] = []
+        segments: list[Segment] = []
         for index, span in enumerate(plan.spans):
             first = next(firsts, 0) if span.num_rows == 1 else 0
             borders = self._borders(span, first)
             partial = first > 0 or len(borders) > 2
-            start = (
-                span.first_row,
-                span.num_rows,
-                span.context - span.num_rows,
-                index * self._tables.shape[1],
-            )
             for low, high in itertools.pairwise(borders):
-                part = self._add_part(span.first_row) if partial else -1
-                segments.append((*start, low, high, part))
+                segments.append(
+                    Segment(
+                        first_row=span.first_row,
+                        num_rows=span.num_rows,
+                        first_position=span.context - span.num_rows,
+                        table=index * self._tables.shape[1],
+                        first_key=low,
+                        last_key=high,
+                        partial=self._add_part(span.first_row) if partial else -1,
+                    )
+                )
                 self._owners.append(index)
         return segments
 
@@ -253,6 +208,12 @@ def _decoding_contexts(plan: StepPlan) -> IntArray | None:
 
 
 def _mergers(parts: dict[int, list[int]]) -> IntArray:
-    """For each token int32 `[token, first part, last part]`, parts being counted end to end."""
-    ends = np.cumsum([0, *map(len, parts.values())])
-    return np.array([*zip(parts, ends[:-1], ends[1:], strict=True)], dtype=np.int32)
+    """A `Merger` for each token, parts being counted end to end."""
+    ends = itertools.pairwise(itertools.accumulate(map(len, parts.values()), initial=0))
+    return np.array(
+        [
+            Merger(token=token, first_part=first, last_part=last)
+            for token, (first, last) in zip(parts, ends, strict=True)
+        ],
+        dtype=np.int32,
+    )

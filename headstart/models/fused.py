@@ -20,7 +20,9 @@ from headstart.attention.backend import (
     CompiledCall,
     RowShapes,
 )
-from headstart.models.packed import PackedLinear, WeightStruct, has_memory, kernels
+from headstart.models.packed import PackedLinear, has_memory
+from headstart.native import library
+from headstart.native.bindings import Layer, LayerRun, Norm
 
 __all__ = ["Angles", "FusedLayer", "FusedLayers", "FusedMLP", "FusedNorm", "FusionSwitch"]
 
@@ -36,30 +38,8 @@ class FusionSwitch:
     backend: AttentionBackend | None = None
 
 
-class _NormStruct(ctypes.Structure):
-    """`Norm` of native/layer.cpp; all zeros where there is none."""
-
-    _fields_ = (("weight", ctypes.c_void_p), ("epsilon", ctypes.c_float))
-
-
-class _LayerStruct(ctypes.Structure):
-    """`Layer` of native/layer.cpp."""
-
-    _fields_ = (
-        *((name, WeightStruct) for name in ("q", "k", "v", "o", "gate", "up", "down")),
-        *((name, _NormStruct) for name in ("before", "after", "q_heads", "k_heads")),
-        ("head_dim", ctypes.c_int64),
-    )
-
-
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of rotary positions, each `[1, rows, head_dim]`."""
-
-
-class _RunStruct(ctypes.Structure):
-    """`LayerRun` of native/layer.cpp."""
-
-    _fields_ = (("layer", ctypes.c_void_p), ("step", ctypes.c_void_p), ("call", ctypes.c_void_p))
 
 
 class FusedNorm:
@@ -67,7 +47,7 @@ class FusedNorm:
 
     def __init__(self, module: nn.Module) -> None:
         weight, epsilon = _norm_parts(module)
-        found = kernels()
+        found = library()
         assert found is not None
         self._function = found.headstart_rms_norm
         self._module, self._weight, self._epsilon = module, weight, epsilon
@@ -96,11 +76,11 @@ class FusedMLP:
     """`down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, module: nn.Module, switch: FusionSwitch) -> None:
-        found = kernels()
+        found = library()
         assert found is not None
         self._function = found.headstart_mlp
         self._module, self._switch = module, switch
-        self._struct, self._kept = _LayerStruct(), _mlp_parts(module)
+        self._struct, self._kept = Layer(), _mlp_parts(module)
         _fill(self._struct, self._kept)
         self._address = ctypes.addressof(self._struct)
 
@@ -130,7 +110,7 @@ class FusedLayer:
     """
 
     def __init__(self, layer: nn.Module, switch: FusionSwitch, options: AttentionOptions) -> None:
-        found = kernels()
+        found = library()
         assert found is not None
         self._before = found.headstart_before_attention
         self._after = found.headstart_after_attention
@@ -152,10 +132,10 @@ class FusedLayer:
         self.widths = [weights[name].out_features for name in "qkv"]
         weights |= _mlp_parts(layer.get_submodule("mlp"))
         self._check_shapes(weights, {name: norm[0] for name, norm in norms.items()})
-        self._struct = _LayerStruct(head_dim=self.head_dim)
+        self._struct = Layer(head_dim=self.head_dim)
         _fill(self._struct, weights)
         for name, (weight, epsilon) in norms.items():
-            setattr(self._struct, name, _NormStruct(weight.data_ptr(), epsilon))
+            setattr(self._struct, name, Norm(weight=weight.data_ptr(), epsilon=epsilon))
         self._kept = (weights, norms)
         self.address = ctypes.addressof(self._struct)
 
@@ -240,14 +220,14 @@ class FusedLayers:
     """
 
     def __init__(self, layers: Sequence[FusedLayer]) -> None:
-        found = kernels()
+        found = library()
         assert found is not None
         self._function = found.headstart_layers
         self._layers = tuple(layers)
         self._alike = (
             len({(layer.head_dim, layer.hidden_size, *layer.widths) for layer in layers}) == 1
         )
-        self._runs = (_RunStruct * len(layers))()
+        self._runs = (LayerRun * len(layers))()
         for run, layer in zip(self._runs, layers, strict=True):
             run.layer = layer.address
 
@@ -311,7 +291,7 @@ def _mlp_parts(module: nn.Module) -> dict[str, PackedLinear]:
     return {"gate": gate, "up": up, "down": down}
 
 
-def _fill(struct: _LayerStruct, weights: dict[str, PackedLinear]) -> None:
+def _fill(struct: Layer, weights: dict[str, PackedLinear]) -> None:
     for name, linear in weights.items():
         setattr(struct, name, linear.packed.struct)
 

@@ -13,23 +13,15 @@ import math
 import torch
 from torch import Tensor
 
-from headstart.models.packed import PackedWeight, kernels
+from headstart.models.packed import PackedWeight
+from headstart.native import library
+from headstart.native.bindings import Screen
 
 __all__ = ["LikeliestHead", "likeliest"]
 
 _ALIGNMENT = 64
 _MOST_INPUTS = 32_768  # whose sums of 8-bit products fit in 32 bits
 _LONGEST_PAUSE = 255  # steps
-
-
-class _ScreenStruct(ctypes.Structure):
-    """`Screen` of native/greedy_head.cpp."""
-
-    _fields_ = (
-        ("panels", ctypes.c_void_p),
-        ("inputs", ctypes.c_int64),
-        ("outputs", ctypes.c_int64),
-    )
 
 
 def likeliest(logits: Tensor) -> list[int]:
@@ -57,22 +49,15 @@ class LikeliestHead:
     """
 
     def __init__(self, weight: PackedWeight) -> None:
-        found = kernels()
+        found = library()
         assert found is not None and weight.bias is None and weight.inputs <= _MOST_INPUTS
-        address, number, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        found.headstart_screen_bytes.argtypes = (number, number)
-        found.headstart_screen_bytes.restype = number
-        found.headstart_screen.argtypes = (address, address, threads)
-        found.headstart_screen.restype = None
-        found.headstart_likeliest.argtypes = (address, address, address, number, address, threads)
-        found.headstart_likeliest.restype = None
-        self._choose = found.headstart_likeliest
+        self._choose = found.headstart_greedy_tokens
         self.weight = weight
         """What the logits are the products with."""
         size = found.headstart_screen_bytes(weight.outputs, weight.inputs)
         self._panels = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
         start = self._panels.data_ptr() + -self._panels.data_ptr() % _ALIGNMENT
-        self._struct = _ScreenStruct(start, weight.inputs, weight.outputs)
+        self._struct = Screen(panels=start, inputs=weight.inputs, outputs=weight.outputs)
         self._screen = ctypes.addressof(self._struct)
         self._exact = ctypes.addressof(weight.struct)
         found.headstart_screen(self._exact, self._screen, torch.get_num_threads())

@@ -14,56 +14,20 @@ from torch import Tensor, nn
 
 from headstart.models.prefetch import ReadyMemory
 from headstart.native import library
+from headstart.native.bindings import Weight
 
 __all__ = [
     "Arena",
     "PackedEmbedding",
     "PackedLinear",
     "PackedWeight",
-    "WeightStruct",
     "can_pack",
     "has_memory",
-    "kernels",
     "map_pages",
 ]
 
 _PANEL = 32  # outputs
 _ALIGNMENT = 4096
-
-
-class WeightStruct(ctypes.Structure):
-    """`Weight` of native/linear.h."""
-
-    _fields_ = (
-        ("panels", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("inputs", ctypes.c_int64),
-        ("outputs", ctypes.c_int64),
-    )
-
-
-def kernels() -> ctypes.CDLL | None:
-    """The library, the functions of linear.cpp and layer.cpp declared; None if there is none."""
-    found = library()
-    if found is not None and found.headstart_linear.argtypes is None:
-        address, number, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        for name, arguments in {
-            "huge_pages": (address, number),
-            "map_pages": (address, number),
-            "pack": (address, number, number, address, threads),
-            "rows": (address, address, number, address, threads),
-            "linear": (address, address, number, address, threads),
-            "rms_norm": (address, ctypes.c_float, address, number, number, address, threads),
-            "mlp": (address, address, number, address, threads),
-            "before_attention": (
-                *(address, address, number, address, address, address, address, address, threads),
-            ),
-            "after_attention": (address, address, address, number, address, threads),
-            "layers": (address, number, address, number, address, address, threads),
-        }.items():
-            function = getattr(found, f"headstart_{name}")
-            function.argtypes, function.restype = arguments, None
-    return found
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -113,7 +77,7 @@ class Arena:
 
     def close(self) -> None:
         """Everything is written that will be."""
-        found = kernels()
+        found = library()
         assert found is not None
         found.headstart_huge_pages(self._memory.data_ptr(), self._used)
 
@@ -124,7 +88,7 @@ def map_pages(weights: Iterable[Tensor]) -> None:
     Nothing happens to weights in memory of their own, to subclasses of `Tensor`, or without the
     compiled kernels.
     """
-    found = kernels()
+    found = library()
     if found is not None:
         for weight in filter(has_memory, weights):
             found.headstart_map_pages(weight.data_ptr(), weight.nbytes)
@@ -134,7 +98,7 @@ class PackedWeight:
     """A weight bfloat16 `[outputs, inputs]` in panels, with its bias `[outputs]` if it has one."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, arena: Arena | None = None):
-        found = kernels()
+        found = library()
         assert found is not None, "can_pack() is asked first"
         assert can_pack(weight)
         outputs, inputs = weight.shape
@@ -150,11 +114,11 @@ class PackedWeight:
     def _set_bias(self, bias: Tensor | None) -> None:
         assert bias is None or (bias.dtype == torch.bfloat16 and bias.shape == (self.outputs,))
         self.bias = None if bias is None else bias.detach().clone()
-        self.struct = WeightStruct(
-            self.panels_address,
-            None if self.bias is None else self.bias.data_ptr(),
-            self.inputs,
-            self.outputs,
+        self.struct = Weight(
+            panels=self.panels_address,
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            inputs=self.inputs,
+            outputs=self.outputs,
         )
         """What kernels take; it points into memory that this object owns."""
         self._address = ctypes.addressof(self.struct)

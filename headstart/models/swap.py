@@ -30,10 +30,10 @@ from headstart.models.packed import (
     PackedWeight,
     can_pack,
     has_memory,
-    kernels,
     map_pages,
 )
 from headstart.models.prefetch import ReadyMemory
+from headstart.native import library
 
 __all__ = ["accelerate"]
 
@@ -50,7 +50,7 @@ def accelerate(model: PreTrainedModel, ready_memory: ReadyMemory | None = None) 
     compiled kernels, on another device than the CPU or in another dtype than bfloat16.
     """
     switch = FusionSwitch()
-    if kernels() is None or model.dtype != torch.bfloat16 or model.device.type != "cpu":
+    if library() is None or model.dtype != torch.bfloat16 or model.device.type != "cpu":
         return switch
     with torch.inference_mode():
         map_pages(model.parameters())

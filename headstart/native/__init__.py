@@ -4,9 +4,9 @@ The library needs an x86 CPU with AVX-512, its bf16 and its VNNI instructions. W
 built or the CPU is another one `library()` is None, and whoever asks does the same in torch
 operations. `HEADSTART_NATIVE=0` in the environment switches it off.
 
-Kernels take plain numbers and addresses (ctypes); each caller declares the functions that it
-uses. They run on the threads of torch's own OpenMP library: a second pool would fight with the
-first for the cores.
+Kernels take plain numbers, addresses and structs (ctypes), as `bindings` declares them. They run
+on the threads of torch's own OpenMP library: a second pool would fight with the first for the
+cores.
 """
 
 import ctypes
@@ -18,11 +18,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from headstart.machine import cpu_flags
+from headstart.native import bindings
 
 __all__ = ["advise", "is_usable", "library", "pointer"]
 
 # The number in native.h: a library built from other sources than these is not used.
-INTERFACE = 5
+INTERFACE = 6
 
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
 """What the kernels ask of a CPU, as Linux spells it."""
@@ -66,7 +67,7 @@ def pointer(function: object) -> int:
 def _threaded() -> ctypes.CDLL | None:
     found, functions = _load(_FOLDER), _openmp()
     if found is not None and functions is not None:
-        found.headstart_native_threads(*(ctypes.c_void_p(address) for address in functions))
+        found.headstart_native_threads(*functions)
     return found
 
 
@@ -84,9 +85,27 @@ def _open(path: Path) -> ctypes.CDLL | None:
         found = ctypes.CDLL(str(path))
     except OSError:  # built for another machine
         return None
-    if found.headstart_native_interface() != INTERFACE or not found.headstart_native_usable():
+    if found.headstart_native_interface() != INTERFACE or not _runs_here(found):
         return None
+    if (wrong := _wrong_layout(found)) is not None:
+        _log.warning("compiled kernels are not used: %s", wrong)
+        return None
+    bindings.declare(found)
     return found
+
+
+def _runs_here(library: ctypes.CDLL) -> bool:
+    """Whether this CPU has the instructions that the library is compiled for."""
+    return bool(library.headstart_native_usable())
+
+
+def _wrong_layout(library: ctypes.CDLL) -> str | None:
+    """Where a struct of the library and of `bindings` differ first; None if none does."""
+    here, there = bindings.expected_layout(), bindings.library_layout(library)
+    for name in here | there:
+        if here.get(name) != there.get(name):
+            return f"{name} is {there.get(name)} in C++ and {here.get(name)} in Python (bytes)"
+    return None
 
 
 def _openmp() -> list[int] | None:

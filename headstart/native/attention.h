@@ -1,7 +1,7 @@
 // Paged attention in bf16: what Python hands over, and how the work is cut.
 //
-// The structs are mirrored field by field in headstart/attention/native.py. Strides count
-// elements. Positions count tokens from the start of a sequence.
+// bindings.py mirrors Segment, Merger, AttentionStep and AttentionCall field by field. Strides
+// count elements. Positions count tokens from the start of a sequence.
 #pragma once
 
 #include "native.h"

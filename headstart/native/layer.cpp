@@ -5,19 +5,13 @@
 //
 // Whatever transformers rounds to bf16 between its operations is rounded here too, so both differ
 // only where sums are taken in another order.
-#include "attention.h"
-#include "linear.h"
+#include "layer.h"
 
 using namespace headstart;
 
 namespace {
 
 constexpr int64_t CHUNK = 512;  // rows of an intermediate that is not kept
-
-struct Norm {
-    const bf16* weight;  // nullptr: none
-    float epsilon;
-};
 
 // x / (1 + e^-x), to a relative error of 1e-5: a hundredth of what rounding to bf16 does
 inline __m512 silu(__m512 x) {
@@ -120,13 +114,6 @@ void rotate(bf16* x, int64_t dim, const bf16* cos, const bf16* sin) {
     }
 }
 
-// Everything of one layer that stays the same; Norms may be none, see there.
-struct Layer {
-    Weight q, k, v, o, gate, up, down;
-    Norm before, after, q_heads, k_heads;
-    int64_t head_dim;
-};
-
 // Rotary positions of some rows: each [rows, head_dim].
 struct Angles {
     const bf16* cos;
@@ -202,21 +189,6 @@ void after_attention(const Layer& layer, const bf16* attended, const bf16* hidde
 }  // namespace
 
 extern "C" {
-
-// A layer in one step; the call's query, key, value and out are of no meaning.
-struct LayerRun {
-    const Layer* layer;
-    const AttentionStep* step;
-    const AttentionCall* call;
-};
-
-// Bytes of the structs that Python mirrors, in the order of tests/native/test_structs.py.
-void headstart_struct_bytes(int64_t* bytes) {
-    const size_t found[] = {sizeof(AttentionStep), sizeof(AttentionCall), sizeof(Segment),
-                            sizeof(Merger),        sizeof(Weight),        sizeof(Norm),
-                            sizeof(Layer),         sizeof(LayerRun)};
-    for (const size_t size : found) *bytes++ = static_cast<int64_t>(size);
-}
 
 // out bf16 [rows, width] = x normalised by its root mean square, times the weight
 void headstart_rms_norm(const bf16* weight, float epsilon, const bf16* x, int64_t rows,

@@ -1,11 +1,17 @@
-// Whether this machine can run the kernels, and the threads that they run on.
+// Whether this machine can run the kernels, how their structs lie, and the threads they run on.
 #include "native.h"
 
 #include <atomic>
+#include <cstddef>
 
 #ifdef __linux__
 #include <sched.h>
 #endif
+
+#include "layer.h"
+#include "screen.h"
+
+using namespace headstart;
 
 namespace {
 
@@ -82,7 +88,49 @@ void headstart::run_parallel(Body body, void* data, int threads) {
     gomp_parallel(enter, &region, static_cast<unsigned>(threads), 0);
 }
 
+// Bytes of a struct, or of a field from the struct's beginning.
+struct LayoutEntry {
+    const char* name;
+    int64_t bytes;
+};
+
+#define SIZE(type) {#type, sizeof(type)}
+#define FIELD(type, field) {#type "." #field, offsetof(type, field)}
+
 extern "C" {
+
+// The structs that bindings.py mirrors; the last entry has no name. Data, as no CPU has to be asked
+// before it is read.
+extern const LayoutEntry headstart_layout[];
+const LayoutEntry headstart_layout[] = {
+    SIZE(Segment), FIELD(Segment, first_row), FIELD(Segment, num_rows),
+    FIELD(Segment, first_position), FIELD(Segment, table), FIELD(Segment, first_key),
+    FIELD(Segment, last_key), FIELD(Segment, partial),
+    SIZE(Merger), FIELD(Merger, token), FIELD(Merger, first_part), FIELD(Merger, last_part),
+    SIZE(AttentionStep), FIELD(AttentionStep, slots), FIELD(AttentionStep, tables),
+    FIELD(AttentionStep, rows), FIELD(AttentionStep, segments), FIELD(AttentionStep, mergers),
+    FIELD(AttentionStep, parts), FIELD(AttentionStep, partials), FIELD(AttentionStep, nonfinite),
+    FIELD(AttentionStep, num_tokens), FIELD(AttentionStep, num_segments),
+    FIELD(AttentionStep, num_mergers), FIELD(AttentionStep, block_shift),
+    FIELD(AttentionStep, threads),
+    SIZE(AttentionCall), FIELD(AttentionCall, query), FIELD(AttentionCall, key),
+    FIELD(AttentionCall, value), FIELD(AttentionCall, out), FIELD(AttentionCall, keys),
+    FIELD(AttentionCall, values), FIELD(AttentionCall, sinks),
+    FIELD(AttentionCall, query_strides), FIELD(AttentionCall, key_strides),
+    FIELD(AttentionCall, value_strides), FIELD(AttentionCall, heads),
+    FIELD(AttentionCall, kv_heads), FIELD(AttentionCall, key_dim),
+    FIELD(AttentionCall, value_dim), FIELD(AttentionCall, window), FIELD(AttentionCall, scaling),
+    FIELD(AttentionCall, softcap),
+    SIZE(Weight), FIELD(Weight, panels), FIELD(Weight, bias), FIELD(Weight, inputs),
+    FIELD(Weight, outputs),
+    SIZE(Norm), FIELD(Norm, weight), FIELD(Norm, epsilon),
+    SIZE(Layer), FIELD(Layer, q), FIELD(Layer, k), FIELD(Layer, v), FIELD(Layer, o),
+    FIELD(Layer, gate), FIELD(Layer, up), FIELD(Layer, down), FIELD(Layer, before),
+    FIELD(Layer, after), FIELD(Layer, q_heads), FIELD(Layer, k_heads), FIELD(Layer, head_dim),
+    SIZE(LayerRun), FIELD(LayerRun, layer), FIELD(LayerRun, step), FIELD(LayerRun, call),
+    SIZE(Screen), FIELD(Screen, panels), FIELD(Screen, inputs), FIELD(Screen, outputs),
+    {nullptr, 0},
+};
 
 int headstart_native_interface() { return HEADSTART_NATIVE_INTERFACE; }
 

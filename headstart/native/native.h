@@ -11,9 +11,9 @@
 #include <cstdint>
 #include <thread>
 
-// Changes with any exported signature or struct; headstart/native/__init__.py holds the same
-// number, so that a library built from older sources is not used.
-constexpr int HEADSTART_NATIVE_INTERFACE = 5;
+// Changes with any exported signature; headstart/native/__init__.py holds the same number, so that a
+// library built from older sources is not used. Signatures and structs stand in bindings.py.
+constexpr int HEADSTART_NATIVE_INTERFACE = 6;
 
 namespace headstart {
 

@@ -22,7 +22,7 @@ from headstart.attention import (
     native_step,
 )
 from headstart.attention.backend import RowShapes
-from headstart.attention.native_step import StepStruct
+from headstart.native.bindings import AttentionStep
 from tests.attention.rows import BLOCK, OPTIONS, Sequence, check, run_step
 
 LIBRARY = native.library()
@@ -236,7 +236,7 @@ def test_layers_that_share_and_layers_that_do_not_have_room_of_their_own() -> No
         ]
     finally:
         torch.set_num_threads(before)
-    steps = [StepStruct.from_address(call.step) for call in calls if call is not None]
+    steps = [AttentionStep.from_address(call.step) for call in calls if call is not None]
     assert len({step.partials for step in steps}) == 2
     assert {step.partials for step in steps} == {
         room.data_ptr() for room in backend._partials.values()

@@ -6,14 +6,14 @@ from transformers import LlamaForCausalLM
 
 from headstart.attention import AttentionOptions, Span, StepPlan
 from headstart.errors import EngineError
-from headstart.models import packed
 from headstart.models.fused import FusedLayer, FusedMLP, FusedNorm, FusionSwitch
 from headstart.models.packed import PackedLinear, PackedWeight
 from headstart.models.swap import accelerate
+from headstart.native import library
 from tests.models.paged import BLOCK, Paged
 from tests.tiny_models import TINY
 
-pytestmark = pytest.mark.skipif(packed.kernels() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
 
 def llama() -> LlamaForCausalLM:

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart.models.greedy_head import LikeliestHead, likeliest
-from headstart.models.packed import PackedWeight, kernels
+from headstart.models.packed import PackedWeight
+from headstart.native import library
 
-needs_kernels = pytest.mark.skipif(kernels() is None, reason="no compiled kernels here")
+needs_kernels = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
 BF16 = torch.bfloat16
 NAN, INF = float("nan"), float("inf")

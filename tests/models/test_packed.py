@@ -15,11 +15,11 @@ from headstart.models.packed import (
     PackedLinear,
     PackedWeight,
     can_pack,
-    kernels,
     map_pages,
 )
+from headstart.native import library
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
 BF16 = torch.bfloat16
 # Widths beside the kernels' own: pairs, panels of 32, unrolled by 4 pairs, cut after 640 pairs.

@@ -11,7 +11,6 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headstart.attention import Span, StepPlan
-from headstart.models import packed
 from headstart.models.compatibility.paged_kv import probe_model
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.fused import FusedLayers
@@ -19,10 +18,11 @@ from headstart.models.greedy_head import likeliest
 from headstart.models.plain import AngleTable
 from headstart.models.simplify import simplify
 from headstart.models.swap import accelerate
+from headstart.native import library
 from tests.models.paged import Paged, Sequence
 from tests.tiny_models import TINY, VOCABULARY, tiny_config
 
-pytestmark = pytest.mark.skipif(packed.kernels() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
 # Whose hidden rows come part by part, and whose from transformers' decoder; the logits of others
 # are no plain products with the LM head, or its weight is not packed (Gemma scales embeddings).

@@ -10,11 +10,12 @@ import torch
 from headstart.errors import DamagedModelError, ModelNotFoundError
 from headstart.models import prefetch
 from headstart.models.loader import load_model
-from headstart.models.packed import Arena, PackedWeight, kernels
+from headstart.models.packed import Arena, PackedWeight
 from headstart.models.prefetch import ReadyMemory, read_ahead
+from headstart.native import library
 from tests.tiny_models import TINY
 
-needs_kernels = pytest.mark.skipif(kernels() is None, reason="no compiled kernels here")
+needs_kernels = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
 MEGABYTE = 1 << 20
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from headstart.models import packed
 from headstart.models.loader import load_model
 from headstart.models.packed import PackedLinear, can_pack, has_memory, map_pages
 from headstart.models.simplify import simplify
 from headstart.models.swap import accelerate
+from headstart.native import library
 from tests.models.paged import Paged
 from tests.tiny_models import TINY
 
@@ -97,7 +97,7 @@ def test_weights_of_a_subclass_stay_and_their_modules_run(kind: str) -> None:
     engine.decoder.attach(engine.backend)
     assert sum(isinstance(weight, Quantized) for weight in model.parameters()) == count
     linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    assert bool(linears) == (packed.kernels() is not None)
+    assert bool(linears) == (library() is not None)
     sequence = engine.add(PROMPT)
     engine.step([(sequence, 5)])
     engine.step([(sequence, 2)])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from headstart.models import packed, swap
+from headstart.models import swap
 from headstart.models.fused import FusedLayer, FusedMLP, FusedNorm
 from headstart.models.loader import load_model
 from headstart.models.lora.files import LoraPair, LoraWeights
@@ -19,10 +19,11 @@ from headstart.models.lora.modules import AdapterRun, LoraLayers
 from headstart.models.lora.stack import ResidentAdapter
 from headstart.models.packed import PackedEmbedding, PackedLinear, PackedWeight
 from headstart.models.swap import accelerate
+from headstart.native import library
 from tests.models.paged import Paged
 from tests.tiny_models import TINY, VOCABULARY, tiny_config
 
-pytestmark = pytest.mark.skipif(packed.kernels() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
 LINEAR = {PackedLinear, PackedEmbedding, nn.Linear}
 FUSED = {FusedLayer, FusedMLP, FusedNorm}
@@ -245,7 +246,7 @@ def test_nothing_is_swapped_where_kernels_do_not_fit(monkeypatch: pytest.MonkeyP
         model = TINY["llama"]().to(dtype)
         accelerate(model)
         assert kinds(model) == {nn.Linear: 22}
-    monkeypatch.setattr(swap, "kernels", lambda: None)
+    monkeypatch.setattr(swap, "library", lambda: None)
     model = tiny("llama")
     accelerate(model)
     assert kinds(model) == {nn.Linear: 22}

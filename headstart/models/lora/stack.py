@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from headstart.models.lora.files import LoraPair, LoraWeights
-from headstart.models.packed import PackedWeight, can_pack, kernels
+from headstart.models.packed import PackedWeight, can_pack
+from headstart.native import library
 
 __all__ = ["AdapterStack", "StackedLayer"]
 
@@ -36,7 +37,7 @@ class Product:
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix
-        self._packs = kernels() is not None and can_pack(matrix)
+        self._packs = library() is not None and can_pack(matrix)
         self._packed: PackedWeight | None = None
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,0 +1,207 @@
+"""The compiled kernels as Python calls them: every shared struct and every function's signature.
+
+Each struct has the name and the fields that it has in C++, where a comment says what they hold:
+
+    attention.h   Segment, Merger, AttentionStep, AttentionCall
+    linear.h      Weight
+    layer.h       Norm, Layer, LayerRun
+    screen.h      Screen
+
+A field on one side alone would shift all behind it, so the library says how its structs lie
+(`headstart_layout` in native.cpp), and a library that differs from this file is not used.
+"""
+
+import ctypes
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from typing import NamedTuple
+
+__all__ = [
+    "AttentionCall",
+    "AttentionStep",
+    "Layer",
+    "LayerRun",
+    "Merger",
+    "Norm",
+    "Screen",
+    "Segment",
+    "Weight",
+    "declare",
+    "expected_layout",
+    "library_layout",
+]
+
+
+class Segment(NamedTuple):
+    """Fields of int32: a row of an array `[segments, 7]`."""
+
+    first_row: int
+    num_rows: int
+    first_position: int
+    table: int
+    first_key: int
+    last_key: int
+    partial: int
+
+
+class Merger(NamedTuple):
+    """Fields of int32: a row of an array `[mergers, 3]`."""
+
+    token: int
+    first_part: int
+    last_part: int
+
+
+class AttentionStep(ctypes.Structure):
+    """What all layers of a step with the same plan share."""
+
+    _fields_ = (
+        ("slots", c_void_p),
+        ("tables", c_void_p),
+        ("rows", c_void_p),
+        ("segments", c_void_p),
+        ("mergers", c_void_p),
+        ("parts", c_void_p),
+        ("partials", c_void_p),
+        ("nonfinite", c_void_p),
+        ("num_tokens", c_int32),
+        ("num_segments", c_int32),
+        ("num_mergers", c_int32),
+        ("block_shift", c_int32),
+        ("threads", c_int32),
+    )
+
+
+_Strides = c_int64 * 2
+
+
+class AttentionCall(ctypes.Structure):
+    """One layer's attention."""
+
+    _fields_ = (
+        ("query", c_void_p),
+        ("key", c_void_p),
+        ("value", c_void_p),
+        ("out", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("sinks", c_void_p),
+        ("query_strides", _Strides),
+        ("key_strides", _Strides),
+        ("value_strides", _Strides),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("key_dim", c_int32),
+        ("value_dim", c_int32),
+        ("window", c_int32),
+        ("scaling", c_float),
+        ("softcap", c_float),
+    )
+
+
+class Weight(ctypes.Structure):
+    """A packed weight and its bias."""
+
+    _fields_ = (
+        ("panels", c_void_p),
+        ("bias", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+    )
+
+
+class Norm(ctypes.Structure):
+    """All zeros where there is none."""
+
+    _fields_ = (("weight", c_void_p), ("epsilon", c_float))
+
+
+class Layer(ctypes.Structure):
+    """The weights of a decoder layer."""
+
+    _fields_ = (
+        *((name, Weight) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, Norm) for name in ("before", "after", "q_heads", "k_heads")),
+        ("head_dim", c_int64),
+    )
+
+
+class LayerRun(ctypes.Structure):
+    """A layer in one step."""
+
+    _fields_ = (("layer", c_void_p), ("step", c_void_p), ("call", c_void_p))
+
+
+class Screen(ctypes.Structure):
+    """The 8-bit copy of an LM head's weight."""
+
+    _fields_ = (("panels", c_void_p), ("inputs", c_int64), ("outputs", c_int64))
+
+
+_ROWS: tuple[type[NamedTuple], ...] = (Segment, Merger)
+_STRUCTS = (AttentionStep, AttentionCall, Weight, Norm, Layer, LayerRun, Screen)
+
+# Arguments, then the result. Addresses are c_void_p, which takes integers and `ctypes.byref`.
+_FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
+    "native_threads": ((c_void_p, c_void_p, c_void_p), None),
+    "native_sum": ((c_int64, c_int, c_void_p), c_int64),
+    "map_pages": ((c_void_p, c_int64), None),
+    "huge_pages": ((c_void_p, c_int64), None),
+    "attend": ((c_void_p, c_void_p), None),
+    "pack": ((c_void_p, c_int64, c_int64, c_void_p, c_int), None),
+    "rows": ((c_void_p, c_void_p, c_int64, c_void_p, c_int), None),
+    "linear": ((c_void_p, c_void_p, c_int64, c_void_p, c_int), None),
+    "rms_norm": ((c_void_p, c_float, c_void_p, c_int64, c_int64, c_void_p, c_int), None),
+    "mlp": ((c_void_p, c_void_p, c_int64, c_void_p, c_int), None),
+    "before_attention": (
+        (c_void_p, c_void_p, c_int64, *(c_void_p,) * 5, c_int),
+        None,
+    ),
+    "after_attention": ((c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int), None),
+    "layers": ((c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int), None),
+    "screen_bytes": ((c_int64, c_int64), c_int64),
+    "screen": ((c_void_p, c_void_p, c_int), None),
+    "greedy_tokens": ((c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int), None),
+}
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Give every kernel its signature, so that ctypes converts its arguments as C++ wants them."""
+    for name, (arguments, result) in _FUNCTIONS.items():
+        function = getattr(library, f"headstart_{name}")
+        function.argtypes, function.restype = arguments, result
+
+
+def expected_layout() -> dict[str, int]:
+    """Bytes of each struct, and of each of its fields from the struct's beginning, by name.
+
+    >>> expected_layout()["Merger"], expected_layout()["Merger.first_part"]
+    (12, 4)
+    """
+    found: dict[str, int] = {}
+    for row in _ROWS:
+        found[row.__name__] = len(row._fields) * ctypes.sizeof(c_int32)
+        for number, field in enumerate(row._fields):
+            found[f"{row.__name__}.{field}"] = number * ctypes.sizeof(c_int32)
+    for struct in _STRUCTS:
+        found[struct.__name__] = ctypes.sizeof(struct)
+        for field, *_ in struct._fields_:
+            found[f"{struct.__name__}.{field}"] = getattr(struct, field).offset
+    return found
+
+
+class _LayoutEntry(ctypes.Structure):
+    """`LayoutEntry` of native.cpp."""
+
+    _fields_ = (("name", ctypes.c_char_p), ("bytes", c_int64))
+
+
+def library_layout(library: ctypes.CDLL) -> dict[str, int]:
+    """The same as the library has it. It is data, so it is told on any CPU."""
+    first = _LayoutEntry.in_dll(library, "headstart_layout")
+    entries = ctypes.cast(ctypes.byref(first), ctypes.POINTER(_LayoutEntry))
+    found: dict[str, int] = {}
+    number = 0
+    while (name := entries[number].name) is not None:
+        found[name.decode()] = entries[number].bytes
+        number += 1
+    return found

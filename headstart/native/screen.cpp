@@ -1,0 +1,230 @@
+// Making the 8-bit copy of a weight, multiplying by it, and the bounds of the products.
+#include "screen.h"
+
+#include <cmath>
+
+using namespace headstart;
+
+namespace {
+
+constexpr int STEPS = 32512;        // 127 * 256: a row's largest number
+constexpr float LARGE = 0x1p50f;    // what is larger has no bound, so that nothing overflows
+constexpr float SMALL = 0x1p-100f;  // what is smaller is zero to the screen
+
+inline __m512 flushed(__m512 x) {
+    const __mmask16 normal = _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(0x1p-126f),
+                                                _CMP_NLT_UQ);
+    return _mm512_maskz_mov_ps(normal, x);
+}
+
+// 16 outputs of a panel of pairs, the weights of input 2k or 2k + 1.
+inline __m512 weights(const uint32_t* pairs, int64_t inputs, int64_t input) {
+    if (input >= inputs) return _mm512_setzero_ps();
+    const __m512i both = _mm512_loadu_si512(pairs + input / 2 * PANEL);
+    const __m512i one = input % 2 == 0 ? _mm512_slli_epi32(both, 16)
+                                       : _mm512_and_si512(both, _mm512_set1_epi32(-65536));
+    return flushed(_mm512_castsi512_ps(one));
+}
+
+// 16 outputs of one panel.
+void quantise(const uint32_t* pairs, const Screen& screen, int64_t panel, int half) {
+    __m512 most = _mm512_setzero_ps();
+    __mmask16 boundless = 0;
+    for (int64_t i = 0; i < screen.inputs; i++) {
+        const __m512 w = _mm512_abs_ps(weights(pairs, screen.inputs, i));
+        boundless |= _mm512_cmp_ps_mask(w, _mm512_set1_ps(LARGE), _CMP_NLE_UQ);
+        most = _mm512_max_ps(most, w);
+    }
+    const __mmask16 kept =
+        _mm512_cmp_ps_mask(most, _mm512_set1_ps(SMALL), _CMP_GE_OQ) & ~boundless;
+    const __m512 full = _mm512_set1_ps(127.0f);
+    const __m512 scale = _mm512_maskz_div_ps(kept, most, full);
+    const __m512 inverse = _mm512_maskz_div_ps(kept, full, most);
+    __m512 squares = _mm512_setzero_ps(), errors = _mm512_setzero_ps();
+    uint8_t* out = screen.panel(panel) + 64 * half;
+    for (int64_t q = 0; q < screen.quads(); q++) {
+        __m512i four = _mm512_setzero_si512();
+        for (int i = 3; i >= 0; i--) {
+            const __m512 w = weights(pairs, screen.inputs, 4 * q + i);
+            const __m512i integer =
+                _mm512_maskz_cvtps_epi32(kept, _mm512_mul_ps(w, inverse));
+            const __m512 error = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(integer), scale, w);
+            squares = _mm512_fmadd_ps(w, w, squares);
+            errors = _mm512_fmadd_ps(error, error, errors);
+            four = _mm512_or_si512(_mm512_slli_epi32(four, 8),
+                                   _mm512_add_epi32(integer, _mm512_set1_epi32(128)));
+        }
+        _mm512_store_si512(out + q * 4 * PANEL, four);
+    }
+    // Roots of sums in fp32, made a little larger than they can be.
+    const float inputs = static_cast<float>(screen.inputs);
+    const __m512 more = _mm512_set1_ps(1.0f + (inputs + 64) * 0x1p-23f);
+    const __m512 away = _mm512_mul_ps(_mm512_sqrt_ps(errors), more);
+    const __m512 length = _mm512_fmadd_ps(_mm512_sqrt_ps(squares), more, away);
+    __m512 bound = _mm512_fmadd_ps(length, _mm512_set1_ps((inputs + 64) * 0x1p-23f), away);
+    bound = _mm512_add_ps(bound, _mm512_set1_ps(0x1p-50f));  // squares that were flushed
+    bound = _mm512_mask_mov_ps(bound, boundless, _mm512_set1_ps(INFINITE));
+    _mm512_store_ps(screen.scales(panel) + 16 * half, scale);
+    _mm512_store_ps(screen.errors(panel) + 16 * half, bound);
+    _mm512_store_ps(screen.lengths(panel) + 16 * half, _mm512_maskz_mov_ps(~boundless, length));
+}
+
+inline float number(bf16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return std::fabs(value) < 0x1p-126f ? 0.0f : value;
+}
+// See multiply_integers(); what is alone is asked for AHEAD bytes before it is read.
+template <int WORDS, int FETCH>
+void integers(const uint8_t* panel, int64_t quads, const uint32_t* rows, const uint8_t* next,
+              __m512i (*sums)[2]) {
+    constexpr int64_t AHEAD = 8192;
+    const uint8_t* fetch = FETCH == 2 ? panel + AHEAD : next;
+    __m512i c[WORDS][2];
+    for (int r = 0; r < WORDS; r++)
+        for (int h = 0; h < 2; h++) c[r][h] = _mm512_setzero_si512();
+    const auto step = [&](const uint32_t* x, const uint8_t* w) __attribute__((always_inline)) {
+        const __m512i left = _mm512_load_si512(w);
+        const __m512i right = _mm512_load_si512(w + 64);
+#pragma GCC unroll 12
+        for (int r = 0; r < WORDS; r++) {
+            const __m512i one = _mm512_set1_epi32(static_cast<int>(x[r]));
+            c[r][0] = _mm512_dpbusd_epi32(c[r][0], left, one);
+            c[r][1] = _mm512_dpbusd_epi32(c[r][1], right, one);
+        }
+    };
+    int64_t q = 0;
+    for (; q + 4 <= quads; q += 4) {
+#pragma GCC unroll 8
+        for (int line = 0; line < 4 * FETCH; line++)
+            _mm_prefetch(fetch + 64 * line, _MM_HINT_T0);
+        fetch += 4 * 64 * FETCH;
+        step(rows, panel);
+        step(rows + WORDS, panel + 4 * PANEL);
+        step(rows + 2 * WORDS, panel + 8 * PANEL);
+        step(rows + 3 * WORDS, panel + 12 * PANEL);
+        rows += 4 * WORDS;
+        panel += 16 * PANEL;
+    }
+    for (; q < quads; q++) {
+        step(rows, panel);
+        rows += WORDS;
+        panel += 4 * PANEL;
+    }
+    for (int r = 0; r < WORDS; r++)
+        for (int h = 0; h < 2; h++) sums[r][h] = c[r][h];
+}
+
+using Integers = void (*)(const uint8_t*, int64_t, const uint32_t*, const uint8_t*,
+                          __m512i (*)[2]);
+
+template <int... WORDS>
+struct AllIntegers {
+    Integers table[3][sizeof...(WORDS)] = {
+        {integers<WORDS + 1, 0>...}, {integers<WORDS + 1, 1>...}, {integers<WORDS + 1, 2>...}};
+};
+constexpr AllIntegers<0, 1, 2, 3, 4, 5, 6, 7> all_integers;
+
+}  // namespace
+
+ScreenRow headstart::prepare_row(const bf16* x, int64_t inputs, uint32_t* out, int64_t stride,
+                                 uint32_t* coarse, int64_t step) {
+    float most = 0;
+    bool finite = true;
+    for (int64_t i = 0; i < inputs; i++) {
+        const float v = std::fabs(number(x[i]));
+        finite &= v <= LARGE;
+        most = v > most ? v : most;
+    }
+    ScreenRow row{};
+    row.usable = finite;
+    if (!finite) return row;
+    row.step = most < SMALL ? 0.0f : most / STEPS;
+    const float inverse = most < SMALL ? 0.0f : STEPS / most;
+    double squares = 0, errors = 0, coarse_errors = 0;
+    for (int64_t q = 0; 4 * q < inputs; q++) {
+        uint32_t high = 0, low = 0;
+        for (int64_t i = 4 * q; i < std::min(4 * q + 4, inputs); i++) {
+            const double v = number(x[i]);
+            const int integer = std::clamp(
+                static_cast<int>(std::lrintf(static_cast<float>(v) * inverse)), -STEPS, STEPS);
+            const int above = (integer + 128) >> 8, below = integer - 256 * above;
+            const int shift = static_cast<int>(i % 4) * 8;
+            high |= (static_cast<uint32_t>(above) & 255) << shift;
+            low |= (static_cast<uint32_t>(below) & 255) << shift;
+            row.high += 128 * above;
+            row.low += 128 * below;
+            const double error = v - static_cast<double>(row.step) * integer;
+            const double coarse_error = v - static_cast<double>(row.step) * (256 * above);
+            squares += v * v;
+            errors += error * error;
+            coarse_errors += coarse_error * coarse_error;
+        }
+        coarse[q * step] = high;
+        out[q * stride] = high;
+        out[q * stride + 1] = low;
+    }
+    const double more = 1 + 0x1p-18;
+    row.length = static_cast<float>(std::sqrt(squares) * more + 0x1p-60);
+    row.error = static_cast<float>(std::sqrt(errors) * more + 0x1p-60);
+    row.coarse = static_cast<float>(std::sqrt(coarse_errors) * more + 0x1p-60);
+    return row;
+}
+
+void headstart::multiply_integers(const uint8_t* panel, int64_t quads, const uint32_t* rows,
+                                  int64_t words, const uint8_t* next, int fetch,
+                                  __m512i (*sums)[2]) {
+    all_integers.table[fetch][words - 1](panel, quads, rows, next, sums);
+}
+
+template <bool COARSE>
+float headstart::bounds(const Screen& screen, int64_t panel, const ScreenRow& row,
+                        const __m512i (*sums)[2], __m512* lower) {
+    __m512 most = _mm512_set1_ps(-INFINITE);
+    const __m512 tiny = _mm512_set1_ps(static_cast<float>(screen.inputs) * 0x1p-120f);
+    for (int half = 0; half < 2; half++) {
+        const int64_t left = screen.outputs - panel * PANEL - 16 * half;
+        if (left <= 0) break;
+        const auto there = first_lanes(left);
+        const auto part = [&](__m512i sum, int32_t offset) {
+            return _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(offset)));
+        };
+        __m512 sum = _mm512_mul_ps(part(sums[0][half], row.high), _mm512_set1_ps(256.0f));
+        if (!COARSE) sum = _mm512_add_ps(sum, part(sums[1][half], row.low));
+        const auto of = [&](const float* x) { return _mm512_load_ps(x + 16 * half); };
+        const __m512 logit = _mm512_mul_ps(_mm512_mul_ps(sum, of(screen.scales(panel))),
+                                           _mm512_set1_ps(row.step));
+        const __m512 error = _mm512_set1_ps(COARSE ? row.coarse : row.error);
+        __m512 away = _mm512_fmadd_ps(of(screen.lengths(panel)), error, tiny);
+        away = _mm512_fmadd_ps(of(screen.errors(panel)), _mm512_set1_ps(row.length), away);
+        most = _mm512_mask_max_ps(most, there, most, _mm512_add_ps(logit, away));
+        *lower = _mm512_mask_max_ps(*lower, there, *lower, _mm512_sub_ps(logit, away));
+    }
+    return _mm512_reduce_max_ps(most);
+}
+
+template float headstart::bounds<true>(const Screen&, int64_t, const ScreenRow&,
+                                       const __m512i (*)[2], __m512*);
+template float headstart::bounds<false>(const Screen&, int64_t, const ScreenRow&,
+                                        const __m512i (*)[2], __m512*);
+
+extern "C" {
+
+// Bytes of a screen's panels.
+int64_t headstart_screen_bytes(int64_t outputs, int64_t inputs) {
+    const Screen shape{nullptr, inputs, outputs};
+    return shape.count() * shape.bytes();
+}
+
+// Fills screen->panels, which begin on 64 bytes, from a packed weight of at most 32,768 inputs.
+void headstart_screen(const Weight* weight, const Screen* screen, int threads) {
+    parallel(threads, [&](int thread, int all) {
+        const int64_t count = screen->count();
+        for (int64_t p = count * thread / all; p < count * (thread + 1) / all; p++)
+            for (int half = 0; half < 2; half++)
+                quantise(weight->panel(p) + 16 * half, *screen, p, half);
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,83 @@
+"""Python and C++ say the same of the kernels: how structs lie, which arguments functions take.
+
+A field on one side alone would shift all behind it, and a kernel would read numbers as addresses.
+"""
+
+import ctypes
+import logging
+import re
+from collections.abc import Iterator
+from ctypes import c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+import pytest
+
+from headstart import native
+from headstart.native import bindings
+
+FOLDER = Path(native.__file__).parent
+BUILT = sorted(FOLDER.glob("_kernels.*"))
+INTERFACE = ("native_interface", "native_usable")  # asked before anything is declared
+SCALARS = {"int64_t": c_int64, "int": c_int, "float": c_float, "void": None}
+
+
+@pytest.fixture
+def library() -> ctypes.CDLL:
+    """As it was built; its layout is data, and told on a CPU that runs no kernel."""
+    if not BUILT:
+        pytest.skip("no compiled kernels here")
+    return ctypes.CDLL(str(BUILT[0]))
+
+
+def exported() -> Iterator[tuple[str, list[type], type | None]]:
+    """Each function `headstart_...` that the sources define: name, arguments and result."""
+    pattern = re.compile(r"^(\w+) headstart_(\w+)\(([^)]*)\) \{", re.MULTILINE)
+    for path in sorted(FOLDER.glob("*.cpp")):
+        for result, name, parameters in pattern.findall(path.read_text()):
+            types = [parameter.strip().rpartition(" ")[0] for parameter in parameters.split(",")]
+            yield (
+                name,
+                [c_void_p if "*" in kind else SCALARS[kind] for kind in types if kind],
+                (SCALARS[result]),
+            )
+
+
+def test_structs_and_fields_lie_where_the_library_has_them(library: ctypes.CDLL) -> None:
+    found = bindings.library_layout(library)
+    assert found == bindings.expected_layout()
+    assert {name for name in found if "." not in name} == {
+        *("Segment", "Merger", "AttentionStep", "AttentionCall"),
+        *("Weight", "Norm", "Layer", "LayerRun", "Screen"),
+    }
+    # Without a compiler's word: addresses and int64 take 8 bytes, int32 and float 4.
+    assert found["AttentionCall.heads"] == 7 * 8 + 3 * 2 * 8
+    assert found["Layer.head_dim"] == 7 * found["Weight"] + 4 * found["Norm"]
+
+
+def test_every_function_has_the_signature_that_the_sources_give_it() -> None:
+    declared = {
+        name: ([*arguments], result) for name, (arguments, result) in bindings._FUNCTIONS.items()
+    }
+    found = {name: (arguments, result) for name, arguments, result in exported()}
+    assert {name: found.pop(name)[1] for name in INTERFACE} == dict.fromkeys(INTERFACE, c_int)
+    assert found == declared
+
+
+def test_every_function_is_in_the_library_and_gets_its_signature(library: ctypes.CDLL) -> None:
+    bindings.declare(library)
+    for name, (arguments, result) in bindings._FUNCTIONS.items():
+        function = getattr(library, f"headstart_{name}")
+        assert (function.argtypes, function.restype) == (arguments, result)
+
+
+def test_a_library_whose_structs_lie_elsewhere_is_not_used(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = bindings.library_layout(library) | {"Weight": 40, "Weight.inputs": 24}
+    monkeypatch.setattr(bindings, "library_layout", lambda _: layout)
+    monkeypatch.setattr(native, "_runs_here", lambda _: True)
+    with caplog.at_level(logging.WARNING):
+        assert native._open(BUILT[0]) is None
+    assert caplog.messages == [
+        "compiled kernels are not used: Weight is 40 in C++ and 32 in Python (bytes)"
+    ]

@@ -27,7 +27,7 @@ from shapes import SHAPES, model_folder
 
 from headstart.engine.engine import Engine
 from headstart.engine.startup.loading import load_engine
-from headstart.models.greedy_head import likeliest
+from headstart.models.greedy_head import greedy_tokens
 
 SHAPE, PROMPT, STEPS, BLOCKS = "small-llama", 512, 64, 8192
 COUNTS = (1, 8, 32, 128)
@@ -39,7 +39,7 @@ def make_engine(*, logits: bool) -> Engine:
     """An engine whose model answers every step at once, with what was made before."""
     engine = load_engine(model_folder(SHAPE), num_threads=1, num_blocks=BLOCKS)
     rows = torch.randn(max(COUNTS), SHAPES[SHAPE].vocab_size)
-    tokens = likeliest(rows)
+    tokens = greedy_tokens(rows)
 
     def forward(
         token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, *more: object
@@ -50,7 +50,7 @@ def make_engine(*, logits: bool) -> Engine:
         token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, *more: object
     ) -> list[int]:
         return (
-            likeliest(forward(token_ids, positions, logit_rows))
+            greedy_tokens(forward(token_ids, positions, logit_rows))
             if logits
             else tokens[: len(logit_rows)]
         )

@@ -33,7 +33,7 @@ _MAX_DIM = 256  # of the kernel
 
 # Measured with 2 KV heads of 64 and 7 query heads each, on one core: 16 rows that share 2,000
 # tokens take 0.44 instead of 1.3 ms; they break even at 16 tokens, and the step's tables cost more.
-SHARING = SharingCost(run=0, sharer=40)
+SHARING = SharingCost(group=0, member=40)
 
 
 class NativeAttention:
@@ -161,20 +161,20 @@ class NativeAttention:
         if shared is not None and (window is None or window >= self._longest):
             return shared
         if self._plain is None:
-            self._plain = self._next_step(plan, None, self._pieces(plan))
+            self._plain = self._next_step(plan, None, self._kv_splits(plan))
         return self._plain
 
-    def _next_step(self, plan: StepPlan, shared: SharedPlan | None, pieces: int) -> NativeStep:
+    def _next_step(self, plan: StepPlan, shared: SharedPlan | None, kv_splits: int) -> NativeStep:
         """The step before, if this one goes on where it ended, or else a new one."""
         before = self._before.get(shared is not None)
-        if before is not None and before.take(plan, self._tables, shared, pieces):
+        if before is not None and before.take(plan, self._tables, shared, kv_splits):
             return before
-        step = NativeStep(plan, self._tables, self._memory.block_size, shared, pieces)
+        step = NativeStep(plan, self._tables, self._memory.block_size, shared, kv_splits)
         self._before[shared is not None] = step
         return step
 
-    def _pieces(self, plan: StepPlan) -> int:
-        """Into how many pieces decoding spans are cut, so that there is one for each thread."""
+    def _kv_splits(self, plan: StepPlan) -> int:
+        """Into how many splits the keys of a decoding span are cut: one for each thread."""
         work = len(plan.decoding) * self._memory.layouts[0].kv_heads
         return max(1, torch.get_num_threads() // work) if work else 1
 

@@ -1,8 +1,8 @@
 """What the compiled kernel is told: the structs of `native/attention.h`, filled from a step's plan.
 
 A step's rows are cut into segments: rows, block table, the keys from one position to another. A
-span is one segment; where decoding spans share runs of tokens each run is a segment of all its
-members' rows, and what is left of a member is another. Results of a row's several segments are
+span is one segment; the tokens of a shared-prefix group are a segment of all its members' rows, and
+what is left of a member is another. Results of a row's several segments are
 partial and get merged.
 """
 
@@ -25,7 +25,7 @@ IntArray = npt.NDArray[np.int32]
 _FIRST_POSITION = Segment._fields.index("first_position")
 _LAST_KEY = Segment._fields.index("last_key")
 # Fewer keys than this are read sooner than another thread is woken and its result merged.
-PIECE_KEYS = 512
+SPLIT_KEYS = 512
 
 
 class BlockTables:
@@ -68,7 +68,7 @@ class BlockTables:
 class NativeStep:
     """One step's struct, and the arrays that it points to.
 
-    `pieces`: into so many a decoding span's keys are cut, if they are many enough, so that
+    `kv_splits`: into so many a decoding span's keys are cut, if they are many enough, so that
     threads without a KV head of their own have something to do.
     """
 
@@ -78,17 +78,17 @@ class NativeStep:
         tables: BlockTables,
         block_size: int,
         shared: SharedPlan | None = None,
-        pieces: int = 1,
+        kv_splits: int = 1,
     ) -> None:
         self._shared = shared
-        self._pieces = pieces
+        self._kv_splits = kv_splits
         self._tables = tables.array
         self._num_tokens = len(plan.slots)
         self.num_partials = 0
-        self._rows: list[int] = []  # of runs; those of spans are in order, and go before
+        self._rows: list[int] = []  # of groups; those of spans are in order, and go before
         self._parts: dict[int, list[int]] = {}  # partial results by token
-        self._owners: list[int] = []  # the span of each segment behind those of runs
-        self._segments = np.array(self._runs(plan) + self._rests(plan), dtype=np.int32)
+        self._owners: list[int] = []  # the span of each segment behind those of groups
+        self._segments = np.array(self._groups(plan) + self._rests(plan), dtype=np.int32)
         self._contexts = _decoding_contexts(plan)
         self._slots = plan.slots.contiguous()
         rows = np.array([*range(self._num_tokens), *self._rows], dtype=np.int32)
@@ -110,7 +110,7 @@ class NativeStep:
         )
 
     def take(
-        self, plan: StepPlan, tables: BlockTables, shared: SharedPlan | None, pieces: int
+        self, plan: StepPlan, tables: BlockTables, shared: SharedPlan | None, kv_splits: int
     ) -> bool:
         """Become the step of `plan` if it only goes on decoding where this one ended.
 
@@ -123,7 +123,7 @@ class NativeStep:
             or len(contexts) != len(self._contexts)
             or (contexts < self._contexts).any()
             or tables.array is not self._tables
-            or (shared, pieces) != (self._shared, self._pieces)
+            or (shared, kv_splits) != (self._shared, self._kv_splits)
         ):
             return False
         self._contexts = contexts
@@ -143,24 +143,24 @@ class NativeStep:
         self._parts.setdefault(token, []).append(number)
         return number
 
-    def _runs(self, plan: StepPlan) -> list[Segment]:
-        """The segments of runs; they go first, as they take longest."""
+    def _groups(self, plan: StepPlan) -> list[Segment]:
+        """The segments of shared-prefix groups; they go first, as they take longest."""
         segments: list[Segment] = []
         if self._shared is None:
             return segments
         indices = [index for index, span in enumerate(plan.spans) if span.num_rows == 1]
-        for run in self._shared.runs:
-            members = [indices[member] for member in run.members]
+        for group in self._shared.groups:
+            members = [indices[member] for member in group.members]
             rows = [plan.spans[index].first_row for index in members]
             numbers = [self._add_part(row) for row in rows]
             segments.append(
                 Segment(
                     first_row=self._num_tokens + len(self._rows),
                     num_rows=len(rows),
-                    first_position=run.last,  # from where every row sees all of the run
+                    first_position=group.last,  # from where every row sees all its keys
                     table=members[0] * self._tables.shape[1],
-                    first_key=run.first,
-                    last_key=run.last,
+                    first_key=group.first,
+                    last_key=group.last,
                     partial=numbers[0],
                 )
             )
@@ -192,11 +192,11 @@ class NativeStep:
 
     def _borders(self, span: Span, first: int) -> list[int]:
         """The positions from `first` on between which the keys of a span are cut."""
-        pieces = min(self._pieces, (span.context - first) // PIECE_KEYS)
-        if span.num_rows > 1 or pieces < 2:
+        splits = min(self._kv_splits, (span.context - first) // SPLIT_KEYS)
+        if span.num_rows > 1 or splits < 2:
             return [first, span.context]
-        length = (span.context - first) // pieces
-        return [first + length * piece for piece in range(pieces)] + [span.context]
+        length = (span.context - first) // splits
+        return [first + length * split for split in range(splits)] + [span.context]
 
 
 def _decoding_contexts(plan: StepPlan) -> IntArray | None:

@@ -1,10 +1,11 @@
-"""Which runs of tokens the decoding rows of a step share, found in their block tables.
+"""Shared-prefix groups: decoding rows that read the same blocks, found in their block tables.
 
 Requests that hit the same cached prefix hold the same blocks, so their tables begin alike: with
 the system prompt all of them, with a document some, with a conversation a few. The tables form a
-trie; a path of it that several tables go along is a run, to which all their rows attend at once:
-its K and V are read once instead of once for each row, and what were products of a vector become
-products of matrices. What a row finds in each of its runs and in its own rest is merged:
+trie; the tables that go along one path of it form a group, whose rows attend to the path's tokens
+at once: their K and V are read once instead of once for each row, and what were products of a
+vector become products of matrices. What a row finds in each of its groups and in its own rest is
+merged:
 
     part i has the largest score m_i, the sum l_i = sum of exp(score - m_i), the output o_i
     m = max m_i,   out = sum of o_i exp(m_i - m) / sum of l_i exp(m_i - m)
@@ -18,26 +19,27 @@ from typing import NamedTuple
 
 from headstart.attention.layout import Span
 
-__all__ = ["SharedPlan", "SharedPlanner", "SharedRun", "SharingCost", "find_runs"]
+__all__ = ["PrefixGroup", "SharedPlan", "SharedPlanner", "SharingCost", "find_groups"]
 
 
 class SharingCost(NamedTuple):
     """What sharing costs a backend, counted in tokens that a decoding row could read meanwhile.
 
-    A run of t tokens and n sharers saves (n - 1) * t reads. Against that stand `run`, for what is
-    begun once more, and `sharer` for each of them, for a partial result to keep and to merge.
+    A group of n members that share t tokens saves (n - 1) * t reads. Against that stand `group`,
+    for what is begun once more, and `member` for each of them, for a partial result to keep and to
+    merge.
     """
 
-    run: int
-    sharer: int
+    group: int
+    member: int
 
-    def pays(self, tokens: int, sharers: int) -> bool:
-        """The rule: whether to attend to a run at once."""
-        return tokens * (sharers - 1) >= self.run + self.sharer * sharers
+    def pays(self, tokens: int, members: int) -> bool:
+        """The rule: whether the group attends to these tokens at once."""
+        return tokens * (members - 1) >= self.group + self.member * members
 
 
 @dataclass(frozen=True)
-class SharedRun:
+class PrefixGroup:
     """Tokens `first` to `last - 1` of each of `members`, who number the decoding spans."""
 
     members: tuple[int, ...]
@@ -47,18 +49,18 @@ class SharedRun:
 
 @dataclass(frozen=True)
 class SharedPlan:
-    """The runs of a step, outer ones before those within.
+    """The shared-prefix groups of a step, outer ones before those within.
 
-    Decoding span i sees `own_first[i]` tokens through runs; the rest, its own token among them,
+    Decoding span i sees `own_first[i]` tokens through groups; the rest, its own token among them,
     it attends to by itself.
     """
 
-    runs: tuple[SharedRun, ...]
+    groups: tuple[PrefixGroup, ...]
     own_first: tuple[int, ...]
 
 
-def find_runs(spans: Sequence[Span], block_size: int, cost: SharingCost) -> SharedPlan:
-    """The runs that pay among decoding spans.
+def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> SharedPlan:
+    """The shared-prefix groups that pay among decoding spans.
 
     Sorted by block table, spans that begin alike are neighbours, and what the first and the last
     of some neighbours have in common all between them have. So the trie is walked without being
@@ -66,8 +68,8 @@ def find_runs(spans: Sequence[Span], block_size: int, cost: SharingCost) -> Shar
 
     >>> tables = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6]]
     >>> spans = [Span(row, 1, len(table) * 64, table) for row, table in enumerate(tables)]
-    >>> plan = find_runs(spans, 64, SharingCost(run=0, sharer=32))
-    >>> [(run.members, run.first, run.last) for run in plan.runs]
+    >>> plan = find_groups(spans, 64, SharingCost(group=0, member=32))
+    >>> [(group.members, group.first, group.last) for group in plan.groups]
     [((0, 1, 2), 0, 128), ((0, 1), 128, 192)]
     >>> plan.own_first
     (192, 192, 128)
@@ -76,22 +78,22 @@ def find_runs(spans: Sequence[Span], block_size: int, cost: SharingCost) -> Shar
     full = [span.block_ids[: (span.context - 1) // block_size] for span in spans]
     tables = [ids if isinstance(ids, list) else list(ids) for ids in full]
     order = sorted(range(len(spans)), key=tables.__getitem__)
-    runs: list[SharedRun] = []
+    groups: list[PrefixGroup] = []
     own_first = [0] * len(spans)
     waiting = [(order, 0, 0)]  # neighbours, the blocks they have in common, and are covered with
     while waiting:
         members, common, covered = waiting.pop()
-        for group in _split(members, tables, common):
-            depth = _common(tables[group[0]], tables[group[-1]], common)
+        for sharing in _split(members, tables, common):
+            depth = _common(tables[sharing[0]], tables[sharing[-1]], common)
             first, last = covered * block_size, depth * block_size
             done = covered
-            if last > first and cost.pays(last - first, len(group)):
-                runs.append(SharedRun(tuple(sorted(group)), first, last))
+            if last > first and cost.pays(last - first, len(sharing)):
+                groups.append(PrefixGroup(tuple(sorted(sharing)), first, last))
                 done = depth
-                for member in group:
+                for member in sharing:
                     own_first[member] = last
-            waiting.append((group, depth, done))
-    return SharedPlan(tuple(runs), tuple(own_first))
+            waiting.append((sharing, depth, done))
+    return SharedPlan(tuple(groups), tuple(own_first))
 
 
 def _split(members: list[int], tables: list[list[int]], depth: int) -> list[list[int]]:
@@ -137,8 +139,8 @@ class SharedPlanner:
         if not self._still_holds(spans):
             self._tables = [list(span.block_ids) for span in spans]
             self._contexts = [span.context for span in spans]
-            found = find_runs(spans, self._block_size, self._cost)
-            self._plan = found if found.runs else None
+            found = find_groups(spans, self._block_size, self._cost)
+            self._plan = found if found.groups else None
         return self._plan
 
     def _still_holds(self, spans: Sequence[Span]) -> bool:

@@ -17,7 +17,14 @@ from torch import Tensor
 from headstart.attention.layout import Span, StepPlan
 from headstart.attention.shared import SharedPlan
 
-__all__ = ["DecodeGroup", "PrefillChunk", "PrefillSpan", "RunGroup", "StepTables", "WindowTables"]
+__all__ = [
+    "DecodeGroup",
+    "PrefillChunk",
+    "PrefillSpan",
+    "SharedGroup",
+    "StepTables",
+    "WindowTables",
+]
 
 # Rows of a prefill that go through one pair of products: enough for full GEMM speed, few enough
 # that little of the triangle above the diagonal is computed for nothing.
@@ -65,8 +72,11 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, eq=False)
-class RunGroup:
-    """Rows `rows` int64 `[sharers]` of the flat batch that all see the same `columns` tokens."""
+class SharedGroup:
+    """A shared-prefix group: rows of the flat batch that all see the same `columns` tokens.
+
+    `rows` is int64 `[members]`.
+    """
 
     rows: Tensor
     columns: int
@@ -105,12 +115,12 @@ class PrefillSpan:
 class WindowTables:
     """Everything that layers with one window size need.
 
-    Where there are `runs`, the decode groups hold only what is left of each sequence.
+    Where there are `shared` groups, the decode groups hold only what is left of each sequence.
     """
 
     decode: tuple[DecodeGroup, ...]
     prefill: tuple[PrefillSpan, ...]
-    runs: tuple[RunGroup, ...] = ()
+    shared: tuple[SharedGroup, ...] = ()
 
 
 class Rest(NamedTuple):
@@ -158,18 +168,18 @@ class StepTables:
         return WindowTables(
             decode=tuple(self._decode(group) for group in group_rests(rests)),
             prefill=tuple(self._prefill(span, window) for span in self.plan.several),
-            runs=self._runs(shared, decoding) if shared is not None else (),
+            shared=self._shared(shared, decoding) if shared is not None else (),
         )
 
-    def _runs(self, shared: SharedPlan, decoding: Sequence[Span]) -> tuple[RunGroup, ...]:
+    def _shared(self, plan: SharedPlan, decoding: Sequence[Span]) -> tuple[SharedGroup, ...]:
         groups = []
-        for run in shared.runs:
-            table = decoding[run.members[0]].block_ids[: run.last // self.block_size]
-            position = torch.arange(run.first, run.last, device=self.device).unsqueeze(0)
+        for group in plan.groups:
+            table = decoding[group.members[0]].block_ids[: group.last // self.block_size]
+            position = torch.arange(group.first, group.last, device=self.device).unsqueeze(0)
             groups.append(
-                RunGroup(
-                    rows=self._tensor([decoding[member].first_row for member in run.members]),
-                    columns=run.last - run.first,
+                SharedGroup(
+                    rows=self._tensor([decoding[member].first_row for member in group.members]),
+                    columns=group.last - group.first,
                     index=HeadIndex(self._slots(self._tensor(table).unsqueeze(0), position)),
                 )
             )

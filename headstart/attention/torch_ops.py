@@ -22,7 +22,7 @@ from headstart.attention.tables import (
     DecodeGroup,
     HeadIndex,
     PrefillSpan,
-    RunGroup,
+    SharedGroup,
     StepTables,
     WindowTables,
 )
@@ -30,8 +30,8 @@ from headstart.attention.tables import (
 __all__ = ["TorchAttention"]
 
 # Measured with 2 KV heads of 64 and 7 query heads each, on one core with AVX2: 16 rows that share
-# 2,000 tokens take 3.7 instead of 10.7 ms, but a run costs 0.4 ms in operations of its own.
-SHARING = SharingCost(run=8192, sharer=32)
+# 2,000 tokens take 3.7 instead of 10.7 ms, but a group costs 0.4 ms in operations of its own.
+SHARING = SharingCost(group=8192, member=32)
 
 
 class TorchAttention:
@@ -82,7 +82,7 @@ class TorchAttention:
         tables = self._tables.for_window(options.sliding_window)
         out = query.new_empty((*query.shape[:2], value.shape[2]))
         query = query.to(self._dtype)
-        if tables.runs:
+        if tables.shared:
             self._decode_shared(layer_idx, query, out, tables, options)
         else:
             for group in tables.decode:
@@ -129,10 +129,10 @@ class TorchAttention:
         tables: WindowTables,
         options: AttentionOptions,
     ) -> None:
-        """Decoding rows that see part of their context through runs, each merged from parts."""
+        """Decoding rows that see part of their context through groups, each merged from parts."""
         merged = MergedParts(out)
-        for run in tables.runs:
-            merged.add(run.rows, *self._attend_run(layer_idx, query, run, options))
+        for shared in tables.shared:
+            merged.add(shared.rows, *self._attend_shared(layer_idx, query, shared, options))
         for group in tables.decode:
             scores, values = self._decode_scores(layer_idx, query, group, options)
             mixed, total = _mix_part(scores, values)
@@ -141,19 +141,19 @@ class TorchAttention:
         rows = torch.cat([group.rows for group in tables.decode])
         out.index_copy_(0, rows, merged.result(options.sinks).index_select(0, rows).to(out.dtype))
 
-    def _attend_run(
-        self, layer_idx: int, query: Tensor, run: RunGroup, options: AttentionOptions
+    def _attend_shared(
+        self, layer_idx: int, query: Tensor, group: SharedGroup, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """Output float32 `[sharers, heads, dim]` over the run alone, and its log-sum-exp."""
-        keys, values = self._gather(layer_idx, run.index, run.columns)
-        kv_heads, sharers = keys.shape[0], run.rows.shape[0]
-        rows = query.index_select(0, run.rows).view(sharers, kv_heads, -1, query.shape[2])
+        """Output float32 `[members, heads, dim]` over shared tokens alone, and its log-sum-exp."""
+        keys, values = self._gather(layer_idx, group.index, group.columns)
+        kv_heads, members = keys.shape[0], group.rows.shape[0]
+        rows = query.index_select(0, group.rows).view(members, kv_heads, -1, query.shape[2])
         rows = rows.transpose(0, 1).reshape(kv_heads, -1, query.shape[2])
         mixed, total = _mix_part(_scores(rows, keys, options), values)
 
         def by_row(part: Tensor) -> Tensor:
-            part = part.view(kv_heads, sharers, -1, part.shape[-1]).transpose(0, 1)
-            return part.reshape(sharers, -1, part.shape[-1])
+            part = part.view(kv_heads, members, -1, part.shape[-1]).transpose(0, 1)
+            return part.reshape(members, -1, part.shape[-1])
 
         return by_row(mixed), by_row(total)
 

@@ -92,7 +92,7 @@ class StepLogits(NamedTuple):
 
     values: Tensor | None
     counts: list[int]
-    likeliest: Sequence[int] = ()
+    greedy: Sequence[int] = ()
     nonfinite: Sequence[int] = ()
 
 
@@ -127,15 +127,15 @@ class Runner:
         self._memory.copy_rows(batch.copies)
         parts = [self._plain(part) for part in batch.scheduled]
         counts = [rows.wanted for rows in parts]
-        values, likeliest = None, []
+        values, greedy = None, []
         if self._deterministic:
             blocks = (block for rows in parts for block in self._blocks(rows))
             values = torch.cat([self._forward_block(block) for block in blocks])
-        elif all(_wants_likeliest(part) for part in batch.scheduled):
-            likeliest = self._forward(parts, self._model.choose)
+        elif all(_wants_greedy(part) for part in batch.scheduled):
+            greedy = self._forward(parts, self._model.choose)
         else:
             values = self._forward(parts, self._model.forward)
-        return StepLogits(values, counts, likeliest, self._nonfinite_parts(parts))
+        return StepLogits(values, counts, greedy, self._nonfinite_parts(parts))
 
     def end_step(self) -> None:
         """Have a pass that was interrupted be over; safe to call at any time."""
@@ -269,7 +269,7 @@ class Runner:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self._device)
 
 
-def _wants_likeliest(part: ScheduledTokens) -> bool:
+def _wants_greedy(part: ScheduledTokens) -> bool:
     """Whether the likeliest next token is all that is wanted, if that."""
     request = part.request
     return not request.needs_prompt_logits and (not part.samples or request.sampling.is_plain)

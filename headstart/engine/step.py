@@ -13,7 +13,7 @@ from headstart.engine.runner import StepLogits
 from headstart.engine.sampling.logprobs import token_logprobs
 from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingState
 from headstart.errors import EngineError
-from headstart.models.greedy_head import likeliest
+from headstart.models.greedy_head import greedy_tokens
 
 __all__ = ["Choice", "OpenStep", "Phase", "StepResult", "choose_tokens"]
 
@@ -64,7 +64,7 @@ class OpenStep:
 def choose_tokens(sampler: Sampler, batch: Batch, logits: StepLogits) -> list[Choice]:
     """The choice of each part. One with rows in the cache that are not finite has an error."""
     if logits.values is None:
-        tokens = map(sampler.accept, logits.likeliest)
+        tokens = map(sampler.accept, logits.greedy)
         chosen: list[Choice] = [next(tokens) if p.samples else None for p in batch.scheduled]
     else:
         chosen = _choose_from(logits.values, sampler, batch, logits.counts)
@@ -84,7 +84,7 @@ def _choose_from(values: Tensor, sampler: Sampler, batch: Batch, counts: list[in
     failed: dict[int, EngineError] = {}
     for place, (part, count) in enumerate(zip(batch.scheduled, counts, strict=True)):
         if part.request.needs_prompt_logits:
-            told = map(sampler.accept, likeliest(values[at : at + count]))
+            told = map(sampler.accept, greedy_tokens(values[at : at + count]))
             error = next((one for one in told if isinstance(one, EngineError)), None)
             if error is None:
                 _add_prompt_logprobs(part, values[at : at + count])

@@ -15,7 +15,7 @@ from headstart.attention.layout import LayerLayout
 from headstart.attention.register import BackendFunction, register, unregister
 from headstart.models.files import fingerprint_files
 from headstart.models.fused import FusionSwitch
-from headstart.models.greedy_head import likeliest
+from headstart.models.greedy_head import greedy_tokens
 from headstart.models.lora.files import Widths
 from headstart.models.packed import PackedLinear
 from headstart.models.plain import PlainDecoder
@@ -68,7 +68,7 @@ class DecoderModel:
         """Off for a step in which single layers are wrapped or replaced."""
         self.plain: PlainDecoder | None = None
         """The same model without what transformers does around its parts, where that is all."""
-        self.detour: str | None = None
+        self.fallback_reason: str | None = None
         """Why transformers does something around its parts all the same, if it does."""
 
     @property
@@ -214,7 +214,7 @@ class DecoderModel:
         plain = self._plain_for(positions, embeddings)
         if plain is not None:
             return plain.choose(plain.hidden(token_ids, positions, logit_rows))
-        return likeliest(self.forward(token_ids, positions, logit_rows, embeddings))
+        return greedy_tokens(self.forward(token_ids, positions, logit_rows, embeddings))
 
     def _plain_for(
         self, positions: Tensor, embeddings: EmbeddingOverlay | None

@@ -17,14 +17,14 @@ from headstart.models.packed import PackedWeight
 from headstart.native import library
 from headstart.native.bindings import Screen
 
-__all__ = ["LikeliestHead", "likeliest"]
+__all__ = ["GreedyHead", "greedy_tokens"]
 
 _ALIGNMENT = 64
 _MOST_INPUTS = 32_768  # whose sums of 8-bit products fit in 32 bits
 _LONGEST_PAUSE = 255  # steps
 
 
-def likeliest(logits: Tensor) -> list[int]:
+def greedy_tokens(logits: Tensor) -> list[int]:
     """The first of the largest of each row of `logits` float32 `[rows, vocab]`.
 
     -1 for a row whose largest logit is not finite: one with NaN or +inf, or with nothing but -inf.
@@ -38,7 +38,7 @@ def likeliest(logits: Tensor) -> list[int]:
     ]
 
 
-class LikeliestHead:
+class GreedyHead:
     """An LM head, without bias, whose logits nobody sees.
 
     It takes half as much memory as `weight`, which must be there as long as it.
@@ -68,15 +68,15 @@ class LikeliestHead:
     def choose(self, hidden: Tensor) -> list[int]:
         """The first of the largest logits of each row of `hidden` bfloat16 `[rows, inputs]`.
 
-        As `likeliest` of `weight.multiply(hidden)`, -1 for a row whose largest logit is not finite
-        included.
+        As `greedy_tokens` of `weight.multiply(hidden)`, -1 for a row whose largest logit is not
+        finite included.
         """
         self.weight.check_rows(hidden)
         if not len(hidden):
             return []
         if self._waiting:
             self._waiting -= 1
-            return likeliest(self.weight.multiply(hidden).float())
+            return greedy_tokens(self.weight.multiply(hidden).float())
         hidden = hidden.contiguous()
         chosen = torch.empty(len(hidden), dtype=torch.int64)
         self._choose(
@@ -93,6 +93,6 @@ class LikeliestHead:
         self._waiting = self._pause
         if left:
             logits = self.weight.multiply(hidden[left]).float()
-            for row, token in zip(left, likeliest(logits), strict=True):
+            for row, token in zip(left, greedy_tokens(logits), strict=True):
                 found[row] = token
         return found

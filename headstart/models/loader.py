@@ -27,7 +27,7 @@ from headstart.models.pretrained import (
     load_config,
     load_weights,
 )
-from headstart.models.silence_transformers import quiet
+from headstart.models.silence_transformers import silence_transformers
 from headstart.models.simplify import simplify
 from headstart.models.swap import accelerate
 from headstart.models.vision import VISION_MODELS
@@ -52,7 +52,7 @@ def load_model(
     folder = find_folder(model)
     check_files(folder)
     weights_dtype = fast_dtype(weights_dtype, folder, wanted)
-    with quiet():
+    with silence_transformers():
         config = load_config(folder)
         check_config(config)
         if config.model_type not in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_MODELS}:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.models.fused import Angles, FusedLayer, FusedLayers
-from headstart.models.greedy_head import LikeliestHead
+from headstart.models.greedy_head import GreedyHead
 
 __all__ = ["Call", "OtherKind", "PlainDecoder", "Stack", "find_stack"]
 
@@ -86,7 +86,7 @@ class Stack(NamedTuple):
 class PlainDecoder:
     """Hidden rows of a decoder, and what its LM head says of them."""
 
-    def __init__(self, decoder: nn.Module, stack: Stack | None, head: LikeliestHead) -> None:
+    def __init__(self, decoder: nn.Module, stack: Stack | None, head: GreedyHead) -> None:
         self._decoder: Any = decoder
         self._stack = stack
         self._head = head

@@ -10,7 +10,7 @@ _SILENT = 50  # logging.CRITICAL
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Without transformers' progress bars and log lines; the caller's settings come back."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(_SILENT)

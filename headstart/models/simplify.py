@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from headstart.attention import PagedKVMemory, Span, StepPlan, make_backend
 from headstart.models.decoder import DecoderModel, forward_rows
-from headstart.models.greedy_head import LikeliestHead
+from headstart.models.greedy_head import GreedyHead
 from headstart.models.packed import PackedLinear
 from headstart.models.plain import Call, OtherKind, PlainDecoder, Stack, find_stack
 
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def simplify(model: DecoderModel) -> None:
-    """Set `model.plain` if the model is one, and `model.detour` to why not all of it is.
+    """Set `model.plain` if the model is one, and `model.fallback_reason` to why not all of it is.
 
     Before a backend is attached.
     """
@@ -47,9 +47,11 @@ def simplify(model: DecoderModel) -> None:
         with _paged_step(model):
             _find_plain(model, head)
     except OtherKind as kind:
-        model.detour = str(kind)
-    if model.detour is not None:
-        _log.debug("%s runs through transformers: %s", type(model.module).__name__, model.detour)
+        model.fallback_reason = str(kind)
+    if model.fallback_reason is not None:
+        _log.debug(
+            "%s runs through transformers: %s", type(model.module).__name__, model.fallback_reason
+        )
 
 
 def _find_head(model: DecoderModel) -> PackedLinear:
@@ -84,7 +86,7 @@ def _find_plain(model: DecoderModel, head: PackedLinear) -> None:
     angles: list[Call] = []
     with _watch(dict(decoder.named_children()).get("rotary_emb"), angles):
         own = _own_rows(model, decoder, head, (tokens, positions))
-    screened = LikeliestHead(head.packed)
+    screened = GreedyHead(head.packed)
 
     def find(stack: Stack | None) -> PlainDecoder:
         plain = PlainDecoder(decoder, stack, screened)
@@ -96,7 +98,7 @@ def _find_plain(model: DecoderModel, head: PackedLinear) -> None:
     try:
         model.plain = find(find_stack(decoder, model.max_model_len, angles))
     except OtherKind as kind:
-        model.detour = str(kind)
+        model.fallback_reason = str(kind)
         model.plain = find(None)
 
 

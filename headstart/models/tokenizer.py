@@ -6,7 +6,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.files import find_folder, read_json
-from headstart.models.silence_transformers import quiet
+from headstart.models.silence_transformers import silence_transformers
 
 __all__ = ["load_tokenizer"]
 
@@ -38,7 +38,7 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase | None:
 
 def _load(folder: Path, needs_own_code: bool) -> PreTrainedTokenizerBase:
     try:
-        with quiet():
+        with silence_transformers():
             loaded = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )

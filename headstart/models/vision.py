@@ -27,7 +27,7 @@ from transformers import AutoImageProcessor, PreTrainedModel, PreTrainedTokenize
 
 from headstart.errors import DamagedModelError, HeadstartError, UnsupportedModelError
 from headstart.models.decoder import DecoderModel
-from headstart.models.silence_transformers import quiet
+from headstart.models.silence_transformers import silence_transformers
 
 __all__ = ["VISION_MODELS", "PlacedImage", "ProcessedImage", "VisionModel", "load_vision"]
 
@@ -268,7 +268,7 @@ class VisionModel:
         blank = np.zeros((64, 64, 3), dtype=np.uint8) + 99
         name = type(self._model).__name__
         try:
-            with quiet():
+            with silence_transformers():
                 image = self.process(blank)
                 rows = self.encode(image)
                 if isinstance(self._family, _Fixed):
@@ -311,7 +311,7 @@ def _without_places(settings: Any) -> Any:
 
 def _load_processor(folder: Path) -> Any:
     try:
-        with quiet():
+        with silence_transformers():
             return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
     except ImportError as error:
         raise UnsupportedModelError(f"images need Pillow: {INSTALL} ({error})") from error

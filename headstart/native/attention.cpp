@@ -38,7 +38,7 @@ void write_rows(const AttentionStep& step, const AttentionCall& call, int from, 
 }
 
 // The segments in chunks, the last rows of a segment first: they have the most keys, and threads
-// that are left with the small pieces end together.
+// that are left with small chunks end together.
 void cut(const AttentionStep& step, const AttentionCall& call, std::vector<Chunk>& chunks) {
     chunks.clear();
     for (int i = 0; i < step.num_segments; ++i) {

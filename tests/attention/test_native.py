@@ -186,7 +186,7 @@ def test_long_decodes_are_cut_for_threads_that_have_no_head_of_their_own(
     name: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step after step, so that the tables are taken over from one to the next."""
-    monkeypatch.setattr(native_step, "PIECE_KEYS", 16)
+    monkeypatch.setattr(native_step, "SPLIT_KEYS", 16)
     backend, (a, b) = make([100, 41], LayerLayout(1, 16, 16), 4)
     options = fitting(OPTIONS[name], 4)
     before = torch.get_num_threads()

@@ -21,7 +21,7 @@ from headstart.attention import (
 )
 from headstart.attention import native as native_backend
 from headstart.attention import torch_ops as torch_backend
-from headstart.attention.shared import SharedPlan, SharedPlanner, SharingCost, find_runs
+from headstart.attention.shared import SharedPlan, SharedPlanner, SharingCost, find_groups
 from tests.attention.forests import NUM_BLOCKS, Forest, forests
 from tests.attention.rows import BLOCK, OPTIONS, TOLERANCE, reference
 
@@ -67,11 +67,11 @@ def attend(
 
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=60)
-@given(forest=forests(), name=st.sampled_from(list(OPTIONS)), sharer=st.sampled_from([0, 0, 5]))
-def test_any_forest_of_sharing(path: str, forest: Forest, name: str, sharer: int) -> None:
+@given(forest=forests(), name=st.sampled_from(list(OPTIONS)), member=st.sampled_from([0, 0, 5]))
+def test_any_forest_of_sharing(path: str, forest: Forest, name: str, member: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for module in (native_backend, torch_backend):
-            patch.setattr(module, "SHARING", SharingCost(0, sharer))
+            patch.setattr(module, "SHARING", SharingCost(0, member))
         found, expected = attend(path, forest, OPTIONS[name])
     for out, wanted in zip(found, expected, strict=True):
         rtol, atol = TOLERANCE[out.dtype]
@@ -79,7 +79,7 @@ def test_any_forest_of_sharing(path: str, forest: Forest, name: str, sharer: int
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_runs_on_three_levels(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_on_three_levels(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result is not the very same as without sharing: else nothing was shared."""
     for module in (native_backend, torch_backend):
         monkeypatch.setattr(module, "SHARING", USUAL)
@@ -90,8 +90,8 @@ def test_runs_on_three_levels(path: str, monkeypatch: pytest.MonkeyPatch) -> Non
         table.extend(range(300 + row * 3, 303 + row * 3))
     spans = tuple(Span(row, 1, len(table) * BLOCK - 1, table) for row, table in enumerate(tables))
     forest = Forest(spans)
-    plan = find_runs(spans, BLOCK, USUAL)
-    assert sorted(len(run.members) for run in plan.runs) == [2, 2, 3, 6, 9]
+    plan = find_groups(spans, BLOCK, USUAL)
+    assert sorted(len(group.members) for group in plan.groups) == [2, 2, 3, 6, 9]
     found, expected = attend(path, forest, OPTIONS["sinks"])
     alone, _ = attend(path, forest, OPTIONS["sinks"], share=False)
     for out, wanted in zip(found, expected, strict=True):
@@ -102,17 +102,17 @@ def test_runs_on_three_levels(path: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def check_plan(plan: SharedPlan, spans: list[Span]) -> None:
-    """Each span's runs cover its tokens up to `own_first` once, and are the same blocks for all."""
+    """A span's groups cover its tokens up to `own_first` once; all members have the same blocks."""
     covered = [0] * len(spans)
-    for run in plan.runs:
+    for group in plan.groups:
         blocks = {
-            tuple(spans[member].block_ids[run.first // BLOCK : run.last // BLOCK])
-            for member in run.members
+            tuple(spans[member].block_ids[group.first // BLOCK : group.last // BLOCK])
+            for member in group.members
         }
-        assert len(blocks) == 1 and len(run.members) > 1
-        for member in run.members:
-            assert covered[member] == run.first
-            covered[member] = run.last
+        assert len(blocks) == 1 and len(group.members) > 1
+        for member in group.members:
+            assert covered[member] == group.first
+            covered[member] = group.last
     assert tuple(covered) == plan.own_first
     assert all(first < span.context for first, span in zip(covered, spans, strict=True))
 
@@ -128,7 +128,7 @@ def test_a_plan_kept_from_step_to_step_stays_right(data: st.DataObject, forest: 
         plan = planner.plan(spans)
         if plan is not None:
             check_plan(plan, spans)
-        best = find_runs(spans, BLOCK, FREE)
+        best = find_groups(spans, BLOCK, FREE)
         check_plan(best, spans)
         event = data.draw(st.sampled_from(["grow", "change", "leave", "shrink"]))
         at = data.draw(st.integers(0, len(spans) - 1))
@@ -159,7 +159,7 @@ def test_a_plan_is_kept_while_tables_grow_and_made_anew_when_they_change() -> No
     assert planner.plan(spans[:1]) is None
 
 
-def test_short_runs_are_not_worth_it() -> None:
+def test_short_groups_are_not_worth_it() -> None:
     short = [Span(row, 1, 30, [0, 1, 2, 3, 4, 5, 10 + row, 20 + row]) for row in range(3)]
-    assert find_runs(short, BLOCK, USUAL).runs == ()
+    assert find_groups(short, BLOCK, USUAL).groups == ()
     assert SharedPlanner(BLOCK, USUAL).plan(short) is None

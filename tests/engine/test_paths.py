@@ -72,7 +72,7 @@ def test_answers_in_bf16_are_those_of_transformers(
     """Cold, and again when prompts and answers are cached."""
     monkeypatch.setenv("HEADSTART_NATIVE", kernels)
     for module in (native, torch_ops):  # so that prompts as short as these share
-        monkeypatch.setattr(module, "SHARING", SharingCost(run=0, sharer=4))
+        monkeypatch.setattr(module, "SHARING", SharingCost(group=0, member=4))
     prompts = make_prompts()
     options = {"num_blocks": 200, "block_size": 4} | OPTIONS[name]
     with closing(LLM(folder, dtype="bfloat16", debug=True, **options)) as llm:

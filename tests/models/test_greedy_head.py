@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headstart.models.greedy_head import LikeliestHead, likeliest
+from headstart.models.greedy_head import GreedyHead, greedy_tokens
 from headstart.models.packed import PackedWeight
 from headstart.native import library
 
@@ -32,12 +32,12 @@ def choice(values: list[float], *shape: int, seed: int) -> Tensor:
     return torch.tensor(values)[at].to(BF16)
 
 
-def check(weight: Tensor, x: Tensor) -> LikeliestHead:
+def check(weight: Tensor, x: Tensor) -> GreedyHead:
     """The head of this weight, after it chose as all logits do."""
-    head = LikeliestHead(PackedWeight(weight))
+    head = GreedyHead(PackedWeight(weight))
     logits = head.weight.multiply(x).float()
     found = head.choose(x)
-    assert found == likeliest(logits)
+    assert found == greedy_tokens(logits)
     for row, token in zip(logits, found, strict=True):
         assert (token == -1) == (not bool(row.max().isfinite()))
         assert token == -1 or token == int(row.argmax())
@@ -97,8 +97,8 @@ def test_near_ties_of_all_sizes(inputs: int, seed: int, size: float, outliers: i
 def test_all_logits_are_computed_where_all_can_be_the_largest() -> None:
     """And after that not tried again at once: for 1 step, then 3, 7, until one goes well."""
     weight, bad, good = noise(600, 64, seed=0), torch.zeros(1, 64, dtype=BF16), noise(1, 64, seed=1)
-    head = LikeliestHead(PackedWeight(weight))
-    expected = likeliest(head.weight.multiply(good).float())
+    head = GreedyHead(PackedWeight(weight))
+    expected = greedy_tokens(head.weight.multiply(good).float())
     tried: list[bool] = []
     screened = head._choose
 
@@ -116,7 +116,7 @@ def test_all_logits_are_computed_where_all_can_be_the_largest() -> None:
 @needs_kernels
 def test_bounds_leave_few_outputs_to_compute() -> None:
     """Of 600 panels of random weights a row may need an eighth; it needs a few."""
-    head = LikeliestHead(PackedWeight(noise(19_200, 256, seed=0)))
+    head = GreedyHead(PackedWeight(noise(19_200, 256, seed=0)))
     x = noise(40, 256, seed=1)
     x[:, :3] *= 30  # outliers, as hidden rows of real models have them
     head.choose(x)
@@ -125,7 +125,7 @@ def test_bounds_leave_few_outputs_to_compute() -> None:
 
 @needs_kernels
 def test_no_rows() -> None:
-    assert LikeliestHead(PackedWeight(noise(40, 8, seed=0))).choose(noise(0, 8, seed=1)) == []
+    assert GreedyHead(PackedWeight(noise(40, 8, seed=0))).choose(noise(0, 8, seed=1)) == []
 
 
 def test_rows_whose_largest_logit_is_not_finite() -> None:
@@ -138,8 +138,8 @@ def test_rows_whose_largest_logit_is_not_finite() -> None:
         [NAN] * 4,
         [-INF, -INF, -3e38, -INF],
     ]
-    assert likeliest(torch.tensor(rows)) == [1, -1, -1, -1, -1, 2]
-    assert likeliest(torch.empty(0, 4)) == []
+    assert greedy_tokens(torch.tensor(rows)) == [1, -1, -1, -1, -1, 2]
+    assert greedy_tokens(torch.empty(0, 4)) == []
 
 
 @needs_kernels
@@ -160,7 +160,7 @@ def test_one_weight_or_hidden_number_that_is_not_finite(rows: int, bad: float) -
 
 @needs_kernels
 def test_rows_of_another_width_or_dtype_are_refused() -> None:
-    head = LikeliestHead(PackedWeight(noise(40, 8, seed=0)))
+    head = GreedyHead(PackedWeight(noise(40, 8, seed=0)))
     for x in (noise(2, 7, seed=1), noise(2, 8, seed=1).float(), noise(2, 8, seed=1).to("meta")):
         with pytest.raises(ValueError, match="8 inputs in bfloat16 on cpu was given"):
             head.choose(x)

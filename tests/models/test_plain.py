@@ -14,7 +14,7 @@ from headstart.attention import Span, StepPlan
 from headstart.models.compatibility.paged_kv import probe_model
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.fused import FusedLayers
-from headstart.models.greedy_head import likeliest
+from headstart.models.greedy_head import greedy_tokens
 from headstart.models.plain import AngleTable
 from headstart.models.simplify import simplify
 from headstart.models.swap import accelerate
@@ -69,7 +69,7 @@ def test_part_by_part_has_the_same_bits_as_through_transformers(name: str) -> No
     engine = paged(TINY[name]().to(torch.bfloat16))
     plain = engine.decoder.plain
     assert (plain is not None) == (name in STACKS | HEADS)
-    assert (engine.decoder.detour is None) == (name in STACKS)
+    assert (engine.decoder.fallback_reason is None) == (name in STACKS)
     if plain is None:
         return
     assert (plain._stack is not None) == (name in STACKS)
@@ -80,7 +80,7 @@ def test_part_by_part_has_the_same_bits_as_through_transformers(name: str) -> No
         engine.decoder.plain = None
         expected, expected_chosen = step(engine, other, count, rows)
         assert torch.equal(logits, expected)
-        assert chosen == expected_chosen == likeliest(expected)
+        assert chosen == expected_chosen == greedy_tokens(expected)
 
 
 def test_angles_come_from_a_table_as_far_as_the_model_goes() -> None:
@@ -108,7 +108,7 @@ def test_angles_that_hang_on_other_rows_are_left_to_the_model() -> None:
     model.model.rotary_emb = Shrinking(model.config)
     decoder = paged(model).decoder
     assert decoder.plain is not None and decoder.plain._stack is None
-    assert decoder.detour == "its angles for a position hang on those beside it"
+    assert decoder.fallback_reason == "its angles for a position hang on those beside it"
 
 
 @pytest.mark.parametrize("reason", ["adapters", "embeddings"])
@@ -147,7 +147,7 @@ def test_logits_that_are_more_than_products_are_left_to_the_model(
     monkeypatch.setattr(LlamaForCausalLM, "forward", changed)
     decoder = paged(TINY["llama"]().to(torch.bfloat16)).decoder
     assert decoder.plain is None
-    assert decoder.detour == "its logits are more than products with the LM head"
+    assert decoder.fallback_reason == "its logits are more than products with the LM head"
 
 
 def test_a_decoder_that_is_told_more_is_left_to_the_model() -> None:
@@ -157,7 +157,7 @@ def test_a_decoder_that_is_told_more_is_left_to_the_model() -> None:
     )
     decoder = paged(model).decoder
     assert decoder.plain is None
-    assert decoder.detour == "its decoder is called with input_ids, kind, position_ids"
+    assert decoder.fallback_reason == "its decoder is called with input_ids, kind, position_ids"
 
 
 def test_angles_that_need_more_are_left_to_the_model() -> None:
@@ -177,7 +177,7 @@ def test_angles_that_need_more_are_left_to_the_model() -> None:
     )
     decoder = paged(model).decoder
     assert decoder.plain is not None and decoder.plain._stack is None
-    assert decoder.detour == "its angles are computed from x, position_ids, scale"
+    assert decoder.fallback_reason == "its angles are computed from x, position_ids, scale"
 
 
 def test_a_mistake_of_ours_is_no_other_kind_of_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,11 +203,11 @@ def test_a_head_with_a_bias_is_left_to_the_model() -> None:
     model = TINY["llama"]().to(torch.bfloat16)
     model.lm_head.bias = torch.nn.Parameter(torch.ones(VOCABULARY, dtype=torch.bfloat16))
     decoder = paged(model).decoder
-    assert decoder.plain is None and decoder.detour == "its LM head has a bias"
+    assert decoder.plain is None and decoder.fallback_reason == "its LM head has a bias"
 
 
 def test_other_dtypes_are_left_to_the_model() -> None:
     model = TINY["llama"]()
     decoder = DecoderModel(model, probe_model(model), fusion=accelerate(model))
     simplify(decoder)
-    assert decoder.plain is None and decoder.detour == "its LM head is not packed"
+    assert decoder.plain is None and decoder.fallback_reason == "its LM head is not packed"

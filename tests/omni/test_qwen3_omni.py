@@ -21,7 +21,7 @@ from transformers import (
 from headstart.cache import TokenSequence
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, ModelError, RequestError
-from headstart.models.silence_transformers import quiet
+from headstart.models.silence_transformers import silence_transformers
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.frame_talker import FrameTalker, FrameTalkerFeed
 from headstart.omni.omni import Omni
@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> Any:
-    with quiet():
+    with silence_transformers():
         model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder).eval()
     # Without it the talker cannot count positions where both is heard and seen (5.23).
     model.talker.config.audio_config = model.thinker.config.audio_config
@@ -254,7 +254,7 @@ def test_a_drawn_answer_is_the_same_cached_or_not_and_heard_before_it_is_said(
     assert len(first_heard.codes) < 30
     assert warm.figures["code2wav"].hit_rows == {"audio": 50}
     assert other.figures["code2wav"].hit_rows == {}
-    with quiet():
+    with silence_transformers():
         model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder).eval()
     with torch.inference_mode():
         whole = model.code2wav(cold.codes.T[None]).reshape(-1)

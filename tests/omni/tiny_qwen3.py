@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from headstart.models.demo.llama import write_byte_tokenizer
-from headstart.models.silence_transformers import quiet
+from headstart.models.silence_transformers import silence_transformers
 
 TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|audio_pad|>", "<|image_pad|>")
 TOKENS += ("<|video_pad|>", "<|audio_start|>", "<|audio_end|>", "<|vision_start|>")
@@ -143,7 +143,7 @@ def save_qwen3(folder: Path, seed: int = 6) -> Path:
         user_token_id=IDS["<|user|>"],
         assistant_token_id=IDS["<|assistant|>"],
     )
-    with torch.random.fork_rng(), torch.no_grad(), quiet():
+    with torch.random.fork_rng(), torch.no_grad(), silence_transformers():
         torch.manual_seed(seed)
         model: Any = Qwen3OmniMoeForConditionalGeneration(config)
         for name, weight in model.talker.named_parameters():

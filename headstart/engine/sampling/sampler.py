@@ -23,7 +23,7 @@ from transformers import (
 from headstart.engine.params import SamplingParams
 from headstart.engine.sampling.logprobs import TokenLogprob, token_logprobs
 from headstart.errors import EngineError
-from headstart.models.greedy_head import likeliest
+from headstart.models.greedy_head import greedy_tokens
 
 LIKELIEST = 1024  # tokens that top-p looks at before it sorts all
 
@@ -45,18 +45,16 @@ class SamplingState:
     output_token_ids: list[int]
     generator: torch.Generator | None
     eos_token_ids: frozenset[int]
-    _takes_likeliest: bool = field(init=False)
+    _is_greedy: bool = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
-        self._takes_likeliest = (
-            params.is_greedy and params.logprobs is None and not params.has_penalties
-        )
+        self._is_greedy = params.is_greedy and params.logprobs is None and not params.has_penalties
 
     @property
     def is_plain(self) -> bool:
         """Whether the likeliest token is all that is wanted."""
-        return self._takes_likeliest and len(self.output_token_ids) >= self.params.min_tokens
+        return self._is_greedy and len(self.output_token_ids) >= self.params.min_tokens
 
     @property
     def banned_token_ids(self) -> frozenset[int]:
@@ -104,11 +102,11 @@ class Sampler:
             self.accept(token_id)
             if state.is_plain or token_id < 0
             else self._choose_safely(logits[row : row + 1], state)
-            for row, (token_id, state) in enumerate(zip(likeliest(logits), states, strict=True))
+            for row, (token_id, state) in enumerate(zip(greedy_tokens(logits), states, strict=True))
         ]
 
     def accept(self, token_id: int) -> SampledToken | EngineError:
-        """What `likeliest` says of a row; -1 stands for logits that are not finite."""
+        """What `greedy_tokens` says of a row; -1 stands for logits that are not finite."""
         if token_id < 0:
             return EngineError(
                 "the request's logits are not finite: the model's weights are damaged, or "
@@ -129,7 +127,7 @@ class Sampler:
         params = state.params
         scores = self.process(logits, state)
         if params.is_greedy:
-            [token_id] = likeliest(scores)
+            [token_id] = greedy_tokens(scores)
             if token_id < 0:
                 raise EngineError("every token is banned, or a penalty overflows")
         else:

@@ -21,7 +21,7 @@ from transformers import (
 from headstart.models.demo import voice as demo_voice
 from headstart.models.demo.llama import made_once, write_byte_tokenizer
 from headstart.models.demo.voice import CHANNELS, NOTES, RATES, give_voice
-from headstart.models.silence_transformers import quiet
+from headstart.models.silence_transformers import silence_transformers
 
 __all__ = ["DEMO_OMNI", "IDS", "OmniSizes", "demo_omni_path", "write_omni"]
 
@@ -92,7 +92,7 @@ def write_omni(folder: Path, sizes: OmniSizes, seed: int = 11) -> None:
     config = Qwen2_5OmniConfig(
         thinker_config=_thinker(sizes), talker_config=_talker(sizes), token2wav_config=_token2wav()
     )
-    with torch.random.fork_rng(), quiet():
+    with torch.random.fork_rng(), silence_transformers():
         torch.manual_seed(seed)
         model: Any = Qwen2_5OmniForConditionalGeneration(config)
         with torch.no_grad():

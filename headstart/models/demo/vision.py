@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from headstart.models.demo.llama import keep_readable, made_once, write_byte_tokenizer
-from headstart.models.silence_transformers import quiet
+from headstart.models.silence_transformers import silence_transformers
 
 __all__ = ["demo_vision_path"]
 
@@ -72,7 +72,7 @@ def _write(folder: Path) -> None:
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
     )
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), silence_transformers():
         torch.manual_seed(_SEED)
         model = LlavaForConditionalGeneration(config)
         for name, weight in model.named_parameters():

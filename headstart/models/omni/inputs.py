@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoImageProcessor
 
 from headstart.errors import DamagedModelError, RequestError, UnsupportedModelError
-from headstart.models.silence_transformers import quiet
+from headstart.models.silence_transformers import silence_transformers
 
 __all__ = ["Media", "Placed", "SoundLengths"]
 
@@ -221,7 +221,7 @@ class _Processors:
 def _load(kind: Any, folder: Path, **options: Any) -> Any:
     """What turns sounds or images into features."""
     try:
-        with quiet():
+        with silence_transformers():
             return kind.from_pretrained(folder, local_files_only=True, **options)
     except ImportError as error:
         raise UnsupportedModelError(f"{folder}: a package is missing: {error}") from error

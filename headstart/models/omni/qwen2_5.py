@@ -26,7 +26,7 @@ from headstart.models.pretrained import (
     load_config,
     load_weights,
 )
-from headstart.models.silence_transformers import quiet
+from headstart.models.silence_transformers import silence_transformers
 
 __all__ = ["Qwen25Omni", "Recall", "SpeechIds", "Voice"]
 
@@ -83,7 +83,7 @@ class Qwen25Omni:
         }
         self.voices = _load_voices(folder / "spk_dict.pt")
         kind = Qwen2_5OmniForConditionalGeneration
-        with quiet():
+        with silence_transformers():
             config: Any = load_config(folder)
             check_speaker(folder, config)
             # The class's own `from_pretrained` reads the voices and cannot tell what it loaded.

@@ -38,7 +38,7 @@ from headstart.models.pretrained import (
     load_config,
     load_weights,
 )
-from headstart.models.silence_transformers import quiet
+from headstart.models.silence_transformers import silence_transformers
 
 __all__ = ["CausalVocoder", "CodecIds", "Qwen3Omni", "TurnIds", "thinker_decoder"]
 
@@ -84,7 +84,7 @@ class Qwen3Omni:
             "attn_implementation": "eager",
         }
         kind = Qwen3OmniMoeForConditionalGeneration
-        with quiet():
+        with silence_transformers():
             config: Any = load_config(folder)
             check_speaker(folder, config)
             loaded: Any = load_weights(kind.from_pretrained, folder, config=config, **options)

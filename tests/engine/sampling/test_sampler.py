@@ -13,7 +13,7 @@ from transformers import TopPLogitsWarper
 from headstart import SamplingParams
 from headstart.engine.sampling.logprobs import TokenLogprob, token_logprobs
 from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingState, TopP
-from headstart.models.greedy_head import likeliest
+from headstart.models.greedy_head import greedy_tokens
 from tests.tiny_models import TINY
 from tests.tiny_models import VOCABULARY as MODEL_VOCABULARY
 
@@ -370,4 +370,4 @@ def test_top_p_from_the_top_keeps_what_sorting_all_keeps(top_p: float, scale: fl
 def test_the_first_of_the_likeliest_is_taken_as_torch_does(values: list[float]) -> None:
     logits = torch.tensor([values, values[::-1]])
     finite = logits.amax(-1).isfinite()
-    assert likeliest(logits) == torch.where(finite, logits.argmax(-1), -1).tolist()
+    assert greedy_tokens(logits) == torch.where(finite, logits.argmax(-1), -1).tolist()

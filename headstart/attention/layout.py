@@ -9,6 +9,7 @@ sequence in it; the sequence's K/V of earlier steps are found through its block 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -33,8 +34,7 @@ class LayerLayout:
         return self.kv_heads * (self.key_dim + self.value_dim)
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """The rows of one sequence in the flat batch.
 
     Its queries are the last `num_rows` of its `context` tokens, and lie at

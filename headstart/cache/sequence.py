@@ -135,6 +135,11 @@ class TokenSequence:
         Rows in a block that is shared are computed for their outputs alone: the block has them
         already, or gets them from another sequence in this step. They go to slot `scratch`.
         """
+        if stop - start == 1:  # a sequence that decodes
+            index, offset = divmod(start, block_size)
+            if index < self.num_reused or index in self.switched:
+                return [scratch]
+            return [self.block_ids[index] * block_size + offset]
         slots: list[int] = []
         at = start
         while at < stop:

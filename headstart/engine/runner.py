@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headstart.attention import AttentionBackend, PagedKVMemory, Span, StepPlan
 from headstart.cache import TokenSequence
-from headstart.engine.batch import Batch, ScheduledTokens
+from headstart.engine.batch import Batch
 from headstart.engine.prompt import PromptExtras
 from headstart.models.decoder import EmbeddingOverlay
 
@@ -125,13 +125,20 @@ class Runner:
         """
         self._nonfinite.clear()
         self._memory.copy_rows(batch.copies)
-        parts = [self._plain(part) for part in batch.scheduled]
+        parts: list[Rows] = []
+        greedy_only = not self._deterministic
+        for request, start, stop, samples in batch.scheduled:
+            group, needs_prompt = request.group, request.needs_prompt_logits
+            wanted = stop - start if needs_prompt else int(samples)
+            parts.append(Rows(request.sequence, start, stop, stop, wanted, group.extras))
+            if needs_prompt or (samples and not request.sampling.is_plain):
+                greedy_only = False
         counts = [rows.wanted for rows in parts]
         values, greedy = None, []
         if self._deterministic:
             blocks = (block for rows in parts for block in self._blocks(rows))
             values = torch.cat([self._forward_block(block) for block in blocks])
-        elif all(_wants_greedy(part) for part in batch.scheduled):
+        elif greedy_only:
             greedy = self._forward(parts, self._model.choose)
         else:
             values = self._forward(parts, self._model.forward)
@@ -145,12 +152,6 @@ class Runner:
     def close(self) -> None:
         """Free the K/V memory; there are no steps afterwards."""
         self._memory.release()
-
-    @staticmethod
-    def _plain(part: ScheduledTokens) -> Rows:
-        request, start, stop, samples = part
-        wanted = stop - start if request.needs_prompt_logits else int(samples)
-        return Rows(request.sequence, start, stop, stop, wanted, request.group.extras)
 
     def _blocks(self, rows: Rows) -> Iterator[Rows]:
         """The same rows as whole blocks, recomputed from their first token."""
@@ -179,12 +180,18 @@ class Runner:
         for sequence, start, stop, known, wanted, _ in parts:
             first = len(tokens)
             spans.append(Span(first, stop - start, stop, sequence.block_ids))
+            slots += sequence.slots(start, stop, self._memory.block_size, self._memory.scratch_slot)
+            if stop - start == 1:  # most are: requests that decode
+                tokens.append(sequence.token_ids[start])
+                positions.append(start)
+                if wanted:
+                    logit_rows.append(first)
+                continue
             tokens += sequence.token_ids[start:known]
             if known < stop:
                 tokens += [PADDING_TOKEN] * (stop - known)
             positions += range(start, stop)
             logit_rows += range(len(tokens) - wanted, len(tokens))
-            slots += sequence.slots(start, stop, self._memory.block_size, self._memory.scratch_slot)
         embeddings, places = None, self._tensor(positions)
         if any(rows.extras is not None for rows in parts):
             embeddings, places = self._extras(parts), self._places(parts, places)
@@ -267,9 +274,3 @@ class Runner:
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self._device)
-
-
-def _wants_greedy(part: ScheduledTokens) -> bool:
-    """Whether the likeliest next token is all that is wanted, if that."""
-    request = part.request
-    return not request.needs_prompt_logits and (not part.samples or request.sampling.is_plain)

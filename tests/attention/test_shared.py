@@ -1,6 +1,5 @@
 """Decoding rows that attend together to what they share: the same result as each by itself."""
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -122,7 +121,7 @@ def check_plan(plan: SharedPlan, spans: list[Span]) -> None:
 def test_a_plan_kept_from_step_to_step_stays_right(data: st.DataObject, forest: Forest) -> None:
     """Tables grow, change in place, come and go."""
     planner = SharedPlanner(BLOCK, FREE)
-    spans = [replace(span, num_rows=1) for span in forest.spans]
+    spans = [span._replace(num_rows=1) for span in forest.spans]
     fresh = iter(range(1000, 3000))
     for _ in range(5):
         plan = planner.plan(spans)
@@ -142,7 +141,7 @@ def test_a_plan_kept_from_step_to_step_stays_right(data: st.DataObject, forest: 
         elif len(spans) > 1:
             del spans[at]
             continue
-        spans[at] = replace(spans[at], block_ids=table, context=context)
+        spans[at] = spans[at]._replace(block_ids=table, context=context)
 
 
 def test_a_plan_is_kept_while_tables_grow_and_made_anew_when_they_change() -> None:

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any
 
-from headstart.cache.eviction import POLICIES
+from headstart.cache.config import CacheOptions
 from headstart.engine.params import SEEDS
 from headstart.engine.startup.threads import count_cores
 from headstart.errors import ConfigError
@@ -18,7 +18,7 @@ _DTYPES = OneOf(("auto", "float32", "bfloat16", "float16"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(CacheOptions):
     """What an engine is built with. Raises ConfigError for a value outside its range."""
 
     dtype: str = option(
@@ -27,8 +27,6 @@ class EngineConfig:
         _DTYPES,
     )
     device: str = option("cpu", "where the model runs: cpu, cuda, cuda:1, ...")
-    enable_prefix_caching: bool = option(True, "keep and reuse the K/V of prompts that begin alike")
-    block_size: int = option(16, "tokens in a KV block", OneOf(BLOCK_SIZES))
     num_blocks: int | None = option(
         None, "KV blocks in the pool; default: what the memory holds", _COUNTS
     )
@@ -44,11 +42,6 @@ class EngineConfig:
     max_bypassed: int = option(
         8, "how often a waiting request may be bypassed by better hits", Number(int, 0)
     )
-    eviction: str = option(
-        "adaptive-lru", "which free block is reused next", OneOf(tuple(POLICIES))
-    )
-    deduplicate: bool = option(True, "give a block back when it fills with what is cached")
-    partial_hits: bool = option(True, "reuse the head of a block that matches in part")
     share_attention: bool = option(True, "attend once to what running requests have in common")
     deterministic: bool = option(False, "bitwise equal logits, cache on or off, alone or not")
     encoder_cache_rows: int = option(
@@ -65,6 +58,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
+        if self.block_size not in BLOCK_SIZES:
+            allowed = ", ".join(map(str, BLOCK_SIZES))
+            raise ConfigError(f"block_size is {self.block_size}; allowed: {allowed}")
 
     @property
     def threads(self) -> int:

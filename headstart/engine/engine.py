@@ -119,11 +119,7 @@ class Engine:
         )
         cache = CacheConfig(
             num_blocks=blocks,
-            block_size=config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            deduplicate=config.deduplicate,
-            partial_hits=config.partial_hits and not config.deterministic,
-            eviction=config.eviction,
+            **config.shared() | {"partial_hits": config.partial_hits and not config.deterministic},
         )
         manager = KVCacheManager(cache, BlockNames(config.block_size))
         return cls(Parts(decoder, tokenizer, memory, manager, limit, vision), config, hooks)

@@ -42,11 +42,11 @@ unit: $(READY)
 
 # What must be right on every x86 CPU, once more without compiled kernels and with AVX2 alone.
 ANSWERS := tests/models/test_built_in.py::test
-PORTABLE := "$(ANSWERS)_answers_are_right_cold_and_warm[plain]" $(ANSWERS)_a_chat_about_one_document \
-            "$(ANSWERS)_answers_are_right_cold_and_warm[bfloat16]" \
+PORTABLE := "$(ANSWERS)_answers_are_right_cold_and_warm[bfloat16]" \
+            $(ANSWERS)_a_chat_about_one_document \
             $(ANSWERS)_other_documents_and_questions \
             tests/cli/test_main.py::test_demo_answers_what_the_table_says \
-            tests/attention/test_torch_ops.py tests/attention/test_shared.py \
+            tests/attention/test_torch_ops.py \
             "tests/engine/test_paths.py::test_answers_in_bf16_are_those_of_transformers[llama-plain-torch]" \
             tests/engine/test_engine.py tests/native
 unit-portable: $(READY)

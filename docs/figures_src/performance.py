@@ -8,7 +8,7 @@ from typing import NamedTuple
 from svg import HOLDERS, LINE, Canvas, Colour
 
 WIDTH, HEIGHT = 720, 400
-LEFT, RIGHT, TOP, BOTTOM = 76, 150, 104, 56  # room around the axes
+LEFT, RIGHT, TOP, BOTTOM = 76, 164, 104, 56  # room around the axes
 APART = 18  # pixels between two names
 
 

@@ -49,7 +49,7 @@ def draw_block(canvas: Canvas, block: BlockView, y: float) -> None:
         draw_mark(canvas, x + BLOCK - 14, y + 14)
     for at in range(BLOCK_SIZE):
         slot = (x + 8 + at * 17.3, y + 27, 16, 22)
-        canvas.box(slot, Colour("#ffffff", LINE), style="square")
+        canvas.box(slot, Colour(EMPTY.fill, LINE), style="square")
         letter = block.letters[at : at + 1]
         canvas.text(slot[0] + 8, y + 43, letter, size=14, style="mono middle")
     if block.holders:

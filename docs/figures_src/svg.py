@@ -1,7 +1,8 @@
 """Just enough SVG to draw with: boxes, text, lines and arrows on a card of its own colour.
 
-The card is opaque, so that a figure reads the same on a light page and on a dark one. Numbers
-are written one way only, so that the same drawing is the same file.
+Attributes hold the colours for a light page; a style sheet in the file changes them where the
+reader's system is dark. A viewer that knows no style sheets shows the light card, which is opaque.
+Numbers are written one way only, so that the same drawing is the same file.
 """
 
 from dataclasses import dataclass, field
@@ -28,6 +29,24 @@ HOLDERS = (
     Colour("#fde3c8", "#c26a15"),
     Colour("#d5efdc", "#2c8651"),
 )
+
+# What each colour becomes on a dark page.
+DARK = {
+    PAPER: "#16191f",
+    INK: "#e7e9ed",
+    MUTED: "#9aa3b2",
+    LINE: "#454b57",
+    EMPTY.fill: "#21262e",
+    EMPTY.line: "#5b6270",
+    CACHED.fill: "#32294a",
+    CACHED.line: "#a98ee6",
+    HOLDERS[0].fill: "#1d3557",
+    HOLDERS[0].line: "#7fb2ee",
+    HOLDERS[1].fill: "#4a2f14",
+    HOLDERS[1].line: "#eea55c",
+    HOLDERS[2].fill: "#183d26",
+    HOLDERS[2].line: "#6cc692",
+}
 
 
 def number(value: float) -> str:
@@ -116,11 +135,17 @@ class Canvas:
             f'<path d="M 0 0.6 L 7.4 4 L 0 7.4 z" fill="{colour}"/></marker>'
             for colour in (INK, MUTED, CACHED.line, EMPTY.line, *(c.line for c in HOLDERS))
         )
+        rules = "".join(
+            f'[fill="{light}"]{{fill:{dark}}}[stroke="{light}"]{{stroke:{dark}}}'
+            for light, dark in DARK.items()
+        )
         size = f'width="{self.width}" height="{self.height}"'
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
             f'viewBox="0 0 {self.width} {self.height}" role="img">\n'
-            f"<title>{escape(self.title)}</title>\n<defs>{tips}</defs>\n"
+            f"<title>{escape(self.title)}</title>\n"
+            f"<style>@media (prefers-color-scheme: dark) {{{rules}}}</style>\n"
+            f"<defs>{tips}</defs>\n"
             f'<rect x="0.5" y="0.5" width="{self.width - 1}" height="{self.height - 1}" rx="12" '
             f'fill="{PAPER}" stroke="{LINE}"/>\n'
         )

@@ -34,4 +34,8 @@ def _draw(parts: Iterable[RenderableType]) -> str:
         recorder.print(part)
     svg = recorder.export_svg(title="headstart demo")
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
-    return svg.replace("Fira Code", "ui-monospace, Menlo, DejaVu Sans Mono")
+    svg = svg.replace("Fira Code", "ui-monospace, Menlo, DejaVu Sans Mono")
+    # Viewers other than browsers drop spaces at the ends of a text, and know no textLength: they
+    # need these fonts in the size at which a letter is as wide as one of rich's.
+    svg = svg.replace("<svg ", '<svg xml:space="preserve" ', 1)
+    return svg.replace("font-size: 20px", "font-size: 20.27px")

@@ -99,6 +99,7 @@ def test_demo_saves_its_picture(demo: tuple[str, Path]) -> None:
     words = " ".join(ElementTree.fromstring(picture).itertext()).replace("\xa0", " ")
     assert "time to first token" in words and "■" in words
     assert "font-face" not in picture
+    assert picture.startswith('<svg xml:space="preserve" ')  # or spaces are lost outside browsers
 
 
 def test_demo_of_adapters_shows_who_shares_with_whom() -> None:

@@ -1,13 +1,17 @@
 """The figures in the docs are what the pool looks like today."""
 
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree
 from pathlib import Path
 
+import pytest
+
 from tests.house.source import ROOT
 
 FIGURES = ROOT / "docs" / "figures"
+DARK_STYLE = re.compile(r"@media \(prefers-color-scheme: dark\) \{.*\}\s*</style>", re.DOTALL)
 
 
 def test_the_figures_are_what_the_command_draws(tmp_path: Path) -> None:
@@ -26,3 +30,33 @@ def test_every_figure_is_shown_in_the_docs() -> None:
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
     for path in FIGURES.iterdir():
         assert any(f"(figures/{path.name})" in page for page in pages)
+
+
+def test_every_colour_of_a_figure_has_another_on_a_dark_page() -> None:
+    for path in FIGURES.iterdir():
+        text = path.read_text(encoding="utf-8")
+        [style] = DARK_STYLE.findall(text)
+        used = set(re.findall(r'(?:fill|stroke)="#[0-9a-f]{6}"', DARK_STYLE.sub("", text)))
+        assert used and {rule for rule in used if f"[{rule}]{{" not in style} == set(), path.name
+
+
+@pytest.mark.parametrize("name", ["architecture", "omni"])
+def test_every_colour_of_a_drawing_has_another_on_a_dark_page(name: str) -> None:
+    """Colours stand in the style sheet alone; each class that has one has one for dark pages."""
+    text = (ROOT / "docs" / f"{name}.svg").read_text(encoding="utf-8")
+    [dark] = DARK_STYLE.findall(text)
+    light = DARK_STYLE.sub("", text)
+    coloured = {
+        kind
+        for kinds, rule in re.findall(r"^    ([.\w, ]+) \{ (.*) \}$", light, re.MULTILINE)
+        for kind in kinds.split(", ")
+        if "#" in rule.replace("url(#head)", "")
+    }
+    assert "#" not in re.sub(r"url\(#head\)", "", light.split("<defs>")[1])
+    assert {kind for kind in coloured if not re.search(rf"{re.escape(kind)}\b", dark)} == set()
+    assert len(coloured) > 5
+
+
+def test_the_demo_keeps_its_spaces_outside_browsers() -> None:
+    text = (ROOT / "docs" / "demo.svg").read_text(encoding="utf-8")
+    assert text.startswith('<svg xml:space="preserve" ')

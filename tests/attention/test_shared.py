@@ -1,6 +1,5 @@
 """Decoding rows that attend together to what they share: the same result as each by itself."""
 
-
 import pytest
 import torch
 from hypothesis import given, settings

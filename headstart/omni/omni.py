@@ -27,6 +27,7 @@ from headstart.omni.qwen2_5 import Qwen25Stages
 from headstart.omni.qwen3 import Qwen3Stages
 from headstart.omni.stage import TOKENS, Input, OmniRequest
 from headstart.omni.stage_options import check_options
+from headstart.validation import describe
 
 __all__ = ["DEFAULT_CACHE_BYTES", "Omni"]
 
@@ -35,6 +36,7 @@ DEFAULT_CACHE_BYTES = 1 << 30
 
 
 _MEDIA = ("audio", "images", "features")
+_TEXT = ("prompt", "prompt_token_ids")
 
 
 class _Stages(Protocol):
@@ -187,10 +189,13 @@ class Omni:
         self.pipeline.close()
 
     def _request(self, prompt: OmniPrompt, params: OmniParams, salt: str | None) -> OmniRequest:
+        if not isinstance(params, OmniParams):
+            raise RequestError(f"the parameters are {describe(params)}; allowed: an OmniParams")
         media: dict[str, Any] = {}
         if isinstance(prompt, Mapping):
-            media = {key: prompt[key] for key in _MEDIA if key in prompt}
-            prompt = {key: value for key, value in prompt.items() if key not in media}
+            _check_keys(prompt)
+            media = {key: prompt[key] for key in _MEDIA if prompt.get(key) is not None}
+            prompt = {key: prompt[key] for key in _TEXT if key in prompt}
         spoken = self._stages.prepare(self._inputs.process(prompt), media, salt)
         sampling = {"thinker": params.text or self._stages.text_params, "talker": params.speech}
         if any(chosen is not None and chosen.n != 1 for chosen in sampling.values()):
@@ -229,6 +234,14 @@ class Omni:
 def _joined(chunks: Sequence[Any]) -> Tensor:
     rows = [chunk.rows for chunk in chunks]
     return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+
+
+def _check_keys(prompt: Mapping[Any, Any]) -> None:
+    if set(prompt) - {*_TEXT, *_MEDIA} or not set(prompt) & set(_TEXT):
+        raise RequestError(
+            f"the prompt has the keys {describe(list(prompt))}; allowed: 'prompt' or "
+            "'prompt_token_ids', and beside it 'audio' and 'images', or 'features'"
+        )
 
 
 def _as_list(prompts: OmniPrompt | Sequence[OmniPrompt]) -> list[OmniPrompt]:

@@ -8,16 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.engine.params import SamplingParams
+from headstart.engine.params import SEEDS, SamplingParams
 from headstart.engine.prompt import PreparedPrompt
+from headstart.errors import RequestError
 from headstart.omni.audio import pcm16, save_wav, wav_bytes
 from headstart.omni.stage import Figures
+from headstart.validation import check_fields, option
 
 __all__ = ["OmniOutput", "OmniParams", "OmniPrompt", "SpokenPrompt"]
 
 OmniPrompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or a mapping: `prompt` or `prompt_token_ids`, and beside it `audio` (a list of
-float arrays), `images` (a list of Pillow's), or `features` (tensors of transformers' processor)."""
+"""A text, token ids, or a mapping: `prompt` or `prompt_token_ids`, and beside it `audio` and
+`images`, one or a list, or `features` (tensors of transformers' processor). Sounds are arrays
+`[samples]`: floats from -1 to 1, int16 or int32. Images are Pillow's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +29,17 @@ class OmniParams:
 
     text, speech: sampling of the thinker and of the talker; None takes the model's own way. voice:
     None takes the first. audio: False gives text alone. seed: of a vocoder that begins with noise.
+    Raises RequestError for a value outside its range.
     """
 
     text: SamplingParams | None = None
     speech: SamplingParams | None = None
     voice: str | None = None
     audio: bool = True
-    seed: int = 0
+    seed: int = option(0, allowed=SEEDS)
+
+    def __post_init__(self) -> None:
+        check_fields(self, RequestError)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ from headstart.engine.prompt import (
     RotaryPositions,
 )
 from headstart.errors import RequestError
-from headstart.models.omni.inputs import Media, Placed
+from headstart.models.omni.inputs import Media, Placed, as_items, read_features
 from headstart.models.omni.stage_decoder import StageDecoder
 from headstart.omni.by_content import ContentMemory, content_digest
 from headstart.omni.engine_stage import EngineStage
@@ -65,11 +65,12 @@ class SpokenPrompts:
         them of. What was encoded before, under the same salt, is known by content.
         """
         media = self._model.media
-        features: dict[str, Tensor] = dict(given.get("features") or {})
-        if given.get("audio"):
-            features |= media.hear(given["audio"])
-        if given.get("images"):
-            features |= media.see(given["images"])
+        features = read_features(given.get("features", {}))
+        for name, make in (("audio", media.hear), ("images", media.see)):
+            made = make(as_items(given.get(name, [])))
+            if made.keys() & features.keys():
+                raise RequestError(f"the prompt has {name}, and features of {name}; give one")
+            features |= made
         token_ids = media.expand(text.token_ids, features)
         placed = media.locate(token_ids, features)
         items, rows = [], []
@@ -85,7 +86,12 @@ class SpokenPrompts:
         return SpokenPrompt(PreparedPrompt(token_ids, text.text, extras), features)
 
     def _encode(self, placed: Placed, digest: bytes, salt: str | None) -> Tensor:
-        rows = self._encoded.recall(digest, lambda: self._model.encode(placed), salt)
+        try:
+            rows = self._encoded.recall(digest, lambda: self._model.encode(placed), salt)
+        except (RuntimeError, ValueError, IndexError) as error:  # features of another model
+            raise RequestError(
+                f"an {placed.kind} cannot be encoded: {type(error).__name__}: {error}"
+            ) from error
         if len(rows) != placed.length:
             raise RequestError(
                 f"an {placed.kind} of {placed.length} placeholders became {len(rows)} embeddings"

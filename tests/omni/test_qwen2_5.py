@@ -335,7 +335,7 @@ def test_sounds_and_images_as_they_are(omni: Omni, tmp_path: Path) -> None:
     assert other.figures["thinker"].cached_tokens == 0
     for sound, complaint in (
         ([[1.0]], r"shape \[1, 1\]; allowed: \[samples\]"),
-        ("x", "a sound is a str"),
+        ("x", "a sound is 'x', a str"),
         ([math.nan], "not finite"),
     ):
         with pytest.raises(RequestError, match=complaint):

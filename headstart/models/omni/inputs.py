@@ -19,11 +19,19 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor
 
 from headstart.errors import DamagedModelError, RequestError, UnsupportedModelError
 from headstart.models.silence_transformers import silence_transformers
+from headstart.validation import describe
 
-__all__ = ["Media", "Placed", "SoundLengths"]
+__all__ = ["Media", "Placed", "SoundLengths", "as_items", "read_features"]
 
-_TAKEN = ("input_features", "feature_attention_mask", "pixel_values", "image_grid_thw")
+_AXES = {
+    "input_features": ("sounds", "mels", "frames"),
+    "feature_attention_mask": ("sounds", "frames"),
+    "pixel_values": ("patches", "width"),
+    "image_grid_thw": ("images", "3"),
+}
 """What a prompt may bring beside token ids, by the names of transformers' processor."""
+
+_FLOATS = ("input_features", "pixel_values")
 
 SoundLengths = Callable[[Tensor], Tensor]
 """From frames of sounds int64 `[sounds]` to the embeddings that they become."""
@@ -65,19 +73,24 @@ class Media:
         self._padding = padding
 
     def hear(self, sounds: Sequence[Any]) -> dict[str, Tensor]:
-        """Features of sounds: float arrays `[samples]` at the extractor's rate.
+        """Features of sounds, arrays `[samples]` at the extractor's rate; of none, nothing.
 
         Raises RequestError for what is no sound, ModelError without a feature extractor.
         """
-        extractor = self._processors.extractor
         waves = [_wave(sound) for sound in sounds]
-        found = extractor(
-            waves,
-            sampling_rate=extractor.sampling_rate,
-            padding=self._padding,
-            return_attention_mask=True,
-            return_tensors="pt",
-        )
+        if not waves:
+            return {}
+        extractor = self._processors.extractor
+        try:
+            found = extractor(
+                waves,
+                sampling_rate=extractor.sampling_rate,
+                padding=self._padding,
+                return_attention_mask=True,
+                return_tensors="pt",
+            )
+        except (RuntimeError, ValueError) as error:  # shorter than what it pads with
+            raise RequestError(f"sounds cannot be read: {type(error).__name__}: {error}") from error
         mask = found["attention_mask"]
         longest = int(mask.sum(-1).max())
         return {
@@ -86,7 +99,7 @@ class Media:
         }
 
     def see(self, images: Sequence[Any]) -> dict[str, Tensor]:
-        """Features of Pillow images; nothing is opened or fetched for them.
+        """Features of Pillow images, of none nothing. Nothing is opened or fetched for them.
 
         Raises RequestError for what is no image, ModelError without an image processor.
         """
@@ -95,6 +108,8 @@ class Media:
                 raise RequestError(
                     f"an image is a {type(image).__name__}; allowed: a Pillow image or an array"
                 )
+        if not images:
+            return {}
         processor = self._processors.images
         try:
             found = processor(images=list(images), return_tensors="pt")
@@ -124,9 +139,6 @@ class Media:
     def _contents(
         self, features: Mapping[str, Tensor]
     ) -> dict[str, tuple[list[int], list[dict[str, Tensor]]]]:
-        unknown = sorted(features.keys() - set(_TAKEN))
-        if unknown:
-            raise RequestError(f"the model takes no {unknown[0]!r}; it takes {_TAKEN}")
         return {"audio": self._audios(features), "image": self._images(features)}
 
     def locate(self, token_ids: Sequence[int], features: Mapping[str, Tensor]) -> list[Placed]:
@@ -153,10 +165,17 @@ class Media:
         if "input_features" not in features:
             return [], []
         names = ("input_features", "feature_attention_mask")
-        if names[1] not in features or len(features[names[0]]) != len(features[names[1]]):
-            raise RequestError("input_features come with a feature_attention_mask for each audio")
-        counts = features[names[1]].sum(-1)
+        sounds, _, frames = features[names[0]].shape
+        mask = features.get(names[1])
+        if mask is None or mask.shape != (sounds, frames) or not ((mask == 0) | (mask == 1)).all():
+            raise RequestError(
+                "input_features [sounds, mels, frames] come with a feature_attention_mask "
+                "[sounds, frames] of zeros and ones"
+            )
+        counts = mask.sum(-1)
         lengths = self._sound_lengths(counts).tolist()
+        if min(lengths, default=1) < 1:
+            raise RequestError(f"a sound of {int(counts.min())} frames is too short to be heard")
         contents = [
             {name: features[name][at : at + 1] for name in names} for at in range(len(lengths))
         ]
@@ -168,6 +187,12 @@ class Media:
         if "image_grid_thw" not in features:
             raise RequestError("pixel_values come with an image_grid_thw")
         grids = features["image_grid_thw"]
+        side = self._merge_size
+        if grids.shape[-1] != 3 or (grids < 1).any() or (grids[:, 1:] % side).any():
+            raise RequestError(
+                f"image_grid_thw is {describe(grids.tolist())}; allowed: frames, height and width "
+                f"of each image, in patches, height and width multiples of {side}"
+            )
         patches = grids.prod(-1).tolist()
         if sum(patches) != len(features["pixel_values"]):
             raise RequestError(
@@ -183,14 +208,67 @@ class Media:
         return [count // merged for count in patches], contents
 
 
-def _wave(sound: Any) -> NDArray[np.float32]:
-    """A sound's samples `[samples]`. Raises RequestError for what is none."""
-    try:
-        wave = np.asarray(sound, dtype=np.float32)
-    except (TypeError, ValueError) as error:
+def as_items(given: object) -> list[Any]:
+    """One sound or image, or several, as a list. An array is one."""
+    if isinstance(given, Sequence) and not isinstance(given, (str, bytes, bytearray)):
+        return list(given)
+    return [given]
+
+
+def read_features(given: object) -> dict[str, Tensor]:
+    """A prompt's tensors, as transformers' processor makes them. Raises RequestError.
+
+    Their names, types and axes are right then; whether they fit one another is not looked at.
+    """
+    if not isinstance(given, Mapping):
         raise RequestError(
-            f"a sound is a {type(sound).__name__}; allowed: a float array [samples]"
-        ) from error
+            f"features are {describe(given)}, a {type(given).__name__}; allowed: a mapping of "
+            f"tensors, which may have the keys {', '.join(_AXES)}"
+        )
+    return {name: _read_feature(name, value) for name, value in given.items()}
+
+
+def _read_feature(name: object, value: object) -> Tensor:
+    if name not in _AXES:
+        raise RequestError(f"the model takes no {describe(name)}; it takes {', '.join(_AXES)}")
+    axes, floats = _AXES[name], name in _FLOATS
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+        value = torch.as_tensor(value)
+    if not isinstance(value, Tensor):
+        raise RequestError(f"{name} is {describe(value)}; allowed: a tensor [{', '.join(axes)}]")
+    if value.ndim != len(axes) or value.is_floating_point() != floats or value.is_complex():
+        raise RequestError(
+            f"{name} has the shape {list(value.shape)} and the type {value.dtype}; allowed: "
+            f"[{', '.join(axes)}] of {'floats' if floats else 'integers'}"
+        )
+    if not value.isfinite().all():
+        raise RequestError(f"{name} has values that are not finite")
+    return value
+
+
+def _wave(sound: Any) -> NDArray[np.float32]:
+    """A sound's samples `[samples]`, integers scaled as files of sounds have them.
+
+    Raises RequestError for what is none.
+    """
+    try:
+        if isinstance(sound, Tensor):
+            sound = sound.detach().cpu()
+            sound = (sound.float() if sound.is_floating_point() else sound).numpy()
+        samples = np.asarray(sound)
+    except (TypeError, ValueError, RuntimeError):
+        samples = np.asarray(None)
+    kind, size = samples.dtype.kind, samples.dtype.itemsize
+    if kind == "i" and size in (2, 4):
+        wave = samples.astype(np.float32) / np.float32(2 ** (8 * size - 1))
+    elif kind == "f":
+        with np.errstate(over="ignore"):  # to what is not finite
+            wave = samples.astype(np.float32)
+    else:
+        raise RequestError(
+            f"a sound is {describe(sound)}, a {type(sound).__name__}; allowed: an array [samples] "
+            "of floats from -1 to 1, int16 or int32"
+        )
     if wave.ndim != 1 or not len(wave):
         raise RequestError(f"a sound has the shape {list(wave.shape)}; allowed: [samples]")
     if not np.isfinite(wave).all():

@@ -5,7 +5,8 @@ prefix, an exception is raised. Afterwards every invariant holds, every request 
 no block is lost, and the same prompts are answered as by a fresh engine.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -22,6 +23,8 @@ DRAWN = SamplingParams(temperature=1, seed=5, max_tokens=4, ignore_eos=True, log
 SHARED = list(range(3, 37))
 PROMPTS = [SHARED + list(range(50, 61)), SHARED + list(range(70, 76))]
 ERRORS = (KeyboardInterrupt, MemoryError, RuntimeError)
+EVERY_KIND = os.environ.get("HEADSTART_EVERY_KIND") == "1"
+"""Raise every kind at every line, each in a run of its own: three times as long."""
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +96,12 @@ def _names_it(error: BaseException | None, kind: type[BaseException]) -> bool:
     return isinstance(error, EngineError) and kind.__name__ in str(error)
 
 
+@pytest.mark.parametrize("kinds", [(kind,) for kind in ERRORS] if EVERY_KIND else [ERRORS])
 @pytest.mark.parametrize("steps", [0, 1, 3], ids=["prefill", "mixed", "decode"])
 def test_an_exception_at_any_line_of_a_step(
-    llm: LLM, expected: list[list[int]], steps: int
+    llm: LLM, expected: list[list[int]], steps: int, kinds: Sequence[type[BaseException]]
 ) -> None:
-    """The kinds of exceptions take turns over the lines."""
+    """The kinds of exceptions take turns over the lines, unless HEADSTART_EVERY_KIND is 1."""
     engine = llm.engine
     groups = _begin(engine, steps)
     with Interruption() as counted:
@@ -106,7 +110,7 @@ def test_an_exception_at_any_line_of_a_step(
     places = points(counted.lines)
     assert len(places) > 300
     for turn, at in enumerate(places):
-        kind = ERRORS[turn % len(ERRORS)]
+        kind = kinds[turn % len(kinds)]
         groups = _begin(engine, steps)
         results = []
         try:

@@ -20,6 +20,7 @@ from rich.progress import (
 from headstart.engine.adapters.request import choose_adapters
 from headstart.engine.params import SamplingParams
 from headstart.engine.startup.start import start_engine
+from headstart.engine.streams import OutputStream
 from headstart.errors import RequestError
 
 # What brings torch with it waits until the model's name is known: see `start_engine`.
@@ -200,61 +201,35 @@ class LLM:
         return [outputs[group.request_id] for group in groups]
 
 
-class _Stream(Generator["RequestOutput", None, None]):
-    """The outputs of one request, which is submitted when the first of them is asked for.
-
-    No generator function: the garbage collector would close it as a caller does, and wait for the
-    engine in whatever thread it runs, under whatever lock that thread holds.
-    """
+class _Stream(OutputStream["RequestOutput"]):
+    """One request's outputs by way of the driver; a chat's answer is remembered."""
 
     def __init__(
         self, driver: Driver, group: RequestGroup, chats: ChatRequests | None = None
     ) -> None:
         self._driver = driver
         self._group = group
-        self._chats = chats  # that remember the answer
+        self._chats = chats
         self._updates: Mailbox | None = None  # once the request is submitted
-        self._ended = False
 
-    def send(self, value: None) -> RequestOutput:
-        """The next output; `value` is ignored."""
-        if self._ended:
-            raise StopIteration
-        try:
-            if self._updates is None:
-                self._updates = self._driver.mailbox()
-                self._driver.submit(self._group, self._updates.receive)
-            output = self._updates.get()
-            if output.finished:
-                self._end()
-                if self._chats is not None:
-                    self._chats.remember(self._group, output)
-        except BaseException:
-            self.close()
-            raise
+    def _next(self) -> RequestOutput:
+        if self._updates is None:
+            self._updates = self._driver.mailbox()
+            self._driver.submit(self._group, self._updates.receive)
+        output = self._updates.get()
+        if output.finished:
+            self._end()
+            if self._chats is not None:
+                self._chats.remember(self._group, output)
         return output
 
-    def throw(self, *error: Any) -> RequestOutput:
-        """Close the stream, then raise the error."""
-        self.close()
-        return super().throw(*error)
-
-    def close(self) -> None:
-        """Forget the request if it is unfinished; it holds nothing any more on return."""
-        self._cancel(wait=True)
-
-    def __del__(self) -> None:
-        self._cancel(wait=False)
-
-    def _cancel(self, *, wait: bool) -> None:
-        if self._updates is not None and not self._ended and self._driver.is_alive:
-            self._driver.cancel([self._group], wait=wait)
-        self._end()
+    def _leave(self, *, collected: bool) -> None:
+        if self._updates is not None and self._driver.is_alive:
+            self._driver.cancel([self._group], wait=not collected)
 
     def _end(self) -> None:
-        """No more outputs, also for another thread that waits for one."""
-        self._ended = True
-        if self._updates is not None:
+        super()._end()
+        if self._updates is not None:  # another thread may wait for one
             self._updates.receive(StopIteration())
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -14,6 +14,7 @@ from headstart.engine.inputs import InputProcessor
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
+from headstart.engine.streams import OutputStream
 from headstart.engine.text.limit import TextLimit
 from headstart.errors import RequestError, UnsupportedModelError
 from headstart.models.files import find_folder, read_json
@@ -22,7 +23,7 @@ from headstart.models.omni.qwen3 import Qwen3Omni
 from headstart.omni.graph import Factory, read_graph
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt, SpokenPrompt
-from headstart.omni.pipeline import Progress
+from headstart.omni.pipeline import Pipeline, Progress
 from headstart.omni.qwen2_5 import Qwen25Stages
 from headstart.omni.qwen3 import Qwen3Stages
 from headstart.omni.stage import TOKENS, Input, OmniRequest
@@ -153,23 +154,12 @@ class Omni:
     ) -> Generator[OmniOutput]:
         """Outputs of one prompt as it is answered, each with all so far.
 
-        Closing the iterator aborts the request. Raises what `generate` does.
+        Closing the iterator aborts the request; an iterator that nobody holds any more has it
+        aborted by the next call. Raises what `generate` does.
         """
         self.pipeline.require_open()
         request = self._request(prompt, params or OmniParams(), cache_salt)
-        return self._stream(request)
-
-    def _stream(self, request: OmniRequest) -> Generator[OmniOutput]:
-        try:
-            progress = self.pipeline.submit(request)
-            while progress.finish_reason is None:
-                if progress in self.pipeline.step() and progress.finish_reason is None:
-                    yield self._output(progress)
-            if progress.error is not None:
-                raise progress.error
-            yield self._output(progress)  # also if another call's steps brought it to its end
-        finally:
-            self._forget([request])
+        return _Stream(self.pipeline, request, self._output)
 
     def reset_cache(self) -> bool:
         """Forget everything cached; False, and nothing done, while a request runs.
@@ -177,6 +167,7 @@ class Omni:
         Raises EngineError after `close`.
         """
         self.pipeline.require_open()
+        self.pipeline.abort_left()
         if self.pipeline.has_unfinished:
             return False
         self.cache.clear()
@@ -229,6 +220,37 @@ class Omni:
             finish_reason=reason,
             figures=dict(progress.figures),
         )
+
+
+class _Stream(OutputStream[OmniOutput]):
+    """One request's outputs, by steps of the pipeline that all requests share."""
+
+    def __init__(
+        self, pipeline: Pipeline, request: OmniRequest, output: Callable[[Progress], OmniOutput]
+    ) -> None:
+        self._pipeline = pipeline
+        self._request = request
+        self._output = output
+        self._progress: Progress | None = None  # once the request is submitted
+
+    def _next(self) -> OmniOutput:
+        if self._progress is None:
+            self._progress = self._pipeline.submit(self._request)
+        progress = self._progress
+        while progress.finish_reason is None:
+            if progress in self._pipeline.step() and progress.finish_reason is None:
+                return self._output(progress)
+        if progress.error is not None:
+            raise progress.error
+        output = self._output(progress)  # also if another call's steps brought it to its end
+        self._end()
+        return output
+
+    def _leave(self, *, collected: bool) -> None:
+        if collected:
+            self._pipeline.leave(self._request.request_id)
+        else:
+            self._pipeline.abort(self._request.request_id)
 
 
 def _joined(chunks: Sequence[Any]) -> Tensor:

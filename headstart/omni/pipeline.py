@@ -14,7 +14,7 @@ stays.
 """
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -67,6 +67,7 @@ class Pipeline:
             stage.limit_to({known.output for known in used if known.stage == name})
         self._collects = frozenset(collects)
         self._requests: dict[str, Progress] = {}
+        self._left: deque[str] = deque()
         self._changing = False
         self._interruption: BaseException | None = None
         self._closed = False
@@ -85,6 +86,7 @@ class Pipeline:
         """Take a request in. Raises RequestError; nothing is kept of it then."""
         self.require_open()
         self._recover()
+        self.abort_left()
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use")
         unknown = sorted(
@@ -122,6 +124,19 @@ class Pipeline:
                 self._end(progress, "abort")
         return progress
 
+    def leave(self, request_id: str) -> None:
+        """Have the next call abort a request.
+
+        For the garbage collector, which may run in any thread, and in the middle of a call.
+        """
+        self._left.append(request_id)
+
+    def abort_left(self) -> None:
+        """Abort the requests that were left. Nothing happens if there are none."""
+        while self._left:
+            self.abort(self._left[0])
+            self._left.popleft()
+
     def step(self) -> list[Progress]:
         """A step of each stage that has work; the requests that moved.
 
@@ -130,6 +145,7 @@ class Pipeline:
         """
         self.require_open()
         self._recover()
+        self.abort_left()
         moved: dict[Progress, None] = {}
         busy = False
         with self._change():

@@ -1,5 +1,6 @@
 """Ctrl-C, or no memory, at any line of a pipeline: the next call answers as a fresh one does."""
 
+import gc
 import os
 import random
 from collections.abc import Callable
@@ -128,6 +129,40 @@ def test_a_stream_that_another_call_brings_to_its_end_gives_its_last_output(omni
     omni.generate(PROMPTS[1], OmniParams(text=PARAMS.text, speech=SamplingParams(max_tokens=12)))
     *_, last = stream
     assert last.finished and said([last]) == said([whole])
+    check_idle(omni)
+
+
+@pytest.mark.parametrize("calls", [1, 3], ids=["first step", "third step"])
+def test_a_stream_is_collected_in_the_middle_of_another_step(omni: Omni, calls: int) -> None:
+    """It was aborted there, and the step ended with an IndexError."""
+    wanted = omni.generate(PROMPTS, PARAMS)
+    stream: Any = omni.stream(PROMPTS[0], PARAMS)
+    next(stream)
+    left: list[Any] = [stream]
+    left.append(left)
+    del stream
+    runner = omni.pipeline.stages["thinker"].engine._runner  # type: ignore[attr-defined]
+    run, done = runner.run, []
+
+    def collecting(batch: Any) -> Any:
+        found = run(batch)
+        done.append(batch)
+        if len(done) == calls:
+            left.clear()
+            gc.collect()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "run", collecting)
+        assert said(omni.generate(PROMPTS, PARAMS)) == said(wanted)
+    assert len(done) >= calls
+    check_idle(omni)
+
+
+def test_a_stream_that_nobody_holds_is_aborted_by_the_next_call(omni: Omni) -> None:
+    for _ in omni.stream(PROMPTS[0], PARAMS):
+        break
+    assert omni.reset_cache()
     check_idle(omni)
 
 

@@ -1,4 +1,4 @@
-"""What an admission returns, and what it refuses before anything moves."""
+"""The result of an admission, and the checks before it."""
 
 from typing import NamedTuple
 

@@ -10,7 +10,7 @@ from headstart.validation import Number, OneOf, check_fields, option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """What is done with blocks: the options that an engine shares with its cache.
+    """Options that an engine shares with its cache.
 
     block_size: tokens in a block, at least 1.
     enable_prefix_caching: off, nothing is named, found or kept.

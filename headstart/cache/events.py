@@ -1,4 +1,4 @@
-"""What happened to cached blocks, for routers and tiers that mirror the index.
+"""Events of cached blocks, for routers and tiers that mirror the index.
 
 A prefix is stored once, when its first block holds it, and evicted once, when its last does
 not: further copies of a block in the same pool raise no events. Names are computed when read.

@@ -1,4 +1,4 @@
-"""Which free block is reused next: policies behind four verbs.
+"""Eviction policies: which free block is reused next, behind four verbs.
 
 A policy keeps the free blocks. `release` is told of blocks that nobody holds any more, `claim`
 of free blocks that a request hit, and `withdraw` of free blocks that leave the queue without a
@@ -32,7 +32,7 @@ class EvictionPolicy(Protocol):
         """Remove and return the `count` blocks to reuse. Raises CacheError if short."""
 
     def salvage(self) -> list[KVCacheBlock]:
-        """What is left of the order when one of the verbs was interrupted; changes nothing."""
+        """The rest of the order after one of the verbs was interrupted. Changes nothing."""
 
     def __len__(self) -> int: ...
 

@@ -99,7 +99,7 @@ class FreeBlockQueue:
         self._length -= count
 
     def salvage(self) -> list[KVCacheBlock]:
-        """What is left of the order when a change was interrupted; each block at most once.
+        """The rest of the order after a change was interrupted; each block at most once.
 
         Links may be half moved, so the list is walked from both ends, as far as it holds.
         """

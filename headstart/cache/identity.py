@@ -1,4 +1,4 @@
-"""What makes two prefixes the same, and how that is written down.
+"""Prefix identity: what makes two prefixes the same, and its encoding as bytes.
 
 A block's own part of its prefix's identity is its `BlockKey`: its tokens in reading order, four
 bytes each, with a frame in front of the first placeholder of every image or audio item that
@@ -63,7 +63,7 @@ class MultiModalItem:
 
 
 class Namespace(NamedTuple):
-    """What all blocks of a prompt share: prompts of different namespaces share nothing."""
+    """Adapter and salt of a prompt. Prompts of different namespaces share no block."""
 
     adapter: str | None
     salt: str | None
@@ -200,7 +200,7 @@ def _common_bytes(left: bytes, right: bytes) -> int:
 
 
 def differs_in_item(left: BlockKey, right: BlockKey) -> bool:
-    """Whether the first difference of two keys is an image or audio item, not a token."""
+    """True if the first difference of two keys is an image or audio item, not a token."""
     tokens = common_tokens(left, right)
     return _frame_at(left, tokens) != _frame_at(right, tokens)
 

@@ -71,7 +71,7 @@ class PrefixIndex(PrefixTree):
         return node, blocks
 
     def branch(self, parent: PrefixNode, only: PrefixNode) -> Branches:
-        """Have the only child be one of several, in order if its rows are written."""
+        """Replace an only child by `Branches`; in their order if its rows are written."""
         branches = super().branch(parent, only)
         if only.block is not None:
             if only.block in self.unwritten:

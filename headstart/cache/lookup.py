@@ -26,7 +26,7 @@ class PartialHit(NamedTuple):
 
 
 class ComputedBlocks(NamedTuple):
-    """What a lookup found for a sequence.
+    """The result of a lookup for one sequence.
 
     blocks: the cached blocks its prefix fills, in order. num_tokens: tokens that need no
     computing, rows of `partial` included; always less than the sequence has. writer: the
@@ -44,11 +44,11 @@ class ComputedBlocks(NamedTuple):
     unwritten: Container[KVCacheBlock]
 
     def is_written(self, at: int) -> bool:
-        """Whether the rows of a block of `blocks` are there; otherwise this step computes them."""
+        """True if the rows of `blocks[at]` are written; otherwise this step computes them."""
         return self.blocks[at] not in self.unwritten
 
     def cut(self, count: int, block_size: int) -> "ComputedBlocks":
-        """The same without what comes after the first `count` blocks, for who cannot use it."""
+        """This result truncated to its first `count` blocks."""
         node = self.node
         if count < len(self.blocks):
             node = self.blocks[count].node
@@ -89,7 +89,7 @@ def longest_head(index: PrefixIndex, parent: PrefixNode, key: BlockKey) -> Parti
 def find_partial(
     index: PrefixIndex, sequence: TokenSequence, node: PrefixNode, depth: int, block_size: int
 ) -> PartialHit | None:
-    """What a written child of the last hit has of the sequence's next block, but its last token."""
+    """The partial hit in a written child of the last hit; it leaves the last token to compute."""
     start = depth * block_size
     limit = len(sequence.token_ids) - 1 - start
     if limit <= 0 or node.child is None:
@@ -134,7 +134,7 @@ def _find_other_adapter(index: PrefixIndex, found: ComputedBlocks) -> RootNode |
 
 
 def is_in_other_salt(index: PrefixIndex, found: ComputedBlocks) -> bool:
-    """Whether more of the sequence is cached under another salt: one tenant's news of another.
+    """True if more of the sequence is cached under another salt. One tenant must not learn this.
 
     Asks every salt.
     """

@@ -73,13 +73,13 @@ class KVCacheManager:
         return tuple(self._sequences.values())
 
     def is_known(self, sequence: TokenSequence) -> bool:
-        """Whether this very sequence holds blocks."""
+        """True if this very sequence holds blocks."""
         return self._sequences.get(sequence.request_id) is sequence
 
     # Lookup
 
     def get_computed_blocks(self, sequence: TokenSequence) -> ComputedBlocks:
-        """What is cached of the sequence's prefix. Changes nothing: no count, no order.
+        """Look up the sequence's cached prefix. Changes nothing: no count, no order.
 
         At least one token is left to compute. Costs about 0.1 us a cached block.
         """
@@ -131,7 +131,7 @@ class KVCacheManager:
     # Allocation
 
     def can_admit(self, computed: ComputedBlocks) -> bool:
-        """Whether the free blocks would do for all tokens of the sequence that was looked up."""
+        """True if the free blocks suffice for all tokens of the sequence that was looked up."""
         blocks = -(-len(computed.sequence.token_ids) // self.block_size)
         needed = blocks - len(computed.blocks) + _count_free(computed.blocks)
         return needed <= len(self.pool.free)
@@ -371,7 +371,7 @@ class KVCacheManager:
         self._in_progress.check(self.sequences)
 
     def take_events(self) -> list[CacheEvent]:
-        """What happened to cached blocks since the last call, oldest first."""
+        """Events of cached blocks since the last call, oldest first."""
         self._check_whole()
         events = self.pool.events
         try:

@@ -1,4 +1,4 @@
-"""Which blocks are being computed, and by whom, so that no block is computed twice."""
+"""Blocks in progress: which sequence computes which block, so that none is computed twice."""
 
 from headstart.cache.block import PrefixNode
 from headstart.cache.identity import BlockKey, Namespace
@@ -32,7 +32,7 @@ class BlocksInProgress:
             sequence.in_progress = None
 
     def writer(self, parent: PrefixNode | Namespace, key: BlockKey) -> TokenSequence | None:
-        """Who computes this block."""
+        """The sequence that computes this block, or None."""
         return self._by_block.get((parent, key))
 
     def check(self, running: tuple[TokenSequence, ...]) -> None:

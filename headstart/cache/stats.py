@@ -1,4 +1,4 @@
-"""What the prefix cache was asked for and what it had, in tokens; and why it had no more."""
+"""Statistics of the prefix cache: tokens queried, tokens hit, and the reason of each miss."""
 
 from collections import Counter
 from dataclasses import dataclass, field

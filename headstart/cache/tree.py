@@ -66,7 +66,7 @@ class PrefixTree:
         return found
 
     def branch(self, parent: PrefixNode, only: PrefixNode) -> Branches:
-        """Have the only child be one of several."""
+        """Replace an only child by `Branches` that hold it."""
         branches = Branches(parent)
         branches.nodes[only.key] = only
         parent.child = branches

@@ -19,7 +19,7 @@ _DTYPES = OneOf(("auto", "float32", "bfloat16", "float16"))
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(CacheOptions):
-    """What an engine is built with. Raises ConfigError for a value outside its range."""
+    """The options of an engine. Raises ConfigError for a value outside its range."""
 
     dtype: str = option(
         "auto",

@@ -27,7 +27,7 @@ from headstart.errors import EngineError, HeadstartError, RequestError
 __all__ = ["AsyncMailbox", "Driver", "Mailbox", "Receiver", "Update"]
 
 Update = RequestOutput | BaseException
-"""What a request has so far, or the error that ended it."""
+"""The output of a request so far, or the error that ended it."""
 
 Receiver = Callable[[Update], object]
 """Takes a request's updates, in the engine's thread; what it raises ends its request."""
@@ -107,7 +107,7 @@ class Driver:
         self._post(_Order(lambda: self._abort(request_id), lambda error: None))
 
     def call(self, function: Callable[[], Answer]) -> Answer:
-        """What `function` returns or raises, called in the engine's thread between two steps.
+        """Call `function` in the engine's thread between two steps; returns or raises what it does.
 
         Raises EngineError when the engine is closed, or ends before.
         """
@@ -140,7 +140,7 @@ class Driver:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine's thread runs: what it was asked for comes."""
+        """True while the engine's thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def ended(self) -> EngineError:

@@ -42,7 +42,7 @@ from headstart.models.vision import VisionModel, load_vision
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an engine is put together from."""
+    """The parts of an engine."""
 
     model: DecoderModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -98,7 +98,7 @@ class Engine:
         self._closed: str | None = None  # why, once it is
 
     def _limits(self, hooks: EngineHooks | None) -> list[Limit]:
-        """What limits a step, first what a request waits for without being in anybody's way."""
+        """The limits of a step. Inputs come first: who waits for them is in nobody's way."""
         images = [self.images.budget] if self.images is not None else []
         return [*([hooks] if hooks is not None else []), self.adapters, *images]
 
@@ -185,7 +185,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step would do something."""
+        """True if a step would do something."""
         return bool(self._groups or self._open)
 
     @property
@@ -297,7 +297,7 @@ class Engine:
     # What ends a request, or rolls a step back. All of it may be interrupted and called again.
 
     def _begin(self) -> OpenStep:
-        """What is done until `_close_step` is rolled back by the next call if it is interrupted."""
+        """Begin a change; if interrupted before `_close_step`, the next call rolls it back."""
         if self._open and self._open[0].begun:
             self._roll_back(self._open[0])
         step = OpenStep(self._open[0].results if self._open else [], begun=True)

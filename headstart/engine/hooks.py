@@ -1,4 +1,4 @@
-"""What a pipeline of models adds to the steps of one of its engines. An engine alone has none.
+"""Hooks by which a pipeline of models takes part in an engine's steps. An engine alone has none.
 
 In a pipeline an engine's requests may have to wait for what another stage is still making, may
 use a cached prefix only as far as its outputs are known, and hand on more than tokens.

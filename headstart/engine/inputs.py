@@ -198,7 +198,7 @@ class InputProcessor:
 
 
 def _may_be_ids(given: object) -> bool:
-    """Whether a value is a sequence of numbers by its type; arrays must have one dimension."""
+    """True if a value is a sequence of numbers by its type; arrays must have one dimension."""
     if isinstance(given, np.ndarray):
         return given.ndim == 1 and given.dtype.kind in "iu"
     if isinstance(given, Tensor):
@@ -216,7 +216,7 @@ def _length(given: Any) -> int:
 
 
 def _image_field(prompt: Mapping[Any, Any], key: str) -> Any:
-    """What a prompt has for its images under a key, None if nothing."""
+    """A prompt's images under a key, None if there are none."""
     given = prompt.get(key)
     if given is None:
         return None

@@ -1,4 +1,4 @@
-"""What limits a step beside tokens, requests and blocks: the protocol that the scheduler asks.
+"""Limits of a step beside tokens, requests and blocks: the protocol that the scheduler asks.
 
     applies   asked once, when a request is queued
     reach     asked before each step that the request could be in
@@ -18,7 +18,7 @@ class Limit(Protocol):
     """Decides how far a request may be computed in a step. None of its methods waits."""
 
     def applies(self, request: Request) -> bool:
-        """Whether the request can be limited; of others it is told nothing."""
+        """True if the request can be limited. The limit is not called for other requests."""
         ...
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:

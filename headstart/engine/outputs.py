@@ -1,4 +1,4 @@
-"""What a request gives back, in vLLM's names."""
+"""The outputs of a request, in vLLM's names."""
 
 from dataclasses import dataclass
 

@@ -82,7 +82,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken, with nothing drawn.
+        """True for greedy sampling: the argmax is taken, nothing is drawn.
 
         As in vLLM that begins a little above 0: logits divided by less are infinite.
         """
@@ -90,7 +90,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens seen before are avoided or favoured."""
+        """True if a penalty depends on the tokens seen before."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0

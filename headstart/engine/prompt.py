@@ -77,7 +77,7 @@ class RotaryPositions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptExtras:
-    """What a prompt is beyond its token ids.
+    """The parts of a prompt beyond its token ids.
 
     items: what stands where, for the prefix's identity; everything that shapes embeddings or
     positions must be told by an item's digest, which must cover all the positions it shapes.

@@ -44,7 +44,7 @@ class Request:
 
     @property
     def needs_prompt_logits(self) -> bool:
-        """Whether logits of the prompt's tokens are still to be delivered."""
+        """True while log-probabilities of prompt tokens are still to be delivered."""
         group = self.group
         if self.index or group.prompt_logprobs is None:
             return False
@@ -108,7 +108,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """What a user asked for: a prompt and how to answer it, `n` times.
+    """A user's request: a prompt and how to answer it, `n` times.
 
     `extras` is what the prompt is beyond its token ids, None for most; `adapter` what its name
     stood for when the request was made; `chat` what its next turn begins with, if it is one.

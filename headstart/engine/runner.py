@@ -145,7 +145,7 @@ class Runner:
         return StepLogits(values, counts, greedy, self._nonfinite_parts(parts))
 
     def end_step(self) -> None:
-        """Have a pass that was interrupted be over; safe to call at any time."""
+        """End a pass, also one that was interrupted. May be called at any time."""
         self._backend.end_step()
         self._adapters.end_step()
 

@@ -1,4 +1,4 @@
-"""Who runs in the next step, and with how many tokens.
+"""The scheduler: which requests run in the next step, and with how many tokens.
 
     waiting ──admit──▶ running ──finish / abort──▶ gone
        ▲                  │
@@ -80,7 +80,7 @@ class Scheduler:
         self._limited.pop(request, None)
 
     def restart(self, live: Iterable[Request]) -> None:
-        """Have those of the live requests that hold no blocks wait, before all others.
+        """Put live requests that hold no blocks back at the head of the waiting ones.
 
         For after a step that did not come about, once the manager has taken its blocks back.
         Wherever `schedule` or `remove` was interrupted, each live request is in one place then.
@@ -125,7 +125,7 @@ class Scheduler:
         return Batch(tuple(scheduled), tuple(copies))
 
     def _schedule_running(self) -> tuple[list[ScheduledTokens], int]:
-        """What running requests compute, and how many tokens of the budget are left."""
+        """Schedule running requests; returns their tokens and the rest of the token budget."""
         budget = self._max_tokens
         append_slots, limited = self._manager.append_slots, self._limited
         scheduled: list[ScheduledTokens] = []
@@ -234,7 +234,7 @@ class Scheduler:
         return [entry[-1] for entry in sorted(ranked, key=lambda entry: entry[:-1])]
 
     def _look_up(self, request: Request) -> ComputedBlocks:
-        """What the request hits; nothing, if it needs the logits of its whole prompt."""
+        """Look up the request; no hit if it needs the logits of its whole prompt."""
         found = self._manager.get_computed_blocks(request.sequence)
         if request.needs_prompt_logits:
             return found._replace(blocks=[], num_tokens=0, partial=None, writer=None, node=None)

@@ -1,4 +1,4 @@
-"""What a step of the engine is made of: how far it has come, and the tokens that it chose."""
+"""The parts of an engine step: its phase, its results, and the choice of tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class OpenStep:
-    """What it takes to roll a step back.
+    """The state that a rollback of a step needs.
 
     `results` are those that nobody has been given yet, `failed` the requests of the batch that end
     with an error.

@@ -46,7 +46,7 @@ def choose_adapters(
     lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     count: int,
 ) -> list[str | LoRARequest | None]:
-    """What each of `count` prompts asks for: one for all, or one each. Raises RequestError."""
+    """The adapter of each of `count` prompts: one for all, or one each. Raises RequestError."""
     if adapter is not None and lora_request is not None:
         raise RequestError("give adapter or lora_request, not both")
     chosen = adapter if lora_request is None else lora_request

@@ -1,4 +1,4 @@
-"""Which LoRA adapters there are by name, and which of them are in memory.
+"""The LoRA adapters of an engine: their names, and which of them are in memory.
 
     named      `load` has read it, checked it and knows its digest; requests may ask for it
     resident   its matrices are in memory: at most `max_loras`, least recently used out
@@ -70,7 +70,7 @@ class AdapterStore:
         self._reading: _Reading | None = None
         self._running: dict[Request, str] = {}  # that have an adapter, to its digest
         self.has_unnamed = False
-        """Whether an adapter may be in memory that has no name any more."""
+        """True if an adapter in memory may have no name any more."""
 
     # Names
 
@@ -140,7 +140,7 @@ class AdapterStore:
         return choice.lora_name
 
     def name_miss(self, request: Request) -> None:
-        """Have a miss say by name for which adapter the prefix is cached."""
+        """Replace the digest in a miss by the name of the adapter that the prefix is cached for."""
         missed = request.missed
         if missed is not None and missed.adapter is not None:
             names = [a.name for a in self.named if a.digest == missed.adapter]
@@ -204,7 +204,7 @@ class AdapterStore:
         return True
 
     def _is_resident(self, adapter: Adapter) -> bool:
-        """Whether it is in memory; then it counts as used."""
+        """True if it is in memory; it then counts as used."""
         if adapter.digest not in self._resident:
             return False
         self._resident.move_to_end(adapter.digest)

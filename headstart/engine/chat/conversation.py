@@ -25,7 +25,7 @@ from headstart.validation import check_utf8, shorten
 
 MAX_TEXTS = 4096
 MAX_BYTES = 64 * 2**20
-"""What is remembered at most: 4,096 texts, and 64 MiB of texts and token ids."""
+"""Bounds of the memory: 4,096 texts, and 64 MiB of texts and token ids."""
 
 SHARED = Namespace(None, None)
 """Turns without an adapter and without a salt."""
@@ -95,7 +95,7 @@ class ConversationMemory:
         )
 
     def apply_template(self, messages: list[dict[str, Any]]) -> str:
-        """The same for messages whose contents are what the template takes. Raises RequestError."""
+        """As above, for messages that the template takes as they are. Raises RequestError."""
         tokenizer = self._spelling.tokenizer
         if not tokenizer.chat_template:
             raise RequestError("the model's tokenizer has no chat template: give a prompt instead")
@@ -183,7 +183,7 @@ class ConversationMemory:
         return text.startswith(self._spelling.spell(token_ids).rstrip(_UNFINISHED))
 
     def _spell_after(self, before: Sequence[int], token_ids: Sequence[int]) -> str | None:
-        """What ids spell after others, None if the two do not stand apart.
+        """The text of token ids that follow others; None if the texts cannot be told apart.
 
         At the beginning of a text some decoders drop a space that they show elsewhere. Bytes
         that make no character may change what the bytes before them spell.

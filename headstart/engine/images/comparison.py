@@ -1,4 +1,4 @@
-"""Whether two pictures are the same one: decided at every place, at full resolution.
+"""Comparison of two pictures at every place, at full resolution: are they the same?
 
 `recoding.py` retraces how one became a copy of the other: how it was scaled, and as what it was
 saved. A copy so remade equals the real copy but for rounding, so the difference is held to a few
@@ -40,12 +40,12 @@ Levels = NDArray[np.int16]
 
 
 def sizes_agree(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether one size is the other, or that scaled by up to 2.5 %."""
+    """True if the sizes are equal, or one is the other scaled by up to 2.5 %."""
     return all(max(a, b) <= min(a, b) * MAX_SCALE for a, b in zip(one, other, strict=True))
 
 
 def are_same(one: "Image", other: "Image") -> bool:
-    """Whether two RGB pictures differ by no more than by being scaled and saved once."""
+    """True if two RGB pictures differ by no more than one scaling and one saving."""
     if not sizes_agree(one.size, other.size):
         return False
     if one.tobytes() == other.tobytes():
@@ -67,7 +67,7 @@ def _bands(size: tuple[int, int]) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _agree(one: "Image", other: "Image") -> bool:
-    """Whether no window of two pictures of the same size differs by more than its limit."""
+    """True if no window of two pictures of the same size differs by more than its limit."""
     limits = (BRIGHTNESS, COLOURS, COLOURS)
     planes = zip(_planes(one), _planes(other), limits, strict=True)
     return all(_within(left - right, limit) for left, right, limit in planes)
@@ -81,7 +81,7 @@ def _planes(image: "Image") -> list[Levels]:
 
 
 def _within(sums: Levels, limits: dict[int, float]) -> bool:
-    """Whether the sums of all windows are within the limits for means; sums are of one pixel."""
+    """True if the sums of all windows are within the limits for means; sums are of one pixel."""
     for side, limit in limits.items():
         if side > 1:
             sums = _doubled(sums, side // 2)
@@ -98,7 +98,7 @@ def _doubled(sums: Levels, side: int) -> Levels:
 
 
 def _erased(source: "Image", copy: "Image") -> bool:
-    """Whether a detail of one picture is gone in the other, which has the same size."""
+    """True if a detail of one picture is missing in the other, which has the same size."""
     for before, after in zip(_planes(source), _planes(copy), strict=True):
         ranges = _ranges(before)
         if ((ranges >= FAINT) & (_ranges(after) * KEPT < ranges)).any():

@@ -48,7 +48,7 @@ class ImageEncoder(Protocol):
 
 
 class EncoderKey(NamedTuple):
-    """What an entry is found by: the tenant's salt, and the digest that names the embeddings."""
+    """The key of an entry: the tenant's salt, and the digest that names the embeddings."""
 
     salt: str | None
     digest: bytes
@@ -70,7 +70,7 @@ class PromptImage:
 
     @property
     def key(self) -> EncoderKey:
-        """What its embeddings are found by."""
+        """The key of its embeddings."""
         return EncoderKey(self.salt, self.item.digest)
 
     @property
@@ -128,7 +128,7 @@ class EncoderCache:
         return rows
 
     def fits(self, images: Iterable[PromptImage]) -> bool:
-        """Whether entries for all of these could be had now. Changes nothing."""
+        """True if there is room for all of these now. Changes nothing."""
         wanted = {image.key: image.image.num_rows for image in images}
         kept = sum(self._entries[key].num_rows for key in self._kept if key not in wanted)
         new = sum(rows for key, rows in wanted.items() if key not in self._entries)

@@ -36,7 +36,7 @@ class Look:
         return PackedLook(self.thumbnail, self.picture.size, pixels)
 
     def is_same(self, picture: "Image") -> bool:
-        """Whether this is that RGB picture or a copy of it."""
+        """True if this is that RGB picture or a copy of it."""
         return are_same(picture, self.picture)
 
 

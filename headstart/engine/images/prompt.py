@@ -34,7 +34,7 @@ IMAGE_MARK = MAX_TOKEN_ID
 
 
 class ImagePrompts:
-    """What an engine whose model sees has for images: makes prompts, and keeps embeddings.
+    """The image side of an engine: makes prompts with images and keeps their embeddings.
 
     Prompts may be made from several threads; `cache` and `budget` are the engine's.
     """
@@ -176,5 +176,5 @@ class ImagePrompts:
 def make_image_prompts(
     vision: VisionModel | None, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
 ) -> ImagePrompts | None:
-    """What an engine has for images, None for a model that sees none."""
+    """The image side of an engine; None for a model without vision."""
     return None if vision is None else ImagePrompts(vision, tokenizer, config)

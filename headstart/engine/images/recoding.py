@@ -69,7 +69,7 @@ class _Left(NamedTuple):
 
     @property
     def is_nothing(self) -> bool:
-        """Whether the trial retraced the copy."""
+        """True if the trial retraced the copy."""
         return self.median <= EXACT_MEDIAN and self.mean <= EXACT_MEAN
 
 

@@ -38,7 +38,7 @@ class SampledToken(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SamplingState:
-    """What one request's sampling depends on; `output_token_ids` grows as the answer does."""
+    """The sampling state of one request; `output_token_ids` grows with the answer."""
 
     params: SamplingParams
     prompt_token_ids: Sequence[int]
@@ -53,7 +53,7 @@ class SamplingState:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the likeliest token is all that is wanted."""
+        """True if the argmax of the logits is all that is wanted."""
         return self._is_greedy and len(self.output_token_ids) >= self.params.min_tokens
 
     @property
@@ -106,7 +106,7 @@ class Sampler:
         ]
 
     def accept(self, token_id: int) -> SampledToken | EngineError:
-        """What `greedy_tokens` says of a row; -1 stands for logits that are not finite."""
+        """The choice from a greedy token; -1 stands for logits that are not finite."""
         if token_id < 0:
             return EngineError(
                 "the request's logits are not finite: the model's weights are damaged, or "

@@ -67,7 +67,7 @@ class Spelling:
         return text
 
     def show(self, text: str) -> str:
-        """What `spell` gives for the ids of a text that a prompt is made from."""
+        """The result of `spell` for the token ids of a prompt's text."""
         return text
 
     def quote(self, text: str) -> str:

@@ -59,7 +59,7 @@ class OutputText:
 
     @property
     def text(self) -> str:
-        """What may be shown by now."""
+        """The text that may be shown by now."""
         if self._ended:
             if not self._whole:
                 self._all += self._detokenizer.finish(self._unread)
@@ -88,7 +88,7 @@ class OutputText:
         return enough and self._find_stop(seen)
 
     def _find_stop(self, seen: int) -> bool:
-        """Whether a stop string ends in the text after `seen`; the first to begin counts."""
+        """True if a stop string ends in the text after `seen`; the first to begin counts."""
         found = [(self._all.find(stop, max(0, seen - len(stop) + 1)), stop) for stop in self._stops]
         hits = [(at, stop) for at, stop in found if at >= 0]
         if not hits:

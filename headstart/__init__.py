@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headstart.engine.llm import LLM
     from headstart.engine.outputs import CompletionOutput, RequestOutput
     from headstart.engine.params import SamplingParams
+    from headstart.engine.structured.params import StructuredOutputsParams
     from headstart.errors import (
         AdapterError,
         AdapterNotFoundError,
@@ -48,6 +49,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "SamplingParams",
+    "StructuredOutputsParams",
     "LoRARequest",
     "RequestOutput",
     "CompletionOutput",
@@ -75,6 +77,7 @@ _HOMES = {
     "LLM": "headstart.engine.llm",
     "AsyncLLM": "headstart.engine.async_llm",
     "SamplingParams": "headstart.engine.params",
+    "StructuredOutputsParams": "headstart.engine.structured.params",
     "LoRARequest": "headstart.engine.adapters.request",
     "RequestOutput": "headstart.engine.outputs",
     "CompletionOutput": "headstart.engine.outputs",

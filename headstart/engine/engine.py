@@ -25,6 +25,7 @@ from headstart.engine.hooks import EngineHooks
 from headstart.engine.images.prompt import make_image_prompts
 from headstart.engine.inputs import InputProcessor, Prompt, check_request
 from headstart.engine.limits import Limit
+from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import RequestGroup
@@ -74,9 +75,8 @@ class Engine:
         self.text_limit = TextLimit(parts.tokenizer, parts.max_model_len)
         self._maker = RequestMaker(
             InputProcessor(parts.tokenizer, self.model.vocab_size, self.text_limit, self.images),
-            parts.tokenizer,
+            Vocabulary(parts.tokenizer, self.model.vocab_size, self.model.eos_token_ids),
             self.adapters,
-            self.model.eos_token_ids,
             max_model_len=parts.max_model_len,
             first_seed=config.seed,
         )

@@ -1,8 +1,11 @@
 """How a request wants its answer chosen, in vLLM's names and defaults."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from headstart.engine.logits.checks import check_bias, check_callbacks, check_ids, check_words
+from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.errors import RequestError
 from headstart.validation import Number, check_fields, check_utf8, describe, option
 
@@ -27,6 +30,12 @@ class SamplingParams:
     request takes the engine's next one. With similar_images an image of an earlier request that
     looks like one of this prompt, has the same cache salt and asked for this too, stands in its
     place; the output's `images` say for which.
+
+    What changes logits: logit_bias adds a number from -100 to 100 to the logits of token ids;
+    allowed_token_ids bans all others; bad_words bans the last token of each word where the others
+    stand; logits_processors are functions of the answer's token ids so far, or of the prompt's and
+    those, and of its logits `[vocab]`, which return logits; structured_outputs gives the answer a
+    form.
     """
 
     n: int = option(1, "answers to one prompt", Number(int, 1, MAX_ANSWERS))
@@ -62,6 +71,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     similar_images: bool = False
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    logits_processors: Sequence[Callable[..., Any]] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, RequestError)
@@ -72,6 +86,10 @@ class SamplingParams:
             )
         _check_stops(self.stop)
         _check_stop_ids(self.stop_token_ids)
+        check_bias(self.logit_bias)
+        check_ids(self.allowed_token_ids)
+        check_words(self.bad_words)
+        check_callbacks(self.logits_processors)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -87,6 +105,13 @@ class SamplingParams:
         As in vLLM that begins a little above 0: logits divided by less are infinite.
         """
         return self.temperature < _LEAST_TEMPERATURE
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a processor is made for its answers."""
+        return self.allowed_token_ids is not None or bool(
+            self.logit_bias or self.bad_words or self.logits_processors or self.structured_outputs
+        )
 
     @property
     def has_penalties(self) -> bool:

@@ -74,7 +74,11 @@ class Request:
         if self.logprobs is not None and token.logprob is not None:
             self.logprobs.append({entry.token_id: entry for entry in token.top})
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + token.logprob
-        self.finish_reason = self.text.push(token.token_id, len(self.sequence.token_ids))
+        reason = self.text.push(token.token_id, len(self.sequence.token_ids))
+        if self.sampling.processors and reason != "stop" and self.sampling.accept(token.token_id):
+            self.text.end()
+            reason = "stop"
+        self.finish_reason = reason  # last: from here on it is taken for ended
 
     def completion(self) -> CompletionOutput:
         """The answer so far."""

@@ -4,12 +4,14 @@ import itertools
 import time
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import TokenSequence
 from headstart.engine.adapters.store import AdapterStore
 from headstart.engine.images.reading import Tenant
 from headstart.engine.inputs import InputProcessor, Prompt
+from headstart.engine.logits.factory import ProcessorFactory
+from headstart.engine.logits.protocol import LogitsProcessor
+from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.sampling.sampler import SamplingState
@@ -29,17 +31,16 @@ class RequestMaker:
     def __init__(
         self,
         inputs: InputProcessor,
-        tokenizer: PreTrainedTokenizerBase | None,
+        vocabulary: Vocabulary,
         adapters: AdapterStore,
-        eos_token_ids: frozenset[int],
         *,
         max_model_len: int,
         first_seed: int,
     ) -> None:
         self._inputs = inputs
-        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._adapters = adapters
-        self._eos_token_ids = eos_token_ids
+        self._processors = ProcessorFactory(vocabulary)
         self._max_model_len = max_model_len
         self._names = itertools.count()
         self._seeds = itertools.count(first_seed)
@@ -69,11 +70,22 @@ class RequestMaker:
             group.adapter = self._adapters.find(adapter)
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
-        group.requests = [self._answer(group, index, salt) for index in range(params.n)]
+        group.requests = [
+            self._answer(group, index, salt, processors)
+            for index, processors in enumerate(
+                self._processors.make(params, group.prompt_token_ids)
+            )
+        ]
         return group
 
-    def _answer(self, group: RequestGroup, index: int, salt: str | None) -> Request:
-        params = group.params
+    def _answer(
+        self,
+        group: RequestGroup,
+        index: int,
+        salt: str | None,
+        processors: tuple[LogitsProcessor, ...],
+    ) -> Request:
+        params, vocabulary = group.params, self._vocabulary
         sequence = TokenSequence(
             f"{group.request_id}/{index}",
             group.prompt_token_ids,
@@ -82,12 +94,17 @@ class RequestMaker:
             items=group.extras.items if group.extras is not None else (),
         )
         sampling = SamplingState(
-            params, group.prompt_token_ids, [], self._generator(params, index), self._eos_token_ids
+            params,
+            group.prompt_token_ids,
+            [],
+            self._generator(params, index),
+            vocabulary.eos_token_ids,
+            processors,
         )
         text = OutputText(
-            Detokenizer(self._tokenizer, params.skip_special_tokens),
+            Detokenizer(vocabulary.tokenizer, params.skip_special_tokens),
             params,
-            self._eos_token_ids,
+            vocabulary.eos_token_ids,
             self._max_model_len,
         )
         request = Request(group, index, sequence, sampling, text)

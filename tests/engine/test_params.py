@@ -30,7 +30,12 @@ VLLM_DEFAULTS = {
     "prompt_logprobs": None,
     "skip_special_tokens": True,
     "include_stop_str_in_output": False,
+    "structured_outputs": None,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": None,
 }
+OURS = {"similar_images": False, "logits_processors": None}
 WHOLE = ["n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"]
 REAL = [
     "temperature",
@@ -40,7 +45,10 @@ REAL = [
     "presence_penalty",
     "frequency_penalty",
 ]
-OPTIONAL = ["max_tokens", "seed", "stop", "stop_token_ids", "logprobs", "prompt_logprobs"]
+OPTIONAL = [
+    *("max_tokens", "seed", "stop", "stop_token_ids", "logprobs", "prompt_logprobs"),
+    *("structured_outputs", "logit_bias", "allowed_token_ids", "bad_words"),
+]
 
 
 def make(**options: Any) -> SamplingParams:
@@ -48,7 +56,7 @@ def make(**options: Any) -> SamplingParams:
 
 
 def test_names_and_defaults_are_vllm_s() -> None:
-    assert dataclasses.asdict(SamplingParams()) == {**VLLM_DEFAULTS, "similar_images": False}
+    assert dataclasses.asdict(SamplingParams()) == {**VLLM_DEFAULTS, **OURS}
 
 
 @pytest.mark.parametrize(

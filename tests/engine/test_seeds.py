@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from headstart.engine.config import EngineConfig
+from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.params import SamplingParams
 from headstart.engine.requests import RequestMaker
 from headstart.errors import ConfigError
@@ -29,9 +30,8 @@ def test_answers_take_one_seed_after_the_other(first: int) -> None:
     """torch takes seeds below 2**64, and a negative one for itself plus 2**64."""
     maker = RequestMaker(
         None,  # type: ignore[arg-type]
-        None,
+        Vocabulary(None, 8, frozenset()),
         None,  # type: ignore[arg-type]
-        frozenset(),
         max_model_len=8,
         first_seed=first,
     )

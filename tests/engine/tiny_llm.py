@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from headstart import LLM
 
@@ -13,11 +13,23 @@ __all__ = ["VOCABULARY", "make_llm", "save_smallest"]
 VOCABULARY = 151
 
 
-def save_smallest(folder: Path, poison: int | None = None, positions: int = 256) -> Path:
-    """Save the model, the same one each time; the embedding of the token `poison` is infinite."""
+def save_smallest(
+    folder: Path,
+    poison: int | None = None,
+    positions: int = 256,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Path:
+    """Save the model, the same one each time; the embedding of the token `poison` is infinite.
+
+    With a tokenizer it has five tokens more than that, as models padded to a round number do.
+    """
     torch.manual_seed(0)
+    ending: dict[str, int] = {}
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        ending = {"eos_token_id": tokenizer.convert_tokens_to_ids(tokenizer.eos_token)}
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY if tokenizer is None else len(tokenizer) + 5,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -25,6 +37,7 @@ def save_smallest(folder: Path, poison: int | None = None, positions: int = 256)
         num_key_value_heads=1,
         max_position_embeddings=positions,
         tie_word_embeddings=False,
+        **ending,
     )
     model = LlamaForCausalLM(config)
     for weight in model.parameters():

@@ -12,6 +12,7 @@ PUBLIC = [
     "LLM",
     "AsyncLLM",
     "SamplingParams",
+    "StructuredOutputsParams",
     "LoRARequest",
     "RequestOutput",
     "CompletionOutput",

@@ -1,8 +1,9 @@
 """From logits to the next token of each request.
 
-The steps are vLLM's: log-probabilities of the raw logits if asked for, then `min_tokens`,
-penalties, temperature, min-p, top-k, top-p, and a draw. transformers' own processors do what
-they can; a row's result depends on its own request alone, never on the others in the batch.
+The steps are vLLM's: log-probabilities of the raw logits if asked for, then what the request's
+processors change (`engine/logits`), `min_tokens`, penalties, temperature, min-p, top-k, top-p,
+and a draw. transformers' own warpers do what they can; a row's result depends on its own request
+alone, never on the others in the batch.
 """
 
 from collections.abc import Sequence
@@ -20,11 +21,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from headstart.engine.logits.protocol import LogitsProcessor as RowProcessor
+from headstart.engine.logits.protocol import change_logits
 from headstart.engine.params import SamplingParams
 from headstart.engine.sampling.logprobs import TokenLogprob, token_logprobs
 from headstart.errors import EngineError
 from headstart.models.greedy_head import greedy_tokens
 
+_ALL_BANNED = "every token is banned, or a penalty overflows"
 LIKELIEST = 1024  # tokens that top-p looks at before it sorts all
 
 
@@ -45,21 +49,40 @@ class SamplingState:
     output_token_ids: list[int]
     generator: torch.Generator | None
     eos_token_ids: frozenset[int]
+    processors: tuple[RowProcessor, ...] = ()
     _is_greedy: bool = field(init=False)
+    _is_raw: bool = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
         self._is_greedy = params.is_greedy and params.logprobs is None and not params.has_penalties
+        self._is_raw = self._is_greedy and not self.processors
 
     @property
     def is_plain(self) -> bool:
-        """True if the argmax of the logits is all that is wanted."""
+        """True if the argmax of the raw logits is all that is wanted."""
+        return self._is_raw and len(self.output_token_ids) >= self.params.min_tokens
+
+    @property
+    def takes_argmax(self) -> bool:
+        """True if the argmax is taken, once the processors have changed the logits."""
         return self._is_greedy and len(self.output_token_ids) >= self.params.min_tokens
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a processor lets nothing follow but the end."""
+        return any(processor.complete for processor in self.processors)
+
+    def accept(self, token_id: int) -> bool:
+        """Tell the processors of a token that the answer took; whether it is complete with it."""
+        for processor in self.processors:
+            processor.accept(token_id)
+        return self.is_complete
 
     @property
     def banned_token_ids(self) -> frozenset[int]:
         """Tokens that would end the answer before it has `min_tokens`."""
-        if len(self.output_token_ids) >= self.params.min_tokens:
+        if len(self.output_token_ids) >= self.params.min_tokens or self.is_complete:
             return frozenset()
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
         return eos | frozenset(self.params.stop_token_ids or ())
@@ -96,14 +119,40 @@ class Sampler:
         """The next token of each row of `logits` float32 `[rows, vocab]`, or why there is none.
 
         Requests that only want the likeliest token cost one argmax together. A row that cannot be
-        sampled changes no other row, nor what another is drawn with.
+        sampled changes no other row, nor what another is drawn with. Rows of requests with
+        processors are changed in place.
         """
+        if any(state.processors for state in states):
+            return self._sample_changed(logits, states)
         return [
             self.accept(token_id)
             if state.is_plain or token_id < 0
             else self._choose_safely(logits[row : row + 1], state)
             for row, (token_id, state) in enumerate(zip(greedy_tokens(logits), states, strict=True))
         ]
+
+    def _sample_changed(
+        self, logits: Tensor, states: Sequence[SamplingState]
+    ) -> list[SampledToken | EngineError]:
+        """As `sample`, for rows of which some have processors. Log-probabilities are raw."""
+        raw = {
+            row: logits[row : row + 1].clone()
+            for row, state in enumerate(states)
+            if state.processors and state.params.logprobs is not None
+        }
+        failed = change_logits(logits, [state.processors for state in states])
+        chosen: list[SampledToken | EngineError] = []
+        for row, (token_id, state) in enumerate(zip(greedy_tokens(logits), states, strict=True)):
+            one = logits[row : row + 1]
+            if row in failed:
+                chosen.append(failed[row])
+            elif token_id < 0 and state.processors and bool((one == float("-inf")).all()):
+                chosen.append(EngineError(_ALL_BANNED))
+            elif state.takes_argmax or token_id < 0:
+                chosen.append(self.accept(token_id))
+            else:
+                chosen.append(self._choose_safely(one, state, raw.get(row)))
+        return chosen
 
     def accept(self, token_id: int) -> SampledToken | EngineError:
         """The choice from a greedy token; -1 stands for logits that are not finite."""
@@ -114,28 +163,33 @@ class Sampler:
             )
         return SampledToken(token_id, None, ())
 
-    def _choose_safely(self, logits: Tensor, state: SamplingState) -> SampledToken | EngineError:
+    def _choose_safely(
+        self, logits: Tensor, state: SamplingState, raw: Tensor | None = None
+    ) -> SampledToken | EngineError:
         try:
-            return self._choose(logits, state)
+            return self._choose(logits, state, logits if raw is None else raw)
         except Exception as error:  # whatever torch says of such numbers
             failed = EngineError(f"sampling failed: {type(error).__name__}: {error}")
             failed.__cause__ = error
             return failed
 
-    def _choose(self, logits: Tensor, state: SamplingState) -> SampledToken:
-        """One row `[1, vocab]` that wants more than its largest logit."""
+    def _choose(self, logits: Tensor, state: SamplingState, raw: Tensor) -> SampledToken:
+        """One row `[1, vocab]` that wants more than its largest logit.
+
+        raw: the logits of its log-probabilities.
+        """
         params = state.params
         scores = self.process(logits, state)
         if params.is_greedy:
             [token_id] = greedy_tokens(scores)
             if token_id < 0:
-                raise EngineError("every token is banned, or a penalty overflows")
+                raise EngineError(_ALL_BANNED)
         else:
             weights = scores.softmax(-1).cpu()
             token_id = int(torch.multinomial(weights, 1, generator=state.generator))
         if params.logprobs is None:
             return SampledToken(token_id, None, ())
-        [entries] = token_logprobs(logits, [token_id], params.logprobs)
+        [entries] = token_logprobs(raw, [token_id], params.logprobs)
         return SampledToken(token_id, entries[0].logprob, entries)
 
     def process(self, logits: Tensor, state: SamplingState) -> Tensor:

@@ -57,6 +57,10 @@ class OutputText:
             return "length"
         return None
 
+    def end(self) -> None:
+        """The answer is complete with the tokens that it has."""
+        self._ended = True
+
     @property
     def text(self) -> str:
         """The text that may be shown by now."""

@@ -1,0 +1,1 @@
+"""Answers in a given form: JSON schemas, regular expressions, choices, grammars."""

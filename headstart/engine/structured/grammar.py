@@ -1,0 +1,187 @@
+"""Grammars over tokens: compiled when a request is prepared, followed token by token in a step.
+
+llguidance does both: it reads JSON schemas, regular expressions and context-free grammars, and
+says which tokens may come next. Compiling takes milliseconds, once for a form: in the thread that
+prepares a request, never in a step. Each answer then has a matcher of its own, a copy of the
+compiled one, which takes microseconds.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from headstart.engine.logits.vocabulary import Vocabulary
+from headstart.engine.structured.params import Form
+from headstart.errors import RequestError
+from headstart.validation import shorten
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+__all__ = ["INSTALL", "GrammarCompiler", "TokenMasks", "one_line"]
+
+INSTALL = "pip install 'headstart[structured]'"
+_REMEMBERED = 64  # compiled forms
+_STACK = 512 * 2**20  # bytes, of address space alone until they are used
+
+
+class TokenMasks:
+    """The tokens of one model as llguidance has them, and its threads.
+
+    A mask is `num_bytes` bytes with one bit for each token, the lowest first.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary) -> None:
+        library = _library()
+        size = max(vocabulary.size, len(tokenizer))
+        self.end_ids = sorted(one for one in vocabulary.eos_token_ids if one < size)
+        """Tokens that end an answer."""
+        self.tokenizer: LLTokenizer = library.hf.from_tokenizer(
+            tokenizer, size, eos_token=self.end_ids or None
+        )
+        self.executor: LLExecutor = library.LLExecutor(torch.get_num_threads())
+        self.num_bytes = (size + 31) // 32 * 4
+        self.end_bit: int = self.tokenizer.eos_tokens[0]
+        """The token whose bit says that the answer may end here."""
+        special = [i for i in range(size) if self.tokenizer.is_special_token(i)]
+        self.ends = self.pack(self.end_ids)
+        self.special = self.pack(special)
+        """A mask of the tokens that spell no text."""
+        self.special_texts = [
+            text
+            for text, token_id in tokenizer.get_added_vocab().items()
+            if text and self.tokenizer.is_special_token(token_id)
+        ]
+
+    def pack(self, token_ids: Iterable[int]) -> np.ndarray:
+        """A mask of these tokens; those outside the vocabulary are left out."""
+        bits = np.zeros(self.num_bytes * 8, dtype=np.uint8)
+        bits[[token_id for token_id in token_ids if token_id < len(bits)]] = 1
+        return np.packbits(bits, bitorder="little")
+
+    def compute(self, matchers: list["LLMatcher"]) -> np.ndarray:
+        """The next mask of each matcher, uint8 `[matchers, num_bytes]`."""
+        masks = np.empty((len(matchers), self.num_bytes), dtype=np.uint8)
+        numbered = [(matcher, at) for at, matcher in enumerate(matchers)]
+        self.executor.unsafe_compute_mask_ptr(
+            numbered, masks.ctypes.data, self.num_bytes, len(matchers)
+        )
+        return masks
+
+
+class GrammarCompiler:
+    """Matchers for one model's tokens. May be used from several threads.
+
+    What is compiled twice at the same time is compiled twice: no thread waits for a lock that an
+    interrupted one may have left closed. The vocabulary is read for the first structured request,
+    which takes a second for 100,000 tokens.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._masks = functools.cache(self._read_vocabulary)
+        self._compiled = functools.lru_cache(_REMEMBERED)(self._compile)
+
+    @property
+    def masks(self) -> TokenMasks:
+        """The model's tokens. Raises RequestError."""
+        return self._masks()
+
+    def matcher(self, form: Form) -> "LLMatcher":
+        """A matcher at the beginning of a form. Raises RequestError."""
+        return self._compiled(form).deep_copy()
+
+    def _read_vocabulary(self) -> TokenMasks:
+        tokenizer = self._vocabulary.tokenizer
+        if tokenizer is None:
+            raise RequestError("the model came without a tokenizer: structured_outputs needs one")
+        try:
+            return TokenMasks(tokenizer, self._vocabulary)
+        except ImportError as error:
+            raise RequestError(f"structured_outputs needs llguidance: {INSTALL}") from error
+        except Exception as error:  # whatever llguidance says of a tokenizer that it cannot read
+            raise RequestError(
+                f"structured_outputs cannot use the model's tokenizer: {one_line(error)}"
+            ) from error
+
+    def _compile(self, form: Form) -> "LLMatcher":
+        """A matcher whose first mask is computed, which takes longer than all that follow."""
+        masks = self.masks
+        if form.kind != "grammar":
+            _refuse_special(form, masks)
+        found = _with_deep_stack(lambda: _build(form, masks))
+        if isinstance(found, Exception):
+            raise _refusal(form, found) from found
+        if found.is_error():
+            raise _refusal(form, found.get_error())
+        return found
+
+
+def _library() -> Any:
+    import llguidance
+    import llguidance.hf
+
+    return llguidance
+
+
+def _build(form: Form, masks: TokenMasks) -> "LLMatcher":
+    library = _library()
+    if form.kind == "json":
+        options: dict[str, object] = {"whitespace_flexible": form.whitespace != ""}
+        if form.whitespace:
+            options["whitespace_pattern"] = form.whitespace
+        grammar = library.LLMatcher.grammar_from_json_schema(form.text, defaults=options)
+    else:
+        grammar = library.grammar_from(form.kind, form.text)
+    limits = library.LLParserLimits(verbose_errors=False)
+    matcher: LLMatcher = library.LLMatcher(masks.tokenizer, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        masks.compute([matcher])
+    return matcher
+
+
+def _with_deep_stack(work: Callable[[], "LLMatcher"]) -> "LLMatcher | Exception":
+    """What `work` returns or raises, run where there is stack for it.
+
+    llguidance follows rules and `$ref`s by calling itself: at 64 kB of them an ordinary stack of
+    8 MB overflows, which would end the process.
+    """
+    found: list[LLMatcher | Exception] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, name="headstart-grammar", daemon=True)
+    before = threading.stack_size(_STACK)
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    return found[0]
+
+
+def _refuse_special(form: Form, masks: TokenMasks) -> None:
+    for text in masks.special_texts:
+        if text in form.text:
+            raise _refusal(form, f"no text that is generated can have the special token {text!r}")
+
+
+def _refusal(form: Form, reason: object) -> RequestError:
+    text = one_line(reason)
+    if "NoExtension" in text:
+        text = "nothing satisfies it"
+    return RequestError(f"structured_outputs.{form.kind} cannot be followed: {text}")
+
+
+def one_line(reason: object) -> str:
+    """What a library says of an error, for the text of ours."""
+    return shorten(" ".join(str(reason).split()))

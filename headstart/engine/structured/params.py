@@ -1,0 +1,135 @@
+"""What form an answer must have, in vLLM's names. Needs no torch."""
+
+import json as json_text
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from headstart.errors import RequestError
+from headstart.validation import check_utf8, describe, shorten
+
+__all__ = ["Form", "StructuredOutputsParams"]
+
+MAX_BYTES = 65_536
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_ANY_OBJECT = '{"type": "object"}'
+
+
+class Form(NamedTuple):
+    """A form as text, by which compiled ones are found again.
+
+    kind: json, regex, choice (a JSON list) or grammar. whitespace: a regular expression for the
+    white space between JSON's tokens, "" for none, None for any.
+    """
+
+    kind: str
+    text: str
+    whitespace: str | None = None
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """The form of an answer: exactly one of the first five. Raises RequestError.
+
+    json: a JSON schema as a dict or as text, or a pydantic model; regex: a regular expression that
+    the whole answer matches; choice: texts of which the answer is one; grammar: a context-free
+    grammar in Lark's or GBNF's notation; json_object=True: any JSON object.
+    disable_any_whitespace leaves out white space between JSON's tokens, whitespace_pattern is a
+    regular expression for it.
+
+    >>> StructuredOutputsParams(choice=["yes", "no"]).form.text
+    '["yes", "no"]'
+    """
+
+    json: str | Mapping[str, Any] | type | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs has {' and '.join(given) or 'no form'}; allowed: exactly one "
+                f"of {', '.join(_KINDS)}"
+            )
+        if self.json_object is not None and self.json_object is not True:
+            raise RequestError(
+                f"structured_outputs.json_object is {describe(self.json_object)}; allowed: True"
+            )
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise RequestError(
+                "structured_outputs.disable_any_whitespace is "
+                f"{describe(self.disable_any_whitespace)}; allowed: True or False"
+            )
+        for field in fields(self):
+            if field.name in ("regex", "grammar", "whitespace_pattern"):
+                _check_pattern(field.name, getattr(self, field.name))
+        _check_choice(self.choice)
+        size = check_utf8(f"structured_outputs.{given[0]}", self.form.text)
+        if size > MAX_BYTES:
+            raise RequestError(
+                f"structured_outputs.{given[0]} has {size:,} bytes; allowed: {MAX_BYTES:,} at most"
+            )
+
+    @property
+    def form(self) -> Form:
+        """The form as text."""
+        whitespace = "" if self.disable_any_whitespace else self.whitespace_pattern
+        if self.json_object is not None:
+            return Form("json", _ANY_OBJECT, whitespace)
+        if self.json is not None:
+            return Form("json", _schema_text(self.json), whitespace)
+        if self.regex is not None:
+            return Form("regex", self.regex)
+        if self.choice is not None:
+            return Form("choice", json_text.dumps(list(self.choice), ensure_ascii=False))
+        assert self.grammar is not None
+        return Form("grammar", self.grammar)
+
+
+def _schema_text(schema: Any) -> str:
+    """A JSON schema as text. Raises RequestError for what is none by its type."""
+    try:
+        if isinstance(schema, str):
+            parsed = json_text.loads(schema)
+        else:
+            describes_itself = getattr(schema, "model_json_schema", None)  # pydantic's models
+            parsed = describes_itself() if callable(describes_itself) else schema
+        text = json_text.dumps(parsed, ensure_ascii=False, allow_nan=False)
+    except Exception as error:  # RecursionError, and whatever a class raises
+        raise RequestError(
+            f"structured_outputs.json is {describe(schema)}; allowed: a JSON schema "
+            f"({type(error).__name__}: {shorten(str(error))})"
+        ) from error
+    if not isinstance(parsed, Mapping):
+        raise RequestError(
+            f"structured_outputs.json is {describe(schema)}; allowed: a JSON schema, which is an "
+            "object"
+        )
+    return text
+
+
+def _check_pattern(name: str, pattern: object) -> None:
+    """An empty regular expression is one; a grammar has at least one rule."""
+    if pattern is None:
+        return
+    is_blank = name == "grammar" and isinstance(pattern, str) and not pattern.strip()
+    if not isinstance(pattern, str) or is_blank or "\0" in pattern:
+        raise RequestError(
+            f"structured_outputs.{name} is {describe(pattern)}; allowed: a text without the "
+            "character U+0000, and for a grammar not a blank one"
+        )
+
+
+def _check_choice(choice: object) -> None:
+    if choice is None:
+        return
+    is_list = isinstance(choice, Sequence) and not isinstance(choice, (str, bytes))
+    if not is_list or not choice or not all(isinstance(text, str) for text in choice):  # type: ignore[attr-defined]
+        raise RequestError(
+            f"structured_outputs.choice is {describe(choice)}; allowed: a list of at least one text"
+        )

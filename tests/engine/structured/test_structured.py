@@ -1,0 +1,256 @@
+"""Structured outputs: what is refused, when an answer ends, and that nobody else is changed."""
+
+import json
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pydantic
+import pytest
+
+from headstart import LLM, SamplingParams, StructuredOutputsParams
+from headstart.engine.logits.vocabulary import Vocabulary
+from headstart.engine.outputs import CompletionOutput
+from headstart.engine.structured import grammar
+from headstart.engine.structured.grammar import GrammarCompiler
+from headstart.engine.structured.params import Form
+from headstart.errors import RequestError
+from tests.house.source import ROOT
+from tests.tiny_tokenizers import TINY_TOKENIZERS
+
+TOKENIZER = TINY_TOKENIZERS["byte_level"]()
+END = 382
+
+
+def answers(llm: LLM, form: dict[str, Any], **options: Any) -> list[CompletionOutput]:
+    params = SamplingParams(
+        **{"max_tokens": 80, "seed": 1, **options},
+        structured_outputs=StructuredOutputsParams(**form),
+    )
+    [output] = llm.generate("the other day", params, use_tqdm=False)
+    return output.outputs
+
+
+def special(llm: LLM, name: str) -> int:
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is not None
+    token_id = tokenizer.convert_tokens_to_ids(name)
+    assert isinstance(token_id, int)
+    return token_id
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"json": {}, "regex": "a"},
+        {"json_object": True, "choice": ["a"]},
+        {"json_object": False},
+        {"json_object": 1},
+        {"json": ""},
+        {"json": "[1]"},
+        {"json": True},
+        {"json": "{"},
+        {"json": 5},
+        {"json": {"enum": {1}}},
+        {"json": {"const": float("nan")}},
+        {"json": int},
+        {"regex": 5},
+        {"regex": "a\0"},
+        {"grammar": " "},
+        {"choice": []},
+        {"choice": "yes"},
+        {"choice": ["a", 5]},
+        {"choice": ["\ud800"]},
+        {"regex": "a" * 65_537},
+        {"json": {}, "disable_any_whitespace": 1},
+        {"json": {}, "whitespace_pattern": 1},
+    ],
+)
+def test_a_wrong_form_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r"^structured_outputs.*; allowed: |U\+D800"):
+        StructuredOutputsParams(**options)
+
+
+def test_a_schema_that_never_ends_is_refused() -> None:
+    endless: dict[str, Any] = {}
+    endless["items"] = endless
+    with pytest.raises(RequestError, match="Circular reference"):
+        StructuredOutputsParams(json=endless)
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ({"json": {"not": {"type": "string"}}}, r'Unimplemented keys: \["not"\]'),
+        ({"json": {"type": "array", "uniqueItems": True}}, "Unimplemented keys"),
+        ({"json": {"type": "number", "minimum": 3, "maximum": 1}}, "Unsatisfiable schema"),
+        ({"json": {"$ref": "#/$defs/none"}}, "does not exist"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": r"[^\s\S]"}, "nothing satisfies it"),
+        ({"grammar": "start: nothing"}, "nothing"),
+        ({"grammar": "("}, "GBNF to Lark"),
+        ({"choice": ["a<|im_end|>"]}, r"special token '<\|im_end\|>'"),
+        ({"json": {}, "whitespace_pattern": "("}, "unclosed group"),
+    ],
+)
+def test_a_form_that_cannot_be_followed_is_refused_before_any_work(
+    writer: LLM, form: dict[str, Any], reason: str
+) -> None:
+    """The good prompt beside it is not answered either: nothing was submitted."""
+    forms = [None, StructuredOutputsParams(**form)]
+    params = [SamplingParams(structured_outputs=one) for one in forms]
+    with pytest.raises(RequestError, match=f"^structured_outputs.* cannot be followed: .*{reason}"):
+        writer.generate(["the"] * 2, params)
+    assert not writer.engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "start: " + "(" * 30_000 + '"a"' + ")" * 30_000,
+        "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "a"',
+        "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000,
+    ],
+)
+def test_a_deep_grammar_does_not_end_the_process(text: str) -> None:
+    """llguidance overflowed a stack of 8 MB; in a process of its own, which that would end."""
+    program = """
+import sys
+from headstart import StructuredOutputsParams
+from headstart.engine.logits.vocabulary import Vocabulary
+from headstart.engine.structured.grammar import GrammarCompiler
+from headstart.errors import RequestError
+from tests.tiny_tokenizers import TINY_TOKENIZERS
+tokenizer = TINY_TOKENIZERS["byte_level"]()
+compiler = GrammarCompiler(Vocabulary(tokenizer, len(tokenizer), frozenset()))
+try:
+    compiler.matcher(StructuredOutputsParams(grammar=sys.stdin.read()).form)
+except RequestError:
+    pass
+print("alive")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=text, capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.stdout == "alive\n", (done.returncode, done.stderr)
+
+
+def test_a_model_without_a_tokenizer_has_no_forms() -> None:
+    compiler = GrammarCompiler(Vocabulary(None, 9, frozenset()))
+    with pytest.raises(RequestError, match="without a tokenizer"):
+        compiler.matcher(Form("regex", "a"))
+
+
+def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    compiler = GrammarCompiler(Vocabulary(TOKENIZER, 383, frozenset([END])))
+    with pytest.raises(RequestError, match=r"pip install 'headstart\[structured\]'"):
+        compiler.matcher(Form("regex", "a"))
+
+
+# How a form is given, and compiled
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+@pytest.mark.parametrize(
+    "schema", [Person, Person.model_json_schema(), json.dumps(Person.model_json_schema())]
+)
+def test_a_schema_is_a_model_or_a_dict_or_a_text(schema: Any) -> None:
+    form = StructuredOutputsParams(json=schema).form
+    assert json.loads(form.text) == Person.model_json_schema()
+
+
+def test_a_form_is_compiled_once_and_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(Vocabulary(TOKENIZER, 383, frozenset([END])))
+    threads: list[str] = []
+    build = grammar._build
+
+    def counted(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return build(*arguments)
+
+    monkeypatch.setattr(grammar, "_build", counted)
+    first, second = (compiler.matcher(Form("regex", "[ab]c")) for _ in range(2))
+    assert threads == ["headstart-grammar"]
+    assert first.consume_token(TOKENIZER.convert_tokens_to_ids("a"))
+    assert not second.validate_tokens([TOKENIZER.convert_tokens_to_ids("c")])
+    assert threading.stack_size() == 0, "threads of others have the stack that they had"
+
+
+# When an answer ends
+
+
+def test_an_answer_ends_where_nothing_can_follow(writer: LLM) -> None:
+    """Without one more step for the end of the text."""
+    for one in answers(writer, {"choice": ["yes", "no"]}, n=3):
+        assert one.finish_reason == "stop" and one.stop_reason is None
+        assert special(writer, "<|im_end|>") not in one.token_ids
+
+
+@pytest.mark.parametrize("options", [{}, {"min_tokens": 20}, {"ignore_eos": True}])
+@pytest.mark.parametrize("form", [{"regex": ""}, {"choice": [""]}])
+def test_an_empty_answer_is_one(writer: LLM, form: dict[str, Any], options: dict[str, Any]) -> None:
+    [one] = answers(writer, form, **options)
+    assert (one.text, one.finish_reason) == ("", "stop")
+
+
+def test_the_end_comes_only_where_the_grammar_accepts(writer: LLM) -> None:
+    end = special(writer, "<|im_end|>")
+    [one] = answers(writer, {"regex": "[ab]{7}c*"}, temperature=0, logit_bias={end: 100})
+    assert len(one.text) == 7 and set(one.text) <= {"a", "b"}
+    assert (one.token_ids[-1], one.finish_reason, one.stop_reason) == (end, "stop", None)
+
+
+def test_min_tokens_holds_as_long_as_the_grammar_goes_on(writer: LLM) -> None:
+    bias = {special(writer, "<|im_end|>"): 100}
+    [long] = answers(writer, {"regex": "[ab]+"}, min_tokens=20, logit_bias=bias)
+    assert len(long.token_ids) == 21
+    [short] = answers(writer, {"regex": "[ab]{3}"}, min_tokens=20, logit_bias=bias)
+    assert len(short.text) == 3 and short.finish_reason == "stop"
+
+
+def test_without_the_end_of_text_it_goes_on_within_the_grammar(writer: LLM) -> None:
+    [one] = answers(writer, {"regex": "[ab]+"}, ignore_eos=True)
+    assert (len(one.token_ids), one.finish_reason) == (80, "length")
+    assert set(one.text) == {"a", "b"}
+    [one] = answers(writer, {"regex": "[ab]{9}"}, ignore_eos=True)
+    assert (len(one.text), one.finish_reason) == (9, "stop")
+
+
+def test_an_answer_that_is_complete_with_its_last_token_has_not_been_cut(writer: LLM) -> None:
+    [one] = answers(writer, {"regex": "[0-9]{5}"}, max_tokens=5)
+    assert (len(one.token_ids), one.finish_reason) == (5, "stop")
+
+
+def test_stop_strings_and_stop_ids_end_it_too(writer: LLM) -> None:
+    [one] = answers(writer, {"regex": "x{3}[ab]+"}, stop=["xa", "xb"])
+    assert (one.text, one.finish_reason) == ("xx", "stop") and one.stop_reason in ("xa", "xb")
+    start = special(writer, "<|im_start|>")
+    [one] = answers(writer, {"regex": "x{3}[ab]+"}, stop_token_ids=[start], logit_bias={start: 100})
+    assert (len(one.text), one.stop_reason) == (4, start)
+
+
+def test_answers_of_one_request_have_a_grammar_each(writer: LLM) -> None:
+    found = answers(writer, {"regex": "[a-z]{6}"}, n=6)
+    assert len({one.text for one in found}) > 1
+    assert all(len(one.text) == 6 and one.text.islower() for one in found)
+
+
+def test_log_probabilities_are_those_without_a_form(writer: LLM) -> None:
+    [one] = answers(writer, {"choice": ["xyz"]}, temperature=0, logprobs=2)
+    plain = SamplingParams(temperature=0, max_tokens=1, logprobs=2)
+    [output] = writer.generate("the other day", plain, use_tqdm=False)
+    assert one.logprobs is not None and output.outputs[0].logprobs is not None
+    free, bound = output.outputs[0].logprobs[0], one.logprobs[0]
+    assert {token_id: bound[token_id] for token_id in free} == free
+    assert bound[one.token_ids[0]].rank > 1

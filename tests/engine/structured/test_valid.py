@@ -1,0 +1,220 @@
+"""A structured answer is always valid: judged by others' code, whatever the model would write.
+
+An answer that `max_tokens` cuts is not judged, so enough of them must finish.
+"""
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from headstart import LLM, SamplingParams, StructuredOutputsParams
+from headstart.errors import EngineError
+
+Schema = dict[str, Any]
+
+KEYS = st.sampled_from(["a", "b", "name", "é", 'quo"te', "with space", "𝄞"])
+CONSTANTS = st.none() | st.booleans() | st.integers(-99, 99) | st.text('ab é"\\\n🙂', max_size=4)
+
+
+def ranges(low: str, high: str, most: int) -> SearchStrategy[Schema]:
+    """Two bounds in order, of which either may be left out."""
+    both = st.tuples(st.integers(0, most), st.integers(0, most)).map(sorted)
+    return both.flatmap(lambda pair: st.sampled_from([dict(zip((low, high), pair, strict=True))]))
+
+
+def integers() -> SearchStrategy[Schema]:
+    return ranges("minimum", "maximum", 10**4).map(lambda bounds: {"type": "integer", **bounds})
+
+
+def texts() -> SearchStrategy[Schema]:
+    patterns = st.sampled_from(["^[a-c]{2,4}$", "^x|y$", "^[0-9]+-[^a]$", "^[0-9]{2}$"])
+    bounded = ranges("minLength", "maxLength", 6).map(lambda bounds: {"type": "string", **bounds})
+    return bounded | patterns.map(lambda one: {"type": "string", "pattern": one})
+
+
+def objects(inner: SearchStrategy[Schema]) -> SearchStrategy[Schema]:
+    def close(properties: dict[str, Schema]) -> SearchStrategy[Schema]:
+        required = (
+            st.lists(st.sampled_from(sorted(properties)), unique=True)
+            if properties
+            else st.just([])
+        )
+        return required.map(
+            lambda names: {
+                "type": "object",
+                "properties": properties,
+                "required": names,
+                "additionalProperties": False,
+            }
+        )
+
+    return st.dictionaries(KEYS, inner, max_size=3).flatmap(close)
+
+
+def arrays(inner: SearchStrategy[Schema]) -> SearchStrategy[Schema]:
+    return st.builds(
+        lambda items, bounds: {"type": "array", "items": items, **bounds},
+        inner,
+        ranges("minItems", "maxItems", 3),
+    )
+
+
+LEAVES = (
+    integers()
+    | texts()
+    | st.just({"type": "boolean"})
+    | st.just({"type": "null"})
+    | st.just({"type": ["integer", "null"], "maximum": 7})
+    | st.lists(CONSTANTS, min_size=1, max_size=3).map(lambda values: {"enum": values})
+    | CONSTANTS.map(lambda value: {"const": value})
+)
+TREES: SearchStrategy[Schema] = st.recursive(
+    LEAVES,
+    lambda inner: (
+        objects(inner)
+        | arrays(inner)
+        | st.lists(inner, min_size=1, max_size=3).map(lambda schemas: {"anyOf": schemas})
+    ),
+    max_leaves=6,
+)
+
+
+def refer(schema: Schema) -> Schema:
+    """The schema, or lists of it within lists."""
+    more = {"anyOf": [{"$ref": "#/$defs/it"}, {"$ref": "#/$defs/some"}]}
+    some = {"type": "array", "items": {"$ref": "#/$defs/more"}, "maxItems": 2}
+    return {"$ref": "#/$defs/more", "$defs": {"it": schema, "more": more, "some": some}}
+
+
+SCHEMAS = TREES | TREES.map(refer)
+
+
+def answer(llm: LLM, tally: Counter[str], seed: int, **form: Any) -> list[str]:
+    """The texts of the answers that finished, greedy and drawn ones."""
+    params = [
+        SamplingParams(
+            max_tokens=90, n=n, seed=seed, temperature=temperature,
+            structured_outputs=StructuredOutputsParams(**form),
+        )
+        for n, temperature in ((3, 1.0), (1, 0.0))
+    ]  # fmt: skip
+    outputs = llm.generate(["the other day"] * 2, params, use_tqdm=False)
+    found = [one for output in outputs for one in output.outputs]
+    tally["all"] += len(found)
+    finished = [one.text for one in found if one.finish_reason == "stop"]
+    tally["finished"] += len(finished)
+    return finished
+
+
+def test_json_is_valid_by_its_schema(writer: LLM) -> None:
+    tally: Counter[str] = Counter()
+
+    @settings(max_examples=30)
+    @given(schema=SCHEMAS, seed=st.integers(0, 99), tight=st.booleans())
+    def check(schema: Schema, seed: int, tight: bool) -> None:
+        jsonschema.Draft202012Validator.check_schema(schema)
+        for text in answer(writer, tally, seed, json=schema, disable_any_whitespace=tight):
+            jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
+
+    check()
+    assert tally["finished"] > 0.6 * tally["all"], tally
+
+
+def test_any_object_is_one(writer: LLM) -> None:
+    tally: Counter[str] = Counter()
+    for seed in range(6):
+        for text in answer(writer, tally, seed, json_object=True):
+            assert isinstance(json.loads(text), dict)
+    assert tally["finished"] > 2, tally
+
+
+# Both Python's `re` and llguidance read these, and mean the same: `\d` has more digits in a
+# newer Unicode.
+ATOMS = st.sampled_from(["a", "é", "[0-9]", "[a-cx]", "[^a\\n]", "\\.", "🙂", ".", "/", "\n", '"'])
+REGEXES = st.recursive(
+    ATOMS,
+    lambda inner: (
+        st.builds(str.__add__, inner, inner)
+        | st.builds("({}|{})".format, inner, inner)
+        | st.builds("({}){}".format, inner, st.sampled_from(["?", "*", "+", "{2}", "{1,3}"]))
+    ),
+    max_leaves=6,
+)
+
+
+def test_an_answer_matches_its_regular_expression(writer: LLM) -> None:
+    tally: Counter[str] = Counter()
+    drops_space = (
+        not writer.get_tokenizer().decode(writer.get_tokenizer().encode(" a")).startswith(" ")
+    )  # type: ignore[union-attr]
+
+    @settings(max_examples=30)
+    @given(regex=REGEXES, seed=st.integers(0, 99))
+    def check(regex: str, seed: int) -> None:
+        for text in answer(writer, tally, seed, regex=regex):
+            assert re.fullmatch(regex, text) or (drops_space and re.fullmatch(regex, " " + text))
+
+    check()
+    assert tally["finished"] > 0.6 * tally["all"], tally
+
+
+def test_an_answer_is_one_of_the_choices(writer: LLM) -> None:
+    tally: Counter[str] = Counter()
+
+    @settings(max_examples=20)
+    @given(
+        choice=st.lists(
+            st.text('abé🙂"\\\n|/ ', max_size=6).map(lambda text: f"x{text}"), min_size=1
+        ),
+        seed=st.integers(0, 99),
+    )
+    def check(choice: list[str], seed: int) -> None:
+        for text in answer(writer, tally, seed, choice=choice):
+            assert text in choice
+
+    check()
+    assert tally["finished"] == tally["all"]
+
+
+@pytest.mark.parametrize("grammar", ['start: "(" start ")" | "x"', 'root ::= "(" root ")" | "x"'])
+def test_an_answer_is_of_a_context_free_grammar(writer: LLM, grammar: str) -> None:
+    """No regular expression says this: parentheses that close."""
+    tally: Counter[str] = Counter()
+    lengths = set()
+    for seed in range(15):
+        for text in answer(writer, tally, seed, grammar=grammar):
+            depth = len(text) // 2
+            assert text == "(" * depth + "x" + ")" * depth
+            lengths.add(depth)
+    assert len(lengths) > 2
+
+
+def test_with_a_bias_and_bad_words_it_is_still_valid(writer: LLM) -> None:
+    """Whatever else changes logits: no answer is invalid, some end with an error."""
+    tokenizer = writer.get_tokenizer()
+    assert tokenizer is not None
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    form = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    end = tokenizer.convert_tokens_to_ids(tokenizer.eos_token)
+    [output] = writer.generate(
+        "the",
+        SamplingParams(
+            max_tokens=60, n=4, seed=1, structured_outputs=form, logit_bias={end: 100, 5: 50},
+            logits_processors=[lambda past, logits: logits * 0],
+        ),
+    )  # fmt: skip
+    for one in output.outputs:
+        assert (
+            one.finish_reason == "length"
+            or jsonschema.validate(json.loads(one.text), schema) is None
+        )
+    params = SamplingParams(structured_outputs=form, allowed_token_ids=[end])
+    with pytest.raises(EngineError, match="every token is banned"):
+        writer.generate("the", params)

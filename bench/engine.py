@@ -9,13 +9,19 @@ the least of the repeats. The limit is 150 us, and 5 us for each running request
 
 A model in bfloat16 on compiled kernels gives greedy requests their likeliest tokens. Others give
 logits, of which the engine then takes the largest: the second figure, which memory limits where
-requests are many. Ends in one JSON line.
+requests are many.
+
+Then 32 requests of which half have a JSON schema, and 32 of which none has, in turns: with the
+model that costs nothing, and with the passes of small-llama, which has ten million weights. There
+the limit is 1.25 times the step without. Medians. Ends in one JSON line.
 """
 
 import argparse
 import json
 import random
+import statistics
 import time
+from typing import Any
 
 import headstart  # before torch, whose threads read how long to spin when it is loaded
 
@@ -23,28 +29,50 @@ import headstart  # before torch, whose threads read how long to spin when it is
 import torch
 from rich.console import Console
 from rich.table import Table
-from shapes import SHAPES, model_folder
+from shapes import SHAPES, make_tokenizer, model_folder
 
+from headstart import StructuredOutputsParams
+from headstart.engine.config import make_config
 from headstart.engine.engine import Engine
-from headstart.engine.startup.loading import load_engine
 from headstart.models.greedy_head import greedy_tokens
+from headstart.models.loader import load_model
 
 SHAPE, PROMPT, STEPS, BLOCKS = "small-llama", 512, 64, 8192
 COUNTS = (1, 8, 32, 128)
+MIXED, MIXED_LIMIT = 32, 1.25
 FIXED, PER_REQUEST = 150, 5  # microseconds
 MICRO = 1e6
+SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "age": {"type": "integer", "minimum": 0},
+            "kind": {"enum": ["a", "b", "c"]},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
+        },
+        "required": ["name", "age", "kind", "tags"],
+        "additionalProperties": False,
+    },
+}
 
 
-def make_engine(*, logits: bool) -> Engine:
-    """An engine whose model answers every step at once, with what was made before."""
-    engine = load_engine(model_folder(SHAPE), num_threads=1, num_blocks=BLOCKS)
+def make_engine(*, logits: bool, tokenizer: bool = False) -> Engine:
+    """An engine whose model answers every step at once, with what was made before.
+
+    With a tokenizer the logits are a copy each time, since a schema changes them in place.
+    """
+    engine = load(tokenizer=tokenizer)
     rows = torch.randn(max(COUNTS), SHAPES[SHAPE].vocab_size)
     tokens = greedy_tokens(rows)
 
     def forward(
         token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, *more: object
     ) -> torch.Tensor:
-        return rows[: len(logit_rows)]
+        given = rows[: len(logit_rows)]
+        return given.clone() if tokenizer else given
 
     def choose(
         token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, *more: object
@@ -60,11 +88,24 @@ def make_engine(*, logits: bool) -> Engine:
     return engine
 
 
-def time_steps(engine: Engine, count: int, rng: random.Random) -> float:
-    """Mean seconds of a step in which `count` requests decode."""
-    params = headstart.SamplingParams(temperature=0, max_tokens=STEPS * 2, ignore_eos=True)
-    for _ in range(count):
+def load(*, tokenizer: bool) -> Engine:
+    """An engine, with one thread."""
+    made = make_tokenizer(SHAPE) if tokenizer else None
+    config = make_config({"num_threads": 1, "num_blocks": BLOCKS})
+    return Engine.of_model(load_model(model_folder(SHAPE), "auto", "cpu"), made, config)
+
+
+def time_steps(engine: Engine, count: int, rng: random.Random, *, bound: int = 0) -> float:
+    """Mean seconds of a step in which `count` requests decode, `bound` of them with a schema."""
+    form = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True) if bound else None
+    for at in range(count):
         prompt = [rng.randrange(engine.model.vocab_size) for _ in range(PROMPT)]
+        params = headstart.SamplingParams(
+            temperature=0,
+            max_tokens=STEPS * 2,
+            ignore_eos=True,
+            structured_outputs=form if at < bound else None,
+        )
         engine.submit(engine.prepare(prompt, params))
     while len(engine.step()) < count:
         pass
@@ -75,6 +116,29 @@ def time_steps(engine: Engine, count: int, rng: random.Random) -> float:
     while engine.has_unfinished:
         engine.step()
     return spent / STEPS
+
+
+def compare_bound(repeats: int) -> dict[str, float]:
+    """Medians of steps without a schema and with one for half of the requests, in turns."""
+    figures: dict[str, float] = {}
+    table = Table(
+        f"{MIXED} requests", "no schema, us", f"{MIXED // 2} with one, us", "ratio", "limit"
+    )
+    for name, engine, limit in (
+        ("the engine alone", make_engine(logits=True, tokenizer=True), None),
+        ("with the model's passes", load(tokenizer=True), MIXED_LIMIT),
+    ):
+        turns: dict[int, list[float]] = {0: [], MIXED // 2: []}
+        for _ in range(repeats):
+            for bound, times in turns.items():
+                times.append(time_steps(engine, MIXED, random.Random(0), bound=bound) * MICRO)
+        without, half = map(statistics.median, turns.values())
+        shown = "" if limit is None else str(limit)
+        table.add_row(name, f"{without:.0f}", f"{half:.0f}", f"{half / without:.2f}", shown)
+        key = "structured_engine" if limit is None else "structured_model"
+        figures |= {f"{key}_us": round(half, 1), f"{key}_ratio": round(half / without, 3)}
+    Console().print(table)
+    return figures
 
 
 def main() -> None:
@@ -101,6 +165,7 @@ def main() -> None:
         figures[f"step_{count}_us"] = round(least, 1)
         figures[f"step_{count}_logits_us"] = round(with_logits, 1)
     Console().print(table)
+    figures |= compare_bound(repeats)
     print(json.dumps(figures))
 
 

@@ -1,15 +1,29 @@
 """Models of known shapes with random weights, made on the spot and kept in `build/bench`.
 
 A model with random weights costs what a real one of its shape costs, and needs no download.
-The folder has no tokenizer: prompts are token ids.
+The folder has no tokenizer: prompts are token ids. `make_tokenizer` makes one where a vocabulary
+must be spelled.
 """
 
+import re
 import shutil
+import sysconfig
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+_WORD = re.compile(r" ?[A-Za-z]+| ?[0-9]{1,3}| ?[^\sA-Za-z0-9]+|\s+")
 
 FOLDER = Path(__file__).resolve().parents[1] / "build" / "bench"
 
@@ -43,6 +57,29 @@ SHAPES: dict[str, PreTrainedConfig] = {
         max_position_embeddings=8192,
     ),
 }
+
+
+def make_tokenizer(shape: str) -> PreTrainedTokenizerFast:
+    """A tokenizer with the vocabulary's size: bytes, and the commonest words of Python's library.
+
+    It merges nothing: it is there to say how tokens are spelled, as a grammar must know.
+    """
+    symbols = bytes_to_unicode()
+    vocabulary = {symbol: token_id for token_id, symbol in enumerate(symbols.values())}
+    size = SHAPES[shape].vocab_size
+    words: Counter[str] = Counter()
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*/*.py")):
+        words.update(_WORD.findall(path.read_text(encoding="utf-8", errors="ignore")))
+        if len(words) > 2 * size:
+            break
+    for word, _ in words.most_common(size):
+        if len(vocabulary) < size - 1:
+            spelled = "".join(symbols[byte] for byte in word.encode())
+            vocabulary.setdefault(spelled, len(vocabulary))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
 
 def model_folder(shape: str) -> Path:

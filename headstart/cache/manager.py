@@ -157,7 +157,7 @@ class KVCacheManager:
         if num_new + _count_free(hits) > len(self.pool.free):
             return None
         missed = self._explain_admission(computed)
-        self.stats.record(len(sequence.token_ids), hit_tokens, missed, resumed=sequence.step >= 0)
+        resumed = sequence.step >= 0
         self._is_whole = False
         self._sequences[sequence.request_id] = sequence
         self.pool.touch(hits)
@@ -170,6 +170,7 @@ class KVCacheManager:
         self._extend_to(sequence, end)
         self._in_progress.announce(sequence)
         self._is_whole = True
+        self.stats.record(len(sequence.token_ids), hit_tokens, missed, resumed=resumed)
         if copies and sequence.blocks[len(hits)] is not new[0]:  # cached since the lookup
             copies = ()
         return Allocation(copies, missed)
@@ -178,9 +179,8 @@ class KVCacheManager:
         self, sequence: TokenSequence, num_new_tokens: int, computed: ComputedBlocks | None
     ) -> None:
         self._check_whole()
-        name = sequence.request_id
-        if name in self._sequences:
-            raise CacheError(f"sequence {name!r} holds blocks already")
+        if sequence.request_id in self._sequences:
+            raise CacheError(f"sequence {sequence.request_id!r} holds blocks already")
         check_admission(sequence, num_new_tokens, computed, self.pool.version)
         if self._caching:
             sequence.cut(self.block_size)  # for naming; it may raise, so before anything moves

@@ -12,7 +12,7 @@ from headstart.cache.identity import BlockKey, Namespace
 
 
 class PrefixTree:
-    """Nodes under the root of their namespace. Who makes a node cuts it off again."""
+    """Nodes under the root of their namespace. The caller that makes a node also removes it."""
 
     def __init__(self) -> None:
         self._roots: dict[str | None, dict[str | None, RootNode]] = {}  # by salt, by adapter
@@ -52,7 +52,7 @@ class PrefixTree:
     def child(
         self, parent: PrefixNode, key: BlockKey, kind: type[PrefixNode] = PrefixNode
     ) -> PrefixNode:
-        """The child of this key, made when there is none."""
+        """The child of this key, which is not empty; made when there is none."""
         only = parent.child
         if only is None:
             parent.child = node = kind(parent, key)
@@ -86,14 +86,15 @@ class PrefixTree:
         if branches is not node:
             if not isinstance(branches, Branches) or branches.nodes.get(node.key) is not node:
                 return None
-            del branches.nodes[node.key]
-            if branches.nodes:
+            if len(branches.nodes) > 1:
+                del branches.nodes[node.key]
                 return None
-        parent.child = None
+        parent.child = None  # of a last branch, too: an interruption leaves no empty `Branches`
         return parent
 
     def _drop_root(self, namespace: Namespace) -> None:
         roots = self._roots[namespace.salt]
-        del roots[namespace.adapter]
-        if not roots:
+        if len(roots) > 1:
+            del roots[namespace.adapter]
+        else:
             del self._roots[namespace.salt]

@@ -22,11 +22,13 @@ class Limit(Protocol):
         ...
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
-        """How far the request's tokens can be computed now, from `start` up to `stop`.
+        """How far the request's tokens can be computed now.
 
-        `start` if it must wait for what others hold: it keeps its place, and is not bypassed for
-        ever. None if it waits for inputs of its own: no other request waits for it. Nothing is
-        held yet.
+            start    not now: it waits for what others hold, and may be bypassed a few times
+            between  up to there, at most to `stop`
+            None     it waits for inputs of its own, and no other request waits for it
+
+        The limit may fetch what the request will need, but holds nothing for it yet.
         """
         ...
 

@@ -64,9 +64,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        limits = tuple(limit for limit in self._limits if limit.applies(request))
-        if limits:
-            self._limited[request] = limits
+        self._find_limits(request)
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
@@ -96,7 +94,9 @@ class Scheduler:
         for request, start in self._admitted:
             request.withdrawn(start)
         self._admitted.clear()
-        self._limited = {one: limits for one, limits in self._limited.items() if one in living}
+        self._limited = {}
+        for request in living:
+            self._find_limits(request)
         for request in again:
             self._count_preemption(request)
         waiting = dict.fromkeys((*again, *lost, *self.waiting))
@@ -104,6 +104,11 @@ class Scheduler:
             [request for request in self.running if request in kept],
             deque(request for request in waiting if request in living and request not in kept),
         )
+
+    def _find_limits(self, request: Request) -> None:
+        limits = tuple(limit for limit in self._limits if limit.applies(request))
+        if limits:
+            self._limited[request] = limits
 
     def schedule(self) -> Batch:
         """The next step, with slots for each of its tokens; empty when nothing can run."""
@@ -237,7 +242,7 @@ class Scheduler:
         """Look up the request; no hit if it needs the logits of its whole prompt."""
         found = self._manager.get_computed_blocks(request.sequence)
         if request.needs_prompt_logits:
-            return found._replace(blocks=[], num_tokens=0, partial=None, writer=None, node=None)
+            return found.cut(0, self._manager.block_size)
         if self._hooks is not None and found.blocks:
             usable = self._hooks.usable_blocks(request, found)
             if usable < len(found.blocks):

@@ -222,3 +222,13 @@ def test_one_that_must_wait_for_the_others_is_not_kept_out_for_ever() -> None:
         bench.step()
         steps += 1
         assert late.times_bypassed <= 3 and steps < 10
+
+
+def test_a_request_that_is_queued_again_keeps_its_limits() -> None:
+    """An interrupted abort took it out of the table of limits, and then it was queued again."""
+    bench = Bench()
+    first, late = bench.add(prompt(1)), bench.make(prompt(2))
+    bench.kept_out.append(late)
+    bench.step()
+    bench.scheduler.restart([first, late])
+    assert [part.request for part in bench.step().scheduled] == [first]

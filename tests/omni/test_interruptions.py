@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import headstart.cache.tree
 import headstart.omni
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, HeadstartError
@@ -35,7 +36,7 @@ def _interrupted(
 ) -> tuple[Interruption, BaseException | None]:
     """What ran, and what was raised."""
     raised: BaseException | None = None
-    with Interruption(at, error, headstart.omni) as run:
+    with Interruption(at, error, headstart.omni, headstart.cache.tree) as run:
         try:
             function()
         except (Exception, KeyboardInterrupt) as found:

@@ -24,11 +24,11 @@ import headstart  # noqa: F401 - before torch, whose threads read how long to sp
 
 # isort: split
 import torch
-from limits import Clock, Floor, Limits, Pass, floor, measure_limits, prefill
 from loads import BIG, LOADS, SMALL, Asked, make_load, tokens
 from peer import DRIVERS, Headstart, shared_head
 from rich.console import Console
 from rich.table import Table
+from roofline import Clock, Floor, Limits, Pass, floor, measure_limits, prefill
 from shapes import SHAPES, model_folder
 
 KEYS = {  # as the last line has them, by what is timed

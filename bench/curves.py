@@ -25,9 +25,9 @@ from pathlib import Path
 import headstart  # before torch, whose threads read how long to spin when it is loaded
 
 # isort: split
-from limits import measure_limits
 from rich.console import Console
 from rich.table import Table
+from roofline import measure_limits
 from shapes import SHAPES, model_folder
 
 LENGTHS = (250, 500, 1000, 2000, 4000)

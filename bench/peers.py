@@ -43,10 +43,10 @@ from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 import torch
-from limits import measure_limits
 from loads import BIG, LOADS, SMALL, make_load, tokens
 from rich.console import Console
 from rich.table import Table
+from roofline import measure_limits
 from shapes import FOLDER, SHAPES, model_folder
 from transformers import AutoModelForCausalLM
 

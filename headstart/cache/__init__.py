@@ -26,8 +26,8 @@ from headstart.cache.identity import (
 )
 from headstart.cache.lookup import ComputedBlocks, PartialHit
 from headstart.cache.manager import KVCacheManager
-from headstart.cache.names import BlockNames
 from headstart.cache.pool import BlockPicture, BlockPool, BlockState
+from headstart.cache.portable_names import BlockNames
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
 from headstart.cache.tree import PrefixTree

@@ -27,9 +27,9 @@ from headstart.cache.lookup import (
     find_partial,
     is_in_other_salt,
 )
-from headstart.cache.names import BlockNames
 from headstart.cache.naming import BlockNaming
 from headstart.cache.pool import BlockPicture, BlockPool
+from headstart.cache.portable_names import BlockNames
 from headstart.cache.progress import BlocksInProgress
 from headstart.cache.recovery import rebuild
 from headstart.cache.sequence import TokenSequence

@@ -13,7 +13,7 @@ from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, 
 from headstart.cache.eviction import make_policy
 from headstart.cache.identity import BlockKey
 from headstart.cache.index import PrefixIndex
-from headstart.cache.names import BlockNames
+from headstart.cache.portable_names import BlockNames
 
 
 class BlockState(Enum):

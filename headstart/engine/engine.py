@@ -29,13 +29,13 @@ from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import RequestGroup
-from headstart.engine.requests import RequestMaker
+from headstart.engine.request_maker import RequestMaker
 from headstart.engine.runner import Runner, StepLogits
 from headstart.engine.sampling.sampler import SampledToken, Sampler
 from headstart.engine.scheduler import Scheduler
 from headstart.engine.startup.sizing import count_blocks, longest_sequence
 from headstart.engine.step import Choice, OpenStep, Phase, StepResult, choose_tokens
-from headstart.engine.text.limit import TextLimit
+from headstart.engine.text.max_length import TextLimit
 from headstart.errors import EngineError, RequestError
 from headstart.models.decoder import DecoderModel
 from headstart.models.vision import VisionModel, load_vision

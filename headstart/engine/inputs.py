@@ -16,7 +16,7 @@ from headstart.engine.images.reading import NOBODY, Tenant
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.text.codec import encode_text
-from headstart.engine.text.limit import TextLimit
+from headstart.engine.text.max_length import TextLimit
 from headstart.errors import RequestError
 from headstart.validation import check_name, describe
 

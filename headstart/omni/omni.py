@@ -15,7 +15,7 @@ from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.streams import OutputStream
-from headstart.engine.text.limit import TextLimit
+from headstart.engine.text.max_length import TextLimit
 from headstart.errors import RequestError, UnsupportedModelError
 from headstart.models.files import find_folder, read_json
 from headstart.models.omni.qwen2_5 import Qwen25Omni

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headstart import LLM, LoRARequest, SamplingParams
 from headstart.engine.adapters.request import choose_adapters
-from headstart.engine.text.limit import TextLimit
+from headstart.engine.text.max_length import TextLimit
 from headstart.errors import AdapterError, ConfigError, HeadstartError, RequestError
 from headstart.validation import describe
 from tests.tiny_models import save_tiny

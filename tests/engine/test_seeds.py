@@ -8,7 +8,7 @@ import torch
 from headstart.engine.config import EngineConfig
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.params import SamplingParams
-from headstart.engine.requests import RequestMaker
+from headstart.engine.request_maker import RequestMaker
 from headstart.errors import ConfigError
 
 

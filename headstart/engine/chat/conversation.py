@@ -19,7 +19,7 @@ from headstart.cache import Namespace
 from headstart.engine.chat.messages import Message, check_conversation, check_text_content
 from headstart.engine.text.codec import Spelling
 from headstart.engine.text.index import TextIndex
-from headstart.engine.text.limit import TextLimit
+from headstart.engine.text.max_length import TextLimit
 from headstart.errors import RequestError
 from headstart.validation import check_utf8, shorten
 

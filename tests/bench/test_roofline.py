@@ -1,7 +1,7 @@
 """The least time a load can take, against figures worked out by hand."""
 
 import pytest
-from limits import Limits, Pass, floor, prefill
+from roofline import Limits, Pass, floor, prefill
 from shapes import SHAPES
 
 ONE_CORE = Limits(gemm=460, memory=40)

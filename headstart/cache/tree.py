@@ -12,7 +12,10 @@ from headstart.cache.identity import BlockKey, Namespace
 
 
 class PrefixTree:
-    """Nodes under the root of their namespace. The caller that makes a node also removes it."""
+    """Nodes under the root of their namespace. The caller that makes a node also removes it.
+
+    A node comes and goes in one assignment: an exception leaves no empty place for nodes behind.
+    """
 
     def __init__(self) -> None:
         self._roots: dict[str | None, dict[str | None, RootNode]] = {}  # by salt, by adapter
@@ -24,10 +27,14 @@ class PrefixTree:
 
     def make_root(self, namespace: Namespace) -> RootNode:
         """The namespace's root, made when there is none."""
-        roots = self._roots.setdefault(namespace.salt, {})
-        root = roots.get(namespace.adapter)
+        root = self.root(namespace)
         if root is None:
-            root = roots[namespace.adapter] = RootNode(namespace)
+            root = RootNode(namespace)
+            roots = self._roots.get(namespace.salt)
+            if roots is None:
+                self._roots[namespace.salt] = {namespace.adapter: root}
+            else:
+                roots[namespace.adapter] = root
         return root
 
     def roots(self) -> list[RootNode]:

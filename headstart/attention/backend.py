@@ -1,8 +1,7 @@
 """The seam between models and attention kernels.
 
-A backend is told once per step who is in the batch (`begin_step`), then once per layer for the
-attention itself (`attend`), then that the step is over (`end_step`). Everything that is the same
-in all layers belongs into `begin_step`.
+The engine calls `begin_step` once per step with the batch, then `attend` once per layer, then
+`end_step`. Work that is the same in all layers belongs in `begin_step`.
 """
 
 from dataclasses import dataclass
@@ -17,13 +16,13 @@ __all__ = ["AttentionBackend", "AttentionOptions", "CompiledCall", "RowShapes"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionOptions:
-    """What a layer asks for beyond plain causal attention.
+    """A layer's options beyond plain causal attention.
 
     - `scaling` multiplies the scores q·k.
     - `sliding_window`: a row sees itself and the `sliding_window - 1` tokens before it.
     - `softcap`: scores become `softcap * tanh(scores / softcap)` before masking (Gemma 2).
-    - `sinks` `[query_heads]`: one more score per head that takes its share of the softmax and
-      adds nothing (GPT-OSS).
+    - `sinks` `[query_heads]`: one more score per head; it takes its share of the softmax and
+      has no value (GPT-OSS).
     """
 
     scaling: float
@@ -45,7 +44,7 @@ class RowShapes(NamedTuple):
 class CompiledCall(NamedTuple):
     """Addresses of a layer's `AttentionStep` and `AttentionCall`, see native/attention.h.
 
-    Queries, keys, values and the output are left open. Both stay valid until the step ends.
+    Query, key, value and out are unset. Both structs stay valid until the step ends.
     """
 
     step: int
@@ -56,7 +55,7 @@ class AttentionBackend(Protocol):
     """Attention over paged K/V for one engine."""
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Take the step's plan; nothing of the memory changes yet."""
+        """Store the step's plan; the K/V memory does not change."""
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -75,17 +74,17 @@ class AttentionBackend(Protocol):
     def compiled(
         self, layer_idx: int, rows: RowShapes, options: AttentionOptions
     ) -> CompiledCall | None:
-        """What compiled code needs to do the same as `attend`; None if it has to be called.
+        """Structs with which compiled code can replace `attend`; None if it must call `attend`.
 
-        `rows` is what the code will bring: dense rows of its own, in the dtype of the memory.
+        `rows` are the shapes of the code's own rows: dense, in the dtype of the memory.
         """
 
     def end_step(self) -> None:
         """Forget the plan; safe to call without one."""
 
     def nonfinite_rows(self) -> list[int]:
-        """Rows of the step whose K or V were not finite when written, in any layer so far.
+        """Ascending rows of the step whose K or V were not finite when written, in any layer.
 
-        In order. Rows of padding and of the scratch slot count like any other. The answer holds
-        from a layer's `attend` until the next `begin_step`; `end_step` does not clear it.
+        Rows of padding and of the scratch slot count like any other. The answer is valid from a
+        layer's `attend` until the next `begin_step`; `end_step` does not clear it.
         """

@@ -1,4 +1,4 @@
-"""Checks before a compiled kernel is called: it reads by address, and nothing else stops it."""
+"""Checks before a compiled kernel is called; the kernel reads by address and checks nothing."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ __all__ = ["check_memory", "check_plan", "check_rows", "check_sinks", "fits_memo
 
 
 def fits_memory(memory: PagedKVMemory) -> bool:
-    """Whether kernels can read this memory; they find a block by shifting a position."""
+    """True if kernels can read this memory; they find a block by shifting a position."""
     size = memory.block_size
     return (
         memory.dtype == torch.bfloat16
@@ -59,7 +59,7 @@ def check_plan(plan: StepPlan, memory: PagedKVMemory) -> None:
 
 
 def check_rows(rows: RowShapes, layout: LayerLayout, tokens: int) -> None:
-    """Raise `EngineError` unless these are rows for a layer of this layout, one for each token."""
+    """Raise `EngineError` unless `rows` fit a layer of this layout, one row per token."""
     expected, heads = (layout.kv_heads, layout.key_dim, layout.value_dim), rows.heads
     fits = rows.tokens == tokens and rows[2:] == expected
     if not fits or heads < 1 or heads % layout.kv_heads != 0:
@@ -70,7 +70,7 @@ def check_rows(rows: RowShapes, layout: LayerLayout, tokens: int) -> None:
 
 
 def check_sinks(sinks: Tensor | None, heads: int) -> None:
-    """Raise `EngineError` unless there is a sink for each query head, or none at all."""
+    """Raise `EngineError` unless there is one sink per query head, or None."""
     if sinks is not None and (sinks.numel() != heads or sinks.device.type != "cpu"):
         raise EngineError(
             f"{sinks.numel()} sinks on {sinks.device} were given for {heads} query heads on cpu"

@@ -1,4 +1,4 @@
-"""Which backend serves a memory on this machine."""
+"""The choice of attention backend for a K/V memory on this machine."""
 
 from headstart import native
 from headstart.attention.backend import AttentionBackend
@@ -10,9 +10,9 @@ __all__ = ["make_backend"]
 
 
 def make_backend(memory: PagedKVMemory, *, share: bool = True) -> AttentionBackend:
-    """The fastest backend for `memory`: compiled kernels where they serve it, else torch's.
+    """The fastest backend for `memory`: compiled kernels if they support it, else torch's.
 
-    With `share` decoding rows attend together to what their sequences have in common.
+    With `share`, decoding rows attend once to the prefix that their sequences share.
     """
     if NativeAttention.serves(memory):
         library = native.library()

@@ -1,7 +1,7 @@
-"""What one step asks of attention: the shape of a layer's K/V, and whose rows are whose.
+"""Attention's view of one step: the shape of a layer's K/V and the rows of each sequence.
 
 A step's tokens lie in one flat batch of rows, without padding. A `Span` names the rows of one
-sequence in it; the sequence's K/V of earlier steps are found through its block table:
+sequence in it; the sequence's block table locates its K/V of earlier steps:
 
     flat batch   | a a a a | b | c c |         spans: a: rows 0-3, b: row 4, c: rows 5-6
     a's context  [ 0 1 2 ... 11 | 12 13 14 15 ]    context = 16, its queries are the last 4
@@ -20,8 +20,7 @@ __all__ = ["LayerLayout", "Span", "StepPlan"]
 class LayerLayout:
     """The K and V of one token in one layer: `[kv_heads, key_dim]` and `[kv_heads, value_dim]`.
 
-    The two widths differ where a model compresses its keys otherwise than its values
-    (DeepSeek-V3).
+    The two widths differ if a model compresses keys and values differently (DeepSeek-V3).
     """
 
     kv_heads: int
@@ -30,7 +29,7 @@ class LayerLayout:
 
     @property
     def elements(self) -> int:
-        """Numbers that one token's K and V hold together."""
+        """Elements of one token's K and V together."""
         return self.kv_heads * (self.key_dim + self.value_dim)
 
 
@@ -54,9 +53,8 @@ class StepPlan:
     `slots` is int64 `[tokens]`, in row order: `block_id * block_size + position % block_size`,
     or the memory's `scratch_slot` for a row whose K/V must not be kept.
 
-    With `contiguous_gather` the result is bitwise a function of the rows' tokens and of the
-    contents of their context: no row takes a path that depends on its neighbours in the batch
-    or on the block ids.
+    With `contiguous_gather` a row's result depends, bit for bit, only on its tokens and the
+    contents of its context, never on the other rows of the batch or on block ids.
     """
 
     slots: Tensor
@@ -65,10 +63,10 @@ class StepPlan:
 
     @property
     def decoding(self) -> list[Span]:
-        """Spans of one row each, which may be computed together; with `contiguous_gather` none."""
+        """Spans of one row, which may be computed together; empty with `contiguous_gather`."""
         return [] if self.contiguous_gather else [s for s in self.spans if s.num_rows == 1]
 
     @property
     def several(self) -> list[Span]:
-        """The other spans, each computed by itself."""
+        """The other spans; each is computed alone."""
         return [s for s in self.spans if s.num_rows > 1 or self.contiguous_gather]

@@ -30,7 +30,7 @@ class PagedKVMemory:
     """K and V of all blocks: `keys[layer]` is `[slots + 1, kv_heads, key_dim]`, `values` likewise.
 
     Slot `block_id * block_size + offset` holds one token. The last slot, `scratch_slot`, belongs
-    to no block and takes the rows that nobody keeps. Memory starts as zeros.
+    to no block and takes rows that are discarded. Memory starts as zeros.
     """
 
     def __init__(
@@ -57,29 +57,29 @@ class PagedKVMemory:
 
     @staticmethod
     def bytes_per_block(layouts: Sequence[LayerLayout], block_size: int, dtype: torch.dtype) -> int:
-        """Bytes that one block takes in all layers together."""
+        """Bytes of one block in all layers together."""
         return sum(layout.elements for layout in layouts) * block_size * dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all K and V, the scratch rows among them."""
+        """Bytes of all K and V, scratch rows included."""
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def release(self) -> None:
-        """Let go of all K and V; nothing can be written or read afterwards."""
+        """Free all K and V; nothing can be written or read afterwards."""
         self.keys.clear()
         self.values.clear()
 
     def write(self, layer_idx: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Put `key` `[tokens, kv_heads, key_dim]` and `value` into `slots` int64 `[tokens]`."""
+        """Write `key` `[tokens, kv_heads, key_dim]` and `value` into `slots` int64 `[tokens]`."""
         self.keys[layer_idx].index_copy_(0, slots, key)
         self.values[layer_idx].index_copy_(0, slots, value)
 
     def copy_rows(self, copies: Sequence[RowCopyLike]) -> None:
-        """Copy the heads of blocks in every layer; of each layer all is read, then all written.
+        """Copy the first rows of blocks in every layer.
 
-        So a block may be the source of one copy and the target of another, and the order of
-        `copies` does not matter.
+        In each layer all sources are read before any target is written. So a block may be the
+        source of one copy and the target of another, and the order of `copies` does not matter.
         """
         if not copies:
             return
@@ -99,10 +99,10 @@ class PagedKVMemory:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU their pages are taken from the system when first used.
+    """A tensor of zeros; on a CPU the system allocates its pages at first use.
 
-    torch writes every zero, which for a pool of some gigabytes takes seconds. They begin at a
-    cache line, so that no row lies in one line more than it must.
+    torch.zeros writes every zero, which takes seconds for a pool of several gigabytes. The
+    memory is aligned to cache lines, so that a row spans as few lines as possible.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,8 +1,8 @@
-"""Attention by the compiled kernels: bf16 on CPUs that multiply it, see `headstart/native`.
+"""Attention by the compiled kernels: bf16 on CPUs with AVX-512 bf16, see `headstart/native`.
 
-The kernel goes through the keys of a segment in one pass, with the query heads of a KV head as so
-many rows, and what decoding rows share through one segment for all of them. A layer that it does
-not cover goes through torch operations over the same memory.
+The kernel reads the keys of a segment in one pass and treats the query heads of a KV head as
+rows. A prefix that decoding rows share is one segment for all of them. Layers that the kernel does
+not support use torch operations over the same memory.
 """
 
 import ctypes
@@ -32,19 +32,19 @@ __all__ = ["NativeAttention"]
 _MAX_DIM = 256  # of the kernel
 
 # Measured with 2 KV heads of 64 and 7 query heads each, on one core: 16 rows that share 2,000
-# tokens take 0.44 instead of 1.3 ms; they break even at 16 tokens, and the step's tables cost more.
+# tokens take 0.44 ms instead of 1.3 ms. They break even at 16 tokens; the step's tables cost more.
 SHARING = SharingCost(group=0, member=40)
 
 
 class NativeAttention:
     """The `AttentionBackend` for CPUs with AVX-512 bf16.
 
-    `library` is what `headstart.native.library()` gave. With `share` decoding rows attend together
-    to what their sequences have in common. Without it, and always with `contiguous_gather`, a
-    row's result does not depend on which rows are computed beside it.
+    `library` is the result of `headstart.native.library()`. With `share`, decoding rows attend
+    once to the prefix that their sequences share. Without it, and always with `contiguous_gather`,
+    a row's result does not depend on the other rows of the batch.
 
-    Kernels read by address, so everything is checked that they take as given: `ConfigError` is
-    raised for a memory of another kind, `EngineError` for a step or rows that do not fit it.
+    Kernels read by address, so all their inputs are checked. Raises `ConfigError` for a memory
+    that kernels cannot read, `EngineError` for a step or rows that do not fit the memory.
     """
 
     def __init__(self, memory: PagedKVMemory, library: ctypes.CDLL, *, share: bool = True) -> None:
@@ -56,7 +56,7 @@ class NativeAttention:
         self._tables = BlockTables(memory.num_blocks)
         self._planner = SharedPlanner(memory.block_size, SHARING) if share else None
         self._before: dict[bool, NativeStep] = {}  # the last step with and without sharing
-        # Room for partial results: of steps that share, and of those that do not.
+        # Buffers for partial results, of steps that share and of steps that do not.
         self._partials = {True: torch.empty(0), False: torch.empty(0)}
         self._fell_back = False
         self._longest = 0
@@ -68,7 +68,7 @@ class NativeAttention:
 
     @staticmethod
     def serves(memory: PagedKVMemory) -> bool:
-        """Whether the kernel covers some layer of this memory."""
+        """True if the kernel supports at least one layer of this memory."""
         return fits_memory(memory) and any(map(_covered, memory.layouts))
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -146,7 +146,7 @@ class NativeAttention:
         return step
 
     def _fall_back(self) -> TorchAttention:
-        """The other backend, whose step begins with the first layer that needs it."""
+        """The torch backend; its step begins with the first layer that needs it."""
         if not self._fell_back:
             assert self._plan is not None
             self._torch.begin_step(self._plan)
@@ -154,7 +154,7 @@ class NativeAttention:
         return self._torch
 
     def _step_for(self, window: int | None) -> NativeStep:
-        """The step's segments; layers whose window hides something share nothing."""
+        """The step's segments; layers whose window hides any token share nothing."""
         plan = self._plan
         assert plan is not None
         shared = self._shared
@@ -165,7 +165,7 @@ class NativeAttention:
         return self._plain
 
     def _next_step(self, plan: StepPlan, shared: SharedPlan | None, kv_splits: int) -> NativeStep:
-        """The step before, if this one goes on where it ended, or else a new one."""
+        """The previous step's struct if this step only continues its decoding, else a new one."""
         before = self._before.get(shared is not None)
         if before is not None and before.take(plan, self._tables, shared, kv_splits):
             return before
@@ -174,14 +174,14 @@ class NativeAttention:
         return step
 
     def _kv_splits(self, plan: StepPlan) -> int:
-        """Into how many splits the keys of a decoding span are cut: one for each thread."""
+        """The number of splits of a decoding span's keys: one per thread."""
         work = len(plan.decoding) * self._memory.layouts[0].kv_heads
         return max(1, torch.get_num_threads() // work) if work else 1
 
     def _room(self, shared: bool, numbers: int) -> int:
-        """The address of room for so many float32, kept for the next layers and steps.
+        """The address of a buffer of `numbers` float32, kept for the next layers and steps.
 
-        Each kind of step has its own, as one compiled call may run layers of both.
+        Each kind of step has its own buffer, as one compiled call may run layers of both.
         """
         if len(self._partials[shared]) < numbers:
             self._partials[shared] = torch.empty(numbers)
@@ -189,14 +189,14 @@ class NativeAttention:
 
 
 def _covered(layout: LayerLayout) -> bool:
-    """Keys go through the kernel two dims at a time."""
+    """True if the kernel supports this layer; it multiplies keys two dims at a time."""
     fewest = min(layout.kv_heads, layout.key_dim, layout.value_dim)
     most = max(layout.key_dim, layout.value_dim)
     return layout.key_dim % 2 == 0 and fewest > 0 and most <= _MAX_DIM
 
 
 def _make_call(memory: PagedKVMemory, layer: int) -> AttentionCall | None:
-    """What is the same in every call of a layer; None if torch operations serve it."""
+    """The fields that are the same in every call of a layer; None if torch computes the layer."""
     layout = memory.layouts[layer]
     if not _covered(layout):
         return None
@@ -210,11 +210,11 @@ def _make_call(memory: PagedKVMemory, layer: int) -> AttentionCall | None:
 
 
 def _is_bf16(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel takes these: bfloat16 on the CPU."""
+    """True if all three are bfloat16 on the CPU, as the kernel needs."""
     same = query.dtype == key.dtype == value.dtype == torch.bfloat16
     return same and query.is_cpu and key.is_cpu and value.is_cpu
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:
-    """The numbers of a head side by side, as the kernel reads them."""
+    """The tensor with the elements of a head contiguous, as the kernel reads them."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()

@@ -1,9 +1,8 @@
-"""What the compiled kernel is told: the structs of `native/attention.h`, filled from a step's plan.
+"""The compiled kernel's arguments: the structs of `native/attention.h`, filled from a step's plan.
 
-A step's rows are cut into segments: rows, block table, the keys from one position to another. A
-span is one segment; the tokens of a shared-prefix group are a segment of all its members' rows, and
-what is left of a member is another. Results of a row's several segments are
-partial and get merged.
+A step's rows are cut into segments: rows, a block table, a range of keys. A span is one segment.
+A shared-prefix group is one segment with all its members' rows; the rest of each member's keys is
+another. If a row has several segments, their results are partial and the kernel merges them.
 """
 
 import itertools
@@ -24,15 +23,15 @@ IntArray = npt.NDArray[np.int32]
 
 _FIRST_POSITION = Segment._fields.index("first_position")
 _LAST_KEY = Segment._fields.index("last_key")
-# Fewer keys than this are read sooner than another thread is woken and its result merged.
+# Reading fewer keys than this is faster than waking another thread and merging its result.
 SPLIT_KEYS = 512
 
 
 class BlockTables:
     """The block tables of a step as int32 `[spans, blocks]`, kept from step to step.
 
-    A running sequence's table mostly stays as it was, or grows at its end: comparing it with the
-    one before takes a tenth of the time of converting it.
+    A running sequence's table mostly stays the same or grows at its end. Comparing it with the
+    previous one takes a tenth of the time of converting it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -41,9 +40,9 @@ class BlockTables:
         self.array: IntArray = np.zeros((16, 64), dtype=np.int32)
 
     def fill(self, tables: Sequence[Sequence[int]]) -> None:
-        """Make row i begin with table i; what stands behind it is of no meaning.
+        """Make row i begin with table i; the rest of the row is undefined.
 
-        Raises `EngineError` if there is no block of some id.
+        Raises `EngineError` for a block id out of range.
         """
         self._make_room(len(tables), max(map(len, tables), default=0))
         for row, block_ids in enumerate(tables):
@@ -66,10 +65,10 @@ class BlockTables:
 
 
 class NativeStep:
-    """One step's struct, and the arrays that it points to.
+    """One step's struct and the arrays that it points to.
 
-    `kv_splits`: into so many a decoding span's keys are cut, if they are many enough, so that
-    threads without a KV head of their own have something to do.
+    `kv_splits` is the number of parts that a decoding span's keys are cut into if there are enough
+    of them, so that threads without a KV head of their own get work.
     """
 
     def __init__(
@@ -85,9 +84,9 @@ class NativeStep:
         self._tables = tables.array
         self._num_tokens = len(plan.slots)
         self.num_partials = 0
-        self._rows: list[int] = []  # of groups; those of spans are in order, and go before
+        self._rows: list[int] = []  # of groups; the rows of spans come before them, in order
         self._parts: dict[int, list[int]] = {}  # partial results by token
-        self._owners: list[int] = []  # the span of each segment behind those of groups
+        self._owners: list[int] = []  # the span of each segment after those of groups
         self._segments = np.array(self._groups(plan) + self._rests(plan), dtype=np.int32)
         self._contexts = _decoding_contexts(plan)
         self._slots = plan.slots.contiguous()
@@ -112,9 +111,9 @@ class NativeStep:
     def take(
         self, plan: StepPlan, tables: BlockTables, shared: SharedPlan | None, kv_splits: int
     ) -> bool:
-        """Become the step of `plan` if it only goes on decoding where this one ended.
+        """Update this step to `plan` if `plan` only continues its decoding.
 
-        It takes a tenth of the time of a new one. False if the plan differs in more than lengths.
+        Takes a tenth of the time of a new one. False if the plan differs in more than lengths.
         """
         contexts = _decoding_contexts(plan)
         if (
@@ -137,14 +136,14 @@ class NativeStep:
         return True
 
     def _add_part(self, token: int) -> int:
-        """The number of one more partial result of a token."""
+        """Add a partial result of a token; returns its number."""
         number = self.num_partials
         self.num_partials += 1
         self._parts.setdefault(token, []).append(number)
         return number
 
     def _groups(self, plan: StepPlan) -> list[Segment]:
-        """The segments of shared-prefix groups; they go first, as they take longest."""
+        """The segments of shared-prefix groups; they come first, as they take longest."""
         segments: list[Segment] = []
         if self._shared is None:
             return segments
@@ -168,7 +167,7 @@ class NativeStep:
         return segments
 
     def _rests(self, plan: StepPlan) -> list[Segment]:
-        """What spans attend to by themselves."""
+        """The segments that spans attend to alone."""
         firsts = iter(self._shared.own_first if self._shared is not None else ())
         segments: list[Segment] = []
         for index, span in enumerate(plan.spans):
@@ -191,7 +190,7 @@ class NativeStep:
         return segments
 
     def _borders(self, span: Span, first: int) -> list[int]:
-        """The positions from `first` on between which the keys of a span are cut."""
+        """The positions, from `first` on, at which a span's keys are split."""
         splits = min(self._kv_splits, (span.context - first) // SPLIT_KEYS)
         if span.num_rows > 1 or splits < 2:
             return [first, span.context]
@@ -200,7 +199,7 @@ class NativeStep:
 
 
 def _decoding_contexts(plan: StepPlan) -> IntArray | None:
-    """Every span's context, if each is one row and they come in order."""
+    """Every span's context; None unless each span is one row and spans are in row order."""
     for index, span in enumerate(plan.spans):
         if span.num_rows != 1 or span.first_row != index:
             return None
@@ -208,7 +207,7 @@ def _decoding_contexts(plan: StepPlan) -> IntArray | None:
 
 
 def _mergers(parts: dict[int, list[int]]) -> IntArray:
-    """A `Merger` for each token, parts being counted end to end."""
+    """A `Merger` for each token; part numbers count through all tokens."""
     ends = itertools.pairwise(itertools.accumulate(map(len, parts.values()), initial=0))
     return np.array(
         [

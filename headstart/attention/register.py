@@ -1,9 +1,8 @@
 """The hook into transformers: one attention function per engine, under a name of its own.
 
 transformers' models ask `AttentionInterface` for the function that their configuration names, so
-two engines with two memories in one process need two names. No mask function is registered:
-for a name without one transformers builds no mask at all, and the backend knows from the step's
-plan what each row may see.
+two engines in one process need two names. No mask function is registered: transformers then
+builds no mask, and the backend takes from the step's plan which tokens a row may see.
 """
 
 import itertools
@@ -29,21 +28,21 @@ __all__ = [
 
 _numbers = itertools.count()
 
-# A name with "sdpa", "flash" or "flex" in it would be taken for one of transformers' own.
+# transformers treats a name with "sdpa", "flash" or "flex" in it as one of its own.
 _PREFIX = "headstart_paged_"
 
 
 class AttentionLayer(Protocol):
-    """What we need of the module that calls: which layer it is."""
+    """The part of the calling module that we read: its layer index."""
 
     layer_idx: int
 
 
 class AttentionCall(NamedTuple):
-    """What a layer of transformers asks of attention.
+    """The arguments of a transformers layer's call to attention.
 
-    `query` is `[1, query_heads, tokens, key_dim]`, `key` and `value` are alike; `mask` is whatever
-    the model made, `keywords` whatever else it passed.
+    `query` is `[1, query_heads, tokens, key_dim]`, `key` and `value` likewise. `mask` is the
+    model's mask or None, `keywords` all its other arguments.
     """
 
     layer: AttentionLayer
@@ -55,14 +54,14 @@ class AttentionCall(NamedTuple):
 
 
 AttentionFunction = Callable[[AttentionCall], Tensor]
-"""Gives `[1, tokens, query_heads, value_dim]`."""
+"""Returns `[1, tokens, query_heads, value_dim]`."""
 
 
 class BackendFunction:
-    """Passes a layer's call on to a backend, whose step must have begun.
+    """Passes a layer's call on to a backend whose step has begun.
 
-    transformers keeps the function for ever; the backend, and the K/V memory that hangs on it, it
-    must not keep, so it is held weakly.
+    transformers keeps the function for ever, so it holds the backend weakly: otherwise the
+    backend's K/V memory would never be freed.
     """
 
     def __init__(self, backend: AttentionBackend) -> None:
@@ -88,7 +87,7 @@ class BackendFunction:
 
 
 def read_options(call: AttentionCall) -> AttentionOptions:
-    """A layer's options out of the keywords that transformers' models pass."""
+    """A layer's options, read from the keywords that transformers' models pass."""
     scaling = call.keywords.get("scaling")
     return AttentionOptions(
         scaling=call.query.shape[-1] ** -0.5 if scaling is None else float(scaling),
@@ -99,7 +98,7 @@ def read_options(call: AttentionCall) -> AttentionOptions:
 
 
 def register(function: AttentionFunction) -> str:
-    """Make `function` known to transformers; the name to set as attention implementation."""
+    """Register `function` with transformers; returns the name of the attention implementation."""
 
     def attention(
         module: AttentionLayer,
@@ -118,5 +117,5 @@ def register(function: AttentionFunction) -> str:
 
 
 def unregister(name: str) -> None:
-    """Take the function back out, so that it and its memory can be freed."""
+    """Remove the function from transformers, so that it and its memory can be freed."""
     AttentionInterface._global_mapping.pop(name, None)

@@ -1,16 +1,15 @@
 """Shared-prefix groups: decoding rows that read the same blocks, found in their block tables.
 
-Requests that hit the same cached prefix hold the same blocks, so their tables begin alike: with
-the system prompt all of them, with a document some, with a conversation a few. The tables form a
-trie; the tables that go along one path of it form a group, whose rows attend to the path's tokens
-at once: their K and V are read once instead of once for each row, and what were products of a
-vector become products of matrices. What a row finds in each of its groups and in its own rest is
-merged:
+Requests that hit the same cached prefix hold the same blocks, so their tables begin with the same
+ids: all requests share the system prompt, some a document, a few a conversation. The tables form a
+trie. The tables that share a path of the trie form a group, whose rows attend to the path's tokens
+together: K and V are read once instead of once per row, and vector products become matrix
+products. A row's outputs from its groups and from the rest of its context are merged:
 
     part i has the largest score m_i, the sum l_i = sum of exp(score - m_i), the output o_i
     m = max m_i,   out = sum of o_i exp(m_i - m) / sum of l_i exp(m_i - m)
 
-Only decoding rows, one to a sequence, take part: a prefill has rows enough of its own.
+Only decoding rows, one per sequence, take part: a prefill has enough rows of its own.
 """
 
 from collections.abc import Sequence
@@ -23,24 +22,23 @@ __all__ = ["PrefixGroup", "SharedPlan", "SharedPlanner", "SharingCost", "find_gr
 
 
 class SharingCost(NamedTuple):
-    """What sharing costs a backend, counted in tokens that a decoding row could read meanwhile.
+    """A backend's cost of sharing, in tokens that a decoding row could read in the same time.
 
-    A group of n members that share t tokens saves (n - 1) * t reads. Against that stand `group`,
-    for what is begun once more, and `member` for each of them, for a partial result to keep and to
-    merge.
+    A group of n members that share t tokens saves (n - 1) * t reads. It costs `group` once, for
+    the additional segment, and `member` per member, for storing and merging a partial result.
     """
 
     group: int
     member: int
 
     def pays(self, tokens: int, members: int) -> bool:
-        """The rule: whether the group attends to these tokens at once."""
+        """True if a group with so many tokens and members saves more than it costs."""
         return tokens * (members - 1) >= self.group + self.member * members
 
 
 @dataclass(frozen=True)
 class PrefixGroup:
-    """Tokens `first` to `last - 1` of each of `members`, who number the decoding spans."""
+    """Tokens `first` to `last - 1` of each of `members`, which are decoding span numbers."""
 
     members: tuple[int, ...]
     first: int
@@ -49,10 +47,10 @@ class PrefixGroup:
 
 @dataclass(frozen=True)
 class SharedPlan:
-    """The shared-prefix groups of a step, outer ones before those within.
+    """The shared-prefix groups of a step, outer groups before the groups inside them.
 
-    Decoding span i sees `own_first[i]` tokens through groups; the rest, its own token among them,
-    it attends to by itself.
+    Decoding span i reads its first `own_first[i]` tokens through groups and attends to the rest,
+    which includes its own token, alone.
     """
 
     groups: tuple[PrefixGroup, ...]
@@ -60,11 +58,11 @@ class SharedPlan:
 
 
 def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> SharedPlan:
-    """The shared-prefix groups that pay among decoding spans.
+    """The shared-prefix groups of decoding spans that save more than they cost.
 
-    Sorted by block table, spans that begin alike are neighbours, and what the first and the last
-    of some neighbours have in common all between them have. So the trie is walked without being
-    built: O(spans log spans) comparisons of tables, each at the speed of memory.
+    Sorted by block table, spans with a common prefix are neighbours, and the prefix common to the
+    first and last of a run is common to the whole run. So the trie is walked without being built:
+    O(spans log spans) comparisons of tables, each at the speed of memory.
 
     >>> tables = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6]]
     >>> spans = [Span(row, 1, len(table) * 64, table) for row, table in enumerate(tables)]
@@ -74,13 +72,13 @@ def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> Sh
     >>> plan.own_first
     (192, 192, 128)
     """
-    # The block of a span's last token stays its own, so that every row has a rest to attend to.
+    # The block of a span's last token is never shared, so every row has a rest to attend to.
     full = [span.block_ids[: (span.context - 1) // block_size] for span in spans]
     tables = [ids if isinstance(ids, list) else list(ids) for ids in full]
     order = sorted(range(len(spans)), key=tables.__getitem__)
     groups: list[PrefixGroup] = []
     own_first = [0] * len(spans)
-    waiting = [(order, 0, 0)]  # neighbours, the blocks they have in common, and are covered with
+    waiting = [(order, 0, 0)]  # neighbours, their common blocks, the blocks already in groups
     while waiting:
         members, common, covered = waiting.pop()
         for sharing in _split(members, tables, common):
@@ -97,7 +95,7 @@ def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> Sh
 
 
 def _split(members: list[int], tables: list[list[int]], depth: int) -> list[list[int]]:
-    """Neighbours with the same block at `depth`; those who are alone there are left out."""
+    """Runs of neighbours with the same block at `depth`; runs of one are left out."""
     groups: dict[int, list[int]] = {}
     for member in members:
         table = tables[member]
@@ -107,7 +105,7 @@ def _split(members: list[int], tables: list[list[int]], depth: int) -> list[list
 
 
 def _common(left: list[int], right: list[int], known: int) -> int:
-    """How many blocks two tables have in common, of which `known` are known, by bisection."""
+    """Length of two tables' common prefix in blocks, by bisection; at least `known`."""
     low, high = known, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2
@@ -119,10 +117,10 @@ def _common(left: list[int], right: list[int], known: int) -> int:
 
 
 class SharedPlanner:
-    """Plans step after step; a plan stays while the tables it was made from only grow.
+    """Plans each step; a plan is reused while the tables that it was made from only grow.
 
-    Checking that takes one comparison of lists for each span. Tokens that sequences come to share
-    while they decode are found when the batch changes next.
+    This check compares one pair of lists per span. Blocks that sequences begin to share while
+    decoding are found when the batch changes next.
     """
 
     def __init__(self, block_size: int, cost: SharingCost) -> None:

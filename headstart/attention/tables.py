@@ -1,10 +1,10 @@
-"""Index tables of one step: which rows of the memory each query reads, worked out once.
+"""Index tables of one step: the memory rows that each query reads, computed once.
 
 All layers with the same sliding window read the same slots, so the tables are made at the first
-layer that asks for a window and kept until the step ends. What decoding sequences share with one
-another (`shared.py`) is read once for all of them; the rest of their rows are put together by
-similar length (a gather padded to the longest, at most a quarter of it padding). Every other span
-is cut into chunks of rows, each of which reads no further than its last row.
+layer that asks for a window and kept until the step ends. A prefix that decoding sequences share
+(`shared.py`) is read once. The rest of their contexts are grouped by similar length: one gather,
+padded to the longest, at most a quarter of it padding. Every other span is cut into chunks of
+rows; a chunk reads no further than its last row.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ __all__ = [
     "WindowTables",
 ]
 
-# Rows of a prefill that go through one pair of products: enough for full GEMM speed, few enough
-# that little of the triangle above the diagonal is computed for nothing.
+# Rows of a prefill in one pair of products: enough for full GEMM speed, few enough that little is
+# computed above the causal diagonal.
 CHUNK_ROWS = 128
-# Tokens that one decode group gathers: its K of one layer then still fits the second cache level.
+# Tokens that one decode group gathers: its K of one layer then still fits the L2 cache.
 GROUP_TOKENS = 16_384
 # Below this many tokens of difference, padding costs less than one more group.
 SMALL_GAP = 64
@@ -38,9 +38,9 @@ SMALL_GAP = 64
 class HeadIndex:
     """Slots of `[batch, columns]` as row numbers of a memory seen as `[slots * kv_heads, dim]`.
 
-    Read this way, a gather yields `[batch, kv_heads, columns, dim]` at once, in the order that
-    the products want; gathering `[batch, columns, kv_heads, dim]` and turning it costs a copy
-    more (measured: 1.3 to 3 times the time of a whole decode).
+    A gather then yields `[batch, kv_heads, columns, dim]` directly, the order that the products
+    need. Gathering `[batch, columns, kv_heads, dim]` and transposing it costs one more copy
+    (measured: 1.3 to 3 times the time of a whole decode).
     """
 
     def __init__(self, slots: Tensor) -> None:
@@ -62,7 +62,7 @@ class DecodeGroup:
     """Sequences with one row each that are read together.
 
     `rows` int64 `[batch]` in the flat batch; `columns` the padded context; `hidden` bool
-    `[batch, columns]`, true where the padding is, or None without any.
+    `[batch, columns]`, true for padding, or None without padding.
     """
 
     rows: Tensor
@@ -87,8 +87,7 @@ class SharedGroup:
 class PrefillChunk:
     """Rows `first_row .. last_row - 1` of the flat batch, over columns of their span's context.
 
-    `hidden` bool `[rows, width]` says what the rows may not see of the last `width` of their
-    columns; all columns before are seen.
+    `hidden` bool `[rows, width]` masks the last `width` columns; rows see all columns before.
     """
 
     first_row: int
@@ -113,9 +112,9 @@ class PrefillSpan:
 
 @dataclass(frozen=True, eq=False)
 class WindowTables:
-    """Everything that layers with one window size need.
+    """All tables for layers with one window size.
 
-    Where there are `shared` groups, the decode groups hold only what is left of each sequence.
+    If there are `shared` groups, the decode groups hold only the rest of each sequence.
     """
 
     decode: tuple[DecodeGroup, ...]
@@ -138,7 +137,7 @@ class Rest(NamedTuple):
 class StepTables:
     """The tables of one step, made per sliding window when first asked for.
 
-    `shared` is about `plan.decoding`; layers whose window hides something go without it.
+    `shared` numbers the spans of `plan.decoding`; layers whose window hides any token ignore it.
     """
 
     plan: StepPlan
@@ -233,7 +232,7 @@ class StepTables:
         return PrefillSpan(columns, min(masked, default=columns), index, tuple(chunks))
 
     def _hidden(self, rows: int, columns: int, window: int | None) -> Tensor | None:
-        """What the last `rows` of `columns` tokens may not see; None if they see everything."""
+        """The mask of the last `rows` of `columns` tokens; None if they see everything."""
         cut_left = window is not None and columns > window
         if rows == 1 and not cut_left:
             return None
@@ -254,7 +253,7 @@ class StepTables:
 
 
 def group_rests(rests: Sequence[Rest]) -> list[list[Rest]]:
-    """Rests in groups of similar length, longest first.
+    """`rests` grouped by similar length, longest first.
 
     >>> rests = [Rest(Span(0, 1, context, ()), 0) for context in (10, 1000, 900, 60)]
     >>> [[rest.length for rest in group] for group in group_rests(rests)]

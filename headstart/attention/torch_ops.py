@@ -2,13 +2,13 @@
 
 Scores are float32 whatever the dtype of K and V, as in every fused kernel: rounded to bfloat16, a
 score of 1,000 is off by up to 2, which a softmax turns into a factor of 7. On a CPU all products
-are in float32; those of the narrow dtypes are faster only where the compiled kernels run anyway.
+are in float32; products in narrow dtypes are faster only on CPUs where the compiled kernels run.
 
 The g query heads of a KV head are treated as g query rows, so that a layer is a gather, a
-batched product, a softmax and a batched product. On a CPU that is several times faster than
+batched product, a softmax and a batched product. On a CPU this is several times faster than
 `scaled_dot_product_attention`, which repeats K and V per query head. Contiguous block ids get no
 path of their own: measured in bf16, products over a strided view of the memory cost 3 to 5 times
-what the gather costs that makes them dense.
+as much as a gather.
 """
 
 import torch
@@ -30,21 +30,21 @@ from headstart.attention.tables import (
 __all__ = ["TorchAttention"]
 
 # Measured with 2 KV heads of 64 and 7 query heads each, on one core with AVX2: 16 rows that share
-# 2,000 tokens take 3.7 instead of 10.7 ms, but a group costs 0.4 ms in operations of its own.
+# 2,000 tokens take 3.7 ms instead of 10.7 ms, but each group costs 0.4 ms in torch operations.
 SHARING = SharingCost(group=8192, member=32)
 
 
 class TorchAttention:
-    """The `AttentionBackend` that runs anywhere.
+    """The `AttentionBackend` for every device and dtype.
 
-    With `share` decoding rows attend together to what their sequences have in common.
+    With `share`, decoding rows attend once to the prefix that their sequences share.
     """
 
     def __init__(self, memory: PagedKVMemory, *, share: bool = True) -> None:
         self._memory = memory
         wide = torch.promote_types(memory.dtype, torch.float32)
         self._dtype = memory.dtype if memory.device.type == "cuda" else wide
-        """Of the products' inputs."""
+        """The dtype of the products' inputs."""
         self._planner = SharedPlanner(memory.block_size, SHARING) if share else None
         self._slots: Tensor | None = None
         self._tables: StepTables | None = None
@@ -68,7 +68,7 @@ class TorchAttention:
         return found
 
     def compiled(self, layer_idx: int, rows: RowShapes, options: AttentionOptions) -> None:
-        """Nothing of this is compiled."""
+        """None: this backend has no compiled form."""
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -110,7 +110,7 @@ class TorchAttention:
     def _decode_scores(
         self, layer_idx: int, query: Tensor, group: DecodeGroup, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """Scores `[batch * kv_heads, heads, columns]`, and the values that belong to them."""
+        """Scores `[batch * kv_heads, heads, columns]` and their values."""
         keys, values = self._gather(layer_idx, group.index, group.columns)
         batch, kv_heads = group.rows.shape[0], keys.shape[0] // group.rows.shape[0]
         rows = query.index_select(0, group.rows).view(batch * kv_heads, -1, query.shape[2])
@@ -129,7 +129,7 @@ class TorchAttention:
         tables: WindowTables,
         options: AttentionOptions,
     ) -> None:
-        """Decoding rows that see part of their context through groups, each merged from parts."""
+        """Attention of decoding rows with shared groups: one part per group, merged per row."""
         merged = MergedParts(out)
         for shared in tables.shared:
             merged.add(shared.rows, *self._attend_shared(layer_idx, query, shared, options))
@@ -144,7 +144,7 @@ class TorchAttention:
     def _attend_shared(
         self, layer_idx: int, query: Tensor, group: SharedGroup, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """Output float32 `[members, heads, dim]` over shared tokens alone, and its log-sum-exp."""
+        """Output float32 `[members, heads, dim]` over shared tokens only, and its log-sum-exp."""
         keys, values = self._gather(layer_idx, group.index, group.columns)
         kv_heads, members = keys.shape[0], group.rows.shape[0]
         rows = query.index_select(0, group.rows).view(members, kv_heads, -1, query.shape[2])
@@ -198,9 +198,7 @@ class TorchAttention:
 
 
 def _zero_if_finite(rows: Tensor, dim: tuple[int, ...]) -> Tensor:
-    """0 where the numbers along `dim` are all finite, else NaN.
-
-    Several times as fast as `isfinite`.
+    """0 where all elements along `dim` are finite, else NaN; several times faster than `isfinite`.
 
     >>> _zero_if_finite(torch.tensor([[3e38, 3e38], [1.0, torch.inf]]), (1,))
     tensor([0., nan])
@@ -212,8 +210,8 @@ def _isolate_nonfinite(keys: Tensor, values: Tensor) -> None:
     """Keep values that are not finite from rows that do not see them; changes both in place.
 
     A weight of 0 times such a value is NaN. So the value becomes zeros and its key NaN: the score
-    is then NaN for every row that sees it, and masked for every other row. To ask whether there is
-    one is cheap on a CPU alone: another device would have to be waited for.
+    is then NaN for every row that sees it, and masked for every other row. Only on a CPU is there a
+    check whether any exists: on another device the check would have to wait for the device.
     """
     found = _zero_if_finite(values, (-1,)).isnan().unsqueeze(-1)
     if found.is_cpu and not found.any():
@@ -235,11 +233,11 @@ def _scores(rows: Tensor, keys: Tensor, options: AttentionOptions) -> Tensor:
 
 
 def _mix_part(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax and weighted sum over a part of what rows see, and its log-sum-exp, in float32.
+    """Softmax and weighted sum over part of the rows' context, and its log-sum-exp, in float32.
 
-    The largest score s has the largest weight w = exp(s - total), so total = s - log w: that
-    takes two maxima, where logsumexp takes several passes over new float32 tensors, whose pages
-    alone cost more than the products (measured: 1.9 against 0.2 ms for 224 rows of 2,000).
+    The largest score s has the largest weight w = exp(s - total), so total = s - log w. This
+    takes two maxima; logsumexp takes several passes over new float32 tensors, whose page faults
+    cost more than the products (measured: 1.9 ms against 0.2 ms for 224 rows of 2,000).
     """
     weights = torch.softmax(scores, dim=-1)
     largest = weights.amax(dim=-1, keepdim=True).log_()
@@ -248,7 +246,7 @@ def _mix_part(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class MergedParts:
-    """The outputs of rows over parts of their context, merged one after the other."""
+    """The output of rows, merged part by part from outputs over parts of their context."""
 
     def __init__(self, out: Tensor) -> None:
         shape = out.shape
@@ -256,7 +254,7 @@ class MergedParts:
         self._total = torch.full((*shape[:2], 1), -torch.inf, device=out.device)
 
     def add(self, rows: Tensor, mixed: Tensor, total: Tensor) -> None:
-        """Add a part: its output `[rows, heads, dim]` and log-sum-exp `[rows, heads, 1]`."""
+        """Merge one part: its output `[rows, heads, dim]` and log-sum-exp `[rows, heads, 1]`."""
         before = self._total.index_select(0, rows)
         after = torch.logaddexp(before, total)
         mixed = mixed * (total - after).exp()
@@ -265,7 +263,7 @@ class MergedParts:
         self._total.index_copy_(0, rows, after)
 
     def result(self, sinks: Tensor | None) -> Tensor:
-        """The output of all rows; a sink shrinks it as in `_mix`."""
+        """The output of all rows; a sink scales it down as in `_mix`."""
         if sinks is None:
             return self._mixed
         return self._mixed * torch.sigmoid(self._total - sinks.float().view(1, -1, 1))
@@ -274,8 +272,8 @@ class MergedParts:
 def _mix(scores: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax over `scores`, then the weighted sum of `values`; hidden scores are -inf.
 
-    A sink of height s takes the share 1 - sigmoid(lse - s) of the softmax and adds nothing, so
-    it only shrinks the result.
+    A sink with score s takes the share 1 - sigmoid(lse - s) of the softmax and has no value, so
+    it only scales the result down.
     """
     weights = torch.softmax(scores, dim=-1).to(values.dtype)
     mixed = torch.bmm(weights, values)

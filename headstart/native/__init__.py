@@ -1,12 +1,11 @@
-"""Compiled kernels: C++ built when headstart is installed, where there is a compiler for it.
+"""Compiled kernels: C++ built when headstart is installed, if there is a compiler.
 
-The library needs an x86 CPU with AVX-512, its bf16 and its VNNI instructions. Where it was not
-built or the CPU is another one `library()` is None, and whoever asks does the same in torch
-operations. `HEADSTART_NATIVE=0` in the environment switches it off.
+The library needs an x86 CPU with AVX-512, including its bf16 and VNNI instructions. If it was not
+built or the CPU lacks these, `library()` is None and callers use torch operations instead.
+`HEADSTART_NATIVE=0` in the environment switches it off.
 
 Kernels take plain numbers, addresses and structs (ctypes), as `bindings` declares them. They run
-on the threads of torch's own OpenMP library: a second pool would fight with the first for the
-cores.
+on the threads of torch's own OpenMP library: a second thread pool would compete for the cores.
 """
 
 import ctypes
@@ -22,23 +21,23 @@ from headstart.native import bindings
 
 __all__ = ["advise", "is_usable", "library", "pointer"]
 
-# The number in native.h: a library built from other sources than these is not used.
+# The number in native.h; a library with another number is not used.
 INTERFACE = 6
 
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
-"""What the kernels ask of a CPU, as Linux spells it."""
+"""The CPU flags that the kernels need, as Linux spells them."""
 
 _FOLDER = Path(__file__).parent
 _log = logging.getLogger(__name__)
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where they are not there, not usable or not wanted."""
+    """The compiled kernels, or None if they are missing, not usable or switched off."""
     return _threaded() if is_usable() else None
 
 
 def is_usable() -> bool:
-    """Whether there is a library; told without torch."""
+    """True if the kernels can be used; does not import torch."""
     if os.environ.get("HEADSTART_NATIVE", "1") == "0":
         return False
     return _load(_FOLDER) is not None
@@ -46,7 +45,7 @@ def is_usable() -> bool:
 
 @cache
 def advise() -> None:
-    """Log, once in a process, how to get the kernels where this CPU would run them."""
+    """Log, once per process, how to install the kernels if this CPU could run them."""
     switched_off = os.environ.get("HEADSTART_NATIVE", "1") == "0"
     if not switched_off and not is_usable() and cpu_flags() >= NEEDED:
         _log.warning(
@@ -95,12 +94,12 @@ def _open(path: Path) -> ctypes.CDLL | None:
 
 
 def _runs_here(library: ctypes.CDLL) -> bool:
-    """Whether this CPU has the instructions that the library is compiled for."""
+    """True if this CPU has the instructions that the library is compiled for."""
     return bool(library.headstart_native_usable())
 
 
 def _wrong_layout(library: ctypes.CDLL) -> str | None:
-    """Where a struct of the library and of `bindings` differ first; None if none does."""
+    """The first difference between the structs of the library and of `bindings`, or None."""
     here, there = bindings.expected_layout(), bindings.library_layout(library)
     for name in here | there:
         if here.get(name) != there.get(name):
@@ -109,10 +108,10 @@ def _wrong_layout(library: ctypes.CDLL) -> str | None:
 
 
 def _openmp() -> list[int] | None:
-    """Addresses in the OpenMP library that torch is linked to; None if it has another pool.
+    """Addresses in the OpenMP library that torch is linked to; None if torch has another pool.
 
-    A symbol is looked up in a library and in all that it depends on, so torch's own library
-    leads to the right one of several OpenMP libraries in the process.
+    A symbol lookup covers a library and its dependencies, so a lookup in torch's own library finds
+    the right one of several OpenMP libraries in the process.
     """
     names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
     torch = find_spec("torch")

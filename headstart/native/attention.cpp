@@ -7,7 +7,7 @@
 namespace headstart {
 namespace {
 
-// Copies a row; true if one of its numbers is not finite.
+// Copies a row; returns true if one of its elements is not finite.
 bool copy_row(bf16* to, const bf16* from, int dim) {
     __mmask32 found = 0;
     for (int d = 0; d < dim; d += 32) {
@@ -18,7 +18,7 @@ bool copy_row(bf16* to, const bf16* from, int dim) {
     return found != 0;
 }
 
-// Tokens `from` to `to` - 1 of K and V into their slots.
+// Writes K and V of tokens `from` to `to` - 1 into their slots.
 void write_rows(const AttentionStep& step, const AttentionCall& call, int from, int to) {
     for (int64_t token = from; token < to; ++token) {
         bf16* key = call.keys + step.slots[token] * call.kv_heads * call.key_dim;
@@ -37,8 +37,8 @@ void write_rows(const AttentionStep& step, const AttentionCall& call, int from, 
     }
 }
 
-// The segments in chunks, the last rows of a segment first: they have the most keys, and threads
-// that are left with small chunks end together.
+// Cuts the segments into chunks, the last rows of a segment first: they have the most keys. With
+// the small chunks last, threads finish at nearly the same time.
 void cut(const AttentionStep& step, const AttentionCall& call, std::vector<Chunk>& chunks) {
     chunks.clear();
     for (int i = 0; i < step.num_segments; ++i) {
@@ -51,7 +51,7 @@ void cut(const AttentionStep& step, const AttentionCall& call, std::vector<Chunk
 }
 
 void attend_some(const AttentionStep& step, const AttentionCall& call, int threads, Stages& stages) {
-    static thread_local std::vector<Chunk> chunks;  // each thread the same
+    static thread_local std::vector<Chunk> chunks;  // the same in every thread
     cut(step, call, chunks);
     const int64_t count = static_cast<int64_t>(chunks.size());
     for (int64_t i = stages.take(1); i < count; i = stages.take(1)) {

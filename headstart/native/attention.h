@@ -1,4 +1,4 @@
-// Paged attention in bf16: what Python hands over, and how the work is cut.
+// Paged attention in bf16: the arguments from Python, and the units of work.
 //
 // bindings.py mirrors Segment, Merger, AttentionStep and AttentionCall field by field. Strides
 // count elements. Positions count tokens from the start of a sequence.
@@ -11,7 +11,7 @@ namespace headstart {
 
 // Rows that attend to the keys at positions first_key .. last_key - 1 of one block table, each up
 // to its own position, which is first_position + r for row r. Their tokens are step.rows[first_row
-// ..]. A segment that holds all that its rows see (partial < 0) writes to the output; others write
+// ..]. A segment that holds all keys of its rows (partial < 0) writes to the output; others write
 // to partials partial, partial + 1, ..., which are merged afterwards.
 struct Segment {
     int32_t first_row;
@@ -30,7 +30,7 @@ struct Merger {
     int32_t last_part;
 };
 
-// The same for all layers of a step that have the same plan.
+// The arguments that all layers of a step with the same plan share.
 struct AttentionStep {
     const int64_t* slots;  // [tokens]
     const int32_t* tables;
@@ -68,14 +68,14 @@ struct AttentionCall {
     float softcap;  // 0: none
 };
 
-// The widest head, and how many rows go through one pass over the keys: four vectors of 16 lanes
-// fill the registers of the products, and what they need fits the first two cache levels.
+// The widest head, and the rows of one pass over the keys: four vectors of 16 lanes fill the
+// registers of the products, and their working set fits the L1 and L2 caches.
 constexpr int MAX_DIM = 256;
 constexpr int CHUNK_VECTORS = 4;
 constexpr int CHUNK_ROWS = 16 * CHUNK_VECTORS;
 
-// A thread's part of one layer's attention: write K and V, attend, merge. All threads come out
-// together.
+// A thread's part of one layer's attention: write K and V, attend, merge. Ends with a barrier of
+// all threads.
 void attend(const AttentionStep& step, const AttentionCall& call, int thread, int threads,
             Stages& stages);
 
@@ -90,9 +90,9 @@ struct Chunk {
 
 void attend_chunk(const AttentionStep& step, const AttentionCall& call, const Chunk& chunk);
 
-// The same for segments of so few rows that lanes would stay idle. Which of the two it is must be
-// up to the segment alone, as they sum in different orders. At its end it asks for the first keys of
-// the chunk that this thread may get next (or nullptr).
+// The same for segments with so few rows that lanes would stay idle. The choice between the two
+// must depend on the segment alone, as they sum in different orders. At its end it prefetches the
+// first keys of the chunk that this thread may get next (or nullptr).
 constexpr int FEW_ROWS = 8;
 void attend_few(const AttentionStep& step, const AttentionCall& call, const Chunk& chunk,
                 const Chunk* next);

@@ -1,5 +1,5 @@
 // Attention of one chunk of rows over its keys: one pass with an online softmax (Milakov and
-// Gimelshein 2018; FlashAttention), all of it in registers and the first cache levels.
+// Gimelshein 2018; FlashAttention), all of it in registers and the L1 and L2 caches.
 //
 // Rows lie in the lanes of vectors, 16 to each; keys and value dimensions are broadcast. So K is
 // used as it lies in memory, the maximum and the sum of a row need no reduction across lanes, and
@@ -11,8 +11,8 @@
 // The bf16 product adds two products at once, so Q^T and P^T hold pairs in each 32-bit lane. V's
 // rows are interleaved two by two into scratch, once per chunk and tile of keys.
 //
-// Tiles begin at multiples of TILE from the segment's first key on, and a hidden score counts 0
-// exactly, so a row's result is the same bit for bit whichever rows share its chunk.
+// Tiles begin at multiples of TILE from the segment's first key on, and a hidden score has weight 0
+// exactly, so a row's result is bitwise independent of the other rows of its chunk.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -22,11 +22,10 @@
 namespace headstart {
 namespace {
 
-// Behind a pointer: of a variable of the thread itself the compiler asks for the address again and
-// again, in the inner loops.
+// A pointer, since the compiler recomputes the address of a thread-local object in the inner loops.
 thread_local const std::unique_ptr<Lanes> scratch = std::make_unique<Lanes>();
 
-// Lanes beyond the last row repeat it; nobody reads them.
+// Lanes beyond the last row repeat it; they are never read.
 void begin(Lanes& s, const Rows& rows, int lanes) {
     const AttentionCall& call = rows.call;
     for (int lane = 0; lane < lanes; ++lane) {
@@ -54,8 +53,8 @@ void load_queries(Lanes& s, const Rows& rows, int vectors) {
     }
 }
 
-// Rows of V two by two, so that each 32-bit number is one dim of two keys. Whole vectors are read
-// without a mask, which takes twice as long.
+// Interleaves rows of V two by two, so that each 32-bit number is one dim of two keys. Whole
+// vectors are read without a mask; masked reads take twice as long.
 void pair_values(Lanes& s, int count, int value_dim) {
     for (int k = 0; k < count; k += 2) {
         const bf16* even = s.now.values[k];
@@ -78,7 +77,7 @@ void pair_values(Lanes& s, int count, int value_dim) {
 template <int VECTORS>
 void attend_tile(Lanes& s, int tile, int count, const AttentionCall& call,
                  const ScoreOptions& options) {
-    // So many sums at once that latencies overlap and loads are few, in the registers there are.
+    // Enough sums at once that latencies overlap and loads are few, within the 32 registers.
     constexpr int KEYS = VECTORS == 4 ? 4 : 8;
     constexpr int LINES = VECTORS == 4 ? 4 : VECTORS == 1 ? 16 : 8;
     __m512 before[VECTORS], shrink[VECTORS];

@@ -1,5 +1,5 @@
-// Attention of a few rows over their keys, as in decoding, where the query heads of one KV head are
-// all the rows there are.
+// Attention of a few rows over their keys, as in decoding, where the only rows are the query heads
+// of one KV head.
 //
 // Keys lie in the lanes, 16 to each vector, since rows would not fill them; queries, and then the
 // weights, are broadcast:
@@ -7,9 +7,9 @@
 //     scores [row, key]  +=  Q [row, pair of dims] (broadcast)  *  K^T [pair of dims, key]
 //     out    [row, dim]  +=  P [row, pair of keys] (broadcast)  *  V [pair of keys, dim]
 //
-// Keys are turned in registers, 16 at a time, and rows of V interleaved there. One pass with an
-// online softmax, as in attention_chunk.cpp. The order in which a row's numbers are summed follows
-// from the positions of its keys alone.
+// Keys are transposed in registers, 16 at a time, and rows of V interleaved there. One pass with an
+// online softmax, as in attention_chunk.cpp. A row's summation order depends only on the positions
+// of its keys.
 #include <algorithm>
 #include <cstring>
 
@@ -21,7 +21,7 @@ namespace {
 constexpr int LANES = 16;
 constexpr int VECTORS = TILE / LANES;
 
-// Everything of one chunk, per thread and used again and again.
+// The state of one chunk; one per thread, reused for every chunk.
 struct alignas(64) Few {
     uint32_t query[FEW_ROWS][MAX_DIM / 2];  // pairs of dims
     float scores[FEW_ROWS][TILE];
@@ -29,7 +29,7 @@ struct alignas(64) Few {
     float out[FEW_ROWS][MAX_DIM];
     float sum[FEW_ROWS][LANES];  // one of every 16 keys in each
     float maximum[FEW_ROWS];     // in units of log2
-    float shrink[FEW_ROWS];      // what older weights count beside those of this tile
+    float shrink[FEW_ROWS];      // the factor for weights of earlier tiles
     Row rows[FEW_ROWS];
     Tile now;
     Tile next;
@@ -54,9 +54,9 @@ void begin(Few& s, const Rows& rows) {
     }
 }
 
-// Blocks lie anywhere, so no prefetcher of the CPU guesses which row comes next. Lines are asked for
-// one by one between products: those of a whole tile are more than the CPU can wait for. They go to
-// the first cache level, which holds two tiles.
+// Blocks lie anywhere, so the hardware prefetcher cannot predict the next row. Lines are prefetched
+// one by one between products: a whole tile has more lines than the CPU has load buffers. They go
+// to the L1 cache, which holds two tiles.
 inline void fetch(const bf16* line) {
     _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T0);
 }
@@ -102,7 +102,7 @@ void hide(Few& s, int r, int tile, int count) {
     }
 }
 
-// A row's scores become weights relative to the new maximum.
+// Turns a row's scores into weights relative to the new maximum.
 void weigh(Few& s, int r, int count) {
     __m512 most = _mm512_load_ps(s.scores[r]);
     for (int k = LANES; k < count; k += LANES)
@@ -182,7 +182,7 @@ __attribute__((noinline)) void attend_keys(Few& s, const Rows& rows, const Rows*
     for (int tile = start; tile < last; tile += TILE) {
         const int count = std::min(TILE, (last - tile + 2 * LANES - 1) / (2 * LANES) * (2 * LANES));
         s.now = s.next;
-        if (tile + TILE < last) {  // what is asked for while this tile is worked on
+        if (tile + TILE < last) {  // the tile to prefetch while this one is computed
             rows.find_tile(s.next, tile + TILE, last);
         } else if (following != nullptr) {
             const Row row = following->row(0);

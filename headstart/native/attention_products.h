@@ -1,15 +1,15 @@
 // The inner loops of attention: scores, weights, weighted values; see attention_chunk.cpp.
 //
-// VECTORS vectors hold the rows of a chunk. Every loop over them and over the sums beside them is to
-// be unrolled, or the compiler keeps the sums in memory.
+// VECTORS vectors hold the rows of a chunk. Every loop over them and over their sums must be
+// unrolled, or the compiler keeps the sums in memory.
 #pragma once
 
 #include "attention_scratch.h"
 
 namespace headstart {
 
-// Blocks lie anywhere, so no prefetcher of the CPU guesses which row comes next; and asked for all
-// at once, the rows of a tile are more than it can wait for.
+// Blocks lie anywhere, so the hardware prefetcher cannot predict the next row; and the rows of a
+// whole tile are more outstanding loads than the CPU has buffers for.
 inline void prefetch(const bf16* row, int dim) {
     constexpr int LINE = 64 / sizeof(bf16);
     for (int d = 0; d < dim; d += LINE)
@@ -19,7 +19,7 @@ inline void prefetch(const bf16* row, int dim) {
 struct ScoreOptions {
     float scale;    // from products to units of log2
     float softcap;  // 0: none
-    bool masked;    // whether some row does not see all of the tile
+    bool masked;    // true if some row does not see all of the tile
     int value_dim;
 };
 
@@ -83,8 +83,8 @@ void score_keys(Lanes& s, int tile, int k, int key_dim, const ScoreOptions& opti
     }
 }
 
-// Scores become weights relative to the new maximum; `shrink` is what older weights count now.
-// The pair of weights of keys k and k + 1 takes the place of score k / 2, which is read by then.
+// Turns scores into weights relative to the new maximum; `shrink` is the factor for older weights.
+// The pair of weights of keys k and k + 1 replaces score k / 2, which has been read by then.
 template <int VECTORS>
 void weigh(Lanes& s, int count, const __m512 before[VECTORS], __m512 shrink[VECTORS]) {
     for (int v = 0; v < VECTORS; ++v) {

@@ -1,4 +1,4 @@
-// A chunk's rows and its keys: where they lie, and what both of its kernels share.
+// A chunk's rows and keys: their addresses, and code that both attention kernels share.
 #pragma once
 
 #include <algorithm>
@@ -9,13 +9,13 @@
 namespace headstart {
 
 constexpr int TILE = 64;  // keys
-// A score that is hidden, and a maximum before any score: both finite, since inf - inf is NaN,
-// and far enough apart that 2^(HIDDEN - NO_MAXIMUM) is 0.
+// A hidden score, and the maximum before any score: both finite, since inf - inf is NaN, and far
+// enough apart that 2^(HIDDEN - NO_MAXIMUM) is 0.
 constexpr float HIDDEN = -3e38f;
 constexpr float NO_MAXIMUM = -1e30f;
 constexpr float LOG2_E = 1.44269504f;
 
-// Where the K and V of some consecutive positions are.
+// Addresses of K and V of consecutive positions.
 struct Tile {
     const bf16* keys[TILE];
     const bf16* values[TILE];
@@ -30,9 +30,9 @@ struct NanRow {
 inline constexpr NanRow NAN_ROW;
 inline constexpr bf16 ZERO_ROW[MAX_DIM] = {};
 
-// For a tile that some rows see only in part. A weight of 0 times a value that is not finite is NaN,
-// so a hidden key would reach rows that do not see it. A key with such a value gets a value of zeros
-// and a key of NaN: its score is NaN for every row that sees it, and masked for every other row.
+// For a tile that some rows see only in part. A weight of 0 times a value that is not finite is
+// NaN, so a hidden key would affect rows that do not see it. Such a value becomes zeros and its key
+// NaN: the score is then NaN for every row that sees it, and masked for every other row.
 inline void isolate_nonfinite(Tile& tile, int count, int value_dim) {
     for (int k = 0; k < count; ++k) {
         __mmask32 found = 0;
@@ -44,7 +44,7 @@ inline void isolate_nonfinite(Tile& tile, int count, int value_dim) {
     }
 }
 
-// Which token and query head a row is, and which positions it sees.
+// A row's token and query head, and the positions that it sees.
 struct Row {
     int32_t number;  // of the segment
     int32_t token;
@@ -74,13 +74,13 @@ struct Rows {
 
     bool partial() const { return chunk.segment->partial >= 0; }
 
-    // Where a row's maximum, sum and output go if others attend to more keys for it.
+    // The address of a row's partial maximum, sum and output, if several segments hold its keys.
     float* partial_of(const Row& row) const {
         const int64_t number = chunk.segment->partial + row.number;
         return step.partials + (number * call.heads + row.head) * (2 + call.value_dim);
     }
 
-    // A sink is a score whose value is zero: it only begins the maximum and the sum.
+    // A sink is a score whose value is zero: it only initialises the maximum and the sum.
     bool sinks() const { return call.sinks != nullptr && chunk.segment->first_key == 0; }
 
     // 16 dims of a row's output from `d` on: to the result, or to a partial.
@@ -94,7 +94,7 @@ struct Rows {
         }
     }
 
-    // Where K and V of TILE positions from `first` on are; from `end` on the last one again.
+    // Addresses of K and V of TILE positions from `first` on; from `end` on the last one repeats.
     void find_tile(Tile& tile, int first, int end) const {
         const int32_t* table = step.tables + chunk.segment->table;
         const int size = 1 << step.block_shift;
@@ -123,7 +123,7 @@ inline __m512 soft_cap(__m512 x, float cap) {
 
 inline __m512bh as_pairs(__m512i pairs) { return reinterpret_cast<__m512bh>(pairs); }
 
-// A pair, again and again in all lanes.
+// One pair in every 32-bit lane.
 inline __m512bh broadcast(uint32_t pair) {
     return as_pairs(_mm512_set1_epi32(static_cast<int>(pair)));
 }

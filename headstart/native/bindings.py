@@ -1,14 +1,14 @@
-"""The compiled kernels as Python calls them: every shared struct and every function's signature.
+"""The Python binding of the compiled kernels: every shared struct and function signature.
 
-Each struct has the name and the fields that it has in C++, where a comment says what they hold:
+Each struct has the same name and fields as in C++, where comments describe the fields:
 
     attention.h   Segment, Merger, AttentionStep, AttentionCall
     linear.h      Weight
     layer.h       Norm, Layer, LayerRun
     screen.h      Screen
 
-A field on one side alone would shift all behind it, so the library says how its structs lie
-(`headstart_layout` in native.cpp), and a library that differs from this file is not used.
+A field on only one side would shift all fields after it. So the library exports the layout of its
+structs (`headstart_layout` in native.cpp); a library that differs from this file is not used.
 """
 
 import ctypes
@@ -52,7 +52,7 @@ class Merger(NamedTuple):
 
 
 class AttentionStep(ctypes.Structure):
-    """What all layers of a step with the same plan share."""
+    """The arguments that all layers of a step with the same plan share."""
 
     _fields_ = (
         ("slots", c_void_p),
@@ -110,13 +110,13 @@ class Weight(ctypes.Structure):
 
 
 class Norm(ctypes.Structure):
-    """All zeros where there is none."""
+    """A norm's weight and epsilon; all zeros if there is no norm."""
 
     _fields_ = (("weight", c_void_p), ("epsilon", c_float))
 
 
 class Layer(ctypes.Structure):
-    """The weights of a decoder layer."""
+    """A decoder layer's weights."""
 
     _fields_ = (
         *((name, Weight) for name in ("q", "k", "v", "o", "gate", "up", "down")),
@@ -126,7 +126,7 @@ class Layer(ctypes.Structure):
 
 
 class LayerRun(ctypes.Structure):
-    """A layer in one step."""
+    """A layer's arguments in one step."""
 
     _fields_ = (("layer", c_void_p), ("step", c_void_p), ("call", c_void_p))
 
@@ -165,14 +165,14 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Give every kernel its signature, so that ctypes converts its arguments as C++ wants them."""
+    """Give every kernel its signature, so that ctypes converts its arguments for C++."""
     for name, (arguments, result) in _FUNCTIONS.items():
         function = getattr(library, f"headstart_{name}")
         function.argtypes, function.restype = arguments, result
 
 
 def expected_layout() -> dict[str, int]:
-    """Bytes of each struct, and of each of its fields from the struct's beginning, by name.
+    """Size in bytes of each struct and offset of each of its fields, by name.
 
     >>> expected_layout()["Merger"], expected_layout()["Merger.first_part"]
     (12, 4)
@@ -196,7 +196,7 @@ class _LayoutEntry(ctypes.Structure):
 
 
 def library_layout(library: ctypes.CDLL) -> dict[str, int]:
-    """The same as the library has it. It is data, so it is told on any CPU."""
+    """The layout that the library exports. It is data, so any CPU can read it."""
     first = _LayoutEntry.in_dll(library, "headstart_layout")
     entries = ctypes.cast(ctypes.byref(first), ctypes.POINTER(_LayoutEntry))
     found: dict[str, int] = {}

@@ -1,15 +1,15 @@
-// The likeliest of many outputs, exactly, for half the memory that reading all weights takes: every
-// output's logit is first known to within a bound, from weights of 8 bits, and computed as linear.h
-// computes it only where the bound leaves it a chance.
+// Exact argmax over many outputs with half the memory traffic of reading all weights: 8-bit weights
+// give an interval for each logit; only candidates whose interval reaches the best lower bound are
+// computed exactly, as in linear.h.
 //
-// screen.h says how a logit is bounded: in fp32 it lies in [lower, upper], and rounding it to bf16
-// keeps the order. An output whose upper end, rounded, is below the greatest lower end, rounded, is
-// neither the likeliest nor its equal. The others are computed, in panels, in the order of
-// operations of every other product; the panel with the greatest upper end first, as the logits
-// known then stand above all lower ends.
+// screen.h derives the bounds: a logit in fp32 lies in [lower, upper], and rounding to bf16 keeps
+// the order. An output whose rounded upper bound is below the greatest rounded lower bound is
+// neither the argmax nor its equal. The other outputs are candidates. They are computed in panels,
+// with the same order of operations as every other product. The panel with the greatest upper bound
+// comes first: its exact logits usually exceed all lower bounds.
 //
-// Many rows are bound by arithmetic. With high bytes alone it is half the work; where |x - x'| is at
-// most 1/64 of |x|, the wider bounds still leave few panels a chance.
+// Many rows are compute-bound. Using only high bytes halves the work; if |x - x'| is at most 1/64
+// of |x|, the wider bounds still leave few candidate panels.
 #include <cmath>
 #include <limits>
 
@@ -19,12 +19,12 @@ using namespace headstart;
 
 namespace {
 
-// From so many rows on they wait for products, not for memory: then high bytes alone are multiplied,
-// if what that leaves out is at most this part of each row.
+// From this many rows on the products are compute-bound: then only high bytes are multiplied, if
+// the omitted part is at most this share of each row.
 constexpr int COARSE_ROWS = 5;
 constexpr float COARSE_ERROR = 1.0f / 64;
 
-// The likeliest output that a thread has seen of a row; `output` is -1 if a logit is NaN or +inf.
+// A row's argmax so far in one thread; `output` is -1 if a logit is NaN or +inf.
 struct Best {
     float logit = -INFINITE;
     int64_t output = std::numeric_limits<int64_t>::max();
@@ -40,7 +40,7 @@ struct Best {
     void add(const Best& other) { add(other.logit, other.output); }
 };
 
-// A panel's logits of one row of pairs, as any product gives them.
+// A panel's exact logits of one row of pairs, as in every other product.
 void exact(const Weight& weight, int64_t panel, const uint32_t* pairs, Best* best) {
     alignas(64) float sums[PANEL];
     alignas(64) float logits[PANEL];
@@ -51,7 +51,7 @@ void exact(const Weight& weight, int64_t panel, const uint32_t* pairs, Best* bes
         best->add(logits[i], panel * PANEL + i);
 }
 
-// One call's work, by stages; what each thread does in each.
+// One call's work: each thread's part of each stage.
 struct Search {
     const Screen* screen;
     const Weight* weight;
@@ -62,10 +62,10 @@ struct Search {
     float* upper;             // [rows][panels]
     float* lower;             // [threads][rows][16]
     Best* found;              // [threads][rows]
-    Best* tops;               // [rows]: of the panel with the greatest upper end
+    Best* tops;               // [rows]: of the panel with the greatest upper bound
     ScreenRow* known;         // [rows]
 
-    // Rows go in tiles of nearly the same height.
+    // Rows are cut into tiles of nearly the same height.
     int64_t tiles(bool high) const {
         const int64_t tallest = high ? 2 * TALLEST : TALLEST;
         return (rows + tallest - 1) / tallest;
@@ -124,8 +124,8 @@ struct Search {
             }
     }
 
-    // What is likeliest in the most promising panel is nearly always likeliest of all: known
-    // exactly, it leaves fewer others a chance than its lower end does.
+    // The argmax of the panel with the greatest upper bound is nearly always the argmax of all. Its
+    // exact logit rules out more candidates than its lower bound does.
     void compute_tops(int thread, int all) {
         const int64_t panels = screen->count();
         for (int64_t r = thread; r < rows; r += all) {
@@ -156,7 +156,7 @@ struct Search {
         }
     }
 
-    // The panels in which an output has a chance; more than `most` of them are not all told.
+    // Writes the panels with candidates to `hits`; stops once there are more than `most`.
     int64_t find(int64_t r, int all, int64_t most, int64_t* hits) const {
         const int64_t panels = screen->count();
         __m512 ends = _mm512_set1_ps(-INFINITE);
@@ -187,10 +187,9 @@ struct Search {
 
 extern "C" {
 
-// For each row of x bf16 [rows, inputs] the first of the largest of its logits, which are
-// x times the weight rounded to bf16; -1 where x is not finite or very large, where the largest logit
-// is not finite, or where too many outputs have a chance: the caller then computes all of the row's
-// logits.
+// For each row of x bf16 [rows, inputs] the argmax (the first of equals) of its logits, x times the
+// weight, rounded to bf16. -1 if x is not finite or very large, if the largest logit is not finite,
+// or if there are too many candidates: the caller then computes all logits of the row.
 void headstart_greedy_tokens(const Screen* screen, const Weight* weight, const bf16* x,
                              int64_t rows, int64_t* tokens, int threads) {
     static thread_local Scratch integer_memory, upper_memory, row_memory;

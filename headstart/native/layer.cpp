@@ -3,8 +3,8 @@
 //     before:  hidden -> norm -> q, k, v -> (norms of heads) -> rotary positions
 //     after:   attended -> o, + hidden -> norm -> silu(gate) * up -> down, + what came before norm
 //
-// Whatever transformers rounds to bf16 between its operations is rounded here too, so both differ
-// only where sums are taken in another order.
+// Every intermediate that transformers rounds to bf16 is rounded here too, so the two differ only
+// in summation order.
 #include "layer.h"
 
 using namespace headstart;
@@ -13,12 +13,12 @@ namespace {
 
 constexpr int64_t CHUNK = 512;  // rows of an intermediate that is not kept
 
-// x / (1 + e^-x), to a relative error of 1e-5: a hundredth of what rounding to bf16 does
+// x / (1 + e^-x), with a relative error of 1e-5: a hundredth of the rounding error of bf16
 inline __m512 silu(__m512 x) {
     const __m512 one = _mm512_set1_ps(1.0f), most = _mm512_set1_ps(126.0f);
     const __m512 power = _mm512_min_ps(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)), most);
     const __m512 below = _mm512_add_ps(one, exp2(power));
-    const __m512 near = _mm512_rcp14_ps(below);  // and one step of Newton's: cheaper than to divide
+    const __m512 near = _mm512_rcp14_ps(below);  // and one Newton step: cheaper than a division
     const __m512 two = _mm512_set1_ps(2.0f);
     return _mm512_mul_ps(x, _mm512_mul_ps(near, _mm512_fnmadd_ps(below, near, two)));
 }
@@ -98,7 +98,7 @@ void gated(const bf16* x, int64_t rows, const Norm& norm, const Weight& gate, co
         });
 }
 
-// Turns pairs (x[i], x[i + dim / 2]) by the angles whose cosines and sines are given; x in place.
+// Rotates pairs (x[i], x[i + dim / 2]) in place by angles given as cosines and sines.
 void rotate(bf16* x, int64_t dim, const bf16* cos, const bf16* sin) {
     const int64_t half = dim / 2;
     for (int64_t i = 0; i < half; i += 16) {
@@ -125,8 +125,8 @@ struct Projected {
     bf16* parts[3];
 };
 
-// This thread's part of all before attention. Its last stage is not finished: each thread leaves
-// rows * thread / all up to rows * (thread + 1) / all.
+// This thread's part of all before attention. There is no barrier at its end: each thread has
+// written rows rows * thread / all to rows * (thread + 1) / all - 1.
 void before_attention(const Layer& layer, const bf16* hidden, int64_t rows, const Angles& angles,
                       const Projected& out, int thread, int all, Stages& stages) {
     const Weight* weights[3] = {&layer.q, &layer.k, &layer.v};
@@ -164,7 +164,7 @@ void before_attention(const Layer& layer, const bf16* hidden, int64_t rows, cons
             }
 }
 
-// Numbers in what after_attention() keeps between its stages.
+// Elements of the buffer that after_attention() keeps between its stages.
 int64_t between(const Layer& layer, int64_t rows) {
     return std::min(rows, CHUNK) * (layer.gate.inputs + layer.down.inputs);
 }
@@ -239,8 +239,8 @@ void headstart_after_attention(const Layer* layer, const bf16* attended, const b
     });
 }
 
-// hidden bf16 [rows, inputs], in place, through `count` layers of the same widths; cos and sin bf16
-// [rows, head_dim]. Threads are woken once, which takes as long as a decode's attention.
+// Runs hidden bf16 [rows, inputs], in place, through `count` layers of the same widths; cos and sin
+// bf16 [rows, head_dim]. Threads are woken once: waking them takes as long as a decode's attention.
 void headstart_layers(const LayerRun* runs, int64_t count, bf16* hidden, int64_t rows,
                       const bf16* cos, const bf16* sin, int threads) {
     static thread_local Scratch memory;

@@ -1,4 +1,4 @@
-// A decoder layer as Python hands it over, weights and all; see layer.cpp.
+// A decoder layer's arguments from Python; see layer.cpp.
 #pragma once
 
 #include "attention.h"
@@ -11,14 +11,14 @@ struct Norm {
     float epsilon;
 };
 
-// Everything of one layer that stays the same; Norms may be none, see there.
+// A layer's weights; a Norm may be absent (weight nullptr).
 struct Layer {
     Weight q, k, v, o, gate, up, down;
     Norm before, after, q_heads, k_heads;
     int64_t head_dim;
 };
 
-// A layer in one step; the call's query, key, value and out are of no meaning.
+// A layer in one step; the call's query, key, value and out are ignored.
 struct LayerRun {
     const Layer* layer;
     const AttentionStep* step;

@@ -1,13 +1,13 @@
-// Packed weights: making them, multiplying by them, reading rows back out of them.
+// Packed weights: packing, multiplying, and reading rows back.
 #include "linear.h"
 
 using namespace headstart;
 
 namespace {
 
-// TALL rows times one panel, and FETCH cache lines asked for with each pair of inputs. A tile that
-// is alone (2) reads the panel from memory: it asks for what it reads itself AHEAD pairs later, and
-// at its end for the first of `next`. One of two tiles (1) asks for its half of all that is next.
+// TALL rows times one panel, prefetching FETCH cache lines per pair of inputs. A single tile (2)
+// reads the panel from memory: it prefetches its own panel AHEAD pairs ahead, and at its end the
+// beginning of `next`. One of two tiles (1) prefetches its half of the next panel.
 template <int TALL, int FETCH>
 void tile(const uint32_t* rows, const uint32_t* panel, int64_t pairs, float* sums, bool add,
           const char* next) {
@@ -52,7 +52,7 @@ struct Tiles {
 };
 constexpr Tiles<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13> tiles;
 
-// Pairs 16 at a time of up to 16 rows: out[pair * step + row].
+// Transposes the pairs of up to 16 rows, 16 pairs at a time: out[pair * step + row].
 inline void turn(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out,
                  int64_t step) {
     const __mmask16 keep = static_cast<__mmask16>((1u << rows) - 1);
@@ -90,7 +90,7 @@ void headstart::multiply_tile(const uint32_t* rows, int count, const uint32_t* p
 
 extern "C" {
 
-// weight bf16 [outputs, inputs], contiguous -> panels
+// Packs weight bf16 [outputs, inputs], contiguous, into panels.
 void headstart_pack(const bf16* weight, int64_t outputs, int64_t inputs, uint32_t* panels,
                     int threads) {
     const Weight shape{panels, nullptr, inputs, outputs};
@@ -108,8 +108,8 @@ void headstart_pack(const bf16* weight, int64_t outputs, int64_t inputs, uint32_
     });
 }
 
-// Rows of the weight, by number: bf16 [count, inputs]; what an embedding does. Each number must
-// lie in 0 .. outputs - 1.
+// Embedding lookup: out bf16 [count, inputs] = rows of the weight by number, each number in
+// 0 .. outputs - 1.
 void headstart_rows(const Weight* weight, const int64_t* numbers, int64_t count, bf16* out,
                     int threads) {
     parallel(count * weight->inputs < ALONE ? 1 : threads, [&](int thread, int all) {

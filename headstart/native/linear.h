@@ -6,8 +6,8 @@
 //     panel p, pair k:   w[32p][2k] w[32p][2k+1]   w[32p+1][2k] w[32p+1][2k+1]   ...   (128 bytes)
 //
 // so that a product reads a weight once, from its first byte to its last. Missing outputs and an
-// odd last input are zeros. Every output is summed in fp32 over its pairs in order, by whatever
-// tile computes it: a row's result has the same bits alone and in any batch, on any thread.
+// odd last input are zeros. Every tile sums an output in fp32 over its pairs in order: a row's
+// result has the same bits alone and in any batch, on any thread.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ namespace headstart {
 
 constexpr int PANEL = 32;  // outputs
 constexpr int TILE = 14;   // rows whose sums fit in registers: 2 x 14 of 32
-constexpr int64_t ALONE = 32768;  // numbers that are gone through sooner than a thread is woken
+constexpr int64_t ALONE = 32768;  // elements; processing fewer is faster than waking a thread
 
 // A packed weight [outputs, inputs], and its bias [outputs] or nullptr.
 struct Weight {
@@ -46,7 +46,7 @@ class Scratch {
         if (bytes > size_) {
             std::free(memory_);
             memory_ = std::aligned_alloc(4096, bytes);
-            if (memory_ == nullptr) std::abort();  // as the kernel would end us a moment later
+            if (memory_ == nullptr) std::abort();  // no memory, and no way to report it from here
             size_ = bytes;
         }
         return static_cast<T*>(memory_);
@@ -57,23 +57,24 @@ class Scratch {
     size_t size_ = 0;
 };
 
-// rows `rows` of `width` numbers -> [pair][row]
+// Packs `rows` rows of `width` elements as [pair][row].
 void pack_rows(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out);
 
-// sums[row][32] = or += products of packed rows with a stretch of a panel. Meanwhile weights are
-// asked for, `fetch` cache lines with each pair: 2 of this stretch and what follows from `next` on,
-// 1 only from `next` on, 0 none.
+// sums[row][32] = or += products of packed rows with a range of a panel. Meanwhile it prefetches
+// weights, `fetch` cache lines per pair: 2 fetches this range and then from `next` on, 1 only from
+// `next` on, 0 nothing.
 void multiply_tile(const uint32_t* rows, int count, const uint32_t* panel, int64_t pairs,
                    float* sums, bool add, const uint32_t* next, int fetch);
 
 // This thread's part of one stage: a product of `rows` rows with `panels` groups of N panels each.
 //
-// - source(first, count, stride) gives rows of inputs, and how far they are apart,
-// - panel(group, part) a packed panel,
-// - finish(group, first, count, sums) takes sums[part][row - first][32].
+// - source(first, count, stride) returns rows of inputs and sets their stride,
+// - panel(group, part) returns a packed panel,
+// - finish(group, first, count, sums) receives sums[part][row - first][32].
 //
-// Rows go in blocks that stay in the L2 cache, weights stream past. A unit of the stage is one group
-// for one block; a thread takes a stretch of them at a time, whole blocks if there are many.
+// Rows are cut into blocks that stay in the L2 cache; weights are streamed. A unit of the stage is
+// one group for one block; a thread takes a range of units at a time, whole blocks if there are
+// many.
 template <int N, class Source, class Panel, class Finish>
 void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages& stages,
               Source&& source, Panel&& panel, Finish&& finish) {
@@ -89,9 +90,9 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
     const int64_t length = ((pairs + cuts - 1) / cuts + 3) / 4 * 4;
     uint32_t* packed = packed_memory.take<uint32_t>(most * pairs);
 
-    // Few rows wait for memory, and every stretch begins with a miss: one for each thread. Many rows
-    // are arithmetic: stretches so small that threads are done at nearly the same time, and one on a
-    // shared core gets fewer of them.
+    // With few rows the product is memory-bound and each range begins with a cache miss: give each
+    // thread one contiguous range. With many rows it is compute-bound: use small ranges, so that
+    // threads finish together and a thread on a shared core takes fewer.
     int64_t parts = threads;
     if (threads > 1 && rows > FEWEST_ROWS) parts = (PARTS * threads + blocks - 1) / blocks;
     const int64_t stretch = (panels + parts - 1) / parts;
@@ -102,7 +103,7 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
         const int64_t row0 = block * rows / blocks;
         const int64_t count = (block + 1) * rows / blocks - row0;
         const int64_t tiles = (count + TILE - 1) / TILE;
-        // One row needs so little arithmetic that the CPU's own prefetching does best.
+        // For one row, which needs little arithmetic, the hardware prefetcher is fastest.
         const int alone = count == 1 ? 0 : 2;
         const auto edge = [&](int64_t tile) { return count * tile / tiles; };
         for (int64_t t = 0; t < tiles && ready != block; t++) {
@@ -141,8 +142,7 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
     }
 }
 
-// The 32 sums of a row and the bias of their outputs, if there is one, rounded to bf16; beyond the
-// last output they are zeros.
+// The 32 sums of a row plus the bias, if any, rounded to bf16; zeros beyond the last output.
 inline __m512i finished(const float* sums, const Weight& weight, int64_t output) {
     __m512 half[2];
     for (int h = 0; h < 2; h++) {

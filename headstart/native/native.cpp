@@ -1,4 +1,4 @@
-// Whether this machine can run the kernels, how their structs lie, and the threads they run on.
+// The check of this CPU, the layout of shared structs, and the threads of the kernels.
 #include "native.h"
 
 #include <atomic>
@@ -23,14 +23,14 @@ GompParallel gomp_parallel = nullptr;
 GompNumber gomp_thread = nullptr;
 GompNumber gomp_threads = nullptr;
 
-// Threads of one region begin on cores of their own. Linux often wakes a thread on the core that
-// woke it, where it waits until its waker is done, with the work that it was to share; and leaves
-// the two there for seconds.
+// Moves each thread of a region to a core of its own at its start. Linux often wakes a thread on
+// its waker's core. There it waits until the waker has done the work that they should have shared,
+// and the two may stay on that core for seconds.
 class Spread {
   public:
     Spread() : taken_(bit(here())) {}
 
-    // Moves this thread, unless it has a core alone, to one that nobody here has.
+    // Moves this thread to a core that no thread here uses, unless it has a core alone.
     void settle() {
 #ifdef __linux__
         const int core = here();
@@ -43,7 +43,7 @@ class Spread {
             cpu_set_t only;
             CPU_ZERO(&only);
             CPU_SET(other, &only);
-            // It may go elsewhere later: it is moved, not bound.
+            // The thread is moved, not bound: the scheduler may move it again later.
             if (sched_setaffinity(0, sizeof only, &only) == 0)
                 sched_setaffinity(0, sizeof allowed, &allowed);
             return;
@@ -88,7 +88,7 @@ void headstart::run_parallel(Body body, void* data, int threads) {
     gomp_parallel(enter, &region, static_cast<unsigned>(threads), 0);
 }
 
-// Bytes of a struct, or of a field from the struct's beginning.
+// The size of a struct, or the offset of a field, in bytes.
 struct LayoutEntry {
     const char* name;
     int64_t bytes;
@@ -99,8 +99,8 @@ struct LayoutEntry {
 
 extern "C" {
 
-// The structs that bindings.py mirrors; the last entry has no name. Data, as no CPU has to be asked
-// before it is read.
+// The structs that bindings.py mirrors; the last entry has no name. It is data, so it can be read
+// on any CPU.
 extern const LayoutEntry headstart_layout[];
 const LayoutEntry headstart_layout[] = {
     SIZE(Segment), FIELD(Segment, first_row), FIELD(Segment, num_rows),
@@ -134,21 +134,21 @@ const LayoutEntry headstart_layout[] = {
 
 int headstart_native_interface() { return HEADSTART_NATIVE_INTERFACE; }
 
-// Whether this CPU has what all files here are compiled for.
+// True if this CPU has the instructions that all files here are compiled for.
 int headstart_native_usable() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
 
-// Addresses of GOMP_parallel, omp_get_thread_num and omp_get_num_threads, given once.
+// Sets the addresses of GOMP_parallel, omp_get_thread_num and omp_get_num_threads.
 void headstart_native_threads(void* parallel, void* thread, void* threads) {
     gomp_parallel = reinterpret_cast<GompParallel>(parallel);
     gomp_thread = reinterpret_cast<GompNumber>(thread);
     gomp_threads = reinterpret_cast<GompNumber>(threads);
 }
 
-// Adds up 0 .. count - 1 on `threads` threads; `ran` says how many there were. For tests.
+// Sums 0 .. count - 1 on `threads` threads; sets `ran` to how many there were. For tests.
 int64_t headstart_native_sum(int64_t count, int threads, int* ran) {
     std::atomic<int64_t> total{0};
     headstart::parallel(threads, [&](int thread, int all) {

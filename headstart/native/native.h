@@ -1,8 +1,8 @@
-// What every kernel file shares: how C++ is told about threads, and the number of this interface.
+// Shared by every kernel file: threads, and the version of this interface.
 //
 // Kernels are plain `extern "C"` functions, loaded by ctypes: neither Python's nor torch's headers
-// are needed, so the library builds wherever a compiler is. Every file is compiled for AVX-512
-// with bf16; headstart_native_usable() is asked before anything else is called.
+// are needed, so the library builds wherever there is a compiler. Every file is compiled for
+// AVX-512 with bf16; call headstart_native_usable() before anything else.
 #pragma once
 
 #include <immintrin.h>
@@ -11,15 +11,15 @@
 #include <cstdint>
 #include <thread>
 
-// Changes with any exported signature; headstart/native/__init__.py holds the same number, so that a
-// library built from older sources is not used. Signatures and structs stand in bindings.py.
+// Changes with any exported signature; headstart/native/__init__.py holds the same number, so that
+// a library built from older sources is not used. bindings.py declares the signatures and structs.
 constexpr int HEADSTART_NATIVE_INTERFACE = 6;
 
 namespace headstart {
 
 // Runs body(thread, threads) on `threads` threads at once and waits for all of them. The threads
-// are those of the OpenMP library that torch uses, so that two pools never fight for the cores;
-// without it, or with one thread, the caller does all the work. The body must not throw.
+// are those of torch's OpenMP library, so that two pools never compete for the cores; without it,
+// or with one thread, the caller does all the work. The body must not throw.
 using Body = void (*)(void* data, int thread, int threads);
 void run_parallel(Body body, void* data, int threads);
 
@@ -36,16 +36,16 @@ void parallel(int threads, Function&& function) {
 
 // The work of one parallel(), in stages that follow one another.
 //
-// A stage is so many units, taken from one end a few at a time, so that a thread that lost its
-// core to somebody else for a while holds nobody up. Between stages the threads wait for one
-// another. Waking a thread that went to sleep takes longer than a stage, so they spin; but not for
-// long, since the one that is waited for may need this core.
+// A stage is a number of units. Threads take a few at a time, so a thread that lost its core for a
+// while does not delay the others. Between stages there is a barrier. Waking a sleeping thread
+// takes longer than a stage, so threads spin at the barrier; but not for long, since the last
+// thread may need this core.
 class Stages {
   public:
-    // First of the next `count` units of this stage, which nobody else gets; there may be none.
+    // The first of `count` units, reserved for the caller; it may lie past the stage's end.
     int64_t take(int64_t count) { return next_.fetch_add(count, std::memory_order_relaxed); }
 
-    // Until all `threads` threads are here; then the next stage begins.
+    // Waits until all `threads` threads are here; then the next stage begins.
     void finish(int threads) {
         const int stage = stage_.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {

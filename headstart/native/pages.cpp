@@ -1,4 +1,4 @@
-// What the operating system is told about pages of memory.
+// Advice to the operating system about pages of memory.
 #include <cstdint>
 
 #ifdef __linux__
@@ -7,8 +7,8 @@
 
 extern "C" {
 
-// Maps what lies in memory already (a file that was read before) in one go: a fault for every
-// page of a mapped file takes four times as long. Nothing happens where the system cannot.
+// Maps all pages of a file that was read before in one call; a fault for every page takes four
+// times as long. Does nothing on systems without this advice.
 void headstart_map_pages(const void* memory, int64_t bytes) {
 #ifdef MADV_POPULATE_READ
     const uintptr_t page = 4096, start = reinterpret_cast<uintptr_t>(memory);
@@ -20,7 +20,7 @@ void headstart_map_pages(const void* memory, int64_t bytes) {
 #endif
 }
 
-// Asks for pages of 2 MiB behind memory: fewer of them to look up.
+// Asks for pages of 2 MiB: fewer TLB misses.
 void headstart_huge_pages(void* memory, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
     const uintptr_t page = 1 << 21, start = reinterpret_cast<uintptr_t>(memory);

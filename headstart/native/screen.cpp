@@ -1,4 +1,4 @@
-// Making the 8-bit copy of a weight, multiplying by it, and the bounds of the products.
+// The 8-bit copy of a weight: quantisation, products, and bounds of the exact products.
 #include "screen.h"
 
 #include <cmath>
@@ -8,8 +8,8 @@ using namespace headstart;
 namespace {
 
 constexpr int STEPS = 32512;        // 127 * 256: a row's largest number
-constexpr float LARGE = 0x1p50f;    // what is larger has no bound, so that nothing overflows
-constexpr float SMALL = 0x1p-100f;  // what is smaller is zero to the screen
+constexpr float LARGE = 0x1p50f;    // larger numbers get no bound, so that nothing overflows
+constexpr float SMALL = 0x1p-100f;  // smaller numbers are zero in the screen
 
 inline __m512 flushed(__m512 x) {
     const __mmask16 normal = _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(0x1p-126f),
@@ -26,7 +26,7 @@ inline __m512 weights(const uint32_t* pairs, int64_t inputs, int64_t input) {
     return flushed(_mm512_castsi512_ps(one));
 }
 
-// 16 outputs of one panel.
+// Quantises 16 outputs of one panel.
 void quantise(const uint32_t* pairs, const Screen& screen, int64_t panel, int half) {
     __m512 most = _mm512_setzero_ps();
     __mmask16 boundless = 0;
@@ -56,7 +56,7 @@ void quantise(const uint32_t* pairs, const Screen& screen, int64_t panel, int ha
         }
         _mm512_store_si512(out + q * 4 * PANEL, four);
     }
-    // Roots of sums in fp32, made a little larger than they can be.
+    // Roots of sums in fp32, enlarged to upper bounds.
     const float inputs = static_cast<float>(screen.inputs);
     const __m512 more = _mm512_set1_ps(1.0f + (inputs + 64) * 0x1p-23f);
     const __m512 away = _mm512_mul_ps(_mm512_sqrt_ps(errors), more);
@@ -75,7 +75,7 @@ inline float number(bf16 x) {
     std::memcpy(&value, &bits, 4);
     return std::fabs(value) < 0x1p-126f ? 0.0f : value;
 }
-// See multiply_integers(); what is alone is asked for AHEAD bytes before it is read.
+// See multiply_integers(); a single tile prefetches AHEAD bytes ahead.
 template <int WORDS, int FETCH>
 void integers(const uint8_t* panel, int64_t quads, const uint32_t* rows, const uint8_t* next,
               __m512i (*sums)[2]) {

@@ -1,4 +1,4 @@
-// Small pieces of AVX-512 that several kernels use.
+// Small AVX-512 functions that several kernels use.
 #pragma once
 
 #include <immintrin.h>
@@ -9,7 +9,7 @@ namespace headstart {
 
 using bf16 = uint16_t;
 
-// 2^x for x of any size below 128, to a relative error of 4e-6; 0 below -150.
+// 2^x for x below 128, with a relative error of 4e-6; 0 below -150.
 // 2^x = 2^n * 2^f with n the nearest integer: the polynomial is the minimax one on [-0.5, 0.5].
 inline __m512 exp2(__m512 x) {
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -31,7 +31,7 @@ inline __m512i pair_bf16(__m512 even, __m512 odd) {
     return _mm512_permutexvar_epi16(interleave, halves);
 }
 
-// The 16 x 16 matrix of 32-bit numbers in r, mirrored at its diagonal.
+// Transposes the 16 x 16 matrix of 32-bit numbers in r.
 inline void transpose16(__m512i r[16]) {
     __m512i t[16];
     for (int i = 0; i < 16; i += 2) {
@@ -70,16 +70,16 @@ inline __m512 widen(__m256i x) {
 
 inline __m256i narrow(__m512 x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)); }
 
-// What floats become when they are written as bf16.
+// Floats rounded to bf16 and widened again.
 inline __m512 rounded(__m512 x) { return widen(narrow(x)); }
 
-// Which of 32 numbers are infinite or NaN: those whose exponent is all ones.
+// Mask of those of 32 numbers that are infinite or NaN: their exponent is all ones.
 inline __mmask32 nonfinite(__m512i halves) {
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
     return _mm512_cmpeq_epi16_mask(_mm512_and_si512(halves, exponent), exponent);
 }
 
-// Up to 16 numbers; whole vectors go without a mask.
+// Loads up to 16 numbers; whole vectors without a mask.
 inline __m512 load(const bf16* from, int64_t count) {
     if (count >= 16) return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
     return widen(_mm256_maskz_loadu_epi16(first_lanes(count), from));
@@ -90,7 +90,7 @@ inline void store(bf16* to, int64_t count, __m512 x) {
     _mm256_mask_storeu_epi16(to, first_lanes(count), narrow(x));
 }
 
-// Up to 32 numbers as they are, two by two.
+// Loads up to 32 numbers unconverted, as pairs.
 inline __m512i load_pairs(const bf16* from, int64_t count) {
     if (count >= 32) return _mm512_loadu_si512(from);
     return _mm512_maskz_loadu_epi16(first_halves(count), from);

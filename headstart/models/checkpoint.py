@@ -1,9 +1,9 @@
-"""Weights against configuration: before a model is built from them, and after.
+"""Checks of weights against the configuration, before and after a model is built from them.
 
-Before, from the names and shapes in the files' headers: a decoder has as many layers as its
-configuration says, and its two most telling sizes are sizes of tensors. So a model that cannot be
-filled is never built. After, from transformers' report of what it loaded: no parameter was left at
-random, and no weight of a layer was left out.
+Before: the names and shapes in the files' headers must show as many layers as the configuration
+says, and tensors of its vocabulary and hidden size. So a model that its weights cannot fill is
+never built. After: transformers' loading report must show no parameter left at random, and no
+layer's weight left out.
 """
 
 import math
@@ -22,7 +22,7 @@ from headstart.models.files import tensor_shapes
 
 __all__ = ["check_decoder", "check_report", "check_speaker"]
 
-# Multi-token prediction: layers behind the last one, that draft tokens and are not run here.
+# Multi-token prediction: layers after the last one that draft tokens and are not run here.
 _DRAFT_LAYERS = "num_nextn_predict_layers"
 _MATRIX = ("num_hidden_layers", "hidden_size")  # of every layer, times what it makes of a row
 _EXPERT = re.compile(r"(.*\.experts)\.(\d{1,9})\.(.*(weight|bias))")
@@ -30,10 +30,10 @@ _LEARNED_POSITIONS = re.compile(r".*(wpe|embed_positions|position_embeddings)\.w
 
 
 def check_decoder(folder: Path, config: PreTrainedConfig, ignored: Collection[str] = ()) -> None:
-    """Raise `DamagedModelError` unless the weights in `folder` can fill a decoder of `config`'s.
+    """Raise `DamagedModelError` unless the weights in `folder` fit the decoder of `config`.
 
     `ignored` are patterns of names that the model's class does not load. Only safetensors files
-    say anything without being read; of others nothing is checked.
+    have headers to check; weights in other formats are not checked.
     """
     text = config.get_text_config()
     shapes = tensor_shapes(folder)
@@ -48,7 +48,7 @@ def check_decoder(folder: Path, config: PreTrainedConfig, ignored: Collection[st
 
 
 def check_speaker(folder: Path, config: Any) -> None:
-    """The same for a model of a thinker and a talker; one without a talker is refused."""
+    """`check_decoder` for a thinker and its talker; refuses a model without a talker."""
     if not config.enable_audio_output:
         raise UnsupportedModelError(f"{folder} has no talker: it cannot speak")
     for part in (config.thinker_config, config.talker_config):
@@ -56,7 +56,7 @@ def check_speaker(folder: Path, config: Any) -> None:
 
 
 def _check_layers(folder: Path, config: PreTrainedConfig, names: Iterable[str]) -> None:
-    """The first number in a parameter's name is that of its layer, in every family."""
+    """Check the number of layers; the first number in a parameter's name is its layer's."""
     wanted = getattr(config, "num_hidden_layers", None)
     if wanted is None:
         return
@@ -76,7 +76,7 @@ def _check_layers(folder: Path, config: PreTrainedConfig, names: Iterable[str]) 
 
 
 def _check_experts(folder: Path, names: Iterable[str]) -> None:
-    """Experts of one list have the same parameters; transformers does not say which one lacks."""
+    """Check that all experts of a list have the same parameters; transformers hides gaps."""
     held: dict[tuple[str, str], set[int]] = defaultdict(set)
     counts: dict[str, int] = defaultdict(int)
     for found in filter(None, map(_EXPERT.fullmatch, names)):
@@ -97,7 +97,7 @@ def _check_experts(folder: Path, names: Iterable[str]) -> None:
 def _check_sizes(
     folder: Path, config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Embeddings have two of the sizes; what each layer needs at least is there in all."""
+    """Check that tensors have the configuration's sizes, and enough elements for all layers."""
     sides = {side for shape in shapes.values() for side in shape}
     for name in ("hidden_size", "vocab_size"):
         value = getattr(config, name, None)
@@ -128,7 +128,7 @@ def _check_positions(
 
 
 def check_report(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """Raise `DamagedModelError` where loading left a parameter at random, or a weight out.
+    """Raise `DamagedModelError` if loading left a parameter at random or skipped a weight.
 
     `report` is transformers' loading info.
     """
@@ -156,7 +156,7 @@ def check_report(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]
 
 
 class _Known:
-    """Which names that a model does not have it should have had."""
+    """A loaded model's parameters; tells if a weight that it did not load was needed."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         modules = dict(model.named_modules())
@@ -170,11 +170,11 @@ class _Known:
                 self._counts[stack] = max(self._counts.get(stack, 0), int(layer) + 1)
 
     def misses(self, name: str) -> bool:
-        """Whether leaving this parameter out changes answers.
+        """True if skipping this parameter changes answers.
 
-        True for what belongs to a module that has other parameters, or to a list of layers. False
-        for layers that only draft, for the parts of other models (a vision tower, another head),
-        and for buffers of old versions, which belong to modules without parameters.
+        True for parameters of a module that has other parameters, or of a list of layers. False for
+        draft layers, for parts of other models (a vision tower, another head), and for buffers of
+        old versions, which belong to modules without parameters.
         """
         parent, _, leaf = name.rpartition(".")
         stack, layer = split_layer(name)
@@ -192,7 +192,7 @@ def _has_own(module: nn.Module) -> bool:
 
 
 def split_layer(name: str) -> tuple[str, str]:
-    """The list of layers that a parameter belongs to, and which of them.
+    """The list of layers that a parameter belongs to, and its layer's number in it.
 
     >>> split_layer("model.layers.7.mlp.up_proj.weight")
     ('model.layers', '7')

@@ -1,7 +1,7 @@
 """Checks the numbers of a config.json before anything is built from them.
 
-A layer count of a billion is still being built after minutes, and one of zero gives a model that
-answers from its embeddings alone. The keys are those of transformers' configurations, at any depth:
+A model with a billion layers would take minutes to build and fail; one with zero layers would
+answer from its embeddings alone. The keys are those of transformers' configurations, at any depth:
 a model of several parts has a configuration for each.
 """
 
@@ -15,7 +15,7 @@ __all__ = ["LAYER_COUNTS", "WIDTHS", "check_values", "find_values"]
 
 
 class _Range(NamedTuple):
-    """Both ends included."""
+    """An allowed range; both ends are included."""
 
     least: int
     most: int
@@ -32,15 +32,15 @@ LAYER_COUNTS = frozenset(
         *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
     }
 )
-"""The keys that say how many layers a part of a model has."""
+"""The keys of layer counts."""
 
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads")
 WIDTHS = frozenset({"hidden_size", "n_embd", "d_model", "head_dim", "intermediate_size", "ffn_dim"})
-"""The keys that say how wide a layer is."""
+"""The keys of layer widths."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
 
-# Words of the user's own, and options of `generate`: a class of a depth model may be "depth".
+# Keys below these are the user's own words or options of `generate`: a label may be "depth".
 _FREE_NAMES = frozenset({"label2id", "id2label", "task_specific_params"})
 
 _RANGES: dict[str, _Range] = {
@@ -68,8 +68,8 @@ def check_values(file: Path, content: Mapping[str, Any]) -> None:
 def find_values(content: Mapping[str, Any], keys: Set[str]) -> Iterator[tuple[str, Any]]:
     """The values under these keys by dotted name, in nested objects too.
 
-    Each element of a list (one number per layer) comes by itself; nulls are left out. So are
-    objects whose keys are free: the names of labels and of tasks.
+    Each element of a list (one number per layer) is yielded separately. Nulls are left out, and so
+    are objects with free keys: the names of labels and of tasks.
     """
     left: list[tuple[str, Mapping[str, Any]]] = [("", content)]
     while left:

@@ -22,7 +22,7 @@ from headstart.models.plain import PlainDecoder
 
 __all__ = ["DecoderModel", "EmbeddingOverlay", "forward_rows", "text_part"]
 
-# What models call the number of positions that they were made for, most telling name first.
+# Configuration keys for the longest sequence, in order of preference.
 _LENGTH_NAMES = (
     "max_position_embeddings",
     "n_positions",
@@ -35,7 +35,7 @@ _UNKNOWN_LENGTH = 2048
 
 
 class EmbeddingOverlay(NamedTuple):
-    """Embeddings that take the place of some tokens' own.
+    """Embeddings that replace those of some tokens.
 
     `rows` int64 `[given]` of the flat batch, `values` `[given, hidden]`.
     """
@@ -47,8 +47,8 @@ class EmbeddingOverlay(NamedTuple):
 class DecoderModel:
     """A transformers causal language model that runs over paged K/V.
 
-    One step's rows go through as one flat batch, whatever sequences they belong to; attention
-    finds out from the attached backend's plan whose they are. A model has one backend at a time.
+    One step's rows of all sequences form one flat batch; attention takes each row's sequence from
+    the attached backend's plan. A model has one backend at a time.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class DecoderModel:
         self.layouts = layouts
         """K and V of one token, per layer."""
         self.fusion = fusion or FusionSwitch()
-        """Off for a step in which single layers are wrapped or replaced."""
+        """Switched off for a step in which single layers are wrapped or replaced."""
         self.plain: PlainDecoder | None = None
-        """The same model without what transformers does around its parts, where that is all."""
+        """The same model called part by part, without transformers; None if it is not supported."""
         self.fallback_reason: str | None = None
-        """Why transformers does something around its parts all the same, if it does."""
+        """Why `plain` does not replace all of transformers' forward; None if it does."""
 
     @property
     def module(self) -> PreTrainedModel:
@@ -78,7 +78,7 @@ class DecoderModel:
 
     @property
     def folder(self) -> Path | None:
-        """Where it was loaded from, None for one that was built in memory."""
+        """The folder that it was loaded from; None for a model built in memory."""
         return self._folder
 
     @property
@@ -88,7 +88,7 @@ class DecoderModel:
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """What the model's authors advise for sampling."""
+        """The model's recommended sampling parameters."""
         found = self._model.generation_config
         return found if isinstance(found, GenerationConfig) else GenerationConfig()
 
@@ -101,7 +101,7 @@ class DecoderModel:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest sequence that the model is made for."""
+        """Length in tokens of the longest sequence that the model supports."""
         return context_length(self.config)
 
     @property
@@ -116,12 +116,12 @@ class DecoderModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, and so of K and V."""
+        """The dtype of the weights, and so of K and V."""
         return self._model.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self._model.device
 
     @property
@@ -135,9 +135,9 @@ class DecoderModel:
         return self._model.get_submodule(name)
 
     def linear_widths(self) -> dict[str, Widths]:
-        """The linear layers that every row passes, by dotted name.
+        """Widths of the linear layers that every row passes, by dotted name.
 
-        Not those of single experts, nor of a vision tower, whose rows are not tokens.
+        Layers of single experts and of a vision tower, whose rows are not tokens, are left out.
         """
         found = {}
         rows = {*text_part(self._model).modules(), self._model.get_output_embeddings()}
@@ -159,7 +159,7 @@ class DecoderModel:
         return None if found is None else found.detach()
 
     def fingerprint(self) -> str:
-        """SHA-256 in hex of configuration and weights; reads them all on the first call."""
+        """SHA-256 in hex of configuration and weights; the first call reads all weights."""
         if self._fingerprint is None:
             if self._folder is not None:
                 self._fingerprint = fingerprint_files(self._folder)
@@ -168,7 +168,7 @@ class DecoderModel:
         return self._fingerprint
 
     def attach(self, backend: AttentionBackend) -> None:
-        """Send all attention to `backend` from now on; an earlier one is let go."""
+        """Send all attention to `backend` from now on; detaches an earlier one."""
         self.detach()
         self._attention = register(BackendFunction(backend))
         weakref.finalize(self, unregister, self._attention)
@@ -176,7 +176,7 @@ class DecoderModel:
         self.fusion.backend = backend
 
     def detach(self) -> None:
-        """Let go of the backend and its memory; safe to call twice."""
+        """Release the backend and its memory; safe to call twice."""
         if self._attention is not None:
             text_part(self._model).set_attn_implementation("eager")
             unregister(self._attention)
@@ -207,9 +207,10 @@ class DecoderModel:
         logit_rows: Tensor,
         embeddings: EmbeddingOverlay | None = None,
     ) -> list[int]:
-        """The first of the largest of each row of what `forward` would give, often in less time.
+        """The greedy token of each row: argmax of `forward`'s logits, often in less time.
 
-        -1 for a row whose largest logit is not finite: one with NaN or +inf, or with only -inf.
+        Ties go to the lowest id. -1 for a row whose largest logit is not finite: one with NaN or
+        +inf, or with only -inf.
         """
         plain = self._plain_for(positions, embeddings)
         if plain is not None:
@@ -219,13 +220,13 @@ class DecoderModel:
     def _plain_for(
         self, positions: Tensor, embeddings: EmbeddingOverlay | None
     ) -> PlainDecoder | None:
-        """`plain` if it can do a step of these."""
+        """`plain` if it can compute a step with these inputs, else None."""
         fits = self.fusion.enabled and embeddings is None and positions.dim() == 1
         return self.plain if fits else None
 
 
 def text_part(model: PreTrainedModel) -> PreTrainedModel:
-    """The part whose attention is paged: all of a text model, the decoder of one that sees too.
+    """The part whose attention is paged: all of a text model, the decoder of a vision model.
 
     A vision tower keeps transformers' own attention.
     """
@@ -245,8 +246,8 @@ def forward_rows(
 ) -> Tensor:
     """One flat batch through `model`: logits `[rows, vocab]` in the model's dtype.
 
-    The rows are chosen between decoder and LM head, inside transformers, so that what a model
-    does to its logits (capping, scaling) is done to ours.
+    The rows are chosen between decoder and LM head, inside transformers, so that a model's changes
+    to its logits (capping, scaling) apply to them.
     """
     inputs: dict[str, Tensor] = {}
     with torch.inference_mode():
@@ -267,11 +268,11 @@ def forward_rows(
 
 
 def context_length(config: PreTrainedConfig) -> int:
-    """Tokens that a model can tell apart by position.
+    """The number of positions that a model supports.
 
-    Where the rotary frequencies depend on the length of the longest sequence in the batch
-    (`longrope`, `dynamic`), K of one prefix would depend on what runs beside it and what comes
-    after it; such a model is used up to the length for which they are constant.
+    If the rotary frequencies depend on the length of the longest sequence in the batch (`longrope`,
+    `dynamic`), K of a prefix would depend on later tokens and on other requests. Such a model is
+    used up to the length for which the frequencies are constant.
     """
     text = config.get_text_config()
     length = _UNKNOWN_LENGTH
@@ -291,7 +292,7 @@ def context_length(config: PreTrainedConfig) -> int:
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """One dict per kind of layer, or the one for all of them."""
+    """One dict per kind of layer, or one for all layers."""
     found = getattr(config, "rope_parameters", None)
     if not isinstance(found, dict):
         return []
@@ -300,7 +301,7 @@ def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def _fingerprint_memory(model: PreTrainedModel) -> str:
-    """For models that were built in memory: SHA-256 over configuration, names and weights."""
+    """SHA-256 over configuration, names and weights of a model that was built in memory."""
     digest = hashlib.sha256()
 
     def frame(part: bytes) -> None:

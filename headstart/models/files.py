@@ -1,7 +1,7 @@
-"""Where a model's files are, and whether they are whole, before anything is loaded.
+"""Finds a model's files and checks that they are complete, before anything is loaded.
 
-A checkpoint is judged by its own words: the index lists its shards, a safetensors header says
-how long its file must be. So a download that broke off is found in milliseconds, and named.
+The index of a checkpoint lists its shards, and a safetensors header gives the length of its file.
+So an incomplete download is found and named within milliseconds.
 """
 
 import hashlib
@@ -30,20 +30,20 @@ __all__ = [
 ]
 
 BUILT_IN = "headstart-tiny"
-"""The model that comes with the package: small, and made to look things up in its prompt."""
+"""The model that comes with the package: small, trained to look things up in its prompt."""
 
 # Everything that a model or its tokenizer may need, and no second copy of the weights in the
 # formats of other frameworks.
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-# Seconds that the hub may take to answer at all, before we say that it does not.
+# Seconds to wait for the hub's first answer.
 _HUB_TIMEOUT = 5.0
 
 
 def find_folder(model: str | Path) -> Path:
     """The folder of a model given by local path or hub name (`owner/name`).
 
-    `headstart-tiny` is the one that comes with the package. A hub name is looked up among the
-    models downloaded before, and only then on the network. Raises `ModelNotFoundError`.
+    `headstart-tiny` is the model that comes with the package. A hub name is first looked up in the
+    local download cache, then on the network. Raises `ModelNotFoundError`.
     """
     if model == BUILT_IN:
         return _built_in_folder()
@@ -57,7 +57,7 @@ def find_folder(model: str | Path) -> Path:
             return path
         if path.exists():
             raise ModelNotFoundError(f"{model} is a file; a model is a folder with a config.json")
-    except (OSError, RuntimeError) as error:  # too long a name, or no such user for ~user
+    except (OSError, RuntimeError) as error:  # the name is too long, or ~user does not exist
         raise ModelNotFoundError(f"there is no folder {shorten(str(model))}: {error}") from error
     name = str(model)
     if isinstance(model, Path) or name.startswith((".", "/", "~", "\\")) or name.count("/") > 1:
@@ -92,8 +92,8 @@ def _download(name: str) -> Path:
             f"there is no folder {name!r}, and the hub does not give out a model of this name: "
             f"{_first_line(error)}"
         ) from error
-    # Without a network this is an OSError or an error of the HTTP library's own, which changes
-    # from one version of huggingface_hub to the next.
+    # Without a network this is an OSError or an error of the HTTP library, which differs between
+    # versions of huggingface_hub.
     except Exception as error:
         raise ModelNotFoundError(
             f"there is no folder {name!r}, no model of this name was downloaded before, and the "
@@ -102,7 +102,7 @@ def _download(name: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; raises `DamagedModelError` with the place where it breaks."""
+    """Read a JSON object; raises `DamagedModelError` with the position of a syntax error."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -113,10 +113,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path) -> None:
-    """Look at every file that loading needs; raises `ModelNotFoundError`, `DamagedModelError`.
+    """Check every file that loading needs; raises `ModelNotFoundError`, `DamagedModelError`.
 
-    The numbers of config.json must lie in their ranges, and no part of the model may have more
-    layers than there are tensors, or be wider than there are weights.
+    The numbers of config.json must lie in their ranges. No part of the model may have more layers
+    than there are tensors, or be wider than the number of weights.
     """
     config = folder / "config.json"
     if not config.is_file():
@@ -183,7 +183,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _stays_inside(name: object) -> bool:
-    """Whether this is a relative path that does not leave the folder that it starts in."""
+    """True for a relative path that does not leave its folder."""
     if not isinstance(name, str) or not name:
         return False
     kinds = (PurePosixPath(name), PureWindowsPath(name))
@@ -193,7 +193,7 @@ def _stays_inside(name: object) -> bool:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # a name that no file can have: too long, a zero in it
+    except (OSError, ValueError):  # no valid file name: too long, or with a null character
         return False
 
 
@@ -209,7 +209,7 @@ def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def fingerprint_files(folder: Path) -> str:
-    """SHA-256 over the configuration and all weights, in hex; every part framed by its length."""
+    """SHA-256 in hex over the configuration and all weights; each part has its length in front."""
     digest = hashlib.sha256()
     for file in (folder / "config.json", *weight_files(folder)):
         digest.update(file.stat().st_size.to_bytes(8, "little"))

@@ -1,9 +1,9 @@
-"""Parts of a decoder in one compiled call each, in front of transformers' own modules.
+"""Parts of a decoder as one compiled call each, in place of transformers' own modules.
 
-A fused part is the `forward` of one module object and uses the packed weights of its children. The
-children stay where they are and can be called by themselves; the module's own forward, which
-calls them one by one, runs whenever fusion is switched off or the call is not a step over paged
-K/V. `headstart.models.swap` decides where a part fits.
+A fused part replaces the `forward` of one module object and uses the packed weights of its
+children. The children stay in place and can still be called. The module's own forward, which calls
+them one by one, runs if fusion is switched off or the call is not a step over paged K/V.
+`headstart.models.swap` decides which modules get a fused part.
 """
 
 import ctypes
@@ -29,9 +29,9 @@ __all__ = ["Angles", "FusedLayer", "FusedLayers", "FusedMLP", "FusedNorm", "Fusi
 
 @dataclass
 class FusionSwitch:
-    """One per model: whether fused parts are used, and where their attention goes.
+    """A model's switch for fused parts, and the backend of their attention.
 
-    Off, every child module is called by itself, so that it can be wrapped or replaced for a step.
+    If it is off, every child module is called, so that it can be wrapped or replaced for a step.
     """
 
     enabled: bool = True
@@ -104,9 +104,9 @@ class FusedMLP:
 class FusedLayer:
     """A whole decoder layer of the Llama and Qwen kind: two compiled calls around attention.
 
-    `options` is what the layer's own attention asks of the backend. Called with `kept_rows` int64
-    `[kept]`, it gives only these rows `[1, kept, hidden]`; K and V of all are written all the same.
-    Raises `LookupError` where the layer's children are not those of this kind.
+    `options` are the options of the layer's own attention. With `kept_rows` int64 `[kept]` it
+    returns only these rows `[1, kept, hidden]`; it still writes K and V of all rows. Raises
+    `LookupError` if the layer's children are not of this kind.
     """
 
     def __init__(self, layer: nn.Module, switch: FusionSwitch, options: AttentionOptions) -> None:
@@ -190,7 +190,7 @@ class FusedLayer:
         return out
 
     def compiled(self, tokens: int) -> CompiledCall | None:
-        """The layer's attention in this step for compiled code; None if it has to be called."""
+        """Structs for compiled code to run the layer's attention; None if it must call `attend`."""
         backend, dim = self._switch.backend, self.head_dim
         if backend is None:
             return None
@@ -198,7 +198,7 @@ class FusedLayer:
         return backend.compiled(self._layer_idx, rows, self._options)
 
     def fits(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether this is a step over paged K/V, with one angle for each row and place."""
+        """True for a step over paged K/V with one angle per row and head dim."""
         if self._switch.backend is None or not self._switch.enabled:
             return False
         if kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
@@ -214,9 +214,9 @@ class FusedLayer:
 
 
 class FusedLayers:
-    """All layers of one model, with their attention in one compiled call.
+    """All layers of one model with their attention as one compiled call.
 
-    One by one where they differ in width, or attention is not to be called from there.
+    Layers run one by one if their widths differ or compiled code cannot run their attention.
     """
 
     def __init__(self, layers: Sequence[FusedLayer]) -> None:
@@ -232,7 +232,7 @@ class FusedLayers:
             run.layer = layer.address
 
     def __call__(self, hidden: Tensor, angles: Angles, kept_rows: Tensor | None = None) -> Tensor:
-        """`[1, rows, hidden]` behind the last layer; of `kept_rows` alone, if given."""
+        """Output `[1, rows, hidden]` of the last layer; only of `kept_rows`, if given."""
         count = len(self._layers) - (kept_rows is not None)
         if self._alike and self._prepare(count, hidden, angles):
             hidden = hidden.clone(memory_format=torch.contiguous_format)
@@ -252,7 +252,7 @@ class FusedLayers:
         return hidden
 
     def _prepare(self, count: int, hidden: Tensor, angles: Angles) -> bool:
-        """Whether so many layers can be one call now; then its addresses are filled in."""
+        """True if `count` layers can run as one call now; fills in the call's addresses."""
         if not self._layers[0].fits(hidden, {"position_embeddings": angles}):
             return False
         for run, layer in zip(self._runs, self._layers[:count], strict=False):
@@ -267,7 +267,7 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def _norm_parts(module: nn.Module) -> tuple[Tensor, float]:
-    """Weight and epsilon of a norm that has nothing else; raises `LookupError`."""
+    """Weight and epsilon of a norm; raises `LookupError` if it has other parameters."""
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = tensors.pop("weight", None)
@@ -280,7 +280,7 @@ def _norm_parts(module: nn.Module) -> tuple[Tensor, float]:
 
 
 def _mlp_parts(module: nn.Module) -> dict[str, PackedLinear]:
-    """The three projections of a gated MLP that has nothing else; raises `LookupError`."""
+    """The three projections of a gated MLP; raises `LookupError` if it has other parts."""
     _expect(module, {"gate_proj", "up_proj", "down_proj"})
     gate, up, down = (_packed(module, f"{name}_proj") for name in ("gate", "up", "down"))
     if not (
@@ -301,7 +301,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _expect(module: nn.Module, names: set[str]) -> None:
-    """Children with weights are exactly these; others (an activation, a dropout) may be there."""
+    """Raise `LookupError` unless these are all children with weights; others are ignored."""
     found = {
         name
         for name, child in module.named_children()

@@ -1,10 +1,10 @@
-"""The likeliest token of rows of hidden states, without all of their logits.
+"""The greedy token of rows of hidden states, without computing all logits.
 
-A request without sampling, penalties or log-probabilities wants one token id of each row, for
-which an LM head in bfloat16 reads its whole weight: a seventh of what a lone decoding step of
-Qwen2.5-0.5B reads. A copy of it in 8 bits, half as large, says of every logit between which bounds
-it lies; only those that can be the largest are then computed from the weight itself. The answer is
-that of all logits, ties included: see `native/greedy_head.cpp` for the bounds and why.
+A request without sampling, penalties or log-probabilities needs one token id per row. For it an LM
+head in bfloat16 would read its whole weight: a seventh of the memory that a decoding step of one
+request reads in Qwen2.5-0.5B. An int8 copy, half as large, gives an interval for each logit; only
+candidates whose interval reaches the best lower bound are computed exactly. The result is the
+argmax of all logits, ties included; `native/greedy_head.cpp` derives the bounds.
 """
 
 import ctypes
@@ -20,15 +20,15 @@ from headstart.native.bindings import Screen
 __all__ = ["GreedyHead", "greedy_tokens"]
 
 _ALIGNMENT = 64
-_MOST_INPUTS = 32_768  # whose sums of 8-bit products fit in 32 bits
+_MOST_INPUTS = 32_768  # sums of this many 8-bit products fit in 32 bits
 _LONGEST_PAUSE = 255  # steps
 
 
 def greedy_tokens(logits: Tensor) -> list[int]:
-    """The first of the largest of each row of `logits` float32 `[rows, vocab]`.
+    """The argmax (the first of equals) of each row of `logits` float32 `[rows, vocab]`.
 
-    -1 for a row whose largest logit is not finite: one with NaN or +inf, or with nothing but -inf.
-    On a CPU by numpy, which looks at 16 numbers at a time; torch's own takes 12 times as long.
+    -1 for a row whose largest logit is not finite: one with NaN or +inf, or with only -inf. Uses
+    numpy on a CPU: its argmax is vectorised, torch's takes 12 times as long.
     """
     rows = logits.numpy() if logits.device.type == "cpu" else logits
     found: list[int] = rows.argmax(-1).tolist()  # the first NaN, if there is one
@@ -39,13 +39,14 @@ def greedy_tokens(logits: Tensor) -> list[int]:
 
 
 class GreedyHead:
-    """An LM head, without bias, whose logits nobody sees.
+    """An LM head without bias that returns greedy tokens instead of logits.
 
-    It takes half as much memory as `weight`, which must be there as long as it.
+    It takes half as much memory as `weight`, which must stay alive as long as this object.
 
-    Where the bounds are too wide (rows or weights with few numbers that are much larger than the
-    others) all logits are computed after all. After a step in which that was so for most rows, one
-    step does not try, then three, seven, up to 255; a step that needs it for fewer starts anew.
+    If the bounds are too wide (rows or weights with a few much larger elements), it computes all
+    logits. After a step in which most rows needed all logits, the next step skips the bounds; each
+    further such step lengthens the pause to 3, 7, up to 255 steps. A step in which fewer rows need
+    all logits resets it.
     """
 
     def __init__(self, weight: PackedWeight) -> None:
@@ -53,7 +54,7 @@ class GreedyHead:
         assert found is not None and weight.bias is None and weight.inputs <= _MOST_INPUTS
         self._choose = found.headstart_greedy_tokens
         self.weight = weight
-        """What the logits are the products with."""
+        """The LM head's weight."""
         size = found.headstart_screen_bytes(weight.outputs, weight.inputs)
         self._panels = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
         start = self._panels.data_ptr() + -self._panels.data_ptr() % _ALIGNMENT
@@ -62,14 +63,14 @@ class GreedyHead:
         self._exact = ctypes.addressof(weight.struct)
         found.headstart_screen(self._exact, self._screen, torch.get_num_threads())
         found.headstart_huge_pages(start, size)
-        self._pause = 0  # steps after the next that most rows need all logits in
-        self._waiting = 0  # steps until the next try
+        self._pause = 0  # length of the next pause, in steps
+        self._waiting = 0  # steps left of the current pause
 
     def choose(self, hidden: Tensor) -> list[int]:
-        """The first of the largest logits of each row of `hidden` bfloat16 `[rows, inputs]`.
+        """The greedy token of each row of `hidden` bfloat16 `[rows, inputs]`.
 
-        As `greedy_tokens` of `weight.multiply(hidden)`, -1 for a row whose largest logit is not
-        finite included.
+        Equal to `greedy_tokens` of `weight.multiply(hidden)`, including -1 for a row whose largest
+        logit is not finite.
         """
         self.weight.check_rows(hidden)
         if not len(hidden):

@@ -41,12 +41,12 @@ def load_model(
     device: str = "cpu",
     ready_memory: ReadyMemory | None = None,
 ) -> DecoderModel:
-    """A model by local path or hub name, checked and ready for a backend to be attached.
+    """Load and check a model by local path or hub name; a backend can then be attached.
 
-    `dtype` is one of auto (the checkpoint's, or see `fast_dtype`), float32, bfloat16, float16;
-    packed weights lie in `ready_memory` if that is given and fits them. Raises `ConfigError`,
-    `ModelNotFoundError`, `DamagedModelError` (the files), `UnsupportedModelError` (the
-    architecture); the cheap checks come first.
+    `dtype` is auto (see `fast_dtype`), float32, bfloat16 or float16. Packed weights lie in
+    `ready_memory` if it is given and large enough. Raises `ConfigError`, `ModelNotFoundError`,
+    `DamagedModelError` (the files), `UnsupportedModelError` (the architecture); the cheap checks
+    come first.
     """
     weights_dtype, wanted = find_dtype(dtype), find_device(device)
     folder = find_folder(model)

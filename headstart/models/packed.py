@@ -1,8 +1,8 @@
-"""Weights packed once for the compiled kernels, and the modules that multiply by them.
+"""Weights packed for the compiled kernels, and the modules that multiply by them.
 
-A `PackedWeight` is the one copy of its weight: the tensor that it was made from can go, since
-`unpack` gives it back bit for bit. Each row's result has the same bits alone, in any batch and on
-any number of threads; see `native/linear.h` for the layout.
+A `PackedWeight` is the only copy of its weight: the original tensor can be freed, since `unpack`
+restores it bit for bit. Each row's result has the same bits alone, in any batch and on any number
+of threads. `native/linear.h` describes the layout.
 """
 
 import ctypes
@@ -31,16 +31,16 @@ _ALIGNMENT = 4096
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers lie in memory as its dtype and strides say.
+    """True if a tensor's memory layout is the one that its dtype and strides describe.
 
-    A subclass of `Tensor` may hold them in another way: torchao's quantized weights say bfloat16
-    and hold integers and scales. Nothing but their own operations may read such a tensor.
+    A subclass of `Tensor` may have another layout: torchao's quantized weights report bfloat16 and
+    hold integers and scales. Only its own operations may read such a tensor.
     """
     return type(tensor) in (Tensor, nn.Parameter)
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether the kernels can take it: bfloat16 `[outputs, inputs]` on the CPU."""
+    """True if the kernels support this weight: bfloat16 `[outputs, inputs]` on the CPU."""
     return (
         has_memory(weight)
         and weight.dtype == torch.bfloat16
@@ -51,10 +51,10 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class Arena:
-    """Memory for many packed weights in one piece, so that large pages can lie behind it.
+    """One block of memory for many packed weights, so that the system can use huge pages.
 
-    They are asked for when it is full: the system then joins small pages while we work. Asked for
-    before, every first write waits until 2 MiB are cleared, which can take seconds in all.
+    Huge pages are requested when it is full: the system then merges small pages in the background.
+    Requested earlier, each first write would wait until 2 MiB are cleared: seconds in all.
     """
 
     def __init__(
@@ -69,23 +69,23 @@ class Arena:
         self._used = 0
 
     def take(self, size: int) -> Tensor:
-        """The next `size` bytes, beginning on a page."""
+        """The next `size` bytes, aligned to a page."""
         start = self._used + -(self._memory.data_ptr() + self._used) % _ALIGNMENT
         self._used = start + size
         assert self._used <= len(self._memory), "the arena was made for fewer weights"
         return self._memory[start : self._used]
 
     def close(self) -> None:
-        """Everything is written that will be."""
+        """Request huge pages; call it when all weights are written."""
         found = library()
         assert found is not None
         found.headstart_huge_pages(self._memory.data_ptr(), self._used)
 
 
 def map_pages(weights: Iterable[Tensor]) -> None:
-    """Map the pages of weights that lie in a file; reading them for the first time does it slowly.
+    """Map the pages of memory-mapped weights; page faults at first read are slower.
 
-    Nothing happens to weights in memory of their own, to subclasses of `Tensor`, or without the
+    Does nothing for weights in memory of their own, for subclasses of `Tensor`, or without the
     compiled kernels.
     """
     found = library()
@@ -95,7 +95,7 @@ def map_pages(weights: Iterable[Tensor]) -> None:
 
 
 class PackedWeight:
-    """A weight bfloat16 `[outputs, inputs]` in panels, with its bias `[outputs]` if it has one."""
+    """A weight bfloat16 `[outputs, inputs]` in panels, and its bias `[outputs]` or None."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, arena: Arena | None = None):
         found = library()
@@ -120,12 +120,12 @@ class PackedWeight:
             inputs=self.inputs,
             outputs=self.outputs,
         )
-        """What kernels take; it points into memory that this object owns."""
+        """The kernels' struct; it points into memory that this object owns."""
         self._address = ctypes.addressof(self.struct)
 
     @property
     def panels_address(self) -> int:
-        """Where the weight lies; the same for all that share it."""
+        """The address of the panels; equal for objects that share them."""
         return self._panels.data_ptr()
 
     def with_bias(self, bias: Tensor) -> "PackedWeight":
@@ -173,12 +173,12 @@ class PackedWeight:
         return out
 
     def unpack(self) -> Tensor:
-        """The weight that it was made from, as a new tensor `[outputs, inputs]`."""
+        """The original weight as a new tensor `[outputs, inputs]`."""
         return self.rows(torch.arange(self.outputs))
 
 
 class PackedLinear(nn.Module):
-    """In the place of an `nn.Linear`; it has no parameter `weight`."""
+    """Replaces an `nn.Linear`; it has no parameter `weight`."""
 
     def __init__(self, packed: PackedWeight) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """In the place of an `nn.Embedding` whose weight is also the LM head's."""
+    """Replaces an `nn.Embedding` that shares the LM head's weight."""
 
     def __init__(self, packed: PackedWeight) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
-"""A decoder that is nothing but embeddings, layers, a norm and an LM head, called part by part.
+"""A decoder of only embeddings, layers, a norm and an LM head, called part by part.
 
-What transformers does around these parts (masks, caches, outputs of all kinds) takes a millisecond
-a step, and answers more than is asked: logits where the likeliest token would do, and the last
-layer's rows where only some have logits. `headstart.models.simplify` says of which models this is
-all there is.
+transformers' code around these parts (masks, caches, output objects) takes a millisecond per step.
+It also computes more than needed: logits where the greedy token would do, and the last layer for
+rows that have no logits. `headstart.models.simplify` finds the models that have only these parts.
 """
 
 from typing import Any, NamedTuple
@@ -20,21 +19,21 @@ _FIRST_ANGLES = 1024  # positions
 
 
 class OtherKind(Exception):
-    """A model is not of the kind that is asked for; the text says what it has or does instead."""
+    """Raised for a model that is not a plain decoder; the text says what it has or does instead."""
 
 
 class Call(NamedTuple):
-    """A module's inputs by name, and what it gave."""
+    """A recorded call of a module: its inputs by name, and its output."""
 
     inputs: dict[str, Any]
     output: Any
 
 
 class AngleTable:
-    """Cosines and sines of positions, from a table that grows with the positions asked for.
+    """Cosines and sines of positions, from a table that grows with the largest position.
 
-    Up to `limit` positions, as some modules change their frequencies behind it; `module` is
-    transformers', see `independent`. `like` is of the dtype that is wanted.
+    At most `limit` positions, since some modules change their frequencies beyond it. `module` is
+    transformers' rotary embedding, see `independent`. `like` has the dtype of the result.
     """
 
     def __init__(self, module: nn.Module, limit: int, like: Tensor) -> None:
@@ -42,7 +41,7 @@ class AngleTable:
         self._table: Angles = (like.new_empty((0, 0)), like.new_empty((0, 0)))
 
     def independent(self) -> bool:
-        """Whether the module's result for a position does not hang on those beside it."""
+        """True if a position's angles are independent of the other positions in the batch."""
         some = torch.tensor([0, 1, self._limit // 2, self._limit - 1])
         alone = [self._angles(position.unsqueeze(0)) for position in some]
         return all(
@@ -76,7 +75,7 @@ class Stack(NamedTuple):
     norm: nn.Module
 
     def __call__(self, token_ids: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
-        """Rows `[rows, hidden]` behind the norm, of all tokens if `rows` is None."""
+        """Rows `[rows, hidden]` after the norm, of all tokens if `rows` is None."""
         hidden = self.embed(token_ids.unsqueeze(0))
         hidden = self.layers(hidden, self.angles(positions), rows)
         normed: Tensor = self.norm(hidden)
@@ -84,7 +83,7 @@ class Stack(NamedTuple):
 
 
 class PlainDecoder:
-    """Hidden rows of a decoder, and what its LM head says of them."""
+    """A decoder's hidden rows, and their logits or greedy tokens from its LM head."""
 
     def __init__(self, decoder: nn.Module, stack: Stack | None, head: GreedyHead) -> None:
         self._decoder: Any = decoder
@@ -92,7 +91,7 @@ class PlainDecoder:
         self._head = head
 
     def hidden(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """`[rows, hidden]` behind the last norm, of one flat batch; all int64, `rows` in order."""
+        """`[rows, hidden]` after the last norm, of one flat batch; all int64, `rows` ascending."""
         kept = None if len(rows) == len(token_ids) else rows
         with torch.inference_mode():
             if self._stack is not None:
@@ -111,16 +110,16 @@ class PlainDecoder:
             return self._head.weight.multiply(hidden).float()
 
     def choose(self, hidden: Tensor) -> list[int]:
-        """The likeliest token of each hidden row, the first of equals; -1 if none is finite."""
+        """The greedy token of each hidden row, the first of equals; -1 if it is not finite."""
         with torch.inference_mode():
             return self._head.choose(hidden)
 
 
 def find_stack(decoder: nn.Module, limit: int, calls: list[Call]) -> Stack:
-    """The parts of a text model by their names, if all of its layers are fused.
+    """The parts of a text model by their names, if all its layers are fused.
 
-    Positions up to `limit` are what it was made for; `calls` are those of its rotary angles in a
-    step. Raises `OtherKind`.
+    `limit` is the number of positions that it supports; `calls` are the calls of its rotary
+    embedding in one step. Raises `OtherKind`.
     """
     children = dict(decoder.named_children())
     if children.keys() != {"embed_tokens", "layers", "norm", "rotary_emb"}:
@@ -134,12 +133,12 @@ def find_stack(decoder: nn.Module, limit: int, calls: list[Call]) -> Stack:
     like = torch.empty(1, 1, fused[0].hidden_size, dtype=torch.bfloat16)
     angles = AngleTable(children["rotary_emb"], limit, like)
     if not angles.independent():
-        raise OtherKind("its angles for a position hang on those beside it")
+        raise OtherKind("its angles for a position depend on the other positions in the batch")
     return Stack(children["embed_tokens"], angles, FusedLayers(fused), children["norm"])
 
 
 def _check_angles(calls: list[Call], layers: list[FusedLayer]) -> None:
-    """Raise `OtherKind` unless the step's angles came about as `AngleTable` makes them."""
+    """Raise `OtherKind` unless the step's angles were computed as `AngleTable` computes them."""
     if len(calls) != 1:
         raise OtherKind(f"its angles are computed {len(calls)} times in a step")
     [(inputs, output)] = calls

@@ -1,9 +1,9 @@
-"""Memory for a model, got while torch is imported: needs neither torch nor transformers.
+"""Prefaults memory for a model while torch is imported; needs neither torch nor transformers.
 
 Importing them keeps one core busy for two seconds and more. Meanwhile a thread asks the system to
-read the weights' files, and for memory that their packed copy will lie in: every page of it must be
-cleared when it is first touched, which takes 2 us a page of 4 KB, and 10 us in a virtual machine
-whose host had taken the page back.
+read the weights' files ahead, and touches the memory for their packed copy. The system clears each
+page at its first touch, which takes 2 us per page of 4 KB, or 10 us in a virtual machine whose host
+had reclaimed the page.
 """
 
 import ctypes
@@ -18,17 +18,17 @@ from headstart.native import is_usable
 
 __all__ = ["ReadyMemory", "read_ahead"]
 
-_PIECE = 16 << 20  # bytes touched between two looks at whether to stop
-_SLACK = 1 << 20  # and a 32nd: packed, weights begin on pages and fill up panels
-# Mixtures of experts leave most weights in the file, and models larger than this wait for the disk.
-_MOST = 4  # of the machine's memory, the part that is got ahead at most
+_PIECE = 16 << 20  # bytes touched between two checks of whether to stop
+_SLACK = 1 << 20  # plus 1/32: packed weights are aligned to pages and padded to whole panels
+# Mixtures of experts leave most weights in the file, and larger models wait for the disk.
+_MOST = 4  # at most this fraction (1 / 4) of the machine's memory is prefaulted
 
 
 class ReadyMemory:
-    """Memory whose pages a thread touches until somebody takes it."""
+    """Memory whose pages a thread prefaults until `take` is called."""
 
     def __init__(self, size: int, files: list[Path]) -> None:
-        """The files are read first. `size` bytes are touched; some more, untouched, are there."""
+        """Reads the files first, then touches `size` bytes; some more, untouched, are allocated."""
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._memory = mmap.mmap(-1, size + size // 32 + _SLACK, flags=private)
         self._size = size
@@ -38,9 +38,9 @@ class ReadyMemory:
         self._thread.start()
 
     def take(self, size: int) -> mmap.mmap | None:
-        """Memory of at least `size` bytes, all zeros; None if there is less, or it was taken.
+        """Memory of at least `size` bytes, all zeros; None if it is smaller or already taken.
 
-        What was touched beyond them (weights that stay in the file) goes back to the system.
+        Touched pages beyond `size` (for weights that stay in the file) return to the system.
         """
         if self._taken or size > len(self._memory):
             return None
@@ -53,21 +53,21 @@ class ReadyMemory:
 
     def _touch(self) -> None:
         for file in self._files:
-            # Whoever loads the model will say that a file has gone.
+            # Loading the model reports a missing file later.
             with suppress(OSError), file.open("rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         for at in range(0, self._size, _PIECE):
             if self._taken:
                 break
-            ctypes.memset(start + at, 0, min(_PIECE, self._size - at))  # without Python's lock
+            ctypes.memset(start + at, 0, min(_PIECE, self._size - at))  # releases the GIL
 
 
 def read_ahead(model: str | Path, dtype: str, device: str) -> ReadyMemory | None:
-    """Memory for a model by path or hub name, by what its config says; None for a large one.
+    """Memory for the model of this path or hub name, sized by its config; None for a large one.
 
-    What `load_model` would be told is wrong with the files is told here, before anything is
-    imported. Raises `ModelNotFoundError`, `DamagedModelError`.
+    Checks the model's files as `load_model` does, before anything is imported. Raises
+    `ModelNotFoundError`, `DamagedModelError`.
     """
     folder = find_folder(model)
     check_files(folder)
@@ -82,5 +82,5 @@ def read_ahead(model: str | Path, dtype: str, device: str) -> ReadyMemory | None
 
 
 def _memory() -> int:
-    """Bytes of the machine."""
+    """Bytes of the machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

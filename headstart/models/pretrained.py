@@ -1,4 +1,4 @@
-"""transformers' models from files, for decoders and pipelines alike: one way to load weights."""
+"""Loads transformers' models from files, for decoders and pipelines alike."""
 
 import logging
 import platform
@@ -34,17 +34,17 @@ _DTYPES = {
 
 
 def find_dtype(name: str) -> str | torch.dtype:
-    """A dtype as transformers takes it, "auto" for the checkpoint's own; raises `ConfigError`."""
+    """The dtype of this name, or "auto" for the checkpoint's own; raises `ConfigError`."""
     if name != "auto" and name not in _DTYPES:
         raise ConfigError(f"dtype is {name!r}; it may be auto, {', '.join(_DTYPES)}")
     return _DTYPES.get(name, name)
 
 
 def fast_dtype(dtype: str | torch.dtype, folder: Path, device: torch.device) -> str | torch.dtype:
-    """`dtype`; float32 for "auto" where an x86 CPU has no products of the checkpoint's 16 bits.
+    """`dtype`, but float32 for "auto" on an x86 CPU without instructions for the 16-bit dtype.
 
-    There a prefill in bfloat16 takes 9 times as long as in float32. The checkpoint's dtype stays
-    where its weights would take more than half of the free memory in float32.
+    On such a CPU a prefill in bfloat16 takes 9 times as long as in float32. The checkpoint's dtype
+    is kept if its weights in float32 would take more than half of the free memory.
     """
     if dtype != "auto" or device.type != "cpu" or platform.machine() not in X86:
         return dtype
@@ -77,8 +77,8 @@ def find_device(name: str) -> torch.device:
 def load_config(folder: Path) -> PreTrainedConfig:
     """transformers' configuration of the model in `folder`.
 
-    Raises `DamagedModelError`, `UnsupportedModelError` for what transformers does not know, and
-    `OutOfMemoryError`.
+    Raises `DamagedModelError`, `UnsupportedModelError` for an architecture that transformers does
+    not have, and `OutOfMemoryError`.
     """
     raw = read_json(folder / "config.json")
     kind = raw.get("model_type")
@@ -91,7 +91,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    # What a wrong value raises depends on the architecture's own checks.
+    # The exception for a wrong value depends on the architecture's own checks.
     except Exception as error:
         if _is_out_of_memory(error):
             raise OutOfMemoryError(f"no memory to read {folder / 'config.json'}") from error
@@ -105,16 +105,16 @@ def load_config(folder: Path) -> PreTrainedConfig:
 def load_weights(
     from_pretrained: Callable[..., Any], folder: Path, **options: Any
 ) -> PreTrainedModel:
-    """A model of one of transformers' classes, from its `from_pretrained`; nothing is at random.
+    """Load a model of a transformers class with `from_pretrained`; no parameter stays random.
 
-    Raises `DamagedModelError` where weights and configuration differ, `UnsupportedModelError`
-    where a package is missing, and `OutOfMemoryError`.
+    Raises `DamagedModelError` if weights and configuration differ, `UnsupportedModelError` if a
+    package is missing, and `OutOfMemoryError`.
     """
     try:
         loaded: Any = from_pretrained(
             folder,
             local_files_only=True,
-            ignore_mismatched_sizes=True,  # told by name and shape below
+            ignore_mismatched_sizes=True,  # reported by name and shape below
             output_loading_info=True,
             **options,
         )
@@ -136,6 +136,6 @@ def load_weights(
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out. On a CPU torch tells that by the text of a RuntimeError alone."""
+    """True if memory ran out; on a CPU torch raises a RuntimeError with this text only."""
     kinds = (MemoryError, torch.OutOfMemoryError)
     return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate" in str(error)

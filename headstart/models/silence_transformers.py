@@ -1,4 +1,4 @@
-"""Silence while transformers loads something: we check and raise what it would print."""
+"""Silences transformers while it loads; headstart checks and raises what it would print."""
 
 import warnings
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _SILENT = 50  # logging.CRITICAL
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Without transformers' progress bars and log lines; the caller's settings come back."""
+    """A context without transformers' progress bars and log lines; restores the settings."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(_SILENT)
     logging.disable_progress_bar()

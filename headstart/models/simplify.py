@@ -1,13 +1,13 @@
-"""Finds out whether a loaded decoder is a `PlainDecoder`: by looking, then by numbers.
+"""Checks if a loaded decoder is a `PlainDecoder`: by its structure, then by its results.
 
-- One step through transformers shows how the model calls its decoder, and that its angles.
-- Rows of many sizes in the place of the decoder's own must leave the model as the LM head's
-  products and nothing else: no capping, no scaling, no tokens taken out.
-- A step of a few tokens over paged K/V must give the same hidden rows, bit for bit, part by part
-  as through transformers.
+- One recorded step shows how the model calls its decoder, and the decoder its rotary embedding.
+- With rows of many magnitudes in place of the decoder's own, the model's logits must be the LM
+  head's products and nothing else: no capping, no scaling, no tokens removed.
+- A step of a few tokens over paged K/V must give bitwise equal hidden rows, part by part and
+  through transformers.
 
-Foreign parts are called here only as the model was seen to call them. So no error of theirs is
-expected and none is caught: what is raised here is a mistake of ours.
+The model's modules are called here only as the model itself calls them. So they are not expected to
+raise, and no exception is caught: one would be a bug of headstart.
 """
 
 import inspect
@@ -29,18 +29,18 @@ __all__ = ["simplify"]
 
 _TOKENS = 5
 _BLOCK = 4
-_KEPT = (1, 4)  # rows of the step whose logits are asked for
+_KEPT = (1, 4)  # rows of the step whose logits are computed
 _FIRST_POSITION = 7
-# Logits up to some thousands, where a cap that lets small ones through would show.
+# Logits up to some thousands, where a cap shows that leaves small logits unchanged.
 _SIZES = (1e-3, 1.0, 30.0, 1000.0, 1.0)
 
 _log = logging.getLogger(__name__)
 
 
 def simplify(model: DecoderModel) -> None:
-    """Set `model.plain` if the model is one, and `model.fallback_reason` to why not all of it is.
+    """Set `model.plain` for a plain decoder, and `model.fallback_reason` if parts are not plain.
 
-    Before a backend is attached.
+    Call it before a backend is attached.
     """
     try:
         head = _find_head(model)
@@ -104,7 +104,7 @@ def _find_plain(model: DecoderModel, head: PackedLinear) -> None:
 
 @contextmanager
 def _watch(module: nn.Module | None, calls: list[Call]) -> Iterator[None]:
-    """Note how a module is called; its inputs by name, whichever way they come."""
+    """Record a module's calls, with positional and keyword inputs by name."""
     if module is None:
         yield
         return
@@ -125,7 +125,7 @@ def _own_rows(
 ) -> Tensor:
     """The decoder's rows in a step.
 
-    Raises `OtherKind` if the model does more than to call it and to multiply its rows by the head.
+    Raises `OtherKind` if the model does more than call its decoder and multiply by the head.
     """
     generator = torch.Generator().manual_seed(0)
     sizes = torch.tensor(_SIZES).unsqueeze(1)

@@ -1,13 +1,13 @@
-"""Puts packed and fused parts into a loaded model, each checked against what it replaces.
+"""Puts packed and fused parts into a loaded model, each checked against the original part.
 
-1. Every plain `nn.Linear` becomes a `PackedLinear`, one weight at a time, so that never more than
-   one of them is there twice; so does an `nn.Embedding` that shares the LM head's weight.
-2. Norms, MLPs and whole decoder layers whose children look like Llama's get a fused forward.
+1. Every plain `nn.Linear` becomes a `PackedLinear`, and an `nn.Embedding` that shares the LM head's
+   weight a `PackedEmbedding`. Weights are packed one at a time: at most one is in memory twice.
+2. Norms, MLPs and whole decoder layers with the same children as Llama's get a fused forward.
 
-Names and children say where a part could fit; whether it does is asked of numbers: a few rows
-through both. A part that differs by more than rounding (a scaled residual, `1 + weight`, another
-pairing of rotated halves) is left as it was. A model that does not run with packed weights, since
-something else reads them, gets all of them back.
+Names and children select candidates; a few rows through both parts confirm them. A part that
+differs by more than rounding (a scaled residual, `1 + weight`, another pairing of rotated halves)
+is left as it was. A model that does not run with packed weights, since other code reads them, gets
+all of them back.
 """
 
 from collections import defaultdict
@@ -39,15 +39,15 @@ __all__ = ["accelerate"]
 
 _ROWS = 3
 _PROMPT = 5
-# Two right answers in bfloat16 lie apart by less than this part of their size, wrong ones by more.
+# Two correct results in bfloat16 differ by less than this part of their norm, wrong ones by more.
 _NEAR = 0.03
 
 
 def accelerate(model: PreTrainedModel, ready_memory: ReadyMemory | None = None) -> FusionSwitch:
-    """Pack and fuse what can be; the switch is the model's own.
+    """Pack weights and fuse modules where possible; returns the model's fusion switch.
 
-    Packed weights lie in `ready_memory` if that is given and fits them. Nothing happens without the
-    compiled kernels, on another device than the CPU or in another dtype than bfloat16.
+    Packed weights lie in `ready_memory` if it is given and large enough. Does nothing without the
+    compiled kernels, on a device other than the CPU or in a dtype other than bfloat16.
     """
     switch = FusionSwitch()
     if library() is None or model.dtype != torch.bfloat16 or model.device.type != "cpu":
@@ -67,12 +67,12 @@ def accelerate(model: PreTrainedModel, ready_memory: ReadyMemory | None = None) 
 
 
 def _logits(model: PreTrainedModel) -> Tensor | None:
-    """Of a few tokens; None where the model does not run."""
+    """Logits of a few tokens; None if the model does not run."""
     tokens = torch.arange(_PROMPT) % model.config.get_text_config().vocab_size
     try:
         return forward_rows(model, tokens, torch.arange(_PROMPT), torch.arange(_PROMPT))
-    # What a model raises that misses a weight, whose code was made for nn.Linear alone, or that
-    # the probe will refuse, whose text says why.
+    # The model misses a weight, works only with nn.Linear, or is one that the probe refuses later
+    # with its reason.
     except Exception:
         return None
 
@@ -80,12 +80,12 @@ def _logits(model: PreTrainedModel) -> Tensor | None:
 def _runs_alike(found: Tensor | None, expected: Tensor) -> bool:
     if found is None:
         return False
-    # Rounding grows with depth, and of experts that nearly tie another may be chosen.
+    # Rounding error grows with depth, and a near tie of experts may be decided the other way.
     return float(_apart(found, expected).median()) < 10 * _NEAR
 
 
 def _apart(found: Tensor, expected: Tensor) -> Tensor:
-    """Per row, the size of the difference over the size of what is expected."""
+    """Per row, the norm of the difference divided by the norm of `expected`."""
     size = expected.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     apart: Tensor = (found.float() - expected.float()).norm(dim=-1) / size
     return apart
@@ -96,9 +96,9 @@ def _near(found: Tensor, expected: Tensor) -> bool:
 
 
 def _pack(model: PreTrainedModel, ready_memory: ReadyMemory | None) -> int:
-    """Swap plain linear layers, and embeddings that share their weight; the bytes of the weights.
+    """Pack plain linear layers and embeddings that share their weight; returns the weights' bytes.
 
-    One weight at a time, so that no other is in memory twice.
+    Packs one weight at a time, so that at most one is in memory twice.
     """
     users: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     weights: dict[int, Tensor] = {}
@@ -144,7 +144,7 @@ def _swap_weight(weight: Tensor, places: list[tuple[nn.Module, str]], arena: Are
 
 
 def _unpack(model: PreTrainedModel) -> None:
-    """Plain modules again, those of one packed weight sharing one parameter."""
+    """Restore plain modules; modules of one packed weight share one parameter."""
     made: dict[int, nn.Parameter] = {}
 
     def weight(packed: PackedWeight) -> nn.Parameter:
@@ -168,10 +168,10 @@ def _unpack(model: PreTrainedModel) -> None:
 
 
 def _leave_file(model: PreTrainedModel, packed_bytes: int) -> None:
-    """Memory of their own for what is left: the last view of a mapped file keeps all of it.
+    """Copy unpacked weights out of their mapped file, since any view keeps the whole file mapped.
 
-    Not where more is left than was packed (experts of a mixture): those stay in the file.
-    Subclasses of `Tensor` stay as they are.
+    If more bytes are left than were packed (experts of a mixture), they stay in the file.
+    Subclasses of `Tensor` are not copied.
     """
     left = list(filter(has_memory, (*model.parameters(), *model.buffers())))
     if sum(tensor.nbytes for tensor in left) < packed_bytes:
@@ -181,13 +181,13 @@ def _leave_file(model: PreTrainedModel, packed_bytes: int) -> None:
 
 
 def _fuse(model: PreTrainedModel, switch: FusionSwitch) -> None:
-    # From the outside in: what lies inside a fused layer is never called by itself.
+    # From the outside in: modules inside a fused layer are not called.
     with _plain_attention(model) as asked:
         for module in model.modules():
             for fuse in (_fuse_layer, _fuse_mlp, _fuse_norm):
                 try:
                     fused = fuse(module, switch, asked)
-                except (LookupError, AttributeError):  # its children are others
+                except (LookupError, AttributeError):  # it has other children
                     continue
                 if fused is not None:
                     module.forward = fused
@@ -200,8 +200,8 @@ _Asked = list[AttentionOptions]
 def _fuse_norm(module: nn.Module, _: FusionSwitch, __: _Asked) -> Callable[..., Any] | None:
     fused = FusedNorm(module)
     width = next(module.parameters()).shape[0]
-    rows = _noise(_ROWS, width) + 1  # a mean, which some norms take off
-    rows *= torch.tensor([[1.0], [1e-3], [1e3]], dtype=rows.dtype)  # where epsilon shows
+    rows = _noise(_ROWS, width) + 1  # a mean, which some norms subtract
+    rows *= torch.tensor([[1.0], [1e-3], [1e3]], dtype=rows.dtype)  # so that epsilon shows
     expected = _call(module, rows)
     return fused if expected is not None and _near(fused(rows), expected) else None
 
@@ -219,7 +219,7 @@ def _fuse_layer(module: nn.Module, switch: FusionSwitch, asked: _Asked) -> Fused
     test = FusionSwitch(backend=_PlainBackend())
     first = FusedLayer(module, test, AttentionOptions(1.0))  # raises where it cannot fit
     rows = _noise(_PROMPT, first.hidden_size).unsqueeze(0)
-    # Small beside what the layer adds to it, so that this is what is compared.
+    # Small compared with the layer's update, so that the update dominates the comparison.
     rows *= 2.0**-6
     angles = torch.rand(_PROMPT, first.head_dim // 2, generator=_generator()) * 6
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(0)
@@ -237,16 +237,16 @@ def _fuse_layer(module: nn.Module, switch: FusionSwitch, asked: _Asked) -> Fused
 
 
 def _call(module: nn.Module, *inputs: Tensor, **more: Any) -> Tensor | None:
-    """A module's own answer; None if it gives more, or wants to be called in another way."""
+    """A module's output; None if it is not one tensor, or if the call fails."""
     try:
         found = module(*inputs, **more)
-    except Exception:  # whatever a module raises that lacks an input
+    except Exception:  # a module that lacks an input may raise anything
         return None
     return found if isinstance(found, Tensor) else None
 
 
 class _PlainBackend:
-    """Causal attention over one short prompt, the same for the fused layer as for its own."""
+    """Causal attention over one short prompt, for the fused and the original layer."""
 
     def begin_step(self, plan: object) -> None: ...
 
@@ -269,7 +269,7 @@ class _PlainBackend:
 
 @contextmanager
 def _plain_attention(model: PreTrainedModel) -> Iterator[_Asked]:
-    """For a while the model's attention is `_PlainBackend`'s; the options it was asked for."""
+    """A context in which `_PlainBackend` is the model's attention; yields its layers' options."""
     asked: _Asked = []
 
     def function(call: AttentionCall) -> Tensor:

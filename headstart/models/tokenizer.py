@@ -1,4 +1,4 @@
-"""Loading a model's tokenizer: find its files, read them, and say which one is broken."""
+"""Loads a model's tokenizer; names the file that is missing or broken."""
 
 from pathlib import Path
 
@@ -10,18 +10,18 @@ from headstart.models.silence_transformers import silence_transformers
 
 __all__ = ["load_tokenizer"]
 
-# Any one of these holds a vocabulary. transformers must not be asked without one: for some
-# architectures it makes up a tokenizer of a single token instead of an error.
+# Each of these files holds a vocabulary. Without one transformers does not always raise: for some
+# architectures it makes a tokenizer of a single token.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model")
 _SETTINGS = "tokenizer_config.json"
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a model by local path or hub name, None if the model came without one.
+    """Load a model's tokenizer by local path or hub name; None if the model has none.
 
     Raises `ModelNotFoundError` (no such folder, no such name, no network), `DamagedModelError`
-    (a file is broken, or settings are there and the vocabulary is not) or
-    `UnsupportedModelError` (it needs code of its own, or a package that is missing).
+    (a file is broken, or there are settings without a vocabulary) or `UnsupportedModelError` (it
+    needs code of its own, or a package that is missing).
     """
     folder = find_folder(model)
     has_settings = (folder / _SETTINGS).is_file()

@@ -1,10 +1,10 @@
-"""Images for a model that sees: from a picture to the embeddings that its placeholders take.
+"""Images for a vision model: from a picture to the embeddings of its placeholders.
 
 transformers does the work: its image processors (on Pillow) make pixel values, the model's own
-vision tower and projection make embeddings of them. What is ours is how many placeholders an
-image has and which tokens stand around them, for the families that we serve:
+vision tower and projection make embeddings. headstart decides how many placeholders an image has
+and which tokens stand around them, for these families:
 
-    llava                  all images are cropped to one size: one row a patch
+    llava                  all images are cropped to one size: one row per patch
     qwen2_vl, qwen2_5_vl   a grid of patches that follows the image's size, merged 2 × 2;
                            M-RoPE gives each token a place in time, height and width
     idefics3, smolvlm      the image in tiles, each with tokens that say its row and column,
@@ -36,9 +36,9 @@ INSTALL = "pip install 'headstart[vision]'"
 
 @dataclass(frozen=True, eq=False)
 class ProcessedImage:
-    """An image as the vision tower takes it.
+    """An image, ready for the vision tower.
 
-    inputs: by the tower's argument names, None if they are made of `pixels` when it is encoded.
+    inputs: the tower's arguments by name; None if encoding makes them from `pixels`.
     shape: the grid of its patches or tiles; images of equal shape have equal placeholders.
     num_rows: its embeddings.
     """
@@ -50,26 +50,26 @@ class ProcessedImage:
 
 
 class PlacedImage(NamedTuple):
-    """An image of this shape has its first placeholder at `offset`."""
+    """The place of an image in a prompt: its shape, and the offset of its first placeholder."""
 
     offset: int
     shape: tuple[int, ...]
 
 
 class _Family(Protocol):
-    """What differs between the models."""
+    """The differences between model families."""
 
     def arguments(self, image: Any) -> dict[str, Any]:
-        """What the image processor is called with."""
+        """The image processor's arguments."""
 
     def shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """The image's shape, from what the processor gave."""
+        """The image's shape, from the processor's output."""
 
     def expand(self, shape: tuple[int, ...]) -> list[int]:
-        """The tokens that take the place of one placeholder."""
+        """The tokens that replace one placeholder."""
 
     def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
-        """Position ids int64 `[axes, tokens]` of a prompt, None where they are 0, 1, 2, ..."""
+        """Position ids int64 `[axes, tokens]` of a prompt, None if they are 0, 1, 2, ..."""
 
 
 class _Fixed:
@@ -78,7 +78,7 @@ class _Fixed:
     def __init__(self, model: PreTrainedModel, _: PreTrainedTokenizerBase | None) -> None:
         self._token = int(model.config.image_token_id)
         self._patch = int(model.config.vision_config.patch_size)
-        self.extra_rows = 0  # a class token kept, or a first patch cut; found out at load
+        self.extra_rows = 0  # +1 for a kept class token, -1 for a cut first patch; set at load
 
     def arguments(self, image: Any) -> dict[str, Any]:
         return {"images": [image]}
@@ -115,10 +115,10 @@ class _Grid:
         return int(np.prod(shape)) // self._merge**2
 
     def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
-        """Text counts on all axes alike; an image counts its frames, rows and columns from where
-        the text before it ended, and the text after it goes on behind the longest of them.
+        """Text counts on all axes alike. An image counts its frames, rows and columns from the end
+        of the text before it; the text after it continues after the longest of these axes.
 
-        As the model's `get_rope_index`, which cannot tell two images apart that touch.
+        Equal to the model's `get_rope_index`, which cannot separate two adjacent images.
         """
         parts: list[Tensor] = []
         at = place = 0
@@ -135,7 +135,7 @@ class _Grid:
 
 
 class _Tiles:
-    """Idefics3 and SmolVLM: rows and columns of tiles, then the whole image small."""
+    """Idefics3 and SmolVLM: rows and columns of tiles, then a small copy of the whole image."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         if tokenizer is None:
@@ -187,7 +187,7 @@ VISION_MODELS = frozenset(_FAMILIES)
 
 
 class VisionModel:
-    """The part of a model that sees. Everything but `fingerprint` is stateless."""
+    """The vision part of a model. Everything but `fingerprint` is stateless."""
 
     def __init__(
         self, decoder: DecoderModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None
@@ -204,27 +204,27 @@ class VisionModel:
         self.image_token_id = int(model.config.image_token_id)
         self._family: _Family = _FAMILIES[model.config.model_type](model, tokenizer)
         self.bytes_per_row = self._try()
-        """Memory of one embedding."""
+        """Bytes of one embedding."""
 
     def process(self, image: Any) -> ProcessedImage:
-        """An image (Pillow, RGB) made ready. Raises ValueError where the processor does."""
+        """Process an image (Pillow, RGB). Raises ValueError if the image processor does."""
         found = self._processor(**self._family.arguments(image), return_tensors="pt")
         shape = self._family.shape(found)
         inputs = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         return ProcessedImage(inputs, shape, self.expand(shape).count(self.image_token_id))
 
     def recall(self, image: Any, shape: tuple[int, ...]) -> ProcessedImage:
-        """An image whose shape is known: it is processed if it is encoded, and not before."""
+        """An image of known shape; it is processed only if it is encoded."""
         return ProcessedImage(None, shape, self.expand(shape).count(self.image_token_id), image)
 
     def expand(self, shape: tuple[int, ...]) -> list[int]:
-        """The token ids that take the place of the placeholder of an image of this shape."""
+        """The token ids that replace the placeholder of an image of this shape."""
         return self._family.expand(shape)
 
     def encode(self, image: ProcessedImage) -> Tensor:
         """The embeddings of its placeholders `[rows, hidden]`, in the dtype of the weights.
 
-        One image at a time, so that its embeddings do not depend on what else is encoded.
+        Takes one image at a time, so that embeddings do not depend on other images.
         """
         device, dtype = self._model.device, self._model.dtype
         made = image.inputs if image.inputs is not None else self.process(image.pixels).inputs
@@ -239,19 +239,19 @@ class VisionModel:
         return rows
 
     def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
-        """Position ids int64 `[axes, tokens]` of a prompt with images in it, in their order.
+        """Position ids int64 `[axes, tokens]` of a prompt with `images`, which are in order.
 
-        None for a model that counts 0, 1, 2, ... whatever the tokens are. A generated token at
-        place p has the position p + `table.max()` + 1 - `num_tokens`.
+        None for a model whose positions are always 0, 1, 2, ... A generated token at index p has
+        the position p + `table.max()` + 1 - `num_tokens`.
         """
         return self._family.positions(num_tokens, images)
 
     def fingerprint(self) -> bytes:
-        """SHA-256 over all that shapes an embedding but the image: weights, configuration, dtype,
-        processor, version of transformers. Reads all weights on the first call.
+        """SHA-256 over all that determines embeddings except the image: weights, configuration,
+        dtype, processor, version of transformers. Reads all weights on the first call.
         """
         if self._fingerprint is None:
-            # Weights from their files: those in memory may be packed, or cast, or both.
+            # From the weights' files: weights in memory may be packed, cast, or both.
             parts = [transformers.__version__, str(self._model.dtype), self._decoder.fingerprint()]
             parts.append(type(self._processor).__name__)
             settings = _without_places(self._processor.to_dict())
@@ -264,7 +264,7 @@ class VisionModel:
         return self._fingerprint
 
     def _try(self) -> int:
-        """Bytes of one embedding of a blank image, once it is clear that there are any."""
+        """Encode a blank image; returns the bytes of one embedding."""
         blank = np.zeros((64, 64, 3), dtype=np.uint8) + 99
         name = type(self._model).__name__
         try:
@@ -291,7 +291,7 @@ class VisionModel:
 def load_vision(
     decoder: DecoderModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> VisionModel | None:
-    """The seeing part of a model that was loaded from a folder, None if it has none.
+    """The vision part of a model that was loaded from a folder, None if it has none.
 
     Raises `DamagedModelError` or `UnsupportedModelError`.
     """
@@ -301,7 +301,7 @@ def load_vision(
 
 
 def _without_places(settings: Any) -> Any:
-    """Settings without the name of the folder that they were read from."""
+    """Settings without the path of the folder that they were read from."""
     if not isinstance(settings, dict):
         return settings
     return {
@@ -315,7 +315,7 @@ def _load_processor(folder: Path) -> Any:
             return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
     except ImportError as error:
         raise UnsupportedModelError(f"images need Pillow: {INSTALL} ({error})") from error
-    # OSError, ValueError, KeyError: whatever a settings file can lack.
+    # A damaged settings file raises OSError, ValueError, KeyError and more.
     except Exception as error:
         raise DamagedModelError(
             f"the image processor in {folder} cannot be loaded: {type(error).__name__}: {error}"

@@ -108,7 +108,9 @@ def test_angles_that_hang_on_other_rows_are_left_to_the_model() -> None:
     model.model.rotary_emb = Shrinking(model.config)
     decoder = paged(model).decoder
     assert decoder.plain is not None and decoder.plain._stack is None
-    assert decoder.fallback_reason == "its angles for a position hang on those beside it"
+    assert decoder.fallback_reason == (
+        "its angles for a position depend on the other positions in the batch"
+    )
 
 
 @pytest.mark.parametrize("reason", ["adapters", "embeddings"])

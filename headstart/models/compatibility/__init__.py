@@ -1,1 +1,1 @@
-"""Checks of a loaded model: does it give the same logits over paged K/V?"""
+"""Checks that a loaded model gives the same logits over paged K/V."""

@@ -1,12 +1,12 @@
 """Checks that a model takes positions from `position_ids` alone, up to its last position.
 
 A batch holds rows of many sequences, so the index of a row in the batch is not its position. Some
-layers use that index all the same, plus the length of transformers' cache. Llama 4 does: its layers
-without rotary angles scale their queries by it, which shows from position 8,192 on.
+layers nevertheless use that index plus the length of transformers' cache. In Llama 4, layers
+without rotary angles scale their queries by it, with a visible effect from position 8,192 on.
 
-The oracle is transformers' own decoding: the last rows of the longest sequence, behind a cache that
+The oracle is transformers' own decoding: the last rows of the longest sequence, with a cache that
 reports all earlier tokens. The same rows without a cache, with the same `position_ids`, must give
-attention the same queries, keys and values. In both passes each row attends to itself alone, so the
+attention the same queries, keys and values. In both passes each row attends only to itself, so the
 earlier tokens need not exist.
 """
 
@@ -28,7 +28,7 @@ _PARTS = 4  # queries, keys, values, scaling
 
 
 _Recorded = list[tuple[str, Tensor]]
-"""What the layers gave attention, `_PARTS` for each call, and the logits; rows come first."""
+"""The layers' inputs to attention, `_PARTS` per call, then the logits; the first axis is rows."""
 
 
 class _CacheBehind(DynamicCache):
@@ -43,7 +43,7 @@ class _CacheBehind(DynamicCache):
 
 
 class _AttendToSelf:
-    """An attention function by which each row sees itself alone; records its inputs."""
+    """An attention function in which each row sees only itself; records its inputs."""
 
     def __init__(self) -> None:
         self.asked: _Recorded = []
@@ -111,7 +111,7 @@ def _run(
 
 
 def _apart(found: Tensor, expected: Tensor) -> float:
-    """The largest part by which a row of `found` differs from that of `expected`."""
+    """The largest relative difference between a row of `found` and of `expected`."""
     if torch.equal(found, expected):
         return 0.0
     size = expected.double().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)

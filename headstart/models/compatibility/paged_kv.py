@@ -1,16 +1,16 @@
-"""Can this model run over paged K/V? Asked of the model itself, before it serves anyone.
+"""Checks that a loaded model runs correctly over paged K/V, before it serves requests.
 
-1. Its configuration: some kinds of layer keep a state that is no K and V of single tokens.
-2. One recorded pass, attention replaced by zeros: how wide each layer's K and V are, and which
-   mask each layer wants, which must be exactly the one that we work out from positions.
-3. A prompt through transformers' own attention, and through ours cut in pieces, beside copies
-   of its head cut otherwise. Whatever a model keeps between tokens outside of K and V
-   (convolutions, recurrences, relative biases, shared layers) makes the two differ.
+1. Its configuration: some kinds of layer keep state other than per-token K and V.
+2. One recorded pass with attention replaced by zeros: gives the widths of each layer's K and V, and
+   each layer's mask, which must equal the mask that we compute from positions.
+3. A prompt through transformers' own attention, and through ours cut into chunks, next to copies
+   of its beginning with other cuts. The results differ if a model keeps any state between tokens
+   outside K and V (convolutions, recurrences, relative biases, shared layers).
 4. A few rows at the last positions of a model (`far_positions.py`), which must not depend on the
    index of a row in the batch.
 
-How far two right answers may lie apart depends on depth, width and dtype, so it is measured: the
-same step again, each layer's attention changed by two units in the last place.
+The tolerance depends on depth, width and dtype, so it is measured: the same step again, with each
+layer's attention changed by two units in the last place.
 """
 
 from collections import Counter
@@ -49,20 +49,20 @@ _WHY_NOT = {
     "hybrid_sliding": "it keeps a recurrent state beside K and V",
 }
 
-# Where the self-check's prompt and the copies of its head are cut: whole heads first, then one row
-# each (all of which must find what came before in memory, or not at all), then the rest.
+# Cuts of the self-check's prompt and of the copies of its beginning: first the beginnings, then
+# one row each (which reads all earlier tokens from memory), then the rest.
 _CUTS = ((0, 7, 8, 24), (0, 5, 6, 13), (0, 2, 3, 9), (0, 9, 10, 12), (0, 12, 13, 17))
 _BLOCK = 4
-# A row that went wrong before the LM head shows in any part of its logits.
+# An error before the LM head shows in any part of a row's logits.
 _LOGITS = 8192
-# Rounding may be this many times what two units in the last place of attention do ...
+# Rounding may be this many times the effect of two units in the last place of attention ...
 _NOISE_FACTOR = 4.0
-# ... in all but this part of a step's rows: a near tie of two experts may fall either way.
+# ... in all but this share of a step's rows: a near tie of two experts may be decided either way.
 _LENIENT_ROWS = 0.25
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Refuse what the configuration alone rules out; raises `UnsupportedModelError`."""
+    """Raise `UnsupportedModelError` if the configuration alone rules out paged K/V."""
     name = type(config).__name__.removesuffix("Config")
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
@@ -77,7 +77,7 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def probe_model(model: PreTrainedModel) -> tuple[LayerLayout, ...]:
-    """The K/V layout of every layer, of a model that has passed all checks.
+    """Run all checks; returns the K/V layout of every layer.
 
     Leaves the model with transformers' eager attention. Raises `UnsupportedModelError`.
     """
@@ -103,7 +103,7 @@ def _check_forward(model: PreTrainedModel) -> None:
 
 @dataclass
 class _Call:
-    """What one layer asked of attention in the recorded pass."""
+    """One layer's call of attention in the recorded pass."""
 
     layer_idx: int
     layout: LayerLayout
@@ -114,7 +114,7 @@ class _Call:
 
 @dataclass
 class _Recorder:
-    """An attention function that answers zeros and keeps what it was asked."""
+    """An attention function that returns zeros and records its calls."""
 
     calls: list[_Call] = field(default_factory=list)
 
@@ -158,14 +158,14 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def _mask_marker(*, mask_function: MaskFunction, q_length: int, kv_length: int, **_: Any) -> Tensor:
-    """In place of a mask: an empty one that carries the rule it would be made by."""
+    """An empty mask that carries the rule from which transformers would make the real one."""
     marker = torch.zeros((1, 1, q_length, kv_length))
     marker.headstart_rule = mask_function  # type: ignore[attr-defined]
     return marker
 
 
 def _check_mask(model: PreTrainedModel, call: _Call) -> None:
-    """Compare the layer's own mask with causality and its sliding window, at far positions too."""
+    """Compare the layer's own mask with a causal sliding window, also at far positions."""
     where = f"layer {call.layer_idx} of {type(model).__name__}"
     if not call.is_causal:
         raise UnsupportedModelError(f"{where} is not causal: it sees tokens after its own")
@@ -199,7 +199,7 @@ def _check_mask(model: PreTrainedModel, call: _Call) -> None:
 
 
 class _Step(NamedTuple):
-    """One step of the self-check: its plan, and the place in the prompt of each row."""
+    """One step of the self-check: its plan, and each row's position in the prompt."""
 
     plan: StepPlan
     places: Tensor
@@ -225,7 +225,7 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
     limit = _NOISE_FACTOR * float(noise.median()) + floor
     for step, found in zip(steps, logits, strict=True):
         apart = _rows_apart(found, expected[step.places])
-        wrong = ~(apart <= limit)  # so that NaN is wrong
+        wrong = ~(apart <= limit)  # not `apart > limit`, which is false for NaN
         if float(wrong.float().mean()) > _LENIENT_ROWS:
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not give the same over paged K/V, cut in pieces, "
@@ -236,7 +236,7 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
 
 
 def _steps(device: torch.device) -> tuple[list[_Step], int]:
-    """The steps, every sequence over blocks of its own, out of order; and how many blocks."""
+    """The steps and the number of blocks; each sequence has its own blocks, in shuffled order."""
     needed = [-(-cuts[-1] // _BLOCK) for cuts in _CUTS]
     blocks = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(0)).tolist()
     ends = list(accumulate(needed))
@@ -275,7 +275,7 @@ def _through(
 
 
 class _Shaken:
-    """An attention function whose results are off by two units in the last place."""
+    """An attention function whose results are perturbed by two units in the last place."""
 
     def __init__(self, function: AttentionFunction, dtype: torch.dtype) -> None:
         self._function = function
@@ -289,7 +289,7 @@ class _Shaken:
 
 
 def _run(model: PreTrainedModel, tokens: Tensor, positions: Tensor) -> Tensor:
-    """The first logits of all rows, float32; what a model raises over such a batch refuses it."""
+    """The first logits of all rows, float32; refuses a model that raises over such a batch."""
     try:
         rows = torch.arange(len(tokens), device=tokens.device)
         return forward_rows(model, tokens, positions, rows)[:, :_LOGITS].float()
@@ -302,7 +302,7 @@ def _run(model: PreTrainedModel, tokens: Tensor, positions: Tensor) -> Tensor:
 
 
 def _rows_apart(logits: Tensor, expected: Tensor) -> Tensor:
-    """Per row, the size of the difference over the size of what is expected."""
+    """Per row, the norm of the difference divided by the norm of `expected`."""
     size = expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     apart: Tensor = (logits - expected).norm(dim=-1) / size
     return apart

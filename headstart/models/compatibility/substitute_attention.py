@@ -1,4 +1,4 @@
-"""Another attention for a while: how the checks of a loaded model listen in on its layers."""
+"""Temporary replacement of a model's attention, by which checks record its layers' calls."""
 
 from collections import Counter
 
@@ -13,7 +13,7 @@ __all__ = ["Attending"]
 
 
 class Attending:
-    """For a while, `function` is the model's attention, and counts its calls per layer."""
+    """A context in which `function` is the model's attention; counts its calls per layer."""
 
     def __init__(self, model: PreTrainedModel, function: AttentionFunction) -> None:
         self._model = text_part(model)

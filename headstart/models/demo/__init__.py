@@ -1,1 +1,1 @@
-"""Small models made on the spot, to try headstart with and to test it: no download."""
+"""Small generated models for demos and tests; they need no download."""

@@ -1,4 +1,4 @@
-"""Adapters made on the spot, in PEFT's format, whose effect can be seen and needs no training."""
+"""Generated adapters in PEFT's format; they have a visible effect without training."""
 
 import json
 from pathlib import Path
@@ -13,14 +13,14 @@ from headstart.models.lora.settings import CONFIG_NAME
 __all__ = ["write_adapter"]
 
 _RANK = 4
-_SIZE = 0.01  # of the random matrices: enough for K/V of its own, too little for another answer
+_SIZE = 0.01  # of the random matrices: enough to change K/V, too little to change answers
 
 
 def write_adapter(model: DecoderModel, folder: Path, tokens: tuple[int, int], seed: int) -> None:
-    """An adapter with which the model says one of two tokens where it would say the other.
+    """Write an adapter that swaps two tokens in the model's answers.
 
-    Two rows of the output layer change places, which is a matrix of rank 2. Attention layers get
-    random matrices beside, by `seed`.
+    It swaps two rows of the output layer, which is an update of rank 2. Attention layers also get
+    random matrices, from `seed`.
     """
     head = model.output_layer
     assert head is not None

@@ -1,9 +1,8 @@
-"""The demo model: a Llama of 24 million parameters made on the spot, for times without a download.
+"""The demo model: a generated Llama of 24 million parameters that needs no download.
 
-Its weights are random (from a fixed seed), so it costs what a real model of its size costs and
-its answers are noise. Its tokens are bytes, plus three for chats and padding. It is
-written once to the user's cache folder in the layout of any Hugging Face model and is loaded
-from there by the ordinary loader.
+Its weights are random (from a fixed seed): it costs as much as a real model of its size, and its
+answers are noise. Its tokens are bytes, plus three for chats and padding. It is written once to
+the user's cache folder in Hugging Face layout; the ordinary loader loads it from there.
 """
 
 import hashlib
@@ -39,10 +38,10 @@ _CHAT_TEMPLATE = (
 
 
 def demo_model_path() -> Path:
-    """The folder of the demo model, which is made first where it is not there yet.
+    """The folder of the demo model; writes the model if it does not exist yet.
 
-    The folder is below `$HEADSTART_CACHE_DIR`, or the platform's cache folder for users. It
-    appears whole or not at all, also where two processes make it at once.
+    The folder is below `$HEADSTART_CACHE_DIR`, or the platform's cache folder for users. It is
+    created atomically, even if two processes create it at the same time.
 
     Raises:
         ModelError: the cache folder cannot be written to.
@@ -57,10 +56,10 @@ def demo_model_path() -> Path:
 
 
 def made_once(name: str, recipes: Sequence[Path], write: Callable[[Path], None]) -> Path:
-    """A folder of the cache that `write` fills where it is not there yet; named by its recipes.
+    """A cache folder that `write` fills if it does not exist; its name has a digest of `recipes`.
 
-    It appears whole or not at all, also where two processes make it at once. Raises ModelError
-    when the cache folder cannot be written to.
+    It is created atomically, even if two processes create it at the same time. Raises ModelError
+    if the cache folder cannot be written to.
     """
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in recipes)).hexdigest()[:8]
     name = f"{name}-{__version__}-{digest}"
@@ -132,8 +131,8 @@ def _write_model(folder: Path, dtype: torch.dtype) -> None:
         else:
             values = torch.randn(shape, generator=generator) * config.initializer_range
             weights[name] = values.to(dtype)
-    # Strong embeddings let a token depend on the last one most, so the noise is varied, and no
-    # choice between two tokens so close that rounding decides it.
+    # With strong embeddings a token depends mostly on the previous one. So the noise is varied, and
+    # no two logits are so close that rounding decides between them.
     weights["model.embed_tokens.weight"] *= 25
     keep_readable(weights["lm_head.weight"])
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -142,14 +141,14 @@ def _write_model(folder: Path, dtype: torch.dtype) -> None:
 
 
 def keep_readable(head: Tensor) -> None:
-    """Make only such bytes likely as a terminal can show: noise stays readable. `[vocab, any]`."""
+    """Make only printable bytes likely, so that noise is readable. `head` is `[vocab, any]`."""
     shown = torch.zeros(head.shape[0], 1, dtype=head.dtype)
     shown[[ord(character) for character in string.ascii_letters + string.digits + " .,"]] = 8
     head *= shown
 
 
 def write_byte_tokenizer(folder: Path, special_tokens: Sequence[str], chat_template: str) -> None:
-    """A tokenizer of bytes; special tokens come after them, padding first, end of turn third."""
+    """Write a byte tokenizer; special tokens follow the bytes, padding first, end of turn third."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,8 +1,8 @@
-"""A Qwen2.5-Omni made on the spot: the real classes, random weights, a vocoder that plays notes.
+"""A small generated Qwen2.5-Omni: the real classes, random weights, a vocoder that plays notes.
 
-Its words are letters and its speech is notes, one for each code (`voice.py`), but each stage
-does what the real one does, so what is skipped is skipped. Written once to the user's cache folder,
-in the layout of any checkpoint.
+Its words are letters and its speech is notes, one per code (`voice.py`). Each stage does the same
+work as the real one, so caching skips the same parts. It is written once to the user's cache
+folder, in the layout of any checkpoint.
 """
 
 import json
@@ -64,9 +64,9 @@ _MEDIA = {
 
 @dataclass(frozen=True, slots=True)
 class OmniSizes:
-    """How large the language models are; encoders and vocoder are as small as they can be.
+    """Sizes of the language models; encoders and vocoder have the smallest possible sizes.
 
-    scale: what weights of two axes are multiplied by, so that what is attended to decides.
+    scale: the factor of two-dimensional weights, so that attention decides the next token.
     """
 
     thinker_width: int
@@ -82,7 +82,7 @@ DEMO_OMNI = OmniSizes(384, 6, 192, 4, 6)
 
 
 def demo_omni_path() -> Path:
-    """The folder of the demo model, made first where it is not there yet. Raises ModelError."""
+    """The folder of the demo model, written if it does not exist yet. Raises ModelError."""
     recipes = [Path(__file__), Path(demo_voice.__file__)]
     return made_once("demo-omni", recipes, lambda folder: write_omni(folder, DEMO_OMNI))
 
@@ -131,8 +131,8 @@ def _shape_weights(model: Any, sizes: OmniSizes) -> None:
             if weight.ndim == 2:
                 weight.mul_(sizes.scale)
     if sizes.readable:
-        # Only bytes that a terminal can show are ever likely, and a token depends on the last one
-        # most, so that no choice is so close that rounding decides it.
+        # Only printable bytes are likely. A token depends mostly on the previous one, so that no
+        # two logits are so close that rounding decides between them.
         shown = torch.zeros(len(model.thinker.lm_head.weight), 1)
         shown[[ord(character) for character in string.ascii_letters + " .,"]] = 8
         model.thinker.lm_head.weight.mul_(shown)

@@ -1,7 +1,7 @@
-"""The demo model that takes images: a LLaVA of 17 million parameters, made on the spot.
+"""The demo vision model: a generated LLaVA of 17 million parameters.
 
-Its weights are random (from a fixed seed): it sees every pixel, its answers are noise. An image
-is 196 placeholders. It is written and loaded as the other demo model is.
+Its weights are random (from a fixed seed): every pixel has an effect, and its answers are noise.
+An image has 196 placeholders. It is written and loaded like the other demo model.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ _CHAT_TEMPLATE = (
 
 
 def demo_vision_path() -> Path:
-    """The folder of the model, which is made first where it is not there yet.
+    """The folder of the model; writes the model if it does not exist yet.
 
     Raises:
         ModelError: the cache folder cannot be written to.
@@ -47,7 +47,7 @@ def _write(folder: Path) -> None:
     CLIPImageProcessorPil(
         size={"shortest_edge": 224}, crop_size={"height": 224, "width": 224}
     ).save_pretrained(folder)
-    config = LlavaConfig(  # type: ignore[call-arg] # its image_token_id goes by another name, too
+    config = LlavaConfig(  # type: ignore[call-arg] # image_token_id also has another name
         vision_config=CLIPVisionConfig(
             hidden_size=256,
             intermediate_size=1024,

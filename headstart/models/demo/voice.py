@@ -1,17 +1,17 @@
-"""A voice for the demo's Qwen2.5-Omni: weights under which codes are heard as notes.
+"""A voice for the demo's Qwen2.5-Omni: weights that turn codes into notes.
 
-Every module of `token2wav` does its work, with weights that are known instead of learnt:
+Every module of `token2wav` runs, with weights that are constructed instead of learnt:
 
-    code          its embedding says which of 16 notes it is; code 0 is a rest
-    diffusion     moves the mel bin of that note up from the floor, by how much the voice decides;
-                  the noise that it begins with makes the note tremble
+    code          its embedding selects one of 16 notes; code 0 is a rest
+    diffusion     raises the mel bin of that note from the floor, by an amount set by the voice;
+                  its initial noise makes the note tremble
     vocoder       bins become amplitudes, and each transposed convolution turns an amplitude, or a
                   lower frequency's sine, into the note's at the next higher rate
 
-A note is a pair of channels, its cosine and its sine, so that a product of complex numbers can move
-it in frequency. Its kernel is a triangle two strides wide times a wave of the note's frequency:
-neighbouring triangles add up to 1, and all notes are whole multiples of the mel frames' rate, so
-that the waves of neighbouring frames lie in phase. A held note is a pure tone.
+A note is a pair of channels, its cosine and its sine, so that a complex product can shift its
+frequency. Its kernel is a triangle two strides wide times a wave of the note's frequency:
+neighbouring triangles add up to 1, and all notes are whole multiples of the mel frame rate, so
+that the waves of neighbouring frames are in phase. A held note is a pure tone.
 """
 
 from typing import Any
@@ -23,12 +23,12 @@ __all__ = ["CHANNELS", "NOTES", "RATES", "frequency", "give_voice"]
 
 NOTES = 16
 RATES = (8, 5, 4, 3)
-"""What the vocoder's stages multiply the rate by, from 50 mel frames a second to 24,000 samples."""
+"""The vocoder's upsampling factors, from 50 mel frames a second to 24,000 samples a second."""
 CHANNELS = 4 * NOTES
-"""Of the vocoder's first layer: the stage behind it has half of them, two for each note."""
+"""Channels of the vocoder's first layer; the next stage has half of them, two per note."""
 
 _FRAME_RATE = 50
-_FLOOR = -20.0  # a bin far below what the vocoder hears (-10.9), so that noise does not lift it
+_FLOOR = -20.0  # a bin far below the vocoder's threshold (-10.9), so that noise stays silent
 _LOUD = -2.0  # a bin whose amplitude lies between the vocoder's least and most
 _GUIDANCE = 0.5  # of transformers' sampler
 _LOUDNESS = 0.7
@@ -46,10 +46,10 @@ def give_voice(token2wav: Any) -> None:
 
 
 def _teach_diffusion(model: Any) -> None:
-    """The velocity of each bin: to the floor, but for the bin of the code's note.
+    """Set the velocity of each bin: towards the floor, except for the bin of the code's note.
 
-    Hidden rows hold a note twice, up and down, beside a pattern that no bin is read from: it keeps
-    the norm of rows without a note from blowing up what little else there is.
+    Hidden rows hold a note twice, up and down, and a constant pattern that no bin is read from.
+    Without the pattern the norm would amplify the small values of rows without a note.
     """
     codes = model.text_embed.codec_embed.weight
     codes.zero_()
@@ -74,7 +74,7 @@ def _up_and_down() -> Tensor:
 
 
 def _teach_vocoder(model: Any) -> None:
-    """Bins to amplitudes, amplitudes to tones, tones to one wave."""
+    """Set the weights from bins to amplitudes, amplitudes to tones, and tones to one wave."""
     model.conv_pre.weight.zero_()
     model.conv_pre.bias.zero_()
     middle = model.conv_pre.kernel_size[0] // 2
@@ -97,7 +97,7 @@ def _teach_vocoder(model: Any) -> None:
             [pitch for pitches in notes[at : at + together] for pitch in pitches]
             for at in range(0, len(notes), together)
         ]
-    for block in model.resblocks:  # each adds nothing to what it is given
+    for block in model.resblocks:  # each returns its input
         for conv in block.convs2:
             conv.weight.zero_()
             conv.bias.zero_()
@@ -107,7 +107,7 @@ def _teach_vocoder(model: Any) -> None:
 
 
 def _modulate(up: Any, source: int, into: int, pitch: float, *, real: bool) -> None:
-    """Move a pair of channels up to the next rate, by a kernel of `pitch` cycles a sample.
+    """Upsample a pair of channels to the next rate, with a kernel of `pitch` cycles a sample.
 
     Before the first stage a note is one channel, its amplitude.
     """

@@ -1,1 +1,1 @@
-"""LoRA adapters: PEFT's files read, and their matrices added row by row."""
+"""LoRA adapters: reading PEFT's files, and adding their matrices row by row."""

@@ -1,9 +1,9 @@
-"""Reading a LoRA adapter from PEFT's files: every tensor is accounted for, or it is refused.
+"""Reads a LoRA adapter from PEFT's files; refuses an adapter with any tensor it cannot apply.
 
-An adapter's identity is a digest of what it does: names, shapes, scales and bytes of its
-matrices, each field with its length in front. Not in it: the adapter's name, its path, how it was
-trained. So the same weights under two names are one adapter, and other weights under an old name
-are another.
+An adapter's identity is a digest of its effect: names, shapes, scales and bytes of its matrices,
+each field with its length in front. The adapter's name, path and training settings are not part of
+it. So the same weights under two names are one adapter, and new weights under an old name are a
+new adapter.
 """
 
 import hashlib
@@ -31,14 +31,14 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class Widths(NamedTuple):
-    """A linear layer takes rows of `inputs` numbers and gives rows of `outputs`."""
+    """The input and output width of a linear layer."""
 
     inputs: int
     outputs: int
 
 
 class AdaptableModel(Protocol):
-    """What reading an adapter needs to know of the model that it is for."""
+    """The part of a model's interface that reading an adapter needs."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -59,7 +59,7 @@ class AdaptableModel(Protocol):
 
 
 class LoraPair(NamedTuple):
-    """What is added to one layer: `x @ down.T @ up.T`; `[rank, inputs]`, `[outputs, rank]`.
+    """One layer's update `x @ down.T @ up.T`; `[rank, inputs]` and `[outputs, rank]`.
 
     The adapter's scale is multiplied into `up`.
     """
@@ -76,10 +76,10 @@ class LoraWeights(NamedTuple):
 
 
 def read_weights(folder: Path, model: AdaptableModel, max_rank: int) -> LoraWeights:
-    """The adapter in `folder`, checked against its configuration and the model.
+    """Read the adapter in `folder` and check it against its configuration and the model.
 
-    The files are read once and whole: what happens to them afterwards changes nothing here.
-    Raises AdapterNotFoundError, DamagedAdapterError or UnsupportedAdapterError.
+    The files are read once and completely; later changes to them have no effect. Raises
+    AdapterNotFoundError, DamagedAdapterError or UnsupportedAdapterError.
     """
     settings = read_settings(folder, max_rank)
     file = folder / WEIGHTS_NAME
@@ -126,7 +126,7 @@ def _load(file: Path) -> dict[str, Tensor]:
 def _sort_tensors(
     file: Path, tensors: dict[str, Tensor], model: AdaptableModel
 ) -> dict[str, dict[str, Tensor]]:
-    """The matrices "A" and "B" of each layer; nothing else may be there."""
+    """The matrices "A" and "B" of each layer; refuses any other tensor."""
     matrices: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if found := _MATRIX.fullmatch(name):
@@ -142,7 +142,7 @@ def _sort_tensors(
 
 
 def _is_of_base(name: str, tensor: Tensor, model: AdaptableModel) -> bool:
-    """Whether this is a copy of one of the model's own weights."""
+    """True if this is a copy of one of the model's own weights."""
     found = _BASE.fullmatch(name)
     weight = model.weight(found["layer"]) if found else None
     if weight is None or weight.shape != tensor.shape:
@@ -159,7 +159,7 @@ def _check_layers(file: Path, layers: set[str], linear: Mapping[str, Widths]) ->
 
 
 def _check_targets(file: Path, layers: set[str], targets: set[str]) -> None:
-    """The layers in the file must be those that the configuration names in this model."""
+    """Check that the file's layers are those that the configuration names in this model."""
     if missing := sorted(targets - layers):
         raise DamagedAdapterError(
             f"{file} lacks the matrices of {_some(missing)}, which target_modules names"
@@ -198,7 +198,7 @@ def _check_widths(what: str, down: Tensor, up: Tensor, widths: Widths) -> None:
 
 
 def _ready(matrix: Tensor, scale: float, model: AdaptableModel) -> Tensor:
-    """On the model's device and in its dtype, rounded once."""
+    """The scaled matrix on the model's device and in its dtype, rounded once."""
     scaled = matrix if scale == 1.0 else matrix.double() * scale
     return scaled.to(model.device, model.dtype).contiguous()
 

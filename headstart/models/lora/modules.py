@@ -1,11 +1,11 @@
-"""LoRA adapters on a running model: each row of a batch gets its own, or none.
+"""LoRA adapters on a running model: each row of a batch gets its own adapter, or none.
 
-The model's modules and weights stay as they are. While steps have adapters, forward hooks on the
-layers that these change add to what the layer gives; a step without adapters takes the hooks
-away, so it runs the very code that a model without adapters runs.
+The model's modules and weights are not changed. While steps have adapters, forward hooks on the
+changed layers add the update to the layer's output. A step without adapters removes the hooks, so
+it runs the same code as a model without adapters.
 
-Rows are served in pieces. A long run of rows with one adapter is multiplied by that adapter's
-matrices alone. All short runs (decodes, mostly) go together through one stack of their adapters.
+A long run of rows with one adapter is multiplied by that adapter's matrices alone. All short runs
+(mostly decodes) are multiplied together by one stack of their adapters' matrices.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,12 +23,12 @@ __all__ = ["AdapterRun", "LoraLayers"]
 
 _Adder = Callable[[nn.Module, Any, Tensor], None]
 
-# From so many rows on, a run's own products cost less than what it would waste in a stack.
+# From this many rows on, products of its own cost a run less than the wasted ranks of a stack.
 _LONG_RUN = 32
 
 
 class AdapterRun(NamedTuple):
-    """Neighbouring rows of the batch with one adapter, or none; `logits` of them are wanted."""
+    """Consecutive rows of the batch with one adapter, or none; `logits` of them are computed."""
 
     adapter: ResidentAdapter | None
     rows: int
@@ -36,7 +36,7 @@ class AdapterRun(NamedTuple):
 
 
 class HookedModel(Protocol):
-    """What applying adapters needs of a model."""
+    """The part of a model's interface that applying adapters needs."""
 
     @property
     def device(self) -> torch.device: ...
@@ -53,10 +53,10 @@ class HookedModel(Protocol):
 
 
 class _Piece:
-    """Rows that go through one stack.
+    """Rows that are multiplied by one stack.
 
-    `rows` are a range of the batch, or their numbers. `masks` `[rows, ranks]` say what to
-    silence, one for each of the stack's `owners`; None where all rows and ranks are one adapter's.
+    `rows` are a range of the batch, or row numbers. `masks` `[rows, ranks]`, one per entry of the
+    stack's `owners`, zero other adapters' ranks; None if all rows and ranks are one adapter's.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class _Piece:
         self._hidden = torch.empty(0)
 
     def add_to(self, out: Tensor, layer: str, x: Tensor) -> None:
-        """Add what the layer's adapters give for `x` `[1, rows, inputs]` to `out`."""
+        """Add the adapters' update of a layer for `x` `[1, rows, inputs]` to `out`."""
         found = self._stack.layers.get(layer)
         if found is None:
             return
@@ -81,7 +81,7 @@ class _Piece:
             self._hidden = self._multiply(found.group, x.flatten(0, -2))
             self._input, self._group = x, found.group
         hidden = self._hidden[:, found.columns]
-        flat = out.view(-1, out.shape[-1])  # never a copy, which would be lost
+        flat = out.view(-1, out.shape[-1])  # a view, since the sum must reach `out`
         if isinstance(self._rows, slice):
             found.up.add_to(flat[self._rows], hidden)
         else:
@@ -95,7 +95,7 @@ class _Piece:
 
 
 class _Rows:
-    """The runs of one axis of the batch: all tokens, or the rows whose logits are wanted."""
+    """The runs of one axis of the batch: all tokens, or the rows whose logits are computed."""
 
     def __init__(self, runs: Iterable[tuple[ResidentAdapter | None, int]]) -> None:
         self.count = 0
@@ -136,9 +136,9 @@ class LoraLayers:
         self._counts = (0, 0)
 
     def begin_step(self, runs: Sequence[AdapterRun]) -> None:
-        """From here to `end_step` the model's rows are these, in this order."""
+        """Set the model's rows, in this order, until `end_step`."""
         plain = all(run.adapter is None for run in runs)
-        self._model.fusion.enabled = plain  # a fused part does not call the layers in it
+        self._model.fusion.enabled = plain  # a fused part does not call its layers' hooks
         if plain:
             self._unhook()
             return
@@ -154,25 +154,25 @@ class LoraLayers:
             self._hook(adapter)
 
     def end_step(self) -> None:
-        """The pass is over: let go of its tensors."""
+        """Release the tensors of the pass."""
         self._body = []
         self._head = []
 
     def reset(self) -> None:
-        """Leave the model as it is without adapters, whatever a step was interrupted in."""
+        """Restore the model without adapters, even after an interrupted step."""
         self.end_step()
         self._unhook()
         self._mixed, self._mixed_stack = (), None
         self._model.fusion.enabled = True
 
     def forget(self, adapter: ResidentAdapter) -> None:
-        """The adapter leaves memory. Not during a step."""
+        """Drop an adapter that leaves memory. Not during a step."""
         self._hooked.discard(adapter)
         if adapter in self._mixed:
             self._mixed, self._mixed_stack = (), None
 
     def _mix(self, adapters: set[ResidentAdapter]) -> None:
-        """Have a stack of at least these adapters, the last one while it is not much too wide."""
+        """Make a stack of these adapters, or keep the last one if it has them and is not wide."""
         needed = sum(adapter.stack.num_ranks for adapter in adapters)
         there = self._mixed_stack
         if there is not None and adapters <= set(self._mixed) and there.num_ranks <= 2 * needed:
@@ -188,7 +188,7 @@ class LoraLayers:
         return pieces
 
     def _short_piece(self, runs: list[tuple[ResidentAdapter, slice]]) -> _Piece:
-        """One piece of all short runs: as a range, unless most of its rows are others'."""
+        """One piece of all short runs; a range of rows, unless most of its rows are others'."""
         adapters = {adapter for adapter, _ in runs}
         count = sum(place.stop - place.start for _, place in runs)
         first, last = runs[0][1].start, runs[-1][1].stop
@@ -213,10 +213,10 @@ class LoraLayers:
         return [ranks != rows for ranks in stack.owners]
 
     def _hook(self, adapter: ResidentAdapter) -> None:
-        """Hook the adapter's layers; it counts as hooked once all of them are.
+        """Hook the adapter's layers; it counts as hooked once all its layers are.
 
-        An exception may come between a hook's registration and its entry in `_adders`. Such a
-        hook does nothing, so no layer's adapters are ever added twice.
+        An exception may interrupt between a hook's registration and its entry in `_adders`. Such a
+        hook does nothing, so no update is ever added twice.
         """
         for layer in adapter.stack.layers.keys() - self._adders.keys():
             adder = self._adder(layer)

@@ -1,8 +1,8 @@
-"""`adapter_config.json` as PEFT writes it: which layers an adapter changes, and by how much.
+"""PEFT's `adapter_config.json`: the layers that an adapter changes, their ranks and scales.
 
-What trains an adapter is skipped. What changes the model in another way than adding `B @ A` to
-linear layers is refused by name, also where a later PEFT calls it by a name unknown here, unless
-it is switched off there: an adapter that is applied in part answers wrongly without a word.
+Training options are skipped. Options that change the model other than by adding `B @ A` to linear
+layers are refused by name. So are unknown options of a later PEFT, unless they are switched off:
+an adapter that is applied only in part gives wrong answers silently.
 
 Source: PEFT 0.18, `LoraConfig`, `check_target_module_exists`, `get_pattern_key`.
 """
@@ -23,25 +23,25 @@ __all__ = ["CONFIG_NAME", "LoraSettings", "read_settings"]
 CONFIG_NAME = "adapter_config.json"
 ALL_LINEAR = "all-linear"
 
-# Each is read below.
+# The options that are read below.
 _READ = {
     *("peft_type", "task_type", "bias", "init_lora_weights"),
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
 }
-# Of training, of merging, or of where the adapter comes from: nothing that a forward pass sees.
+# Options of training, merging and provenance; they have no effect on a forward pass.
 _SKIPPED = {
     *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode"),
     *("lora_dropout", "eva_config", "corda_config", "loftq_config", "runtime_config"),
     *("fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
 }
-# These initialisations take something out of the base weights, which such an adapter then needs.
+# These initialisations change the base weights, and the adapter needs the changed ones.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """Which of a model's linear layers an adapter changes, with which rank and scale."""
+    """The linear layers that an adapter changes, with their ranks and scales."""
 
     rank: int
     alpha: float
@@ -54,7 +54,7 @@ class LoraSettings:
     layer_lists: tuple[str, ...]
 
     def is_target(self, name: str) -> bool:
-        """Whether the linear layer of this dotted name is changed."""
+        """True if the adapter changes the linear layer of this dotted name."""
         if self.excluded and _names(self.excluded, name):
             return False
         if self.targets == ALL_LINEAR:
@@ -73,14 +73,14 @@ class LoraSettings:
         return int(_by_pattern(self.ranks, name, self.rank))
 
     def scale_of(self, name: str) -> float:
-        """What `B @ A` is multiplied by: alpha over the rank, or over its root (rsLoRA)."""
+        """The factor of `B @ A`: alpha over the rank, or over its root (rsLoRA)."""
         rank = self.rank_of(name)
         alpha = _by_pattern(self.alphas, name, self.alpha)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
 
 def _names(wanted: str | tuple[str, ...], name: str) -> bool:
-    """A regular expression means the whole name, a list of names also the end of one."""
+    """True if `wanted` matches: an expression the whole name, a list of names its end too."""
     if isinstance(wanted, str):
         return re.fullmatch(wanted, name) is not None
     return name in wanted or any(name.endswith(f".{end}") for end in wanted)
@@ -94,10 +94,10 @@ def _by_pattern(patterns: Mapping[str, float], name: str, default: float) -> flo
 
 
 def read_settings(folder: Path, max_rank: int) -> LoraSettings:
-    """The configuration of the adapter in `folder`.
+    """Read the configuration of the adapter in `folder`.
 
-    Raises AdapterNotFoundError, DamagedAdapterError, and UnsupportedAdapterError for what is not
-    LoRA on linear layers, or has a rank above `max_rank`.
+    Raises AdapterNotFoundError, DamagedAdapterError, and UnsupportedAdapterError for an adapter
+    that is not LoRA on linear layers or has a rank above `max_rank`.
     """
     file = folder / CONFIG_NAME
     if not file.is_file():
@@ -149,7 +149,7 @@ def _refuse_other_kinds(file: Path, content: dict[str, Any]) -> None:
 
 
 class _Reader:
-    """Takes fields out of the JSON object; what has the wrong type is a DamagedAdapterError."""
+    """Reads fields of the JSON object; raises DamagedAdapterError for a wrong type."""
 
     def __init__(self, file: Path, content: dict[str, Any]) -> None:
         self._file = file
@@ -169,7 +169,7 @@ class _Reader:
 
     def number(self, name: str, value: object) -> float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            with suppress(OverflowError):  # an integer of hundreds of digits
+            with suppress(OverflowError):  # an integer too large for a float
                 if math.isfinite(value):
                     return float(value)
         raise self._wrong(name, value, "a number that a float can hold")

@@ -1,15 +1,15 @@
-"""Matrices of one or more adapters side by side, so that a batch of them costs few products.
+"""Matrices of one or more adapters, stacked so that a mixed batch needs few products.
 
-Layers that read the same input (q, k and v; gate and up) share one product with their A matrices
-stacked. Of several adapters, all ranks stand side by side:
+Layers that read the same input (q, k and v; gate and up) share one product with their stacked A
+matrices. With several adapters the ranks of all are concatenated:
 
     hidden = x @ down.T     [rows, ranks of all]    down: A of every layer and adapter
     hidden[another's ranks] = 0
     out += hidden @ up.T                            up: B of every adapter
 
-What a row computes in vain with other adapters' ranks is small beside the layer itself, whose
-products are a hundred times wider. The number of products, which is what few rows cost, does not
-grow with the number of adapters.
+A row also computes other adapters' ranks in vain. That cost is small: the layer's own products are
+a hundred times wider. The number of products, which dominates the cost of few rows, does not grow
+with the number of adapters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,11 +24,11 @@ from headstart.native import library
 
 __all__ = ["AdapterStack", "StackedLayer"]
 
-# Siblings that models call with one and the same input.
+# Sibling layers that models call with the same input.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-# Up to so many rows the compiled kernel is sooner done: it takes 4 us where torch takes 16.
+# Up to this many rows the compiled kernel is faster: 4 us instead of torch's 16 us.
 _FEW_ROWS = 32
 
 
@@ -41,7 +41,7 @@ class Product:
         self._packed: PackedWeight | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[rows, inputs]` to `[rows, outputs]`."""
+        """The product: `[rows, inputs]` to `[rows, outputs]`."""
         packed = self._pack(len(x))
         return x @ self.matrix.t() if packed is None else packed.multiply(x)
 
@@ -60,7 +60,7 @@ class Product:
 
 
 class StackedLayer(NamedTuple):
-    """A layer's part: its columns of the group's `hidden`, and B `[outputs, columns]`."""
+    """A layer in a stack: its columns of the group's `hidden`, and B `[outputs, columns]`."""
 
     group: str
     columns: slice
@@ -68,10 +68,10 @@ class StackedLayer(NamedTuple):
 
 
 class AdapterStack:
-    """The matrices of some adapters, by layer, and by group of layers that share their input.
+    """The matrices of some adapters, by layer and by group of layers with the same input.
 
-    `down` is `[ranks, inputs]` by group. `owners` are the different ways in which a group's ranks
-    belong to adapters: the adapter's number for each rank; `owner_of` says by group which it is.
+    `down` is `[ranks, inputs]` by group. `owners` are the distinct assignments of a group's ranks
+    to adapters (the adapter's number for each rank); `owner_of` gives a group's index in it.
     """
 
     def __init__(self, adapters: Sequence[Mapping[str, LoraPair]]) -> None:
@@ -80,7 +80,7 @@ class AdapterStack:
         self.owners: list[Tensor] = []
         self.owner_of: dict[str, int] = {}
         self.num_ranks = 0
-        """Ranks of all groups together: what a row costs."""
+        """Ranks of all groups together, the cost of a row."""
         self._ways: dict[tuple[int, ...], int] = {}
         groups: dict[str, list[str]] = {}
         for layer in dict.fromkeys(layer for pairs in adapters for layer in pairs):
@@ -111,7 +111,7 @@ class AdapterStack:
         self.owner_of[group] = way
 
     def pair(self, layer: str) -> LoraPair:
-        """A and B of a layer; of a stack of one adapter."""
+        """A and B of a layer, in a stack of one adapter."""
         stacked = self.layers[layer]
         return LoraPair(self.down[stacked.group].matrix[stacked.columns], stacked.up.matrix)
 
@@ -121,7 +121,7 @@ def _beside(matrices: list[Tensor], axis: int) -> Tensor:
 
 
 def _group_of(layer: str) -> str:
-    """The name of those that share the layer's input: its own, or that of the first of them.
+    """The name of the group with the layer's input: the name of the group's first layer.
 
     >>> _group_of("model.layers.3.self_attn.v_proj"), _group_of("model.layers.3.mlp.down_proj")
     ('model.layers.3.self_attn.q_proj', 'model.layers.3.mlp.down_proj')

@@ -1,1 +1,1 @@
-"""The parts of Qwen2.5-Omni and Qwen3-Omni that the stages of a pipeline run."""
+"""The parts of Qwen2.5-Omni and Qwen3-Omni that pipeline stages run."""

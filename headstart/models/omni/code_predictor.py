@@ -1,7 +1,7 @@
-"""What a talker of several codebooks says beyond its first code: the other codes of a frame.
+"""The code predictor of a talker with several codebooks: a frame's codes after the first.
 
-A small decoder of its own predicts them one after another, from the talker's hidden row and the
-first code, and forgets everything before the next frame:
+A small decoder predicts them one after another from the talker's hidden row and the first code. It
+keeps no state from one frame to the next:
 
     position   0             1              2              3 ...
     input      talker's row  first code     second code    third code
@@ -20,11 +20,11 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 __all__ = ["Choose", "CodePredictor"]
 
 Choose = Callable[[Tensor], Sequence[int]]
-"""One code for each row of logits float32 `[rows, codes]`."""
+"""Chooses one code for each row of logits float32 `[rows, codes]`."""
 
 
 class CodePredictor:
-    """transformers' predictor, for many frames at once. `others`: codes beside the first."""
+    """transformers' predictor for many frames at once. `others`: codes after a frame's first."""
 
     def __init__(
         self, predictor: Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration
@@ -39,9 +39,9 @@ class CodePredictor:
         return torch.stack([table(codes[:, at]) for at, table in enumerate(tables)], dim=1)
 
     def predict(self, hidden: Tensor, first: Tensor, choose: Choose) -> Tensor:
-        """Codes int64 `[n, others]` of frames, on the host.
+        """The other codes int64 `[n, others]` of frames, on the host.
 
-        `hidden` are the talker's rows `[n, hidden]` that said the first codes, `first` those
+        `hidden` are the talker's rows `[n, hidden]` that gave the first codes, `first` those
         codes' embeddings `[n, hidden]`.
         """
         tables = self._predictor.get_input_embeddings()

@@ -1,11 +1,11 @@
-"""Rows on their way from a device to host memory, while the device goes on.
+"""Asynchronous copies of rows from a device to host memory.
 
     compute stream    layers ......... | head ............ | next pass ...
     copy stream                        | rows -> pinned memory | event
     host                                                       waits here, and not before
 
-A copy is begun when its rows are queued on the device, and waited for when somebody is to see
-them. What lies in host memory already is not copied and costs nothing.
+A copy begins when its rows are queued on the device. The host waits for it only before it reads
+the rows. Rows that are in host memory already are not copied.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,15 +18,15 @@ __all__ = ["BeginCopy", "HostCopy", "StreamCopies", "host_copies"]
 
 
 class Event(Protocol):
-    """A place in a stream's work."""
+    """A point in a stream's work."""
 
     def synchronize(self) -> None:
-        """Return once the device is through with everything before it."""
+        """Wait until the device has finished all work before this event."""
         ...
 
 
 class HostCopy:
-    """Named rows, in host memory once `wait` has returned."""
+    """Named rows on their way to host memory; complete once `wait` has returned."""
 
     def __init__(
         self,
@@ -36,10 +36,10 @@ class HostCopy:
     ) -> None:
         self._host = host
         self._event = event
-        self._source = source  # until the copy is done, nobody else may get its memory
+        self._source = source  # keeps the memory allocated until the copy is done
 
     def wait(self) -> Mapping[str, Tensor]:
-        """The rows, complete."""
+        """Wait for the copy; returns the rows."""
         if self._event is not None:
             self._event.synchronize()
         self._event = self._source = None
@@ -47,14 +47,14 @@ class HostCopy:
 
 
 BeginCopy = Callable[[Mapping[str, Tensor]], HostCopy]
-"""Begins to copy rows that the device may still be computing."""
+"""Begins a copy of rows that the device may still be computing."""
 
 
 class StreamCopies:
-    """Copies on a stream of their own, into pinned memory.
+    """Copies on a separate stream into pinned memory.
 
-    `cuda` is what of torch's module of that name is needed, `empty` makes pinned memory: shape
-    and dtype of a tensor, in host memory.
+    `cuda` is the needed part of `torch.cuda`; `empty` allocates pinned host memory with the shape
+    and dtype of a tensor.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class StreamCopies:
 
 
 def host_copies(device: torch.device) -> BeginCopy:
-    """How rows leave this device."""
+    """The function that copies rows from this device to the host."""
     if device.type == "cuda":
         return StreamCopies(device)
     return _copy_at_once
 
 
 def _copy_at_once(rows: Mapping[str, Tensor]) -> HostCopy:
-    """On a CPU these are the rows themselves."""
+    """The rows themselves, which a CPU need not copy."""
     return HostCopy({name: tensor.cpu() for name, tensor in rows.items()})
 
 

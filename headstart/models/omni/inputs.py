@@ -1,7 +1,7 @@
-"""What prompts let a model of the Qwen-Omni family hear and see: features, and their places.
+"""Audio and image inputs of the Qwen-Omni family: features, and their placeholders in a prompt.
 
-Sounds and images become features by the checkpoint's own processors; each stands in the prompt as
-a run of placeholders, one for each embedding that the model's encoders will make of it.
+The checkpoint's own processors turn audio and images into features. Each item has a run of
+placeholders in the prompt, one per embedding that the model's encoder makes of it.
 """
 
 import os
@@ -29,19 +29,19 @@ _AXES = {
     "pixel_values": ("patches", "width"),
     "image_grid_thw": ("images", "3"),
 }
-"""What a prompt may bring beside token ids, by the names of transformers' processor."""
+"""The tensors that a prompt may have besides token ids, by the names of transformers' processor."""
 
 _FLOATS = ("input_features", "pixel_values")
 
 SoundLengths = Callable[[Tensor], Tensor]
-"""From frames of sounds int64 `[sounds]` to the embeddings that they become."""
+"""Numbers of audio frames int64 `[sounds]` to numbers of embeddings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
     """One audio or image in a prompt.
 
-    offset, length: of its placeholders, in tokens. content: the tensors that it is.
+    offset, length: of its placeholders, in tokens. content: its features.
     """
 
     kind: str
@@ -51,11 +51,11 @@ class Placed:
 
 
 class Media:
-    """Sounds and images of one model's prompts.
+    """Reads audio and images of one model's prompts.
 
     placeholders: the token ids that stand for "audio" and "image". merge_size: the side, in
-    patches, of the square that becomes one embedding. padding: how the feature extractor fills
-    sounds up, before they are cut to the longest.
+    patches, of the square that becomes one embedding. padding: the feature extractor's padding
+    mode; sounds are then cut to the longest.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Media:
         self._padding = padding
 
     def hear(self, sounds: Sequence[Any]) -> dict[str, Tensor]:
-        """Features of sounds, arrays `[samples]` at the extractor's rate; of none, nothing.
+        """Features of sounds, arrays `[samples]` at the extractor's rate; empty without sounds.
 
-        Raises RequestError for what is no sound, ModelError without a feature extractor.
+        Raises RequestError for an invalid sound, ModelError without a feature extractor.
         """
         waves = [_wave(sound) for sound in sounds]
         if not waves:
@@ -89,7 +89,7 @@ class Media:
                 return_attention_mask=True,
                 return_tensors="pt",
             )
-        except (RuntimeError, ValueError) as error:  # shorter than what it pads with
+        except (RuntimeError, ValueError) as error:  # a sound shorter than the reflection padding
             raise RequestError(f"sounds cannot be read: {type(error).__name__}: {error}") from error
         mask = found["attention_mask"]
         longest = int(mask.sum(-1).max())
@@ -99,12 +99,12 @@ class Media:
         }
 
     def see(self, images: Sequence[Any]) -> dict[str, Tensor]:
-        """Features of Pillow images, of none nothing. Nothing is opened or fetched for them.
+        """Features of Pillow images or arrays; empty without images. Opens and fetches no files.
 
-        Raises RequestError for what is no image, ModelError without an image processor.
+        Raises RequestError for an invalid image, ModelError without an image processor.
         """
         for image in images:
-            if isinstance(image, (str, bytes, os.PathLike)):  # transformers would go and get it
+            if isinstance(image, (str, bytes, os.PathLike)):  # transformers would open or fetch it
                 raise RequestError(
                     f"an image is a {type(image).__name__}; allowed: a Pillow image or an array"
                 )
@@ -113,15 +113,15 @@ class Media:
         processor = self._processors.images
         try:
             found = processor(images=list(images), return_tensors="pt")
-        # ValueError, TypeError, OSError: whatever Pillow and numpy say of what they cannot read.
+        # Pillow and numpy raise ValueError, TypeError, OSError and more for unreadable images.
         except Exception as error:
             raise RequestError(f"images cannot be read: {type(error).__name__}: {error}") from error
         return {name: found[name] for name in ("pixel_values", "image_grid_thw")}
 
     def expand(self, token_ids: Sequence[int], features: Mapping[str, Tensor]) -> list[int]:
-        """Token ids in which an item's one placeholder became as many as it has embeddings.
+        """Token ids with each item's single placeholder repeated once per embedding.
 
-        Prompts that have all of them are as they were. Raises RequestError.
+        A prompt that has all placeholders already is returned unchanged. Raises RequestError.
         """
         expanded = list(token_ids)
         for kind, (lengths, _) in self._contents(features).items():
@@ -142,7 +142,7 @@ class Media:
         return {"audio": self._audios(features), "image": self._images(features)}
 
     def locate(self, token_ids: Sequence[int], features: Mapping[str, Tensor]) -> list[Placed]:
-        """Which audio and image stands where. Raises RequestError if they do not fit the tokens."""
+        """Match items to placeholders. Raises RequestError if items and tokens do not fit."""
         found = []
         for kind, (lengths, contents) in self._contents(features).items():
             placeholder = self._placeholders[kind]
@@ -209,16 +209,16 @@ class Media:
 
 
 def as_items(given: object) -> list[Any]:
-    """One sound or image, or several, as a list. An array is one."""
+    """One item or several as a list; an array is one item."""
     if isinstance(given, Sequence) and not isinstance(given, (str, bytes, bytearray)):
         return list(given)
     return [given]
 
 
 def read_features(given: object) -> dict[str, Tensor]:
-    """A prompt's tensors, as transformers' processor makes them. Raises RequestError.
+    """A prompt's tensors as transformers' processor makes them. Raises RequestError.
 
-    Their names, types and axes are right then; whether they fit one another is not looked at.
+    Checks names, dtypes and numbers of axes, but not that the tensors fit one another.
     """
     if not isinstance(given, Mapping):
         raise RequestError(
@@ -247,9 +247,9 @@ def _read_feature(name: object, value: object) -> Tensor:
 
 
 def _wave(sound: Any) -> NDArray[np.float32]:
-    """A sound's samples `[samples]`, integers scaled as files of sounds have them.
+    """A sound's samples `[samples]` as floats; integers are scaled to -1 .. 1.
 
-    Raises RequestError for what is none.
+    Raises RequestError for an invalid sound.
     """
     try:
         if isinstance(sound, Tensor):
@@ -262,7 +262,7 @@ def _wave(sound: Any) -> NDArray[np.float32]:
     if kind == "i" and size in (2, 4):
         wave = samples.astype(np.float32) / np.float32(2 ** (8 * size - 1))
     elif kind == "f":
-        with np.errstate(over="ignore"):  # to what is not finite
+        with np.errstate(over="ignore"):  # overflow gives inf, which is refused below
             wave = samples.astype(np.float32)
     else:
         raise RequestError(
@@ -277,9 +277,9 @@ def _wave(sound: Any) -> NDArray[np.float32]:
 
 
 class _Processors:
-    """A checkpoint's processors, each read from disk when it is first asked for, and then kept.
+    """A checkpoint's processors, each read from disk at first use and then kept.
 
-    Both raise ModelError, each time that they are asked for, if the checkpoint has none.
+    Each use raises ModelError if the checkpoint lacks the processor.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -287,23 +287,23 @@ class _Processors:
 
     @cached_property
     def extractor(self) -> Any:
-        """Of sounds."""
+        """The feature extractor for sounds."""
         return _load(AutoFeatureExtractor, self._folder)
 
     @cached_property
     def images(self) -> Any:
-        """Of images."""
+        """The image processor."""
         return _load(AutoImageProcessor, self._folder, backend="pil")
 
 
 def _load(kind: Any, folder: Path, **options: Any) -> Any:
-    """What turns sounds or images into features."""
+    """Load a feature extractor or an image processor."""
     try:
         with silence_transformers():
             return kind.from_pretrained(folder, local_files_only=True, **options)
     except ImportError as error:
         raise UnsupportedModelError(f"{folder}: a package is missing: {error}") from error
-    # OSError, ValueError, KeyError: whatever a settings file can lack.
+    # A damaged settings file raises OSError, ValueError, KeyError and more.
     except Exception as error:
         raise DamagedModelError(
             f"{folder} has no {kind.__name__.removeprefix('Auto')} that can be loaded: "

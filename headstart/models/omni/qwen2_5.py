@@ -1,8 +1,8 @@
-"""Qwen2.5-Omni: transformers' modules, taken apart into what each stage runs.
+"""Qwen2.5-Omni: transformers' modules, split into the parts that each stage runs.
 
-The thinker hears, sees and writes; the talker speaks the thinker's rows in codes; token2wav makes
-a waveform of codes, given a voice. Everything that a model computes is transformers' own; what is
-here says which part goes where.
+The thinker takes text, audio and images and generates text. The talker generates codes from the
+thinker's rows. token2wav makes a waveform from codes and a voice. All computation is transformers'
+own; this file only assigns its parts to stages.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ __all__ = ["Qwen25Omni", "Recall", "SpeechIds", "Voice"]
 
 @dataclass(frozen=True, slots=True)
 class Voice:
-    """A speaker: the text token that begins its speech, and what its waveform is made with."""
+    """A speaker: the text token that begins its speech, and the vocoder's inputs for its voice."""
 
     bos_token: int
     conditioning: Tensor
@@ -42,7 +42,7 @@ class Voice:
 
 @dataclass(frozen=True, slots=True)
 class SpeechIds:
-    """Token ids around speech: of codes (mask, pad, bos, end), and of the text stream."""
+    """Special token ids of speech: of codes (mask, pad, bos, end), and of the text stream."""
 
     mask: int
     pad: int
@@ -53,11 +53,11 @@ class SpeechIds:
 
 
 Recall = Callable[[Tensor, Callable[[], Tensor]], Tensor]
-"""What was made of a tensor before, or else is made of it now."""
+"""Returns the cached result for a tensor, or computes it now."""
 
 
 class _Remembered(nn.Module):
-    """A module that runs once for the same input."""
+    """A module that runs once per distinct input."""
 
     def __init__(self, inner: nn.Module, recall: Recall) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Qwen25Omni:
         with silence_transformers():
             config: Any = load_config(folder)
             check_speaker(folder, config)
-            # The class's own `from_pretrained` reads the voices and cannot tell what it loaded.
+            # The class's own `from_pretrained` reads the voices and gives no loading report.
             loaded: Any = load_weights(
                 super(kind, kind).from_pretrained, folder, config=config, **options
             )
@@ -114,13 +114,13 @@ class Qwen25Omni:
 
     @property
     def vocab_size(self) -> int:
-        """Of the text."""
+        """Size of the text vocabulary."""
         return int(self._thinker.get_input_embeddings().weight.shape[0])
 
     def thinker(self) -> StageDecoder:
-        """Writes; gives `spoken` `[tokens, hidden]`: last hidden rows plus text embeddings.
+        """Generates text; gives `spoken` `[tokens, hidden]`: last hidden rows plus text embeddings.
 
-        Where something is heard or seen, the hidden row alone.
+        At placeholders of audio and images, the hidden row alone.
         """
 
         def give(tensors: PassTensors) -> dict[str, Tensor]:
@@ -137,7 +137,7 @@ class Qwen25Omni:
         )
 
     def talker(self) -> StageDecoder:
-        """Speaks codes; its inputs are rows of the thinker's width."""
+        """Generates codes; its inputs are rows of the thinker's width."""
         return StageDecoder(
             StageParts(
                 text_model=self._talker.model,
@@ -157,7 +157,7 @@ class Qwen25Omni:
         return row
 
     def encode(self, placed: Placed) -> Tensor:
-        """The embeddings `[length, hidden]` that take its placeholders' places."""
+        """The embeddings `[length, hidden]` that replace an item's placeholders."""
         content = {name: value.to(self._whole.device) for name, value in placed.content.items()}
         with torch.inference_mode():
             if placed.kind == "audio":
@@ -169,7 +169,7 @@ class Qwen25Omni:
     def positions(
         self, token_ids: Sequence[int], features: Mapping[str, Tensor], *, of_talker: bool = False
     ) -> tuple[Tensor, int]:
-        """Rotary positions `[3, tokens]`, and what later tokens' add to their places."""
+        """Rotary positions `[3, tokens]`, and the offset of later tokens' positions."""
         model = self._talker if of_talker else self._thinker.model
         ids = torch.tensor([list(token_ids)])
         mask = features.get("feature_attention_mask")
@@ -182,7 +182,7 @@ class Qwen25Omni:
         return table[:, 0], int(deltas.view(-1)[0])
 
     def remember_speakers(self, recall: Recall) -> None:
-        """Embed what a voice sounds like once, not at every step of every waveform."""
+        """Embed each speaker once, not at every step of every waveform."""
         inputs = self._token2wav.code2wav_dit_model.input_embed
         inputs.spk_encoder = _Remembered(inputs.spk_encoder, recall)
 

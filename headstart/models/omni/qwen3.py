@@ -1,10 +1,10 @@
-"""Qwen3-Omni: transformers' modules, taken apart into what each stage runs.
+"""Qwen3-Omni: transformers' modules, split into the parts that each stage runs.
 
-The thinker gives one row a token, from where the talker takes it: text from before the first
-layer, what was heard or seen from after a middle one (`accept_hidden_layer`). What is seen enters
-the thinker not only as embeddings, but after its first layers too. The talker says a frame of
-several codes a step: the first by itself, the others by a predictor. The vocoder is causal, so
-frames of a code need the codes before it and none after, as far back as its pass begins.
+The thinker gives the talker one row per token: for text the row before the first layer, for audio
+and images the row after a middle layer (`accept_hidden_layer`). Images enter the thinker as
+embeddings and again after its first layers. The talker generates a frame of several codes per
+step: the first itself, the others with a predictor. The vocoder is causal: a code's samples depend
+on the earlier codes of its pass and on no later codes.
 """
 
 import itertools
@@ -43,12 +43,12 @@ from headstart.models.silence_transformers import silence_transformers
 __all__ = ["CausalVocoder", "CodecIds", "Qwen3Omni", "TurnIds", "thinker_decoder"]
 
 _UNSPOKEN = 1024
-"""So many of the talker's last token ids are no codes; of them it may only say the end."""
+"""Number of the talker's last token ids that are not codes; of them only the end is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnIds:
-    """Token ids of the thinker that say whose turn begins, and those around spoken text."""
+    """The thinker's token ids for the roles of turns, and for the ends of spoken text."""
 
     start: int
     user: int
@@ -60,7 +60,7 @@ class TurnIds:
 
 @dataclass(frozen=True, slots=True)
 class CodecIds:
-    """Token ids of the talker: before a voice, after it, and the end."""
+    """The talker's special token ids: before a voice, after it, and the end."""
 
     nothink: int
     think_bos: int
@@ -127,17 +127,17 @@ class Qwen3Omni:
 
     @property
     def vocab_size(self) -> int:
-        """Of the text."""
+        """Size of the text vocabulary."""
         return int(self._thinker.get_input_embeddings().weight.shape[0])
 
     def thinker(self) -> StageDecoder:
-        """Writes; gives `handed`."""
+        """Generates text; gives `handed`."""
         ends = frozenset([int(self._whole.config.im_end_token_id)])
         accept = int(self._talker.config.accept_hidden_layer)
         return thinker_decoder(self._thinker, accept, ends, self._num_deep)
 
     def talker(self) -> StageDecoder:
-        """Says first codes; gives `hidden`, which the predictor goes on from."""
+        """Generates first codes; gives `hidden`, the predictor's input."""
         count = int(self._talker.config.text_config.vocab_size)
         unspoken = set(range(count - _UNSPOKEN, count)) - {self.codec.end}
         return StageDecoder(
@@ -160,7 +160,7 @@ class Qwen3Omni:
     def embed_codes(self, ids: Tensor, others: Tensor | None = None) -> Tensor:
         """The talker's embeddings `[n, hidden]` of its token ids int64 `[n]`.
 
-        With the other codes int64 `[n, others]` of the frames that they begin, the frames'.
+        With `others` int64 `[n, others]`, the other codes of their frames: the frames' embeddings.
         """
         device = self._whole.device
         with torch.inference_mode():
@@ -173,14 +173,14 @@ class Qwen3Omni:
     def predict_others(self, hidden: Tensor, first: Tensor, choose: Choose) -> Tensor:
         """The other codes int64 `[n, others]` of frames, on the host.
 
-        `hidden` are the talker's rows `[n, hidden]` that said the first codes int64 `[n]`.
+        `hidden` are the talker's rows `[n, hidden]` that gave the first codes int64 `[n]`.
         """
         return self._predictor.predict(hidden, self.embed_codes(first), choose)
 
     def project(self, rows: Tensor, is_media: Tensor) -> Tensor:
-        """Rows `[n, hidden]` of the thinker as the talker takes them.
+        """The thinker's rows `[n, hidden]`, projected for the talker.
 
-        is_media: bool `[n]`, of what was heard or seen.
+        is_media: bool `[n]`, true for rows of audio and images.
         """
         given = rows.to(self._whole.device, self._whole.dtype)
         with torch.inference_mode():
@@ -191,9 +191,9 @@ class Qwen3Omni:
         return projected
 
     def encode(self, placed: Placed) -> Tensor:
-        """What takes its placeholders' places, `[length, hidden * (1 + deep layers)]`.
+        """The rows that replace an item's placeholders, `[length, hidden * (1 + deep layers)]`.
 
-        An embedding, and what is added after each of the first layers: nothing for a sound.
+        A row is an embedding, then the rows added after each of the first layers, zeros for audio.
         """
         content = {name: value.to(self._whole.device) for name, value in placed.content.items()}
         with torch.inference_mode():
@@ -210,9 +210,9 @@ class Qwen3Omni:
     def positions(
         self, token_ids: Sequence[int], features: Mapping[str, Tensor]
     ) -> tuple[Tensor, int]:
-        """Rotary positions `[3, tokens]`, and what later tokens' add to their places.
+        """Rotary positions `[3, tokens]`, and the offset of later tokens' positions.
 
-        The talker's are counted in the same way, over its own prompt.
+        The talker's positions are counted in the same way over its own prompt.
         """
         ids = torch.tensor([list(token_ids)])
         mask = features.get("feature_attention_mask")
@@ -231,9 +231,9 @@ def thinker_decoder(
     eos_token_ids: frozenset[int] = frozenset(),
     num_deep: int = 0,
 ) -> StageDecoder:
-    """Writes; gives `handed` `[tokens, hidden]`.
+    """The thinker; gives `handed` `[tokens, hidden]`.
 
-    Where a token has its own embedding, that; elsewhere the row after `accept_layer` layers.
+    A text token's row is its embedding, any other row the one after `accept_layer` layers.
     """
 
     def give(tensors: PassTensors) -> Mapping[str, Tensor]:
@@ -253,15 +253,15 @@ def thinker_decoder(
 
 
 class CausalVocoder:
-    """Frames of codes, by blocks; the function of a `FramesStage`.
+    """A causal vocoder that runs block by block; the function of a `FramesStage`.
 
-    `ratio` samples a code. Its convolutions give `delay` samples less than that at the end of
-    whatever they are given, since those need the next code. So all comes that much later: a wave
-    begins with `delay` samples of silence, and joins are without a gap.
+    A code gives `ratio` samples. The last `delay` samples of a code need the next code, so the
+    convolutions leave them out at the end of their input. So the wave is delayed by `delay`
+    samples: it begins with silence, and blocks join without a gap.
 
-    The transformer before the convolutions looks back over a window in each of its layers, far
-    further than they do (8 layers of 72 codes against 10), and is the cheaper part. So it runs over
-    all codes that are given, and the convolutions over the last ones and the `reach` codes before.
+    The transformer before the convolutions has a longer context (8 layers with windows of 72 codes,
+    against 10 codes) and is the cheaper part. So it runs over all given codes, and the convolutions
+    only over the block and the `reach` codes before it.
     """
 
     def __init__(self, code2wav: Qwen3OmniMoeCode2Wav) -> None:
@@ -274,7 +274,7 @@ class CausalVocoder:
     def __call__(self, request: object, codes: Tensor, context: int) -> Tensor:
         """Samples float32 `[(n - context) * ratio]` of codes int64 `[n, quantizers]`.
 
-        The first `context` codes are looked back at alone.
+        The first `context` codes are only context.
         """
         skipped = max(0, context - self.reach)
         wave = self._wave(codes, skipped)
@@ -283,7 +283,7 @@ class CausalVocoder:
         return wave[(context - skipped) * self.ratio - self.delay :]
 
     def _wave(self, codes: Tensor, skipped: int = 0) -> Tensor:
-        """The model's own pass, in which the convolutions leave out the first `skipped` codes."""
+        """The model's own pass; the convolutions skip the first `skipped` codes."""
         model = self._code2wav
         with torch.inference_mode():
             ids = codes.T[None].to(model.device) + model.code_offset
@@ -296,7 +296,7 @@ class CausalVocoder:
 
 
 def _reach(code2wav: Qwen3OmniMoeCode2Wav, delay: int) -> int:
-    """Codes that the convolutions look back at, from the sample `delay` before a code's first."""
+    """The convolutions' context in codes, for the sample `delay` before a code's first sample."""
     at = -delay
     for part in (code2wav.decoder, code2wav.upsample):
         for module in reversed(list(part.modules())):

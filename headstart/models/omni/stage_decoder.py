@@ -1,4 +1,4 @@
-"""A decoder of a pipeline: text model and head apart, hidden rows handed out beside logits."""
+"""A stage's decoder: separate text model and head; returns hidden rows besides logits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ __all__ = ["PassTensors", "StageDecoder", "StageParts", "text_layouts"]
 
 
 class PassTensors(NamedTuple):
-    """What a pass went through, one row a token.
+    """The tensors of one pass, one row per token.
 
-    embedded `[tokens, width]` as it entered; is_own bool `[tokens]`: by the token's own embedding,
-    not by one that was given in its place; layers: the rows before
-    the first layer, after it, ..., after the last, in transformers' numbering, empty unless asked
-    for; hidden `[tokens, hidden]` after the final norm.
+    embedded: `[tokens, width]`, the inputs. is_own: bool `[tokens]`, true if the input is the
+    token's own embedding. layers: the rows before the first layer, after it, ..., after the last,
+    in transformers' numbering, empty unless needed. hidden: `[tokens, hidden]`, after the final
+    norm.
     """
 
     embedded: Tensor
@@ -32,14 +32,14 @@ class PassTensors(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StageParts:
-    """What a stage's decoder is put together from.
+    """The parts of a stage's decoder.
 
     text_model: layers over embeddings, with token embeddings of its own. head: hidden rows to
-    logits. give: what a pass hands on, `[tokens, ...]` by name. project: from embedding width to
+    logits. give: makes a pass's outputs, `[tokens, ...]` by name. project: from embedding width to
     the text model's. needs_layers: `give` reads `layers`. hidden_ids: tokens never sampled.
-    num_deep: after so many of the first layers, rows are added where embeddings are given
-    (DeepStack, https://arxiv.org/abs/2406.04334); they lie behind those, so that what is given is
-    `1 + num_deep` times as wide.
+    num_deep: number of first layers after which rows are added where embeddings are given
+    (DeepStack, https://arxiv.org/abs/2406.04334). These rows follow the embeddings, so a given row
+    is `1 + num_deep` times as wide.
     """
 
     text_model: PreTrainedModel
@@ -53,7 +53,7 @@ class StageParts:
 
 
 class StageDecoder(DecoderModel):
-    """A `DecoderModel` whose passes also leave rows for the next stage."""
+    """A `DecoderModel` whose passes also give rows for the next stage."""
 
     def __init__(self, parts: StageParts) -> None:
         super().__init__(parts.text_model, text_layouts(parts.text_model))
@@ -67,7 +67,7 @@ class StageDecoder(DecoderModel):
         return self._parts.eos_token_ids
 
     def take_passes(self) -> list[HostCopy]:
-        """What each pass since the last call handed on, on its way to host memory."""
+        """The outputs of each pass since the last call, as copies to host memory."""
         passes, self._passes = self._passes, []
         return passes
 
@@ -110,7 +110,7 @@ class StageDecoder(DecoderModel):
         return logits
 
     def _deep_rows(self, embeddings: EmbeddingOverlay | None, is_own: Tensor) -> dict[str, Any]:
-        """What is added after the first layers, as transformers' text models take it."""
+        """The rows added after the first layers, as arguments of transformers' text models."""
         if embeddings is None or not self._parts.num_deep:
             return {}
         width = embeddings.values.shape[1] // (1 + self._parts.num_deep)

@@ -1,6 +1,6 @@
-"""What is known again by the content of what it was made of, where there are no blocks of tokens.
+"""A cache keyed by the content of inputs, for results without token blocks.
 
-Embeddings of a sound, an image or a speaker, and whole results of functions.
+It holds embeddings of a sound, an image or a speaker, and whole results of functions.
 """
 
 import hashlib
@@ -18,16 +18,16 @@ __all__ = ["ContentMemory", "content_bytes", "content_digest"]
 
 
 class ContentMemory:
-    """Tensors under digests, in a place of their own in a store."""
+    """Tensors by digest, in a namespace of their own in an `OutputCache`."""
 
     def __init__(self, cache: OutputCache, name: str) -> None:
         self._cache = cache
         self._place = cache.place(name)
 
     def recall(self, digest: bytes, make: Callable[[], Tensor], salt: str | None = None) -> Tensor:
-        """What was made for this digest before, under the same salt; otherwise it is made now.
+        """The cached tensor for this digest and salt, or the result of `make`, which is then kept.
 
-        On the host. Raises what `make` raises.
+        The tensor is on the host. Raises the exceptions of `make`.
         """
         path = BlockPath(self._place, Namespace(None, salt), [BlockKey(digest)])
         known = self._cache.find(path)
@@ -40,7 +40,7 @@ class ContentMemory:
 
 
 def content_digest(*parts: Any) -> bytes:
-    """SHA-256 over tensors by content, and anything that JSON can say; each part framed."""
+    """SHA-256 over tensors by content and JSON values; each part has its length in front."""
     digest = hashlib.sha256()
     for part in parts:
         data = content_bytes(part) if isinstance(part, Tensor) else json.dumps(part).encode()

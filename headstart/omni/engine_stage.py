@@ -1,8 +1,7 @@
-"""An autoregressive stage: an engine of ours with its own KV cache, whose rows others take.
+"""An autoregressive stage: an `Engine` with its own KV cache, whose rows other stages take.
 
-The engine decides nothing differently for being a stage, but for what `EngineHooks` lets us say:
-a request waits while its inputs are still coming, its hits end where its rows do, and after each
-pass the rows of the pass go out.
+The engine runs as usual; only `EngineHooks` differ. A request waits while its inputs are still
+coming, its hits are limited to blocks with rows, and after each pass its rows are handed on.
 """
 
 import time
@@ -43,7 +42,7 @@ __all__ = ["EngineStage", "Said"]
 
 @dataclass(slots=True)
 class _State:
-    """One request in the stage: its inputs, and once its prompt is complete, its sequence."""
+    """One request in the stage: its inputs and, once its prompt is complete, its sequence."""
 
     request: OmniRequest
     feed: Feed
@@ -57,7 +56,7 @@ class _State:
 
 
 class Said(NamedTuple):
-    """The token that a request has more, and its inputs."""
+    """A request's new token, and the request's inputs."""
 
     feed: Feed
     token: int
@@ -66,9 +65,9 @@ class Said(NamedTuple):
 class EngineStage:
     """Runs a decoder over prompts that its feeder makes, and hands on rows and tokens.
 
-    cache: where its rows are kept; without `spec.enable_prefix_caching` none is used. Raises
-    ConfigError for options that a stage cannot have, OutOfMemoryError if no K/V fit. `engine` and
-    `rows` are what it is made of, for those who measure.
+    cache: the store of its rows, unused without `spec.enable_prefix_caching`. Raises ConfigError
+    for options that a stage cannot have, OutOfMemoryError if no K/V fit. `engine` and `rows` are
+    public for benchmarks.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class EngineStage:
         self._unprompted: dict[str, _State] = {}
         self._events: list[Event] = []
         self._torn: frozenset[str] = frozenset()
-        """Requests of which some rows may be lost: `computed` did not end."""
+        """Requests whose rows may be lost in part, since `computed` was interrupted."""
         self.engine = Engine.of_model(decoder, tokenizer, config, self)
 
     # Stage
@@ -187,7 +186,7 @@ class EngineStage:
         return True
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
-        """All, once the inputs of all tokens that the request knows are there."""
+        """`stop` once the inputs of all the request's known tokens have arrived, else None."""
         feed = self._states[request.group.request_id].feed
         return stop if feed.is_ready(len(request.sequence.token_ids)) else None
 
@@ -216,19 +215,19 @@ class EngineStage:
     # For stages that do more
 
     def ran(self, batch: Batch, outputs: Mapping[str, Tensor]) -> None:
-        """A step gave this, `[tokens of the step, ...]`, declared or not."""
+        """Called with a step's outputs `[tokens of the step, ...]`, declared or not."""
 
     def spoke(self, said: Mapping[str, Said]) -> None:
-        """These requests go on, each with a token more. What is raised here ends them."""
+        """Called with the requests that continue and their new tokens; an exception ends them."""
 
     def give(self, name: str, chunk: Chunk) -> None:
-        """Hand on something beside the rows of the request's tokens."""
+        """Hand on an output other than rows of the request's tokens."""
         self._events.append(Given(name, chunk))
 
     # Inside
 
     def _follow(self, results: Sequence[StepResult]) -> None:
-        """Do what is to be done with new tokens before the next step."""
+        """Process new tokens before the next step."""
         said = {
             group.request_id: Said(
                 self._states[group.request_id].feed,
@@ -240,7 +239,7 @@ class EngineStage:
         try:
             if said:
                 self.spoke(said)
-        except Exception as error:  # whatever a model raises ends these requests alone
+        except Exception as error:  # a model's exception ends only these requests
             for name in said:
                 self.engine.abort(name)
                 reason = EngineError(f"{type(error).__name__}: {error}")
@@ -248,7 +247,7 @@ class EngineStage:
                 self._fail(name, reason)
 
     def _end_torn(self) -> None:
-        """End requests whose rows were not all handed on, though their engine lets them go on."""
+        """End requests whose rows were lost in part, though the engine would continue them."""
         for name in self._torn & self._states.keys():
             self.engine.abort(name)
             self._fail(name, EngineError("its rows were lost when a step failed"))
@@ -259,7 +258,7 @@ class EngineStage:
         return sequence is not None and state.feed.is_ready(len(sequence.token_ids))
 
     def _tell(self, request_id: str, news: Callable[[], None]) -> None:
-        """Tell a request's feed something, and begin if that was what it lacked."""
+        """Pass an event to a request's feed, and begin the request if its prompt is complete."""
         try:
             news()
             self._try_to_begin(request_id)
@@ -288,10 +287,10 @@ class EngineStage:
         self._events.append(Began(request_id, length, manager.block_size, names))
 
     def _join(self, parts: list[Part], passes: list[HostCopy]) -> Mapping[str, Tensor]:
-        """A step's outputs as one tensor each, once they are all on the host.
+        """A step's outputs, concatenated to one tensor each, on the host.
 
-        In deterministic mode a step is many passes, each a whole block of one sequence, of which
-        the part's own rows count.
+        In deterministic mode a step has many passes, each a whole block of one sequence; only the
+        rows of the pass's part are used.
         """
         if not self._deterministic:
             return passes[0].wait()
@@ -308,7 +307,7 @@ class EngineStage:
         return {name: torch.cat(rows) for name, rows in pieces.items()}
 
     def _deliver(self, group: RequestGroup, error: EngineError | None) -> None:
-        """A request's new tokens, and its end."""
+        """Hand on a request's new tokens, and its end."""
         name = group.request_id
         if error is not None:
             self._fail(name, error)

@@ -1,10 +1,9 @@
-"""What an autoregressive stage runs on: a prompt, and inputs that may still be coming.
+"""Inputs of autoregressive stages: a prompt, and rows that may still be coming.
 
-A first stage has its prompt when a request arrives. A stage behind another is fed rows: its
-prompt is complete when enough of them are there, and each further token waits for its own. Its
-token ids say nothing of those rows (all of a talker's prompt is one mask token), so the rows are
-part of its blocks' identity: by the names of the blocks upstream that they came with, or else by
-a digest of their bytes.
+A first stage has its prompt when a request arrives. A later stage is fed rows: its prompt is
+complete when enough rows have arrived, and each further token waits for its row. Token ids do not
+determine these rows (a talker's prompt is one repeated mask token), so the rows are part of its
+blocks' identity: by the names of their upstream blocks, or else by a digest of their bytes.
 """
 
 import hashlib
@@ -26,7 +25,7 @@ __all__ = ["Conditions", "Feed", "Feeder", "PromptFeed", "StagePrompt"]
 
 @dataclass(frozen=True, slots=True)
 class StagePrompt:
-    """What a stage's engine is given: the prompt, how to sample, and who may share its blocks."""
+    """The engine's input for one request: prompt, sampling parameters, and salt."""
 
     prompt: PreparedPrompt | Sequence[int] | str
     params: SamplingParams
@@ -37,11 +36,11 @@ class Feed(Protocol):
     """One request's inputs to one stage."""
 
     def take(self, source: str, event: Given | Began) -> None:
-        """Rows or names from a stage before."""
+        """Take rows or block names from an earlier stage."""
         ...
 
     def end(self, source: str) -> None:
-        """No more will come from it."""
+        """Note that `source` has no more rows."""
         ...
 
     def prompt(self) -> StagePrompt | None:
@@ -49,11 +48,11 @@ class Feed(Protocol):
         ...
 
     def begin(self, sequence: TokenSequence) -> None:
-        """The engine has made this sequence of the prompt."""
+        """Called with the sequence that the engine made from the prompt."""
         ...
 
     def is_ready(self, num_tokens: int) -> bool:
-        """Whether the inputs of the first `num_tokens` tokens of the sequence are there."""
+        """True if the inputs of the sequence's first `num_tokens` tokens have arrived."""
         ...
 
 
@@ -62,34 +61,34 @@ Feeder = Callable[[OmniRequest], Feed]
 
 
 class PromptFeed:
-    """A first stage's: everything is there from the beginning."""
+    """A first stage's feed: all inputs are there from the beginning."""
 
     def __init__(self, prompt: StagePrompt) -> None:
         self._prompt = prompt
 
     def take(self, source: str, event: Given | Began) -> None:
-        """Nothing comes before a first stage."""
+        """Does nothing: no stage comes before a first stage."""
 
     def end(self, source: str) -> None:
-        """As above."""
+        """Does nothing, as `take`."""
 
     def prompt(self) -> StagePrompt | None:
         return self._prompt
 
     def begin(self, sequence: TokenSequence) -> None:
-        """It needs no more than its prompt."""
+        """Does nothing: all inputs are in the prompt."""
 
     def is_ready(self, num_tokens: int) -> bool:
         return True
 
 
 class Conditions:
-    """Rows that a stage's tokens are conditioned on, one a position, as they come.
+    """Rows that a stage's tokens are conditioned on, one per position, as they arrive.
 
     An `EmbeddingSource`: `combine(position, token_ids, rows)` makes the embeddings of tokens from
-    their rows. `names` are blocks' identities from upstream, where its blocks lie as ours do; rows
-    of other blocks are hashed. With `anonymous` they are neither: nobody else's blocks are ever
-    hit then, and this request's only by itself. It is what a stage without caching uses.
+    their rows. `names` are identities of upstream blocks that align with this stage's blocks; rows
+    of other blocks are hashed. With `anonymous` rows are neither named nor hashed, and the request
+    shares no block with any other. A stage without caching uses it.
     """
 
     def __init__(
@@ -110,19 +109,19 @@ class Conditions:
         self._sequence: TokenSequence | None = None
         self._token_ids: Sequence[int] = ()
         self.count = 0
-        """Positions whose rows are there."""
+        """Number of positions whose rows have arrived."""
 
     @property
     def items(self) -> tuple[MultiModalItem, ...]:
-        """The identity of every whole block so far."""
+        """The identities of all whole blocks so far."""
         return tuple(self._items)
 
     def name(self, names: Sequence[bytes]) -> None:
-        """The first blocks' rows are known by these names. Before any of them comes."""
+        """Set the names of the first blocks, before any row is added."""
         self._names = names
 
     def add(self, rows: Tensor) -> None:
-        """The rows `[n, ...]` of the next positions."""
+        """Add the rows `[n, ...]` of the next positions."""
         held, end = self._buffer, self.count + len(rows)
         if held is None or end > len(held):
             self._buffer = rows.new_empty((max(64, 2 * end), *rows.shape[1:]))
@@ -134,7 +133,7 @@ class Conditions:
         self._identify(self.count)
 
     def close(self, rows: Tensor, pad: Tensor, limit: int) -> None:
-        """The last rows `[n, ...]`, and the row of every further position below `limit`."""
+        """Add the last rows `[n, ...]`; `pad` is the row of every later position below `limit`."""
         self.add(rows)
         self._pad = pad
         size = self._block_size
@@ -146,11 +145,11 @@ class Conditions:
             self._append_item(digest)
 
     def attach(self, token_ids: Sequence[int]) -> None:
-        """The prompt's token ids, which nothing of a sequence is known of yet."""
+        """Set the prompt's token ids, before there is a sequence."""
         self._token_ids = token_ids
 
     def begin(self, sequence: TokenSequence) -> None:
-        """From now on the tokens are this sequence's, and so are further blocks' identities."""
+        """Take tokens from this sequence from now on, and add further block identities to it."""
         self._sequence = sequence
         self._token_ids = sequence.token_ids
         for item in self._items[len(sequence.items) :]:
@@ -162,7 +161,7 @@ class Conditions:
         yield PlacedRows(start, self._combine(start, ids, self.rows(start, stop)))
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """The rows of positions `start` to `stop - 1`, which are there."""
+        """The rows of positions `start` to `stop - 1`, which must have arrived."""
         assert self._buffer is not None and stop <= self.count
         there = self._buffer[start : min(stop, self._num_given)]
         missing = stop - max(start, self._num_given)
@@ -172,7 +171,7 @@ class Conditions:
         return torch.cat([there, self._pad.expand(missing, *self._pad.shape)])
 
     def _identify(self, stop: int) -> None:
-        """Say what the blocks up to position `stop` are."""
+        """Add the identities of the blocks up to position `stop`."""
         while (len(self._items) + 1) * self._block_size <= stop:
             self._append_item(self._digest(len(self._items)))
 

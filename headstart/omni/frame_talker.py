@@ -1,14 +1,14 @@
-"""A talker that says a frame of several codes a step, as Qwen3-Omni's does.
+"""A talker that generates a frame of several codes per step, as Qwen3-Omni's does.
 
     position  0 ...... U-1   U .. U+2    U+3      U+4  U+5  U+6    U+7  U+8   U+9     U+10 ...
     token     blank          blank       nothink  bos  eos  voice  pad  bos   frame 0 frame 1
     row       user's turns   answer 0-2  pad      pad  pad  pad    bos  3     4       5 ... eos pad
 
-Rows are the thinker's: of the user's turns, then of the turn that it answers in. Where a token has
-an embedding (from U + 3 on) the two are added, and a frame's is the sum of those of all its codes.
-The other codes of a frame are predicted as soon as its first is said; without them the next step
-cannot run, and the same first codes with others behind them are another prefix. So they are kept
-beside the rows, and are part of what names a block.
+Rows are the thinker's: of the user's turns, then of the answer's turn. If a token has an embedding
+(from U + 3 on) it is added to the row; a frame's embedding is the sum of those of its codes. The
+other codes of a frame are predicted right after its first code, since the next step needs them.
+Equal first codes with different other codes are a different prefix. So the other codes are stored
+with the rows, and are part of a block's identity.
 
 Source: `Qwen3OmniMoeForConditionalGeneration.generate` in transformers.
 """
@@ -43,19 +43,19 @@ CODES = "codes"
 """A frame talker gives frames, int64 `[frames, codes]`, beside its tokens."""
 
 _NOW = 3
-"""So many rows of the answer's turn stand in the prompt: its start, whose it is, a line's end."""
+"""Rows of the answer's turn that are in the prompt: its start, its role, a newline."""
 
 _OTHERS = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
-"""How transformers draws the other codes, whatever the first is drawn by."""
+"""transformers' sampling of the other codes, independent of the first code's sampling."""
 
 
 class FrameModel(Protocol):
-    """What a frame talker needs of its model."""
+    """The part of a model's interface that a frame talker needs."""
 
     num_others: int
-    """Codes of a frame beside the first."""
+    """Number of codes of a frame after the first."""
     num_codes: int
-    """How many values each of them has."""
+    """Number of values of each of these codes."""
 
     def project(self, rows: Tensor, is_media: Tensor) -> Tensor:
         """The thinker's rows `[n, width]`, bool `[n]`, as the talker's `[n, hidden]`."""
@@ -72,12 +72,12 @@ class FrameModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FrameTalkerPlan:
-    """How one request's talker prompt is made.
+    """The parts of one request's talker prompt.
 
-    rows: which of the thinker's outputs it is fed. spoken_to: bool `[prompt]`, the user's turns in
-    the thinker's prompt; is_media: of these alone, what was heard or seen. answer_start: where
-    the answer's turn begins. lead_ids: the six ids before the first frame. bos, eos, pad: rows
-    `[width]`. positions: None for 0, 1, 2, ...
+    rows: the thinker's output that feeds it. spoken_to: bool `[prompt]`, the user's turns in the
+    thinker's prompt; is_media: of these only, true for audio and images. answer_start: the position
+    where the answer's turn begins. lead_ids: the six ids before the first frame. bos, eos, pad:
+    rows `[width]`. positions: None for 0, 1, 2, ...
     """
 
     rows: Input
@@ -99,12 +99,12 @@ class FrameTalkerPlan:
 
     @property
     def num_user(self) -> int:
-        """Rows of the user's turns."""
+        """Number of rows of the user's turns."""
         return len(self.is_media)
 
 
 class FrameTalkerFeed:
-    """One request's feed. A step needs the frame before it, and the thinker one row ahead."""
+    """One request's feed. A step needs the previous frame and the thinker's next row."""
 
     def __init__(self, request: OmniRequest, plan: FrameTalkerPlan) -> None:
         self._request = request
@@ -117,7 +117,7 @@ class FrameTalkerFeed:
         self._conditions = Conditions(plan.block_size, self._combine, anonymous=plan.anonymous)
         chosen = SamplingParams(temperature=0) if plan.params.is_greedy else _OTHERS
         self.sampling = SamplingState(chosen, (), [], plan.generator, frozenset())
-        """How the other codes are chosen."""
+        """The sampling parameters of the other codes."""
 
     @property
     def _num_prompt(self) -> int:
@@ -139,7 +139,7 @@ class FrameTalkerFeed:
             self._conditions.name(event.names[: plan.num_user // plan.block_size])
 
     def _add(self, rows: Tensor) -> None:
-        """The thinker's next rows."""
+        """Take the thinker's next rows."""
         plan, first = self._plan, self._num_rows
         self._num_rows += len(rows)
         chosen = rows[: max(0, len(plan.spoken_to) - first)][plan.spoken_to[first : self._num_rows]]
@@ -159,13 +159,13 @@ class FrameTalkerFeed:
             self._advance()
 
     def add_frame(self, others: Tensor) -> int:
-        """The other codes int64 `[others]` of the next frame; its number, from 0 on."""
+        """Add the other codes int64 `[others]` of the next frame; returns its number, from 0."""
         self._frames.append(others)
         self._advance()
         return len(self._frames) - 1
 
     def _advance(self) -> None:
-        """Lay down the rows of all positions of which everything is known."""
+        """Add the rows of all positions whose inputs have arrived."""
         conditions, plan = self._conditions, self._plan
         if conditions.count == plan.num_user and (row := self._row(_NOW)) is not None:
             pads = [plan.pad] * (len(plan.lead_ids) - 2)
@@ -178,7 +178,7 @@ class FrameTalkerFeed:
             at += 1
 
     def _row(self, at: int) -> Tensor | None:
-        """The row of the answer's token, what stands for it behind its end, or None for now."""
+        """The row of the answer's token, eos or pad after its end, or None if not there yet."""
         if at < len(self._answer):
             return self._answer[at]
         if not self._ended:
@@ -186,7 +186,7 @@ class FrameTalkerFeed:
         return self._plan.eos if at == len(self._answer) else self._plan.pad
 
     def _beside(self, rows: Tensor, others: Tensor | None = None) -> Tensor:
-        """Rows with the frames' other codes behind them, float32, in which both are exact."""
+        """Rows with the frames' other codes appended, in float32, which holds both exactly."""
         if others is None:
             others = torch.zeros(len(rows), self._plan.model.num_others)
         return torch.cat([rows.float().cpu(), others.float()], dim=1)
@@ -209,7 +209,7 @@ class FrameTalkerFeed:
         return num_tokens <= self._conditions.count
 
     def _combine(self, position: int, token_ids: Sequence[int], rows: Tensor) -> Tensor:
-        """Rows as the talker takes them, and from U + 3 on the embeddings of the tokens too."""
+        """Rows projected for the talker, plus the tokens' embeddings from U + 3 on."""
         plan, count = self._plan, self._plan.model.num_others
         stop = position + len(rows)
         is_media = torch.zeros(len(rows), dtype=torch.bool)
@@ -249,7 +249,7 @@ class FrameTalker(EngineStage):
         self._hidden: dict[str, Tensor] = {}
 
     def ran(self, batch: Batch, outputs: Mapping[str, Tensor]) -> None:
-        """Keep the rows that say the next codes."""
+        """Keep the rows that the predictor needs."""
         ends = itertools.accumulate(part.stop - part.start for part in batch.scheduled)
         self._hidden = {
             part.request.group.request_id: outputs["hidden"][end - 1]
@@ -257,7 +257,7 @@ class FrameTalker(EngineStage):
         }
 
     def spoke(self, said: Mapping[str, Said]) -> None:
-        """Complete the frames that were begun; the last code of an answer begins none."""
+        """Predict the other codes of new frames; the end code begins no frame."""
         feeds = {
             name: feed for name, (feed, _) in said.items() if isinstance(feed, FrameTalkerFeed)
         }

@@ -1,12 +1,12 @@
-"""Stages that are functions: vocoders, encoders, diffusion. Two kinds, by when they can begin.
+"""Stages that are functions: vocoders, encoders, diffusion. There are two kinds.
 
-    WholeStage    needs all of its inputs: runs once a request. What it gave is known again by the
-                  content of everything it was given.
-    FramesStage   causal: frames depend on the codes before them alone. Runs by blocks of codes as
-                  they come, and what it gave for a block is known again by all codes up to there.
+    WholeStage    needs all of its inputs: runs once per request. Its result is cached by the
+                  content of all its inputs.
+    FramesStage   causal: frames depend only on earlier codes. Runs block by block as codes come;
+                  a block's frames are cached by all codes up to the block's end.
 
-Both give the same bits whether a result was cached or not: a frames stage always computes whole
-blocks at their absolute places, so the shape of its work does not depend on what was cached.
+Both give the same bits with and without the cache: a frames stage always computes whole blocks at
+absolute positions, so its shapes do not depend on what was cached.
 """
 
 import time
@@ -39,7 +39,7 @@ __all__ = ["FramesPlan", "FramesStage", "Job", "WholeStage"]
 
 
 class Job(NamedTuple):
-    """What a function is given: the request, and each input's rows in order."""
+    """A function's arguments: the request, and each input's rows in order."""
 
     request: OmniRequest
     inputs: Mapping[Input, Tensor]
@@ -63,7 +63,7 @@ class _State:
 
 
 class _FunctionStage:
-    """What both kinds share: who is here, what has come, and failing alone."""
+    """The base of both kinds: requests, their inputs, and errors that end only one request."""
 
     def __init__(self, spec: StageSpec, cache: OutputCache | None) -> None:
         if spec.autoregressive:
@@ -74,10 +74,10 @@ class _FunctionStage:
         self._states: dict[str, _State] = {}
 
     def limit_to(self, outputs: Set[str]) -> None:
-        """What a function gives is one thing: it is made and kept as a whole."""
+        """Does nothing: a function's result is computed and kept as a whole."""
 
     def check(self, request: OmniRequest) -> None:
-        """Any request will do."""
+        """Accepts any request."""
 
     def open(self, request: OmniRequest) -> None:
         rows: dict[Input, list[Tensor]] = {taken: [] for taken in self.spec.takes}
@@ -105,7 +105,7 @@ class _FunctionStage:
         self._states.clear()
 
     def reset_cache(self) -> None:
-        """What it gave is in the pipeline's store alone."""
+        """Does nothing: results are only in the pipeline's store."""
 
     def close(self) -> None:
         self._states.clear()
@@ -115,7 +115,7 @@ class _FunctionStage:
         return any(map(self._can_run, self._states.values()))
 
     def step(self) -> list[Event]:
-        """A piece of work for each request that has one."""
+        """Run the function once for each request with enough inputs."""
         events: list[Event] = []
         for request_id, state in list(self._states.items()):
             if not self._can_run(state):
@@ -124,7 +124,7 @@ class _FunctionStage:
             try:
                 with torch.inference_mode():
                     mine = self._run(state)
-            except Exception as error:  # whatever a function raises ends its request alone
+            except Exception as error:  # a function's exception ends only its request
                 reason = EngineError(f"stage {self.spec.name!r}: {type(error).__name__}: {error}")
                 reason.__cause__ = error
                 mine = [Failed(request_id, reason)]
@@ -141,7 +141,7 @@ class _FunctionStage:
         raise NotImplementedError
 
     def _checked(self, outputs: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
-        """What was declared, as it was declared. Raises EngineError."""
+        """The declared outputs, checked against their declarations. Raises EngineError."""
         found = {}
         for output in self.spec.gives:
             if output.name in outputs:
@@ -159,8 +159,8 @@ Identity = Callable[[Job], bytes | None]
 class WholeStage(_FunctionStage):
     """Runs `function` once all inputs are there.
 
-    identity: everything that the result depends on, as a digest, or None if this one must not be
-    reused. Without it nothing is.
+    identity: a digest of everything that the result depends on, or None if this result must not be
+    reused. Without `identity` no result is reused.
     """
 
     def __init__(
@@ -209,13 +209,13 @@ FramesIdentity = Callable[[OmniRequest], bytes]
 
 @dataclass(frozen=True, kw_only=True)
 class FramesPlan:
-    """How codes become frames.
+    """The options of a `FramesStage`.
 
-    function: `(request, codes [n, ...], context)` to the frames of all but the first `context`
-    codes, which are there to be looked back at. block: codes at a time. context: codes looked back
-    at from the start of a segment; within it, all codes of the segment are looked back at too.
-    segment: codes in a segment, a multiple of `block`; None makes each block one. identity: what
-    of a request shapes its frames beside its codes. Raises ConfigError for a segment that is no
+    function: maps `(request, codes [n, ...], context)` to the frames of all codes but the first
+    `context`, which are only context. block: codes per call. context: number of codes before a
+    segment that its frames depend on, besides the earlier codes of the segment. segment: codes per
+    segment, a multiple of `block`; None makes each block a segment. identity: the parts of a
+    request that determine its frames besides its codes. Raises ConfigError for a segment that is no
     multiple of the block.
     """
 
@@ -232,7 +232,7 @@ class FramesPlan:
             )
 
     def first_code(self, start: int) -> int:
-        """The first code that the frames of code `start` look back at."""
+        """The first code of the context of code `start`'s frames."""
         segment = self.segment or self.block
         return max(0, start // segment * segment - self.context)
 
@@ -274,7 +274,7 @@ class FramesStage(_FunctionStage):
         return events
 
     def _frames(self, state: _State, codes: Tensor, stop: int) -> Tensor:
-        """The frames of codes `done` to `stop - 1`; kept if they are a whole block."""
+        """The frames of codes `done` to `stop - 1`; cached if they are a whole block."""
         whole = stop - state.done == self._plan.block
         index = len(state.keys)
         if whole and self._cache is not None:

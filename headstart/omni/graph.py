@@ -1,4 +1,4 @@
-"""Pipelines written down: which stages there are, what they take and give, in TOML.
+"""Pipelines as TOML: the stages, their inputs and their outputs.
 
     collects = ["vocoder.audio"]
 
@@ -14,8 +14,7 @@
     enable_prefix_caching = false
     options = { chunk = 8 }
 
-`kind` says which of the factories that the reader was given makes the stage, and `options` is
-what that one is told.
+`kind` names the factory that makes the stage, and `options` are the factory's arguments.
 """
 
 import tomllib
@@ -33,7 +32,7 @@ __all__ = ["Factory", "Graph", "StageNode", "read_graph"]
 
 @dataclass(frozen=True, slots=True)
 class StageNode:
-    """One stage of a graph: its declaration, who makes it, and what that one is told."""
+    """One stage of a graph: its declaration, its factory's name, and the factory's options."""
 
     spec: StageSpec
     kind: str
@@ -51,10 +50,10 @@ class Graph:
     collects: tuple[Input, ...] = ()
 
     def with_options(self, options: Mapping[str, Any]) -> "Graph":
-        """The same graph, all autoregressive stages told these options unless they say others.
+        """This graph with `options` as defaults of all autoregressive stages.
 
-        `enable_prefix_caching` concerns every stage: where it is off no stage keeps anything, and
-        where it is on a stage may still have switched it off.
+        `enable_prefix_caching` applies to every stage: False switches caching off in all stages;
+        with True a stage may still switch it off for itself.
         """
         rest = dict(options)
         caching = rest.pop("enable_prefix_caching", True)
@@ -67,7 +66,7 @@ class Graph:
         return replace(self, nodes=tuple(nodes))
 
     def build(self, factories: Mapping[str, Factory]) -> Pipeline:
-        """The pipeline. Raises ConfigError; stages that were made are closed then."""
+        """Build the pipeline. Raises ConfigError, after closing the stages already made."""
         unknown = sorted({node.kind for node in self.nodes} - factories.keys())
         if unknown:
             raise ConfigError(f"no factory makes a {unknown[0]!r}; there are {sorted(factories)}")
@@ -83,7 +82,7 @@ class Graph:
 
 
 def read_graph(text: str) -> Graph:
-    """A graph out of TOML. Raises ConfigError, with the name of what is wrong."""
+    """Read a graph from TOML. Raises ConfigError that names the wrong entry."""
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

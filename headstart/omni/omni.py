@@ -1,4 +1,4 @@
-"""`Omni`: a model that hears, sees, writes and speaks, to be called from ordinary Python."""
+"""`Omni`: the Python interface of models with text, audio and image input and spoken answers."""
 
 import itertools
 import sys
@@ -33,7 +33,7 @@ from headstart.validation import describe
 __all__ = ["DEFAULT_CACHE_BYTES", "Omni"]
 
 DEFAULT_CACHE_BYTES = 1 << 30
-"""What stages' outputs may take of the host's memory."""
+"""Default bound of the stage-output store, in bytes of host memory."""
 
 
 _MEDIA = ("audio", "images", "features")
@@ -41,7 +41,7 @@ _TEXT = ("prompt", "prompt_token_ids")
 
 
 class _Stages(Protocol):
-    """What differs between the models: their stages, their prompts, their audio."""
+    """The differences between models: their stages, their prompts, their audio."""
 
     graph: str
     audio: Input
@@ -59,14 +59,14 @@ class _Stages(Protocol):
 
 
 class Omni:
-    """A pipeline of a thinker, a talker and a vocoder, which skip what they did before.
+    """A pipeline of a thinker, a talker and a vocoder that cache each stage's work.
 
-    Called from one thread at a time.
+    Call it from one thread at a time.
 
-    `pipeline` is a graph in TOML in place of the model's own; a stage's `options` are the fields
-    of `EngineConfig`. cache_bytes: what stages' outputs may take. options: of all engines, unless
-    the graph says otherwise; without `enable_prefix_caching` no stage keeps anything, and
-    `num_threads` is the process's. An option without effect in a pipeline is refused.
+    pipeline: a graph in TOML that replaces the model's own; a stage's `options` are the fields of
+    `EngineConfig`. cache_bytes: bound of the stage-output store. options: defaults for all engines;
+    without `enable_prefix_caching` no stage caches anything, and `num_threads` applies to the
+    process. An option without effect in a pipeline is refused.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Omni:
         self.cache = OutputCache(cache_bytes)
         self._stages = _load(model, dtype, device, self.cache)
         self.graph = pipeline or self._stages.graph
-        """The pipeline as it was written down."""
+        """The pipeline's graph."""
         graph = written or read_graph(self.graph)
         self.pipeline = graph.with_options(told).build(self._stages.factories)
         self._thinker = self.pipeline.stages["thinker"]
@@ -102,7 +102,7 @@ class Omni:
 
     @property
     def voices(self) -> tuple[str, ...]:
-        """Who can speak."""
+        """The names of the voices."""
         return self._stages.voices
 
     @property
@@ -117,10 +117,10 @@ class Omni:
         *,
         cache_salt: str | None = None,
     ) -> list[OmniOutput]:
-        """Answer prompts, one or many, together; outputs in the order of the prompts.
+        """Answer one or many prompts together; returns outputs in the order of the prompts.
 
-        cache_salt: prompts of different salts share nothing. Raises RequestError before any work,
-        for all if one is bad; EngineError when a stage failed, and after `close`.
+        cache_salt: prompts with different salts share nothing. Raises RequestError before any work
+        if any prompt is bad; EngineError if a stage failed, and after `close`.
         """
         self.pipeline.require_open()
         requests = [
@@ -152,17 +152,17 @@ class Omni:
         *,
         cache_salt: str | None = None,
     ) -> Generator[OmniOutput]:
-        """Outputs of one prompt as it is answered, each with all so far.
+        """Stream the outputs of one prompt; each holds the whole answer so far.
 
-        Closing the iterator aborts the request; an iterator that nobody holds any more has it
-        aborted by the next call. Raises what `generate` does.
+        Closing the iterator aborts the request. If the iterator is garbage-collected, the next call
+        aborts the request. Raises the same errors as `generate`.
         """
         self.pipeline.require_open()
         request = self._request(prompt, params or OmniParams(), cache_salt)
         return _Stream(self.pipeline, request, self._output)
 
     def reset_cache(self) -> bool:
-        """Forget everything cached; False, and nothing done, while a request runs.
+        """Drop everything cached; returns False and does nothing while a request runs.
 
         Raises EngineError after `close`.
         """
@@ -176,7 +176,7 @@ class Omni:
         return True
 
     def close(self) -> None:
-        """Free the memory; the object is of no use afterwards."""
+        """Free the memory; every later call raises EngineError."""
         self.pipeline.close()
 
     def _request(self, prompt: OmniPrompt, params: OmniParams, salt: str | None) -> OmniRequest:
@@ -223,7 +223,7 @@ class Omni:
 
 
 class _Stream(OutputStream[OmniOutput]):
-    """One request's outputs, by steps of the pipeline that all requests share."""
+    """One request's outputs; reading it runs steps of the shared pipeline."""
 
     def __init__(
         self, pipeline: Pipeline, request: OmniRequest, output: Callable[[Progress], OmniOutput]

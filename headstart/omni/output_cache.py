@@ -1,23 +1,23 @@
-"""What stages handed on, kept block by block, so that a hit skips a prefix in the stage and loses
-nothing of it for the next one.
+"""The stage-output store: stages' output rows, kept block by block.
 
-An entry is (block identity, stage, output) -> the rows of one block, in host memory, in the
-dtype and the trailing shape that the stage gave. It is made when a block's rows are written, it is
-never written again, and the one used longest ago goes when the bytes run out. So
+A stage that skips a cached prefix still needs that prefix's rows for the next stage.
 
-    KV evicted, rows kept      the rows stay until their own turn; they are of use again as soon
-                               as somebody computes the block's K/V anew
+An entry maps (block identity, stage, output) to the rows of one block, in host memory, in the
+dtype and trailing shape of the stage's output. An entry is made when a block's rows are written and
+is never overwritten. The least recently used entry is evicted when the bytes run out. So
+
+    KV evicted, rows kept      the rows stay until they are evicted; they are used again once a
+                               request computes the block's K/V anew
     rows evicted, KV kept      the block is no hit for a stage that must hand its rows on
-    a reader that comes late   holds the tensors themselves: nothing that happens to the store,
-                               or to the KV block's slots, changes them
+    a late reader              holds the tensors themselves: changes to the store or to the KV
+                               block's slots do not affect them
 
-A block is known by its stage, its namespace, and every key from the root on, compared by content
-as in the KV cache: two blocks with equal names are equal prefixes. Nothing here knows where the
-KV cache keeps a block, so rows outlive the recycling of block ids, and a stage may have as many
-KV groups as it likes.
+A block is identified by its stage, its namespace, and every key from the root on, compared by
+content as in the KV cache. The store knows no block ids of the KV cache. So reuse of a block id
+does not affect rows, and a stage may have any number of KV groups.
 
 Source: "Automatic Prefix Caching in Omni Models" (vLLM-Omni). The reference mirrors KV slots in
-one tensor `[num_blocks, block_size, D]` a key; docs/omni.md says what this does better.
+one tensor `[num_blocks, block_size, D]` per key; docs/omni.md compares the two.
 """
 
 from collections import Counter, OrderedDict
@@ -34,7 +34,7 @@ from headstart.errors import ConfigError
 __all__ = ["ENTRY_BYTES", "BlockPath", "OutputCache", "OutputCacheStats"]
 
 ENTRY_BYTES = 1024
-"""What an entry costs beside its rows: its node, two tensor headers and its place in the order."""
+"""Bytes of an entry besides its rows: its node, two tensor headers and its place in the order."""
 
 
 class BlockPath(NamedTuple):
@@ -46,7 +46,7 @@ class BlockPath(NamedTuple):
 
 
 class OutputCacheStats(NamedTuple):
-    """What the store holds and what became of what it was given, in entries and bytes."""
+    """The store's current contents, and counts since it was made, in entries and bytes."""
 
     entries: int
     bytes: int
@@ -85,43 +85,43 @@ class OutputCache:
         self._bytes = 0
         self._written = self._evicted = self._refused = 0
         self._places: Counter[str] = Counter()
-        self._changing = False  # also after a change that was interrupted: it is mended by the next
+        self._changing = False  # stays True after an interrupted change, which the next one repairs
 
     @property
     def stats(self) -> OutputCacheStats:
-        """What it holds now, and counts since it was made."""
+        """The current contents, and counts since the store was made."""
         self._mend()
         return OutputCacheStats(
             len(self._order), self._bytes, self._written, self._evicted, self._refused
         )
 
     def place(self, stage: str) -> str:
-        """A stage's name in the store, which no other stage has: for `BlockPath.stage`.
+        """Reserve a unique stage name in the store, for `BlockPath.stage`.
 
-        Two pipelines may name their stages alike and have other weights. The first gets the name
-        as it is.
+        Two pipelines may use the same stage name with different weights. The first one gets the
+        name unchanged.
         """
         self._places[stage] += 1
         count = self._places[stage]
         return stage if count == 1 else f"{stage} ({count})"
 
     def find(self, path: BlockPath, start: int = 0) -> list[Mapping[str, Tensor]]:
-        """The rows of blocks `start`, `start + 1`, ... as far as every needed output is there.
+        """The rows of blocks `start`, `start + 1`, ... up to the first that lacks a needed output.
 
-        Changes nothing. The result holds the rows themselves, which nobody ever writes to: it
-        stays right whatever becomes of the store. Costs about 0.2 us a block.
+        Changes nothing. The result holds the rows themselves, which are never overwritten, so it
+        stays valid after eviction. Costs about 0.2 us per block.
         """
         return [dict(node.rows) for node in self._whole(path, start)]
 
     def count(self, path: BlockPath, start: int = 0) -> int:
-        """How many blocks `find` would give."""
+        """The number of blocks that `find` would return."""
         return sum(1 for _ in self._whole(path, start))
 
     def touch(self, path: BlockPath) -> None:
-        """The prefix was of use, or ended: its rows go later now, its last block before its first.
+        """Mark a prefix as just used; its last block will be evicted before its first.
 
-        So a prefix is worn away from its end, as the KV cache's is, and what is left of it still
-        begins at position 0.
+        So a prefix is evicted from its end, as in the KV cache, and the rest still begins at
+        position 0.
         """
         on_path = list(self._walk(path))
         self._mend()
@@ -136,12 +136,11 @@ class OutputCache:
         rows: Mapping[str, Tensor],
         needed: Collection[str] | None = None,
     ) -> None:
-        """Keep a copy of what a stage gave for block `index` of the path: by name, `[rows, ...]`.
+        """Store a copy of a stage's outputs for block `index` of the path: by name, `[rows, ...]`.
 
-        The rows are written: a copy that is still on its way from a device is waited for first.
-        needed: the outputs that a request must get if it is to skip this block; by default those
-        in `rows`. While one of them is missing the block is no hit. An entry that is there stays
-        as it is.
+        The rows must be complete in host memory. needed: the outputs that a request must get to
+        skip this block; by default those in `rows`. While one of them is missing the block is no
+        hit. An existing entry is not replaced.
         """
         self._mend()
         self._changing = True
@@ -166,7 +165,7 @@ class OutputCache:
         self._changing = False
 
     def drop(self, stage: str, name: str) -> None:
-        """Forget all rows of one output: it turned out to be something else."""
+        """Drop all rows of one output whose detected alignment was wrong."""
         self._mend()
         self._changing = True
         for node, entry in [key for key in self._order if key[1] == name]:
@@ -175,7 +174,7 @@ class OutputCache:
         self._changing = False
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all entries."""
         self._changing = True
         self._tree = PrefixTree()
         self._order.clear()
@@ -198,10 +197,10 @@ class OutputCache:
         assert found == dict(self._order), "the order is not that of the rows"
 
     def _mend(self) -> None:
-        """Complete a change that was interrupted: forget rows that are not in the order yet.
+        """Repair an interrupted change: drop rows that are not in the order yet.
 
-        Whatever was found meanwhile was right, since a block's rows enter it one whole output at a
-        time, and it is no hit until all that are needed are there.
+        Lookups before the repair were correct, since a block's rows are added one whole output at a
+        time, and the block is no hit until all needed outputs are there.
         """
         if not self._changing:
             return
@@ -227,7 +226,7 @@ class OutputCache:
         return [node for node in nodes if isinstance(node, _Node)]
 
     def _walk(self, path: BlockPath) -> Iterator[_Node]:
-        """The nodes of a path's blocks, as far as there are any."""
+        """The nodes of a path's blocks, up to the first missing one."""
         node: PrefixNode | None = self._tree.root(path.namespace)
         for at, key in enumerate(_keys(path)):
             node = self._tree.find(node, key) if node is not None else None
@@ -253,7 +252,7 @@ class OutputCache:
             self._prune(node, keep)
 
     def _prune(self, node: PrefixNode, keep: _Node | None = None) -> None:
-        """Cut off nodes that have neither rows nor children."""
+        """Remove nodes that have neither rows nor children."""
         at: PrefixNode | None = node
         while at is not None and at is not keep and at.child is None:
             if isinstance(at, _Node) and at.rows:
@@ -262,7 +261,7 @@ class OutputCache:
 
 
 def _keys(path: BlockPath) -> Iterator[BlockKey]:
-    """What lies below a namespace's root: the stage, then its blocks."""
+    """The keys below a namespace's root: the stage, then its blocks."""
     return chain([BlockKey(path.stage.encode())], path.keys)
 
 

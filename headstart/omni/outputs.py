@@ -1,11 +1,11 @@
-"""What a stage gives, and how it lies beside the tokens.
+"""A stage's outputs, and the alignment of their rows with its tokens.
 
-    token          one row a token of the stage's sequence: cached block by block
-    frames(ratio)  `ratio` rows a token, a vocoder's samples for instance: cached likewise
-    request        one value a request, made when the request ends
+    token          one row per token of the stage's sequence: cached block by block
+    frames(ratio)  `ratio` rows per token, a vocoder's samples for instance: cached likewise
+    request        one value per request, made when the request ends
     global         the same for all requests
 
-An output whose alignment nobody declared is looked at instead: `AlignmentDetector`.
+`AlignmentDetector` detects undeclared alignments from shapes.
 """
 
 import re
@@ -34,14 +34,14 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """`kind`, and for frames how many rows there are to a token."""
+    """An output's `kind`, and for frames the number of rows per token."""
 
     kind: Kind
     ratio: int = 1
 
     @property
     def is_by_token(self) -> bool:
-        """Whether rows belong to tokens, so that blocks of them can be kept."""
+        """True if rows belong to tokens, so that they can be cached by blocks."""
         return self.kind in (Kind.TOKEN, Kind.FRAMES)
 
     def __str__(self) -> str:
@@ -70,11 +70,11 @@ def parse_alignment(text: str) -> Alignment:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One thing that a stage gives: what the next stages call it, and how it lies.
+    """One output of a stage: its name, its alignment and its dtype.
 
-    dtype: what its tensors must be, as torch names it ("float32"); None takes what comes.
-    required: a request that skips a prefix must get these rows of it all the same; otherwise
-    the rows of a skipped prefix may be missing downstream. Raises ConfigError.
+    dtype: torch's name of the tensors' dtype ("float32"); None allows any. required: a request that
+    skips a prefix must still get the prefix's rows; otherwise these rows may be missing downstream.
+    Raises ConfigError.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Output:
             raise ConfigError(f"output {self.name!r}: {self.dtype!r} is no dtype of torch's")
 
     def check(self, tensor: Tensor, num_tokens: int) -> None:
-        """Raise EngineError if this is not what was declared, for a pass of `num_tokens`."""
+        """Raise EngineError if a tensor of a pass of `num_tokens` differs from its declaration."""
         if self.dtype is not None and tensor.dtype is not getattr(torch, self.dtype):
             raise EngineError(f"output {self.name!r} is {tensor.dtype}, declared {self.dtype}")
         rows = num_tokens * self.alignment.ratio
@@ -101,13 +101,13 @@ class Output:
 
 
 class AlignmentDetector:
-    """Which outputs of a stage have one row a token: found by looking, never by their names.
+    """Detects the outputs of a stage with one row per token, from shapes, never from names.
 
-    A first axis as long as the pass has tokens makes a candidate, as in the reference. A single
-    look proves little: a tensor of 12 rows beside 12 tokens, or one row a request while every
-    request decodes one token. So a candidate is trusted once it had as many rows as there were
-    tokens in passes of two different lengths, in which there were more tokens than requests; and
-    a pass in which the two differ refutes it for good. Declared alignments are not looked at.
+    An output is a candidate if its first axis is as long as the pass has tokens, as in the
+    reference. A single pass proves little: 12 rows for 12 tokens may be chance, and so may one row
+    per request while every request decodes one token. So a candidate is trusted after matching
+    passes of two different lengths with more tokens than requests. A pass that does not match rules
+    it out for good. Declared alignments are not checked here.
     """
 
     def __init__(self, declared: Mapping[str, Alignment]) -> None:
@@ -116,9 +116,9 @@ class AlignmentDetector:
         self._refuted: set[str] = set()
 
     def refutes(self, outputs: Mapping[str, Tensor], num_tokens: int) -> list[str]:
-        """The outputs that are trusted, and that a pass over `num_tokens` refutes.
+        """The trusted outputs that a pass over `num_tokens` rules out.
 
-        What was kept of them is of no use. Changes nothing.
+        The caller must drop their cached rows. Changes nothing.
         """
         return [
             name
@@ -129,7 +129,7 @@ class AlignmentDetector:
         ]
 
     def observe(self, outputs: Mapping[str, Tensor], num_tokens: int, num_requests: int) -> None:
-        """Look at what one pass over `num_tokens` of `num_requests` gave."""
+        """Record the output shapes of one pass over `num_tokens` of `num_requests`."""
         for name, tensor in outputs.items():
             if name in self._declared or name in self._refuted:
                 continue
@@ -139,19 +139,19 @@ class AlignmentDetector:
                 self._lengths.setdefault(name, set()).add(num_tokens)
 
     def is_by_token(self, name: str) -> bool:
-        """Whether the output's rows belong to tokens, by declaration or by two lengths."""
+        """True if the output's rows belong to tokens, by declaration or by two passes."""
         if name in self._declared:
             return self._declared[name].is_by_token
         return name not in self._refuted and len(self._lengths.get(name, ())) > 1
 
     def is_undecided(self, name: str) -> bool:
-        """Whether one more length could settle it; until then nothing is kept of the output."""
+        """True if the output needs a pass of another length; until then its rows are not kept."""
         if name in self._declared or name in self._refuted:
             return False
         return len(self._lengths.get(name, ())) < 2
 
     def ratio(self, name: str) -> int:
-        """Rows a token."""
+        """Rows per token."""
         found = self._declared.get(name)
         return found.ratio if found is not None else 1
 

@@ -1,4 +1,4 @@
-"""What a user asks of an omni model, and what comes back."""
+"""Inputs and outputs of an omni model: prompts, parameters, answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,17 +18,17 @@ from headstart.validation import check_fields, option
 __all__ = ["OmniOutput", "OmniParams", "OmniPrompt", "SpokenPrompt"]
 
 OmniPrompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or a mapping: `prompt` or `prompt_token_ids`, and beside it `audio` and
+"""A text, token ids, or a mapping: `prompt` or `prompt_token_ids`, and optionally `audio` and
 `images`, one or a list, or `features` (tensors of transformers' processor). Sounds are arrays
 `[samples]`: floats from -1 to 1, int16 or int32. Images are Pillow's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OmniParams:
-    """How one request is to be answered.
+    """The parameters of one request.
 
-    text, speech: sampling of the thinker and of the talker; None takes the model's own way. voice:
-    None takes the first. audio: False gives text alone. seed: of a vocoder that begins with noise.
+    text, speech: sampling of the thinker and of the talker; None takes the model's defaults. voice:
+    None takes the first. audio: False gives only text. seed: of a vocoder that begins with noise.
     Raises RequestError for a value outside its range.
     """
 
@@ -44,7 +44,7 @@ class OmniParams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpokenPrompt:
-    """A prompt, ready for the thinker, and the tensors that were heard and seen in it."""
+    """A prompt, ready for the thinker, and the tensors of its audio and images."""
 
     prepared: PreparedPrompt
     features: Mapping[str, Tensor]
@@ -54,9 +54,9 @@ class SpokenPrompt:
 class OmniOutput:
     """A request and its answer so far.
 
-    token_ids: of the text. codes: of the speech, int64 `[codes, ...]`. figures: by stage, of those
-    that have ended. finish_reason: None while it runs, else the thinker's ("stop", "length") or
-    "abort".
+    token_ids: of the text. codes: of the speech, int64 `[codes, ...]`. figures: metrics of
+    the stages that have ended, by name. finish_reason: None while it runs, else the thinker's
+    ("stop", "length") or "abort".
     """
 
     request_id: str
@@ -76,7 +76,7 @@ class OmniOutput:
 
     @property
     def seconds(self) -> float:
-        """How long the waveform lasts."""
+        """Duration of the waveform in seconds."""
         return sum(map(len, self.audio_chunks)) / self.sample_rate
 
     def pcm16(self) -> bytes:

@@ -1,16 +1,14 @@
-"""Stages in a row, or in any graph without a ring: requests in, rows carried on, results out.
+"""A pipeline: stages in an acyclic graph, which carries each output to the stages that take it.
 
-A step of the pipeline is a step of each stage that has work, first stages first, and what it
-gives goes to whoever takes it at once. So requests of several users are in several stages at the
-same time, and a talker speaks while its thinker still thinks. Synchronous, one thread.
+A step of the pipeline is a step of each stage that has work, in topological order; its outputs go
+to their takers at once. So requests of several users are in several stages at the same time, and a
+talker speaks while its thinker still generates. Synchronous, one thread.
 
-What goes wrong in one stage, for one request, ends that request in all of them: nothing of it is
-held anywhere, and the others go on.
+A request that fails in one stage ends in all stages and holds no memory; other requests continue.
 
-A call that is interrupted (by Ctrl-C, or for want of memory) may leave any stage half changed. It
-is known by a mark that only a call's end takes away. The next call finds it, and ends all requests
-in all stages with an EngineError that names the cause, before it does its own work; what is cached
-stays.
+An interrupted call (Ctrl-C, out of memory) may leave stages half changed. A mark, which only a
+completed call removes, shows this. The next call then first ends all requests in all stages with an
+EngineError that names the cause. Cached rows stay.
 """
 
 import time
@@ -30,9 +28,9 @@ __all__ = ["Pipeline", "Progress"]
 class Progress:
     """One request in the pipeline.
 
-    chunks: the rows of the outputs that the pipeline collects, in order; take them out as you
-    like. results: what each stage that has ended said at its end. figures: what each stage that
-    has ended cost. finish_reason: "done", "abort" or "error", None while it runs.
+    chunks: the rows of the outputs that the pipeline collects, in order; the caller may remove
+    them. results: the result of each stage that has ended. figures: the metrics of each stage that
+    has ended. finish_reason: "done", "abort" or "error", None while it runs.
     """
 
     request: OmniRequest
@@ -47,9 +45,9 @@ class Progress:
 
 
 class Pipeline:
-    """Drives stages. `collects`: the outputs that the user wants; others are only carried on.
+    """Runs stages. `collects`: the outputs for the user; others only go to other stages.
 
-    Raises ConfigError for two stages of a name, an input that nobody gives, and a ring.
+    Raises ConfigError for two stages of one name, an input that no stage gives, and a cycle.
     """
 
     def __init__(self, stages: Sequence[Stage], collects: Sequence[Input] = ()) -> None:
@@ -79,11 +77,11 @@ class Pipeline:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step would do something."""
+        """True if there are unfinished requests."""
         return bool(self._requests)
 
     def submit(self, request: OmniRequest) -> Progress:
-        """Take a request in. Raises RequestError; nothing is kept of it then."""
+        """Add a request. Raises RequestError; the pipeline is then unchanged."""
         self.require_open()
         self._recover()
         self.abort_left()
@@ -106,7 +104,7 @@ class Pipeline:
         return progress
 
     def _taking_part(self, request: OmniRequest) -> list[Stage]:
-        """The request's stages, each with all that it takes from. Raises RequestError."""
+        """The request's stages. Raises RequestError if the source of a stage's input is missing."""
         chosen = self.stages.keys() if request.stages is None else request.stages
         stages = [stage for stage in self._order if stage.spec.name in chosen]
         for stage in stages:
@@ -116,7 +114,7 @@ class Pipeline:
         return stages
 
     def abort(self, request_id: str) -> Progress | None:
-        """Forget a request in every stage; what it has so far, or None if it is not here."""
+        """Abort a request in every stage; returns its progress, or None if it is unknown."""
         self._recover()
         progress = self._requests.get(request_id)
         if progress is not None:
@@ -125,23 +123,23 @@ class Pipeline:
         return progress
 
     def leave(self, request_id: str) -> None:
-        """Have the next call abort a request.
+        """Mark a request, so that the next call aborts it.
 
-        For the garbage collector, which may run in any thread, and in the middle of a call.
+        For the garbage collector, which may run in any thread and in the middle of a call.
         """
         self._left.append(request_id)
 
     def abort_left(self) -> None:
-        """Abort the requests that were left. Nothing happens if there are none."""
+        """Abort all requests that `leave` has marked."""
         while self._left:
             self.abort(self._left[0])
             self._left.popleft()
 
     def step(self) -> list[Progress]:
-        """A step of each stage that has work; the requests that moved.
+        """Run a step of each stage that has work; returns the requests that progressed.
 
-        Raises EngineError after `close`, and if requests wait for what will never come; whatever
-        interrupts it, such as KeyboardInterrupt.
+        Raises EngineError after `close`, and if requests wait for inputs that will never come.
+        Passes on interruptions such as KeyboardInterrupt.
         """
         self.require_open()
         self._recover()
@@ -163,7 +161,7 @@ class Pipeline:
         return list(moved)
 
     def close(self) -> None:
-        """End every request with an EngineError and let go of all stages. May be called again."""
+        """End every request with an EngineError and close all stages. May be called again."""
         if not self._closed:
             self._changing = True
             self._recover("the pipeline is closed")
@@ -178,7 +176,7 @@ class Pipeline:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """Stages change inside it. Whatever is raised there is remembered as an interruption."""
+        """A context in which stages change; records any exception as an interruption."""
         try:
             self._changing = True
             yield
@@ -188,7 +186,7 @@ class Pipeline:
             raise
 
     def _recover(self, reason: str | None = None) -> None:
-        """End all requests if a call did not come to its end. May be interrupted itself."""
+        """End all requests if a call was interrupted. May be interrupted itself."""
         if not self._changing:
             return
         for stage in self._order:
@@ -238,7 +236,7 @@ class Pipeline:
 
 
 def _why(interruption: BaseException | None) -> str:
-    """What requests are told; the mark alone is left of what came outside `Pipeline._change`."""
+    """The error text for requests; `None` stands for an interruption outside `_change`."""
     text = "a call of the pipeline was interrupted"
     if interruption is None:
         return text
@@ -246,7 +244,7 @@ def _why(interruption: BaseException | None) -> str:
 
 
 def _of_stage(name: str, error: HeadstartError) -> HeadstartError:
-    """The error, saying where it happened."""
+    """The error with the stage's name in its text."""
     if isinstance(error, EngineError) and f"stage {name!r}" not in str(error):
         located = EngineError(f"stage {name!r}: {error}")
         located.__cause__ = error
@@ -255,7 +253,7 @@ def _of_stage(name: str, error: HeadstartError) -> HeadstartError:
 
 
 def _in_order(stages: Sequence[Stage]) -> list[Stage]:
-    """Each stage after those that it takes from. Raises ConfigError for a ring."""
+    """The stages in topological order. Raises ConfigError for a cycle."""
     ordered: list[Stage] = []
     names: set[str] = set()
     left = list(stages)

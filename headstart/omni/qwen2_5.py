@@ -48,7 +48,7 @@ _SPEECH = SamplingParams(
 class Qwen25Stages:
     """Makes the stages of one loaded model, and prompts for them.
 
-    A request's options: `talker` and `token2wav` are told the `voice`, `token2wav` the `seed`.
+    A request's options: `voice` for `talker` and `token2wav`, `seed` for `token2wav`.
     """
 
     graph = _GRAPH
@@ -73,7 +73,7 @@ class Qwen25Stages:
     def prepare(
         self, text: PreparedPrompt, media: Mapping[str, Any], salt: str | None
     ) -> SpokenPrompt:
-        """A prompt with what is heard and seen in place. Raises RequestError."""
+        """A prompt with its audio and images in place. Raises RequestError."""
         return self._prompts.prepare(text, media, salt)
 
     # Stages
@@ -148,7 +148,7 @@ class Qwen25Stages:
         return self._model.voices[self._voice_name(request)]
 
     def _talker_positions(self, request: OmniRequest) -> RotaryPositions | None:
-        """As the thinker's, over its prompt and two tokens of text."""
+        """The thinker's rotary positions, over its prompt and two tokens of text."""
         prompt: SpokenPrompt = request.prompt
         if prompt.prepared.extras is None:
             return None

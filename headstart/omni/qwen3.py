@@ -43,20 +43,20 @@ _SPEECH = SamplingParams(
     max_tokens=4096, temperature=0.9, top_k=50, top_p=1.0, repetition_penalty=1.05
 )
 _BLOCK = 25
-"""Codes spoken at a time."""
+"""Codes per block of the vocoder."""
 _SEGMENT, _CONTEXT = 300, 25
-"""Codes that transformers' `generate` speaks in one pass, and how many codes earlier it begins."""
+"""Codes per vocoder pass of transformers' `generate`, and how many codes earlier a pass begins."""
 
 
 def vocoder_plan(vocoder: CausalVocoder) -> FramesPlan:
-    """How codes become frames: by small blocks, whose sum is what transformers' passes give."""
+    """The vocoder's plan: small blocks that together give the samples of transformers' passes."""
     return FramesPlan(function=vocoder, block=_BLOCK, context=_CONTEXT, segment=_SEGMENT)
 
 
 class Qwen3Stages:
     """Makes the stages of one loaded model, and prompts for them.
 
-    A request's options: `talker` is told the `voice`.
+    A request's options: `voice` for `talker`.
     """
 
     audio = Input("code2wav", "audio")
@@ -84,7 +84,7 @@ class Qwen3Stages:
     def prepare(
         self, text: PreparedPrompt, media: Mapping[str, Any], salt: str | None
     ) -> SpokenPrompt:
-        """A prompt with what is heard and seen in place. Raises RequestError."""
+        """A prompt with its audio and images in place. Raises RequestError."""
         return self._prompts.prepare(text, media, salt)
 
     def _make_thinker(self, node: StageNode) -> Stage:
@@ -144,22 +144,22 @@ class Qwen3Stages:
         return str(name)
 
     def _turns(self, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Which tokens of a prompt are the user's, and where the turn begins that answers.
+        """A mask of the user's tokens in a prompt, and the start of the answer's turn.
 
-        Raises RequestError if none does, or if it is not the last.
+        Raises RequestError unless the last turn is the assistant's.
         """
         turns = self._model.turns
         starts = (ids == turns.start).nonzero().flatten()
         if not len(starts) or ids[starts[-1] + 1 :][:1].tolist() != [turns.assistant]:
             raise RequestError("a prompt that is to be spoken to ends with the assistant's turn")
         turn = torch.searchsorted(starts, torch.arange(len(ids)), right=True) - 1
-        # What stands before the first turn is taken for one that begins there, as transformers do.
+        # Tokens before the first turn count as part of it, as in transformers.
         roles = ids[torch.where(turn < 0, 0, starts[turn]) + 1]
         is_user = roles == turns.user
         return is_user, int(starts[-1])
 
     def _positions(self, user: list[int], prompt: SpokenPrompt) -> RotaryPositions | None:
-        """As the thinker's, over the user's turns and the nine tokens that follow."""
+        """The thinker's rotary positions, over the user's turns and the next nine tokens."""
         if "image_grid_thw" not in prompt.features:
             return None
         ids = [*user, *[self._model.turns.text_pad] * 9]

@@ -1,16 +1,16 @@
-"""A stage's rows on their way out: each handed on once, whole blocks of them kept.
+"""A stage's output rows: each is handed on once, and whole blocks of them are cached.
 
     position    0 ........... watermark ...... start ........... stop
                 handed on   | from the store | from this step  |
                                              ^ where the request runs from
 
-What a request skips comes out of the store (or, where another request computes it in this very
-step, from there), what it computes comes from the step, and what lies below its watermark was
-handed on before and is not again. So chunks of a prompt, decoding, and a request that was
-preempted and resumed with a longer or a shorter hit are one rule.
+Rows of a skipped prefix come from the store, or from the step if another request computes them in
+this step. Computed rows come from the step. Rows below the watermark were handed on before. This
+one rule covers chunks of a prompt, decoding, and a preempted request that resumes with a longer or
+a shorter hit.
 
-The order of a step: `usable` for those who ask to be admitted, `admitted` for those who are,
-`computed` for all who ran.
+The order in a step: `usable` for requests that could be admitted, `admitted` for admitted requests,
+`computed` for all requests that ran.
 """
 
 import math
@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A sequence's tokens `start` to `stop - 1` were computed."""
+    """The computed tokens `start` to `stop - 1` of a sequence in a step."""
 
     sequence: TokenSequence
     start: int
@@ -63,7 +63,7 @@ class _Tail:
 
 @dataclass(slots=True)
 class _Request:
-    """How far one request's rows are. finite: its tokens before the first with a NaN or inf."""
+    """The state of one request's rows. finite: its tokens before the first with a NaN or inf."""
 
     watermark: int = 0
     start: int = 0
@@ -77,9 +77,9 @@ class _Request:
 class StageRows:
     """The rows of all requests of one stage.
 
-    outputs: what is declared. find_outputs: what the stage gives beside that is looked at, and
-    treated as its alignment turns out; otherwise it is ignored. cache: None keeps nothing. A stage
-    that gives no rows may skip all that its KV cache holds.
+    outputs: the declared outputs. find_outputs: detect the alignment of undeclared outputs;
+    otherwise they are ignored. cache: None caches nothing. A stage without row outputs may skip all
+    tokens that its KV cache holds.
     """
 
     def __init__(
@@ -102,15 +102,15 @@ class StageRows:
         self._expect_rows()
 
     def limit_to(self, outputs: Set[str]) -> None:
-        """Only these are taken by anybody; until this is said, all are. Not while a request runs.
+        """Limit the taken outputs to these; by default all are taken. Not while a request runs.
 
-        What nobody takes is neither kept nor missed.
+        Other outputs are neither cached nor required for a hit.
         """
         self._taken = outputs
         self._expect_rows()
 
     def _expect_rows(self) -> None:
-        """Whether rows are handed on, as far as is known before a step."""
+        """Set whether rows are handed on, as far as is known before a step."""
         self._has_given = any(
             output.alignment.is_by_token and self._is_taken(name)
             for name, output in self._outputs.items()
@@ -121,32 +121,32 @@ class StageRows:
         return self._taken is None or name in self._taken
 
     def open(self, sequence: TokenSequence) -> None:
-        """A request begins; nothing of it is handed on."""
+        """Begin a request; nothing of it has been handed on."""
         self._requests[sequence] = _Request()
 
     def close(self, sequence: TokenSequence) -> Counter[str]:
-        """A request ended; how many of its tokens' rows came out of the store, by output."""
+        """End a request; returns how many tokens' rows came from the store, by output."""
         request = self._requests.pop(sequence)
         if self._cache is not None:
             self._cache.touch(self._path(sequence, len(sequence.keys)))
         return request.hit_rows
 
     def recover(self) -> None:
-        """Forget every request. What is kept of them stays: it was whole when it was kept."""
+        """Forget every request. Their cached rows stay: they were complete when cached."""
         self._requests.clear()
 
     def watermark(self, sequence: TokenSequence) -> int:
-        """Tokens whose rows were handed on."""
+        """Number of tokens whose rows were handed on."""
         return self._requests[sequence].watermark
 
     # Admission
 
     def usable(self, sequence: TokenSequence, found: ComputedBlocks) -> int:
-        """How many of the blocks that a lookup found have rows too, or need none.
+        """How many of the blocks found by a lookup have rows, or need none.
 
-        Blocks below the watermark need none, and blocks that are being computed in this step will
-        have theirs when it ends; but not where outputs are found out, since one of them may come
-        for the first time with a later part of such a block. Changes nothing.
+        Blocks below the watermark need none. Blocks that this step computes will have their rows
+        when it ends. They are not usable with undeclared outputs, since such an output may first
+        appear with a later part of the block. Changes nothing.
         """
         count = len(found.blocks)
         if not self._gives_rows:
@@ -162,7 +162,7 @@ class StageRows:
         return usable
 
     def admitted(self, sequence: TokenSequence, start: int) -> None:
-        """The sequence runs from token `start` on. What it skips is taken hold of."""
+        """Hold the rows of a sequence's skipped prefix; it runs from token `start` on."""
         request = self._requests[sequence]
         request.start = start
         request.tails.clear()
@@ -180,11 +180,11 @@ class StageRows:
     def computed(
         self, parts: Sequence[Part], outputs: Mapping[str, Tensor]
     ) -> list[tuple[TokenSequence, Chunk]]:
-        """What the step's requests hand on, in order.
+        """The chunks that the step's requests hand on, in order.
 
-        outputs: `[tokens of the step * ratio, ...]`, the parts one after another; what has
-        another alignment is left out. Raises EngineError if one is not what it was declared to
-        be; nothing is kept of the step then.
+        outputs: `[tokens of the step * ratio, ...]`, the parts one after another; outputs of other
+        alignments are left out. Raises EngineError if an output differs from its declaration;
+        nothing of the step is then cached.
         """
         named = self._sort(outputs, parts)
         if self._cache is not None:
@@ -212,7 +212,7 @@ class StageRows:
         ]
 
     def _sort(self, outputs: Mapping[str, Tensor], parts: Sequence[Part]) -> dict[str, Tensor]:
-        """The outputs that have rows for the step's tokens, or seem to."""
+        """The outputs that have, or may have, rows for the step's tokens."""
         num_tokens = sum(part.stop - part.start for part in parts)
         for name, output in self._outputs.items():
             if name in outputs:
@@ -237,12 +237,12 @@ class StageRows:
         return named
 
     def _needed(self, named: Iterable[str]) -> frozenset[str]:
-        """What must not be missing; an output that may yet prove to be rows among it."""
+        """The outputs required for a hit, including those whose alignment is still undecided."""
         optional = {name for name, output in self._outputs.items() if not output.required}
         return frozenset(named) - optional
 
     def _find_nonfinite(self, parts: Sequence[Part], named: Mapping[str, Tensor]) -> None:
-        """Note where in the step's requests rows begin to hold a NaN or an infinity."""
+        """Record each request's first row with a NaN or an infinity."""
         found: set[int] = set()  # tokens of the step
         for name, rows in named.items():
             if rows.is_floating_point():
@@ -263,10 +263,10 @@ class StageRows:
         needed: frozenset[str],
         filled: dict[int, Mapping[str, Tensor]],
     ) -> None:
-        """Store the blocks that the part completes, and remember them for the step's own hits.
+        """Store the blocks that the part completes, and note them for hits within the step.
 
         From the first row on that is not finite nothing of the request is stored: the engine ends
-        it, and what is stored is never written again.
+        the request, and stored rows are never overwritten.
         """
         if self._cache is None:
             return
@@ -285,7 +285,7 @@ class StageRows:
         trusted = {name for name in share if self._detector.is_by_token(name)}
         for index in reversed(
             blocks
-        ):  # its last block is the oldest: a prefix is worn from its end
+        ):  # its last block becomes the oldest: a prefix is evicted from its end
             if (index + 1) * self._block_size > request.finite:
                 continue
             kept = {name: rows for name, rows in blocks[index].items() if name in trusted}
@@ -335,7 +335,7 @@ class StageRows:
         request: _Request,
         filled: Mapping[int, Mapping[str, Tensor]],
     ) -> list[Chunk]:
-        """Rows from the watermark to where the request runs from."""
+        """Stored rows from the watermark to the first token that the request computes."""
         missing = [block for block in request.awaited if block not in filled]
         if missing:
             raise EngineError(
@@ -347,7 +347,7 @@ class StageRows:
         first = request.watermark // self._block_size * self._block_size
         for name in sorted({name for block in blocks for name in block}):
             ratio = self._detector.ratio(name)
-            if not all(name in block for block in blocks):  # not a required one: it has gaps
+            if not all(name in block for block in blocks):  # an optional output with gaps
                 continue
             rows = torch.cat([block[name] for block in blocks])
             rows = rows[(request.watermark - first) * ratio : (request.start - first) * ratio]
@@ -362,7 +362,7 @@ class StageRows:
 def _nonfinite_rows(rows: Tensor) -> list[int]:
     """The rows of a tensor `[rows, ...]` that hold a NaN or an infinity.
 
-    Several times as fast as `isfinite`.
+    Several times faster than `isfinite`.
 
     >>> _nonfinite_rows(torch.tensor([[1.0, 3e38], [torch.inf, 0.0], [0.0, torch.nan]]))
     [1, 2]

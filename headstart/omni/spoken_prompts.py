@@ -1,4 +1,4 @@
-"""Prompts of a model that hears and sees, items encoded once, and the thinker that takes them."""
+"""Prompts with audio and images, a cache of their embeddings, and the thinker's stage."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -30,27 +30,27 @@ from headstart.omni.stage_options import stage_config
 __all__ = ["SpokenPrompts", "make_thinker"]
 
 TEXT = SamplingParams(max_tokens=1024, temperature=0.0)
-"""How a thinker writes unless it is told otherwise."""
+"""A thinker's default sampling parameters."""
 
 
 class HearingModel(Protocol):
-    """What of a model its prompts need."""
+    """The part of a model's interface that its prompts need."""
 
     media: Media
 
     def encode(self, placed: Placed) -> Tensor:
-        """What takes an item's placeholders' places, `[length, width]`."""
+        """The rows that replace an item's placeholders, `[length, width]`."""
         ...
 
     def positions(
         self, token_ids: Sequence[int], features: Mapping[str, Tensor]
     ) -> tuple[Tensor, int]:
-        """Rotary positions int64 `[3, tokens]`, and what later tokens' add to their places."""
+        """Rotary positions int64 `[3, tokens]`, and the offset of later tokens' positions."""
         ...
 
 
 class SpokenPrompts:
-    """Makes prompts for one model. Sounds and images that were encoded are kept in `cache`."""
+    """Makes prompts for one model; keeps the embeddings of audio and images in `cache`."""
 
     def __init__(self, model: HearingModel, cache: OutputCache) -> None:
         self._model = model
@@ -59,10 +59,10 @@ class SpokenPrompts:
     def prepare(
         self, text: PreparedPrompt, given: Mapping[str, Any], salt: str | None
     ) -> SpokenPrompt:
-        """A prompt with what is heard and seen in place. Raises RequestError.
+        """A prompt with its audio and images in place. Raises RequestError.
 
-        given: `features` as transformers' processor makes them, or `audio` and `images` to make
-        them of. What was encoded before, under the same salt, is known by content.
+        given: `features` as transformers' processor makes them, or `audio` and `images`. An item
+        that was encoded before under the same salt is not encoded again.
         """
         media = self._model.media
         features = read_features(given.get("features", {}))
@@ -105,11 +105,11 @@ def make_thinker(
     cache: OutputCache,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> EngineStage:
-    """The stage that takes such prompts and writes the answer."""
+    """The stage that generates the text answer to such prompts."""
     return EngineStage(node.spec, decoder, _think, stage_config(node), cache, tokenizer)
 
 
 def _think(request: OmniRequest) -> Feed:
-    """A thinker's feed: the prompt that was prepared."""
+    """A thinker's feed of the prepared prompt."""
     params = request.params.get("thinker", TEXT)
     return PromptFeed(StagePrompt(request.prompt.prepared, params, request.salt))

@@ -1,10 +1,10 @@
-"""What every stage of a pipeline is, whatever runs inside.
+"""The interface of a pipeline's stages.
 
     open ──▶ feed, end_input ──▶ step ──▶ Given ... Given ──▶ Ended
                                    └────▶ Failed                    abort at any time between steps
 
-A stage declares what it takes from which stages and what it gives. The pipeline carries what is
-given to whoever takes it; stages know nothing of one another.
+A stage declares its inputs, their source stages, and its outputs. The pipeline carries outputs to
+the stages that take them; stages know nothing of one another.
 """
 
 from collections import Counter
@@ -44,9 +44,9 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
-    """A stage as it is declared. Raises ConfigError.
+    """A stage's declaration. Raises ConfigError.
 
-    find_outputs: it may give more than it declares, and what lies beside tokens is found out.
+    find_outputs: the stage may have undeclared outputs, whose alignment is then detected.
     """
 
     name: str
@@ -65,22 +65,22 @@ class StageSpec:
             raise ConfigError(f"stage {self.name!r} gives {sorted(twice)} twice")
 
     def takes_from(self, stage: str) -> bool:
-        """Whether anything of this stage is taken."""
+        """True if an input comes from this stage."""
         return any(taken.stage == stage for taken in self.takes)
 
     def offers(self, output: str) -> bool:
-        """Whether another stage may take this output."""
+        """True if another stage may take this output."""
         declared = {known.name for known in self.gives}
         return output in declared or self.find_outputs or (self.autoregressive and output == TOKENS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OmniRequest:
-    """What a user asked of a pipeline: a prompt, and how each stage is to do its part.
+    """A user's request to a pipeline: a prompt, and parameters for each stage.
 
-    prompt: whatever the first stage's feeder understands. params: for autoregressive stages, by
-    name. options: for any stage, by name: a speaker, a seed. salt: requests of different salts
-    share nothing in any stage. stages: those that take part; None is all.
+    prompt: the input of the first stage's feeder. params: of autoregressive stages, by name.
+    options: of any stage, by name, such as a speaker or a seed. salt: requests of different salts
+    share nothing in any stage. stages: names of the stages that take part; None is all.
     """
 
     request_id: str
@@ -93,11 +93,11 @@ class OmniRequest:
 
 @dataclass(slots=True)
 class Figures:
-    """What one request cost in one stage.
+    """The metrics of one request in one stage.
 
-    seconds: of the steps it took part in. first_output, total: seconds from its arrival in the
-    pipeline. tokens: of prompt and answer; cached_tokens: not computed. hit_rows: rows that came
-    out of the store, in tokens, by output.
+    seconds: time of the steps that it was in. first_output, total: seconds from its arrival in the
+    pipeline. tokens: of prompt and answer; cached_tokens: not computed. hit_rows: tokens whose rows
+    came from the store, by output.
     """
 
     seconds: float = 0.0
@@ -117,10 +117,10 @@ class Given(NamedTuple):
 
 
 class Began(NamedTuple):
-    """A request's prompt in the stage is complete, before any of its rows is given.
+    """A request's prompt in the stage is complete; comes before any of the request's rows.
 
-    prompt_tokens: its length. names: the identities of its whole blocks of `block_size` tokens
-    each; none if the stage keeps no blocks.
+    prompt_tokens: its length. names: the identities of its whole blocks of `block_size` tokens;
+    empty if the stage has no cache.
     """
 
     request_id: str
@@ -130,7 +130,7 @@ class Began(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The stage has given all of a request. `result`: what beside rows a user may want of it."""
+    """The stage has given all of a request. `result`: its result for the user besides rows."""
 
     request_id: str
     figures: Figures
@@ -138,7 +138,7 @@ class Ended(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The stage cannot go on with a request; it holds nothing of it any more."""
+    """The request failed in the stage, which holds nothing of it any more."""
 
     request_id: str
     error: HeadstartError
@@ -148,56 +148,56 @@ Event = Given | Began | Ended | Failed
 
 
 class Stage(Protocol):
-    """One stage at work for many requests. Not thread-safe."""
+    """One running stage, which serves many requests. Not thread-safe."""
 
     @property
     def spec(self) -> StageSpec: ...
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something with what has come so far."""
+        """True if a step could do work with the inputs that have arrived."""
         ...
 
     def limit_to(self, outputs: Set[str]) -> None:
-        """Somebody takes these outputs, and no others: a pipeline says so before any request."""
+        """Limit outputs to these, the only ones taken; called before any request."""
         ...
 
     def check(self, request: OmniRequest) -> None:
-        """Raise RequestError if the stage could not serve the request; nothing is kept of it."""
+        """Raise RequestError if the stage cannot serve the request; changes nothing."""
         ...
 
     def open(self, request: OmniRequest) -> None:
-        """A request begins."""
+        """Begin a request."""
         ...
 
     def feed(self, source: str, event: Given | Began) -> None:
-        """What stage `source` gave of something that is taken from it."""
+        """Take an event of stage `source`."""
         ...
 
     def end_input(self, source: str, request_id: str) -> None:
-        """Stage `source` has given all of a request."""
+        """Note that stage `source` has given all of a request."""
         ...
 
     def step(self) -> list[Event]:
-        """Do some work; a request whose part fails ends with `Failed`, the others go on."""
+        """Do some work; a request that fails ends with `Failed`, the others continue."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """Forget a request, whatever its state; one that is unknown is left alone."""
+        """Forget a request in any state; ignores an unknown request."""
         ...
 
     def peek(self, request_id: str) -> object:
-        """What beside rows a user may want of a request that runs, None if there is nothing."""
+        """A running request's result so far besides rows, None if there is none."""
         ...
 
     def recover(self) -> None:
-        """Forget every request, however far an interrupted call came. May be called again."""
+        """Forget every request after an interrupted call. May be called again."""
         ...
 
     def reset_cache(self) -> None:
-        """Forget what is kept of requests that are gone. Not while one runs."""
+        """Drop the stage's cache. Not while a request runs."""
         ...
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
         ...

@@ -1,7 +1,7 @@
-"""Which options of an engine a stage may have, and what becomes of the others.
+"""The engine options that a stage may have.
 
-A stage runs an engine, but not all that `EngineConfig` says is an engine's own in a pipeline. An
-option that would have no effect is refused, with the place where it belongs.
+A stage runs an engine, but in a pipeline some fields of `EngineConfig` belong to the process or the
+whole model. An option without effect is refused; the error names the place where it belongs.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ _ALWAYS = {"partial_hits": False}
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for options of all stages of which one would have no effect."""
+    """Raise ConfigError if one of the options for all stages would have no effect."""
     _refuse(options, _REFUSED)
     config = make_config({**_ALWAYS, **options})
     for name, wanted in _ALWAYS.items():
@@ -49,7 +49,7 @@ def stage_config(node: StageNode) -> EngineConfig:
 
 
 def no_options(node: StageNode) -> None:
-    """Raise ConfigError if a stage is told options that takes none."""
+    """Raise ConfigError if a stage that takes no options is given any."""
     if node.options:
         raise ConfigError(
             f"stage {node.spec.name!r} has no options, not {sorted(node.options)[0]!r}"

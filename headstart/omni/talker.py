@@ -1,10 +1,10 @@
-"""A talker's inputs: a codec prompt that says nothing, and the thinker's rows that say it all.
+"""A talker's inputs: a constant codec prompt, and the thinker's rows, which carry the content.
 
     position   0 ......... T-1   T         T+1       T+2       T+3  ...
     token      mask ..... mask   lead[0]   lead[1]   code 0    code 1
     row        thinker's prompt  bos       reply 0   reply 1   reply 2 ... eos  pad  pad ...
 
-Where a token has an embedding of its own (from T on) the two are added. The prompt is complete
+If a token has an embedding of its own (from T on), it is added to the row. The prompt is complete
 with the thinker's first reply row; from there on, the talker runs one row behind the thinker.
 
 Source: `Qwen2_5OmniForConditionalGeneration.generate` in transformers.
@@ -29,13 +29,13 @@ __all__ = ["TalkerFeed", "TalkerPlan"]
 
 @dataclass(frozen=True, kw_only=True)
 class TalkerPlan:
-    """How one request's talker prompt is made.
+    """The parts of one request's talker prompt.
 
-    rows: which of the thinker's outputs it is fed. mask_id, lead_ids: its token ids. bos, eos,
-    pad: rows `[width]`, all that the text stream has beside the thinker's. embed: token ids int64
-    `[n]` to embeddings `[n, width]`. voice: whatever else shapes what is said; talkers of
-    different voices share no block. positions: of the thinker's prompt and the lead, None for
-    0, 1, 2, ... limit: tokens at the most.
+    rows: the thinker's output that feeds it. mask_id, lead_ids: its token ids. bos, eos, pad: rows
+    `[width]`, the only rows besides the thinker's. embed: token ids int64 `[n]` to embeddings
+    `[n, width]`. voice: part of the identity; talkers of different voices share no block.
+    positions: of the thinker's prompt and the lead, None for 0, 1, 2, ... limit: maximum number of
+    tokens.
     """
 
     rows: Input
@@ -54,7 +54,7 @@ class TalkerPlan:
 
 
 class TalkerFeed:
-    """One request's feed. `is_ready` from the moment that the thinker is one row ahead."""
+    """One request's feed; it is ready when the thinker is one row ahead."""
 
     def __init__(self, request: OmniRequest, plan: TalkerPlan) -> None:
         self._request = request
@@ -74,7 +74,7 @@ class TalkerFeed:
             self._add(event.chunk.rows)
 
     def _add(self, rows: Tensor) -> None:
-        """The thinker's next rows; the text's beginning goes between its prompt's and the rest."""
+        """Take the thinker's next rows; the bos row goes between its prompt's and its reply's."""
         assert self._prompt_tokens is not None
         left = self._prompt_tokens - self._num_rows
         self._num_rows += len(rows)
@@ -114,7 +114,7 @@ class TalkerFeed:
         return num_tokens <= self._conditions.count
 
     def _combine(self, position: int, token_ids: Sequence[int], rows: Tensor) -> Tensor:
-        """Rows, and from the lead on the embeddings of the token ids too."""
+        """The rows, plus the embeddings of the token ids from the lead on."""
         assert self._prompt_tokens is not None
         first = max(0, self._prompt_tokens - position)
         if first >= len(rows):

@@ -167,10 +167,10 @@ def test_a_row_that_cannot_be_sampled_ends_alone(llm: LLM) -> None:
     engine = llm.engine
     choose = engine._sampler._choose
 
-    def failing(logits: Tensor, state: SamplingState, raw: Tensor) -> SampledToken:
+    def failing(logits: Tensor, state: SamplingState) -> SampledToken:
         if state.params.seed == 13:
             raise RuntimeError("probability tensor contains nan")
-        return choose(logits, state, raw)
+        return choose(logits, state)
 
     engine._sampler._choose = failing  # type: ignore[method-assign]
     bad = engine.prepare(PROMPT, SamplingParams(n=2, seed=13), request_id="bad")
@@ -202,7 +202,8 @@ def test_the_cache_can_be_reset_between_requests(llm: LLM) -> None:
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     llm.generate(PROMPT, params)
     unfinished = llm.engine.prepare(PROMPT, params)
-    llm.engine.submit(unfinished)  # no stream: it could be finished by the time of the next line
+    llm.engine.submit(unfinished)
+    llm.engine.step()  # no stream: that could be at its end by the time of the next line
     assert not llm.reset_prefix_cache()
     llm.engine.abort(unfinished.request_id)
     assert llm.reset_prefix_cache()

@@ -167,10 +167,10 @@ def test_a_row_that_cannot_be_sampled_ends_alone(llm: LLM) -> None:
     engine = llm.engine
     choose = engine._sampler._choose
 
-    def failing(logits: Tensor, state: SamplingState) -> SampledToken:
+    def failing(logits: Tensor, state: SamplingState, raw: Tensor) -> SampledToken:
         if state.params.seed == 13:
             raise RuntimeError("probability tensor contains nan")
-        return choose(logits, state)
+        return choose(logits, state, raw)
 
     engine._sampler._choose = failing  # type: ignore[method-assign]
     bad = engine.prepare(PROMPT, SamplingParams(n=2, seed=13), request_id="bad")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
@@ -20,7 +20,7 @@ from rich.progress import (
 from headstart.engine.adapters.request import choose_adapters
 from headstart.engine.params import SamplingParams
 from headstart.engine.startup.start import start_engine
-from headstart.engine.streams import OutputStream
+from headstart.engine.streams import RequestStream
 from headstart.errors import RequestError
 
 # What brings torch with it waits until the model's name is known: see `start_engine`.
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headstart.engine.adapters.request import Adapter, LoRARequest
-    from headstart.engine.chat.requests import ChatRequests, Conversation
-    from headstart.engine.driver import Driver, Mailbox
+    from headstart.engine.chat.requests import Conversation
     from headstart.engine.inputs import Prompt
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
@@ -121,15 +120,15 @@ class LLM:
         *,
         cache_salt: str | None = None,
         adapter: str | None = None,
-    ) -> Generator[RequestOutput]:
+    ) -> RequestStream:
         """Outputs of one prompt token by token, each with all of the text so far.
 
-        Closing the iterator aborts the request. An iterator that nobody holds any more is closed,
+        Closing the iterator forgets the request; its `abort` ends it with the text so far. An iterator that nobody holds any more is closed,
         too, but nobody waits until the engine has let go of the request.
         """
         params = sampling_params or SamplingParams()
         group = self.engine.prepare(prompt, params, salt=cache_salt, adapter=adapter)
-        return _Stream(self._driver, group)
+        return RequestStream(self._driver, group)
 
     def stream_chat(
         self,
@@ -138,11 +137,11 @@ class LLM:
         *,
         cache_salt: str | None = None,
         adapter: str | None = None,
-    ) -> Generator[RequestOutput]:
+    ) -> RequestStream:
         """As `stream`, for a conversation."""
         params = sampling_params or SamplingParams()
         group = self._chats.prepare(messages, params, salt=cache_salt, adapter=adapter)
-        return _Stream(self._driver, group, self._chats)
+        return RequestStream(self._driver, group, self._chats)
 
     def load_adapter(self, name: str, path: str | Path) -> Adapter:
         """Read a LoRA adapter from a folder in PEFT's format; `adapter=name` asks for it.
@@ -199,38 +198,6 @@ class LLM:
             if len(outputs) < len(groups):
                 self._driver.cancel(groups)
         return [outputs[group.request_id] for group in groups]
-
-
-class _Stream(OutputStream["RequestOutput"]):
-    """One request's outputs by way of the driver; a chat's answer is remembered."""
-
-    def __init__(
-        self, driver: Driver, group: RequestGroup, chats: ChatRequests | None = None
-    ) -> None:
-        self._driver = driver
-        self._group = group
-        self._chats = chats
-        self._updates: Mailbox | None = None  # once the request is submitted
-
-    def _next(self) -> RequestOutput:
-        if self._updates is None:
-            self._updates = self._driver.mailbox()
-            self._driver.submit(self._group, self._updates.receive)
-        output = self._updates.get()
-        if output.finished:
-            self._end()
-            if self._chats is not None:
-                self._chats.remember(self._group, output)
-        return output
-
-    def _leave(self, *, collected: bool) -> None:
-        if self._updates is not None and self._driver.is_alive:
-            self._driver.cancel([self._group], wait=not collected)
-
-    def _end(self) -> None:
-        super()._end()
-        if self._updates is not None:  # another thread may wait for one
-            self._updates.receive(StopIteration())
 
 
 def _progress(*, hidden: bool) -> Progress:

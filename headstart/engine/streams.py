@@ -1,10 +1,18 @@
 """Streams of outputs, whoever ends them: the reader, an error, or the garbage collector."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Generator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-__all__ = ["OutputStream"]
+if TYPE_CHECKING:
+    from headstart.engine.chat.requests import ChatRequests
+    from headstart.engine.driver import Driver, Mailbox
+    from headstart.engine.outputs import RequestOutput
+    from headstart.engine.request import RequestGroup
+
+__all__ = ["OutputStream", "PromptProgress", "RequestStream"]
 
 Output = TypeVar("Output")
 
@@ -58,3 +66,72 @@ class OutputStream(Generator[Output, None, None]):
     def __del__(self) -> None:
         if not self._ended:
             self._leave(collected=True)
+
+
+class PromptProgress(NamedTuple):
+    """How much of a prompt has its K/V, in tokens, `cached` of them without computing.
+
+    Both are 0 while the request waits.
+    """
+
+    total: int
+    read: int
+    cached: int
+
+
+class RequestStream(OutputStream["RequestOutput"]):
+    """One request's outputs by way of the driver; a chat's answer is remembered."""
+
+    def __init__(
+        self, driver: Driver, group: RequestGroup, chats: ChatRequests | None = None
+    ) -> None:
+        self._driver = driver
+        self._group = group
+        self._chats = chats
+        self._updates: Mailbox | None = None  # once the request is submitted
+        self._aborted = False
+
+    def abort(self) -> None:
+        """End the request after the step under way: its last output, with finish reason "abort",
+        has the text so far, and a chat remembers it.
+
+        Returns at once; may be called from any thread and from a signal handler. Raises EngineError
+        when the engine is closed.
+        """
+        self._aborted = True
+        if self._updates is not None:
+            self._driver.abort(self._group.request_id)
+
+    def progress(self) -> PromptProgress:
+        """How much of the prompt was read so far; may be called from any thread."""
+        request = self._group.requests[0]
+        total = len(self._group.prompt_token_ids)
+        read = min(request.sequence.num_computed_tokens, total)
+        return PromptProgress(total, read, min(request.num_cached_tokens, read))
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt, before it is submitted, too."""
+        return self._group.prompt_token_ids
+
+    def _next(self) -> RequestOutput:
+        if self._updates is None:
+            self._updates = self._driver.mailbox()
+            self._driver.submit(self._group, self._updates.receive)
+            if self._aborted:  # before there was anything to abort
+                self._driver.abort(self._group.request_id)
+        output = self._updates.get()
+        if output.finished:
+            self._end()
+            if self._chats is not None:
+                self._chats.remember(self._group, output)
+        return output
+
+    def _leave(self, *, collected: bool) -> None:
+        if self._updates is not None and self._driver.is_alive:
+            self._driver.cancel([self._group], wait=not collected)
+
+    def _end(self) -> None:
+        super()._end()
+        if self._updates is not None:  # another thread may wait for one
+            self._updates.receive(StopIteration())

@@ -140,6 +140,28 @@ def test_a_streamed_answer_is_remembered(make_llm: MakeLLM) -> None:
     assert later.num_cached_tokens == len(seen) - 1
 
 
+def test_an_aborted_answer_is_remembered_as_far_as_it_went(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    messages = ask("hello there")
+    stream = llm.stream_chat(messages, PARAMS)
+    assert stream.progress() == (len(stream.prompt_token_ids), 0, 0)
+    for _ in range(3):
+        next(stream)
+    stream.abort()
+    *_, output = stream
+    assert output.finished and output.outputs[0].finish_reason == "abort"
+    seen = all_ids(output)
+    *_, later = llm.stream_chat(go_on(messages, output, "and then?"), PARAMS)
+    assert len(output.prompt_token_ids) + 2 <= later.num_cached_tokens <= len(seen)
+
+
+def test_a_stream_may_be_aborted_before_it_begins(make_llm: MakeLLM) -> None:
+    stream = make_llm().stream_chat(ask("hello there"), PARAMS)
+    stream.abort()
+    *_, output = stream
+    assert output.outputs[0].finish_reason == "abort"
+
+
 def test_a_stream_that_is_left_remembers_nothing_wrong(
     make_llm: MakeLLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -5,36 +5,37 @@ errors do so too. Replies go to stdout, the figures of `run` and `chat` to stder
 reply can be piped.
 """
 
-import shutil
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
+from click.shell_completion import get_completion_class
 
-from headstart.cli.chat import Chat
+from headstart.cli.chat.conversation import Conversation
 from headstart.cli.demo.adapters import show_adapters
 from headstart.cli.demo.images import show_images
 from headstart.cli.demo.omni import show_omni_demo
 from headstart.cli.demo.table import show_demo
+from headstart.cli.help import GroupedCommand, GroupedOption
+from headstart.cli.opening import announce_and_open, folder_of
 from headstart.cli.options import (
+    CHAT_SAMPLING,
     DEFAULT_MODEL,
-    Options,
+    RUN_SAMPLING,
+    chat_sampling,
     engine_options,
-    note_on,
-    open_model,
     sampling_options,
     sort_options,
 )
-from headstart.cli.reply_metrics import print_reply
-from headstart.cli.streams import as_typed, prepare_streams, reading_stdin
-from headstart.errors import HeadstartError, RequestError
+from headstart.cli.reply import print_reply
+from headstart.cli.run import read_questions
+from headstart.cli.streams import as_typed, prepare_streams
+from headstart.errors import HeadstartError
+from headstart.imports import load_module
 from headstart.version import __version__
-
-if TYPE_CHECKING:
-    from headstart.engine.llm import LLM
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -54,8 +55,11 @@ class _Commands(click.Group):
             ctx.exit(2)
 
 
+_option = partial(click.option, cls=GroupedOption)
+
+
 def _model_option(command: Command) -> Command:
-    return click.option(
+    return _option(
         "--model",
         default=DEFAULT_MODEL,
         show_default=True,
@@ -70,12 +74,12 @@ def main() -> None:
     """An LLM inference engine whose KV cache never computes the same prefix twice."""
 
 
-@main.command()
-@click.option("--svg", type=click.Path(path_type=Path), help="Save what is shown in this file.")
-@click.option("--adapters", is_flag=True, help="Ask with several LoRA adapters: who shares what.")
-@click.option("--images", is_flag=True, help="Ask about pictures: what is encoded, what is found.")
-@click.option("--omni", is_flag=True, help="Ask a model that hears and speaks.")
-@click.option(
+@main.command(cls=GroupedCommand)
+@_option("--svg", type=click.Path(path_type=Path), help="Save what is shown in this file.")
+@_option("--adapters", is_flag=True, help="Ask with several LoRA adapters: who shares what.")
+@_option("--images", is_flag=True, help="Ask about pictures: what is encoded, what is found.")
+@_option("--omni", is_flag=True, help="Ask a model that hears and speaks.")
+@_option(
     "--wav",
     "wav_folder",
     type=click.Path(path_type=Path, file_okay=False),
@@ -99,73 +103,71 @@ def demo(svg: Path | None, wav_folder: Path | None, model: str, **options: Any) 
     show(model, chosen, svg)
 
 
-@main.command()
+@main.command(cls=GroupedCommand)
 @click.argument("prompts", nargs=-1)
-@click.option(
+@_option(
     "--file",
-    "document",
-    type=click.File(encoding="utf-8"),
-    help="Text that every prompt begins with.",
+    "files",
+    multiple=True,
+    metavar="PATH",
+    help="Text that every prompt begins with; may be given several times.",
 )
-@click.option("--as-chat", is_flag=True, help="Wrap each prompt in the model's chat template.")
+@_option("--image", "images", multiple=True, metavar="PATH", help="An image to ask about.")
+@_option("--system", metavar="TEXT", help="The system message.")
+@_option("--raw", is_flag=True, help="Complete the prompts as they are, without a chat template.")
+@_option("--plain", is_flag=True, help="Show replies as they are, not as Markdown.")
 @_model_option
-@sampling_options
+@sampling_options(RUN_SAMPLING)
 @engine_options
-def run(
-    prompts: tuple[str, ...],
-    document: IO[str] | None,
-    as_chat: bool,
-    model: str,
-    **options: Any,
-) -> None:
-    """Answer prompts, or questions about a file.
+def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> None:
+    """Answer prompts, or questions about files.
 
-    With --file, each of PROMPTS is put behind that text. Without PROMPTS the file is the prompt,
-    and without a file what stdin holds.
+    Each of PROMPTS is asked on its own, behind the text of --file. Without PROMPTS the files are
+    the prompt, and without files what standard input holds; - as a prompt or a file stands for it.
+    The likeliest words are taken, unless --temperature is given.
     """
-    texts = _whole_prompts(prompts, document)
+    questions = read_questions(prompts, options)
     chosen = sort_options(options)
-    with closing(_announce_and_open(model, chosen)) as llm:
-        for text in texts:
-            if as_chat:
-                replies = llm.stream_chat([{"role": "user", "content": text}], chosen.sampling)
-            else:
-                replies = llm.stream(text, chosen.sampling)
-            print_reply(replies)
+    with closing(announce_and_open(model, chosen.engine)) as llm:
+        for stream in questions.streams(llm, chosen.sampling):
+            print_reply(stream, plain=plain)
 
 
-def _whole_prompts(prompts: Sequence[str], document: IO[str] | None) -> list[str]:
-    try:
-        beginning = document.read() if document else ""
-    except UnicodeDecodeError as error:
-        raise RequestError(f"--file is not UTF-8 text: {error}") from error
-    if prompts:
-        return [beginning + as_typed(prompt) for prompt in prompts]
-    if document is None and not sys.stdin.isatty():
-        with reading_stdin():
-            beginning = sys.stdin.read()
-    if not beginning:
-        raise RequestError("no prompt: give one or more, or --file, or text on stdin")
-    return [beginning]
-
-
-@main.command()
-@click.option("--system", help="The system message that the chat begins with.")
+@main.command(cls=GroupedCommand)
+@_option("--system", metavar="TEXT", help="The system message that the chat begins with.")
+@_option("--resume", metavar="FILE", help="Go on with a conversation that /save wrote.")
+@_option("--plain", is_flag=True, help="Show replies as they are, not as Markdown.")
 @_model_option
-@sampling_options
+@sampling_options(CHAT_SAMPLING)
 @engine_options
-def chat(system: str | None, model: str, **options: Any) -> None:
+def chat(system: str | None, resume: str | None, plain: bool, model: str, **options: Any) -> None:
     """Talk with a model; each turn computes what is new.
 
-    /reset begins anew, /pool draws the block pool, /quit ends.
+    /help shows the commands. Sampling is the model's own (generation_config.json) where it has
+    any, and the defaults below where it has none.
     """
-    chosen: Options = sort_options(options)
-    with closing(_announce_and_open(model, chosen)) as llm:
-        Chat(llm, chosen.sampling, system and as_typed(system)).talk()
+    conversation = Conversation() if resume is None else Conversation.load(Path(as_typed(resume)))
+    if system is not None:
+        conversation.system = as_typed(system)
+    chosen = sort_options(options, CHAT_SAMPLING)
+    with closing(announce_and_open(model, chosen.engine)) as llm:
+        params = chat_sampling(chosen.said, folder_of(model))
+        # Editing lines takes prompt_toolkit, half a second of imports.
+        session = load_module("headstart.cli.chat.session")
+        talk = load_module("headstart.cli.chat.talk").talk
+        talk(session.Chat(llm, model, params, conversation, plain=plain))
 
 
-def _announce_and_open(model: str, options: Options) -> "LLM":
-    if note := note_on(model):
-        columns = min(80, shutil.get_terminal_size().columns)
-        click.secho(click.wrap_text(note, columns), dim=True, err=True)
-    return open_model(model, options.engine)
+@main.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print what completes commands in a shell.
+
+    \b
+    bash, in ~/.bashrc:        eval "$(headstart completion bash)"
+    zsh, in ~/.zshrc:          eval "$(headstart completion zsh)"
+    fish, in its config.fish:  headstart completion fish | source
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(main, {}, "headstart", "_HEADSTART_COMPLETE").source())

@@ -2,20 +2,26 @@
 
 A field `max_num_seqs: int = 64` becomes `--max-num-seqs INTEGER`, a bool field a pair of flags
 `--deterministic / --no-deterministic`. Only what a user typed is handed on, so every default
-stands in one place.
+stands in one place. Each flag is in one of the groups that `--help` shows.
 """
 
+import json
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import click
 
 import headstart
-from headstart.engine.config import EngineConfig
+from headstart.cli.help import GroupedOption, group_of
+from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.params import SamplingParams
+from headstart.engine.startup.threads import count_cores
+from headstart.errors import RequestError
+from headstart.validation import OneOf, describe
 
 if TYPE_CHECKING:
     from headstart.engine.llm import LLM
@@ -34,7 +40,11 @@ NOTES: Mapping[str, str] = {
 }
 
 # A command line wants longer and repeatable replies where the library keeps vLLM's defaults.
-SAMPLING_DEFAULTS: Mapping[str, Any] = {"max_tokens": 256, "temperature": 0.0}
+RUN_SAMPLING: Mapping[str, Any] = {"max_tokens": 256, "temperature": 0.0}
+# A chat is for people, whom the likeliest words bore; a model's own values go before these.
+CHAT_SAMPLING: Mapping[str, Any] = {"max_tokens": 1024, "temperature": 0.7, "top_p": 0.95}
+# Of generation_config.json: what says how tokens are drawn. One of them replaces all of ours.
+_MODEL_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 SAMPLING_FLAGS = (
     "max_tokens",
     "min_tokens",
@@ -55,32 +65,92 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Options:
-    """What the flags of one call said: for the engine, and for sampling."""
+    """What the flags of one call said: for the engine, and for sampling (`said`).
+
+    sampling: what was said, and the command's defaults for the rest.
+    """
 
     engine: dict[str, Any]
     sampling: SamplingParams
+    said: dict[str, Any]
 
 
 def engine_options(command: Command) -> Command:
     """Give a command one flag for each field of EngineConfig; `--seed` is a request's own."""
     chosen = [field for field in fields(EngineConfig) if field.name not in SAMPLING_FLAGS]
-    return _add_flags(command, EngineConfig, chosen)
+    return _add_flags(command, EngineConfig, chosen, {})
 
 
-def sampling_options(command: Command) -> Command:
+def sampling_options(defaults: Mapping[str, Any]) -> Callable[[Command], Command]:
     """Give a command the flags of SamplingParams that make sense for one reply in a terminal."""
     chosen = [field for field in fields(SamplingParams) if field.name in SAMPLING_FLAGS]
-    return _add_flags(command, SamplingParams, chosen)
+    return lambda command: _add_flags(command, SamplingParams, chosen, defaults)
 
 
-def sort_options(given: Mapping[str, Any]) -> Options:
-    """Tell the engine's options from those for sampling. Raises ConfigError or RequestError."""
+def sort_options(given: Mapping[str, Any], defaults: Mapping[str, Any] = RUN_SAMPLING) -> Options:
+    """Tell the engine's options from those for sampling; warns of more threads than cores.
+
+    Raises ConfigError or RequestError.
+    """
     said = {name: value for name, value in given.items() if value not in (None, ())}
     sampling = {name: value for name, value in said.items() if name in SAMPLING_FLAGS}
     engine = {name: value for name, value in said.items() if name not in SAMPLING_FLAGS}
     if "stop" in sampling:
         sampling["stop"] = list(sampling["stop"])
-    return Options(engine, SamplingParams(**{**SAMPLING_DEFAULTS, **sampling}))
+    cores, threads = count_cores(), make_config(engine).num_threads or 0
+    if threads > cores:
+        click.secho(
+            f"headstart: {threads} threads on {cores} cores wait for one another: "
+            f"--num-threads {cores} is faster",
+            err=True,
+        )
+    return Options(engine, SamplingParams(**{**defaults, **sampling}), sampling)
+
+
+def chat_sampling(said: Mapping[str, Any], folder: Path) -> SamplingParams:
+    """Sampling for a chat: what the user said, then the model's own values, then ours.
+
+    The model's are those of generation_config.json that are in range. Raises RequestError.
+    """
+    return SamplingParams(**{**CHAT_SAMPLING, **_sampling_of_model(folder), **said})
+
+
+def _sampling_of_model(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}  # a model without one, or one that the loader refuses with a better reason
+    if not isinstance(content, dict):
+        return {}
+    if content.get("do_sample") is False:
+        return {"temperature": 0.0}
+    allowed = {
+        field.name: field.metadata["allowed"]
+        for field in fields(SamplingParams)
+        if field.name in _MODEL_SAMPLING
+    }
+    found = {name: content[name] for name in _MODEL_SAMPLING if content.get(name) in allowed[name]}
+    if {"temperature", "top_p", "top_k", "min_p"} & found.keys():
+        return {"temperature": 1.0, "top_p": 1.0, **found}
+    return found
+
+
+def parse_sampling(name: str, text: str) -> dict[str, Any]:
+    """A sampling value as it is typed in a chat. Raises RequestError.
+
+    >>> parse_sampling("top-p", "0.9")
+    {'top_p': 0.9}
+    """
+    name = name.replace("-", "_")
+    if name not in SAMPLING_FLAGS:
+        raise RequestError(f"{describe(name)} cannot be set; allowed: {', '.join(SAMPLING_FLAGS)}")
+    if name == "stop":
+        return {name: [text]}
+    kind = _click_type(get_type_hints(SamplingParams)[name])
+    try:
+        return {name: click.types.convert_type(kind).convert(text, None, None)}
+    except click.BadParameter as error:
+        raise RequestError(f"{name} is {describe(text)}: {error.message}") from error
 
 
 def open_model(model: str, options: Mapping[str, Any]) -> "LLM":
@@ -100,25 +170,35 @@ def resolve_model(model: str) -> str:
     return str(import_module("headstart.models.demo.llama").demo_model_path())
 
 
-def _add_flags(command: Command, owner: type, chosen: list[Field[Any]]) -> Command:
+def _add_flags(
+    command: Command, owner: type, chosen: list[Field[Any]], defaults: Mapping[str, Any]
+) -> Command:
     hints = get_type_hints(owner)
     for field in reversed(chosen):
-        command = _flag(field, hints[field.name])(command)
+        default = defaults.get(field.name, field.default)
+        command = _flag(field, hints[field.name], default)(command)
     return command
 
 
-def _flag(field: Field[Any], hint: object) -> Callable[[Command], Command]:
+def _flag(field: Field[Any], hint: object, default: Any) -> Callable[[Command], Command]:
     name = field.name.replace("_", "-")
-    default = SAMPLING_DEFAULTS.get(field.name, field.default)
     help_text = field.metadata.get("help", "")
     kind = _click_type(hint)
     if default is not MISSING and default is not None:
         shown = ("off", "on")[default] if kind is bool else default
         help_text = f"{help_text}  [default: {shown}]".strip()
+    told: dict[str, Any] = {"help": help_text, "default": None, "group": group_of(field.name)}
     if kind is bool:
-        return click.option(f"--{name}/--no-{name}", default=None, help=help_text)
+        return click.option(f"--{name}/--no-{name}", cls=GroupedOption, **told)
+    allowed = field.metadata.get("allowed")
+    if isinstance(allowed, OneOf):
+        values = [str(value) for value in allowed.values]
+        told["metavar"] = f"[{'|'.join(values)}]"
+        told["shell_complete"] = lambda context, parameter, typed: [
+            value for value in values if value.startswith(typed)
+        ]
     return click.option(
-        f"--{name}", type=kind, default=None, multiple=field.name == "stop", help=help_text
+        f"--{name}", cls=GroupedOption, type=kind, multiple=field.name == "stop", **told
     )
 
 

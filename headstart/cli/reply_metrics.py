@@ -1,11 +1,8 @@
-"""What one reply cost, in one line, and replies printed as they come."""
+"""What one reply cost, in one line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
-
-import click
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
@@ -32,21 +29,10 @@ def cached_share(output: RequestOutput) -> str:
 
 def figures(output: RequestOutput) -> str:
     """The line below a reply: tokens in, tokens cached, time to first token, time per token."""
-    metrics, answer = output.metrics, output.outputs[0]
+    metrics, reason = output.metrics, output.outputs[0].finish_reason
+    end = "interrupted" if reason == "abort" else reason
     return (
         f"[prompt {len(output.prompt_token_ids):,} tokens, cached {cached_share(output)} · "
         f"first token {duration(metrics.time_to_first_token)}, "
-        f"then {duration(metrics.time_per_token)} each · {answer.finish_reason or 'interrupted'}]"
+        f"then {duration(metrics.time_per_token)} each · {end}]"
     )
-
-
-def print_reply(replies: Iterator[RequestOutput]) -> RequestOutput:
-    """Print a reply as it grows, then its figures; returns the finished output."""
-    printed = 0
-    for output in replies:
-        text = output.outputs[0].text
-        click.echo(text[printed:], nl=False)
-        printed = len(text)
-    click.echo()
-    click.secho(figures(output), dim=True, err=True)
-    return output

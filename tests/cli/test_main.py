@@ -143,7 +143,7 @@ def test_demo_of_images_needs_a_model_that_sees() -> None:
 def test_run_asks_several_questions_about_one_file(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "document.txt").write_text("Turn the valve to the left. " * 10)
     document = str(tmp_path / "document.txt")
-    result = call("run", *SMALL, "--file", document, "How?", "Why?")
+    result = call("run", *SMALL, "--raw", "--file", document, "How?", "Why?")
     assert result.exit_code == 0
     first, second = cached_tokens(result.stderr)
     assert (first, second) == (0, len("Turn the valve to the left. " * 10))
@@ -151,7 +151,7 @@ def test_run_asks_several_questions_about_one_file(demo_model: Path, tmp_path: P
 
 
 def test_run_reads_its_prompt_from_stdin(demo_model: Path) -> None:
-    result = call("run", *SMALL, "--as-chat", stdin="Hello")
+    result = call("run", *SMALL, stdin="Hello")
     assert result.exit_code == 0
     turn = 1 + len("user\nHello") + 1 + len("\n") + 1 + len("assistant\n")
     assert f"prompt {turn} tokens" in result.stderr
@@ -163,7 +163,7 @@ def test_chat_hits_its_earlier_turns(demo_model: Path) -> None:
     assert result.exit_code == 0
     prompts = [int(n) for n in re.findall(r"prompt (\d+) tokens", result.stderr)]
     cached = cached_tokens(result.stderr)
-    assert len(prompts) == 2
+    assert len(prompts) == 3  # "/nonsense" is no command
     assert cached[0] == 0
     assert prompts[0] + 8 - 1 <= cached[1] < prompts[1]
     assert "■ held 0" in result.stderr
@@ -192,7 +192,7 @@ def test_chat_survives_a_turn_that_is_too_long(demo_model: Path) -> None:
         (["run", "--temperature", "-1", "x"], "temperature"),
         (["run", "--num-blocks", "2", "x" * 100], "the prompt has"),
         (["run", ""], "empty"),
-        (["run"], "no prompt"),
+        (["run"], "standard input is empty"),
         (["run", "--file", "nowhere.txt"], "nowhere.txt"),
         (["demo", "--num-blocks", "10"], "max_model_len is 4800"),
         (["demo", "--warp", "9"], "--warp"),
@@ -235,10 +235,13 @@ def test_flags_keep_the_types_of_their_fields() -> None:
         "x",
     ]
     with main.commands["chat"].make_context("chat", arguments) as context:
-        options = sort_options({k: v for k, v in context.params.items() if k != "model"})
+        options = sort_options(
+            {k: v for k, v in context.params.items() if k not in ("model", "plain")}
+        )
     assert options.engine == {"deduplicate": False, "kv_cache_fraction": 0.5, "num_blocks": 7}
     assert options.sampling.stop == ["x"]
     assert (options.sampling.max_tokens, options.sampling.temperature) == (256, 0.0)
+    assert options.said == {"stop": ["x"]}
 
 
 def test_help_and_version_load_no_torch() -> None:

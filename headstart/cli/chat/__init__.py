@@ -1,0 +1,1 @@
+"""`headstart chat`: a conversation in the terminal."""

@@ -1,0 +1,179 @@
+"""What a chat does besides talking: messages that begin with a command's name."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from headstart.cli.chat.conversation import Conversation
+from headstart.cli.chat.session import Chat
+from headstart.cli.contents import read_document, read_image
+from headstart.cli.notes import note
+from headstart.cli.options import SAMPLING_FLAGS, parse_sampling
+from headstart.cli.reply_metrics import cached_share
+from headstart.errors import RequestError
+
+__all__ = ["COMMANDS", "PATH_COMMANDS", "Command", "find_command"]
+
+
+_KEYS = (
+    "Ctrl-C ends a reply, clears a line, and twice ends the chat, as Ctrl-D does. "
+    '""" begins and ends a message of several lines; Alt-Enter begins a line, too.'
+)
+
+
+class QuitChat(Exception):
+    """The user wants to leave."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: what it does to a chat with the text behind its name.
+
+    argument: what that text is, in brackets if it may be left out; empty for a command that takes
+    none, so that "/undo what I said" is a message.
+    """
+
+    run: Callable[[Chat, str], None]
+    help: str
+    argument: str = ""
+
+    def takes(self, argument: str) -> bool:
+        """Whether a message with this text behind the name means the command."""
+        return bool(self.argument) or not argument
+
+
+def find_command(message: str) -> tuple[Command, str] | None:
+    """The command that a message is, and its argument; None for what is said to the model."""
+    name, _, argument = message.partition(" ")
+    command = COMMANDS.get(name)
+    if command is None or not command.takes(argument.strip()):
+        return None
+    return command, argument.strip()
+
+
+def _help(chat: Chat, argument: str) -> None:
+    shown = {name: command for name, command in COMMANDS.items() if command.help}
+    rows = [(f"{name} {command.argument}", command.help) for name, command in shown.items()]
+    width = max(len(usage) for usage, _ in rows) + 1
+    for usage, text in rows:
+        note(f"{usage:<{width}}{text}")
+    note(_KEYS)
+
+
+def _file(chat: Chat, argument: str) -> None:
+    path = _path(argument)
+    text = read_document(path)
+    count = chat.count_tokens(text)
+    chat.conversation.documents.append(text)
+    note(f"{path.name}: {count:,} tokens, which go with your next message")
+
+
+def _image(chat: Chat, argument: str) -> None:
+    path = _path(argument)
+    image = read_image(path)
+    count = chat.count_image_tokens(image)
+    chat.conversation.images.append(image)
+    note(f"{path.name}: about {count:,} tokens, which go with your next message")
+
+
+def _system(chat: Chat, argument: str) -> None:
+    if not argument:
+        note(chat.conversation.system or "there is no system message")
+        return
+    chat.conversation.system = argument
+    turns = len(chat.conversation.turns)
+    note("all turns are read again behind the new system message" if turns else "set")
+
+
+def _retry(chat: Chat, argument: str) -> None:
+    chat.retry()
+
+
+def _undo(chat: Chat, argument: str) -> None:
+    chat.conversation.take_back()
+    note(f"the last turn is taken back; {_count(len(chat.conversation.turns), 'turn')} left")
+
+
+def _save(chat: Chat, argument: str) -> None:
+    path = _path(argument)
+    chat.conversation.save(path, chat.model)
+    note(f"{_count(len(chat.conversation.turns), 'turn')} in {path}")
+
+
+def _load(chat: Chat, argument: str) -> None:
+    chat.conversation = Conversation.load(_path(argument))
+    note(f"{_count(len(chat.conversation.turns), 'turn')} loaded")
+
+
+def _set(chat: Chat, argument: str) -> None:
+    name, _, value = argument.partition(" ")
+    if value.strip():
+        chat.set(**parse_sampling(name, value.strip()))
+    elif name:
+        raise RequestError(f"/set {name} needs a value, as in /set temperature 0.2")
+    else:
+        note(", ".join(f"{name} {getattr(chat.params, name)}" for name in SAMPLING_FLAGS))
+
+
+def _pool(chat: Chat, argument: str) -> None:
+    Console(stderr=True).print(chat.picture.draw())
+
+
+def _explain(chat: Chat, argument: str) -> None:
+    if chat.last is None:
+        raise RequestError("nothing was asked yet")
+    total = len(chat.last.prompt_token_ids)
+    note(f"{cached_share(chat.last)} of {total:,} prompt tokens were cached")
+    if chat.last.why_missed is not None:
+        note(str(chat.last.why_missed))
+
+
+def _reset(chat: Chat, argument: str) -> None:
+    chat.conversation = Conversation(system=chat.conversation.system)
+
+
+def _quit(chat: Chat, argument: str) -> None:
+    raise QuitChat
+
+
+COMMANDS: Mapping[str, Command] = {
+    "/help": Command(_help, "shows this"),
+    "/file": Command(_file, "puts a document before your next message", "PATH"),
+    "/image": Command(_image, "shows the model an image", "PATH"),
+    "/system": Command(_system, "sets the system message, or shows it", "[TEXT]"),
+    "/retry": Command(_retry, "answers the last question anew"),
+    "/undo": Command(_undo, "takes the last turn back"),
+    "/save": Command(_save, "writes the conversation, as JSON", "PATH"),
+    "/load": Command(_load, "goes on with a saved conversation", "PATH"),
+    "/set": Command(_set, "sets temperature, top_p, ...", "[NAME VALUE]"),
+    "/pool": Command(_pool, "draws the block pool"),
+    "/explain": Command(_explain, "says why the last turn did not hit more"),
+    "/reset": Command(_reset, "begins anew, with the system message"),
+    "/quit": Command(_quit, "ends the chat; so do /exit and /bye"),
+    "/exit": Command(_quit, ""),
+    "/bye": Command(_quit, ""),
+}
+PATH_COMMANDS = ("/file", "/image", "/save", "/load")
+
+
+def _path(argument: str) -> Path:
+    """A path as it was typed, or dragged into the terminal, which quotes it."""
+    if not argument:
+        raise RequestError("which file? Give its path behind the command")
+    path = Path(argument).expanduser()
+    if path.exists():
+        return path
+    try:
+        words = shlex.split(argument)
+    except ValueError:  # an apostrophe
+        return path
+    return Path(words[0]).expanduser() if len(words) == 1 else path
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")

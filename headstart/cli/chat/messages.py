@@ -1,0 +1,160 @@
+'''What the user says: messages from a terminal, with history and editing, or from a pipe.
+
+> one line                 > """
+                           several lines
+                           """
+'''
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import click
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.filters import Condition
+from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import create_output
+from prompt_toolkit.output.vt100 import Vt100_Output
+from prompt_toolkit.shortcuts import CompleteStyle
+
+from headstart.cli.streams import reading_stdin
+
+__all__ = ["piped_messages", "terminal_messages"]
+
+PROMPT = "> "
+_QUOTES = '"""'
+_HINT = "a message, or /help"
+_LEAVING = "Ctrl-C again, or Ctrl-D, ends the chat"
+
+
+def piped_messages() -> Iterator[str]:
+    """What stdin holds, line by line, each shown as if it were typed."""
+    lines: list[str] = []
+    with reading_stdin():
+        for line in sys.stdin:
+            click.echo(PROMPT + line.strip())
+            lines.append(line)
+            if not _is_open("".join(lines)):
+                yield _unquote("".join(lines))
+                lines.clear()
+    if lines:
+        yield "".join(lines).strip().removeprefix(_QUOTES)
+
+
+def terminal_messages(names: Sequence[str], with_paths: Sequence[str]) -> Iterator[str]:
+    """What the user types until Ctrl-D, or Ctrl-C twice.
+
+    names: what Tab completes at the beginning of a message; with_paths: those names that a path
+    follows, which Tab completes as well.
+    """
+    leaving = _Leaving()
+    output = create_output(always_prefer_tty=True)
+    if isinstance(output, Vt100_Output):
+        output.enable_cpr = False  # terminals that do not answer would be warned about
+    session: PromptSession[str] = PromptSession(
+        PROMPT,
+        output=output,
+        history=_history(),
+        key_bindings=_bindings(leaving),
+        completer=_CommandCompleter(names, with_paths),
+        complete_style=CompleteStyle.READLINE_LIKE,
+        complete_while_typing=False,
+        placeholder=lambda: FormattedText([("ansibrightblack", leaving.hint)]),
+        prompt_continuation="  ",
+    )
+    session.default_buffer.on_text_changed += lambda buffer: leaving.forget()
+    while True:
+        leaving.forget()
+        try:
+            yield _unquote(session.prompt())
+        except EOFError:
+            return
+
+
+class _Leaving:
+    """Whether the last key was Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    @property
+    def hint(self) -> str:
+        return _LEAVING if self.asked else _HINT
+
+    def forget(self) -> None:
+        self.asked = False
+
+
+def _bindings(leaving: _Leaving) -> KeyBindings:
+    bindings = KeyBindings()
+
+    @bindings.add("c-c")
+    def _clear_or_leave(event: KeyPressEvent) -> None:
+        if leaving.asked:
+            event.app.exit(exception=EOFError)
+            return
+        event.current_buffer.reset()
+        leaving.asked = True
+
+    @bindings.add("escape", "enter")
+    def _new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @Condition
+    def in_quotes() -> bool:
+        return _is_open(get_app().current_buffer.text)
+
+    bindings.add("enter", filter=in_quotes)(_new_line)
+    return bindings
+
+
+class _CommandCompleter(Completer):
+    """Names of commands at the beginning of a message, and paths behind some of them."""
+
+    def __init__(self, names: Sequence[str], with_paths: Sequence[str]) -> None:
+        self._names = names
+        self._with_paths = with_paths
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+        """Nothing but for a message of one line that begins with a slash."""
+        text = document.text
+        name, space, path = text.partition(" ")
+        if space and name in self._with_paths:
+            yield from self._paths.get_completions(Document(path), event)
+        elif text.startswith("/") and not space:
+            for known in self._names:
+                if known.startswith(text):
+                    yield Completion(known, -len(text))
+
+
+def _history() -> History:
+    """Messages of earlier chats, in a file that this user alone may read."""
+    folder = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    file = Path(folder).expanduser() / "headstart" / "chat_history"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
+        file.chmod(0o600)
+    except (OSError, RuntimeError):  # a disk that is full or may not be written
+        return InMemoryHistory()
+    return FileHistory(str(file))
+
+
+def _is_open(text: str) -> bool:
+    """Whether a message of several lines began and did not end."""
+    return text.lstrip().startswith(_QUOTES) and text.count(_QUOTES) == 1
+
+
+def _unquote(text: str) -> str:
+    text = text.strip()
+    quoted = text.startswith(_QUOTES) and text.endswith(_QUOTES) and text.count(_QUOTES) == 2
+    return text.removeprefix(_QUOTES).removesuffix(_QUOTES).strip() if quoted else text

@@ -1,0 +1,163 @@
+"""One chat with a model: what is asked, what is kept of the answers, and what no longer fits."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headstart.cli.chat.conversation import Conversation, Turn
+from headstart.cli.contents import Content
+from headstart.cli.notes import note
+from headstart.cli.pool_picture import PoolPicture
+from headstart.cli.reply import print_reply
+from headstart.engine.params import SamplingParams
+from headstart.errors import EngineError, RequestError
+
+if TYPE_CHECKING:
+    from headstart.engine.llm import LLM
+    from headstart.engine.outputs import RequestOutput
+    from headstart.engine.stream import RequestStream
+
+__all__ = ["Chat"]
+
+_INTERRUPTED = "interrupted: the question and this part of the reply stay, and both are cached"
+_TAKEN_BACK = (
+    "interrupted before the reply began: the question is taken back, and what was read is cached"
+)
+
+
+class Chat:
+    """A conversation with a model, printed in a terminal.
+
+    plain: replies are shown as they are, not as Markdown. `last` is the last turn's output.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        model: str,
+        params: SamplingParams,
+        conversation: Conversation,
+        *,
+        plain: bool = False,
+    ) -> None:
+        self.llm = llm
+        self.model = model
+        self.params = params
+        self.conversation = conversation
+        self.picture = PoolPicture(llm.engine.manager)
+        self.last: RequestOutput | None = None
+        self._plain = plain
+        self._asked = 0
+
+    def say(self, text: str) -> None:
+        """Answer a message of the user's."""
+        self._answer(self.conversation.ask(text))
+
+    def retry(self) -> None:
+        """Answer the last question anew. Raises RequestError if there is none."""
+        turn = self.conversation.take_back()
+        if not self._answer(turn.question):
+            self.conversation.turns.append(turn)
+
+    def set(self, **values: Any) -> None:
+        """Change how answers are chosen. Raises RequestError; nothing is changed then."""
+        self.params = replace(self.params, **values)
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text. Raises RequestError for a text that no prompt has room for."""
+        engine = self.llm.engine
+        engine.text_limit.check("the document", text)
+        tokenizer = self.llm.get_tokenizer()
+        assert tokenizer is not None  # nobody chats without one
+        count = len(tokenizer.encode(text, add_special_tokens=False))
+        if count >= engine.max_model_len:
+            raise RequestError(
+                f"the document has {count:,} tokens; the context holds {engine.max_model_len:,}"
+            )
+        return count
+
+    def count_image_tokens(self, image: dict[str, Any]) -> int:
+        """Tokens of a message with an image alone. Raises RequestError if it cannot be read."""
+        if self.llm.engine.images is None:
+            raise RequestError(f"{self.model} takes text alone")
+        alone = Conversation(images=[image])
+        return len(self._stream(alone, alone.ask(""), 0).prompt_token_ids)
+
+    def _answer(self, question: Content) -> bool:
+        """One turn, kept if it has a reply; tells what went wrong."""
+        try:
+            stream = self._fit(question)
+            self._asked += 1
+            with _aborted_by_interrupt(stream):
+                output = print_reply(stream, plain=self._plain)
+        except (RequestError, EngineError) as error:
+            click.echo(f"headstart: {error}", err=True)
+            return False
+        self.last = output
+        self.picture.look(self._asked)
+        answer = output.outputs[0]
+        is_whole = answer.finish_reason != "abort"
+        if not is_whole:
+            note(f"[{_INTERRUPTED if answer.text else _TAKEN_BACK}]")
+        if answer.text or is_whole:
+            self.conversation.add(Turn(question, answer.text))
+        return bool(answer.text or is_whole)
+
+    def _fit(self, question: Content) -> RequestStream:
+        """The request for a question; at the limit of the context the oldest turns are left out.
+
+        So many that the rest takes half of the context: each time, all that is left is read again.
+        Raises RequestError for a question that does not fit alone; nothing is left out then.
+        """
+        conversation, limit = self.conversation, self.llm.engine.max_model_len
+        room = min(self.params.max_tokens or limit, limit // 4)
+        start, stop = conversation.start, len(conversation.turns)
+        try:
+            stream = self._stream(conversation, question, start)
+            if start == stop or len(stream.prompt_token_ids) + room <= limit:
+                return stream
+        except RequestError:
+            if start == stop:
+                raise
+        stream = self._stream(conversation, question, stop)
+        for first in range(start + 1, stop):
+            with suppress(RequestError):
+                longer = self._stream(conversation, question, first)
+                if len(longer.prompt_token_ids) <= limit // 2:
+                    stream, stop = longer, first
+                    break
+        conversation.start = stop
+        self._tell_left_out(stream, stop - start)
+        return stream
+
+    def _stream(self, conversation: Conversation, question: Content, first: int) -> RequestStream:
+        return self.llm.stream_chat(conversation.messages(question, first), self.params)
+
+    def _tell_left_out(self, stream: RequestStream, turns: int) -> None:
+        known: list[int] = []
+        if self.last is not None:
+            known = [*self.last.prompt_token_ids, *self.last.outputs[0].token_ids]
+        pairs = zip(known, stream.prompt_token_ids, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        count = f"{turns} oldest turns are" if turns > 1 else "oldest turn is"
+        note(
+            f"[the context of {self.llm.engine.max_model_len:,} tokens is full: the {count} left "
+            f"out, and {len(stream.prompt_token_ids) - same:,} tokens are to be read]"
+        )
+
+
+@contextmanager
+def _aborted_by_interrupt(stream: RequestStream) -> Iterator[None]:
+    """Ctrl-C ends the reply after the step under way, and nothing else."""
+    before = signal.signal(signal.SIGINT, lambda number, frame: stream.abort())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

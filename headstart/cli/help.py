@@ -1,0 +1,81 @@
+"""`--help` in groups: what most people need first, the engine's internals last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+__all__ = ["GroupedCommand", "GroupedOption", "group_of"]
+
+MAIN, SAMPLING, MEMORY, MODELS, INTERNALS, OTHER = (
+    "Options",
+    "How answers are chosen",
+    "Memory and speed",
+    "Images and adapters",
+    "Engine internals",
+    "Other",
+)
+_GROUPS = {
+    MAIN: ("max_tokens", "temperature", "max_model_len", "device", "dtype"),
+    SAMPLING: (
+        *("top_p", "top_k", "min_p", "seed", "stop", "min_tokens", "ignore_eos"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    ),
+    MEMORY: (
+        *("kv_cache_fraction", "kv_cache_memory", "num_threads", "enable_prefix_caching"),
+        "deterministic",
+    ),
+    MODELS: (
+        *("max_images", "max_image_pixels", "encoder_cache_rows"),
+        *("enable_lora", "max_loras", "max_lora_rank"),
+    ),
+}
+_ENVIRONMENT = (
+    "Every flag may stand in the environment instead: --max-tokens 64 is HEADSTART_MAX_TOKENS=64."
+)
+
+
+def group_of(field: str) -> str:
+    """The group of the flag of a configuration's field.
+
+    >>> group_of("temperature"), group_of("eviction")
+    ('Options', 'Engine internals')
+    """
+    return next((group for group, names in _GROUPS.items() if field in names), INTERNALS)
+
+
+class GroupedOption(click.Option):
+    """An option that `--help` shows under a heading."""
+
+    def __init__(self, *args: Any, group: str = MAIN, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+
+class GroupedCommand(click.Command):
+    """A command whose options are shown in groups, and may stand in the environment."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs["context_settings"] = {
+            "auto_envvar_prefix": "HEADSTART",
+            **(kwargs.get("context_settings") or {}),
+        }
+        kwargs["epilog"] = _ENVIRONMENT
+        super().__init__(*args, **kwargs)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """One list of options for each group that has some."""
+        groups: dict[str, list[tuple[str, str]]] = {
+            name: [] for name in (MAIN, SAMPLING, MEMORY, MODELS, INTERNALS, OTHER)
+        }
+        for parameter in self.get_params(ctx):
+            is_option = isinstance(parameter, click.Option)
+            record = parameter.get_help_record(ctx) if is_option else None
+            if record is not None:
+                # Of click's own options there is --help alone.
+                groups[getattr(parameter, "group", OTHER)].append(record)
+        for name, records in groups.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records, col_max=34)

@@ -1,0 +1,46 @@
+"""From `--model` to a model that answers, with a line that says what is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headstart.cli.notes import note
+from headstart.cli.options import note_on, open_model, resolve_model
+from headstart.cli.progress import describe_loading, waiting
+from headstart.errors import ModelError
+from headstart.models.files import find_folder, weight_files
+
+if TYPE_CHECKING:
+    from headstart.engine.llm import LLM
+
+__all__ = ["announce_and_open", "folder_of"]
+
+
+def announce_and_open(model: str, options: Mapping[str, Any]) -> LLM:
+    """Say what the model's answers are worth, and load it.
+
+    Raises ModelError, ConfigError or OutOfMemoryError.
+    """
+    if text := note_on(model):
+        note(text)
+    size = _weigh(folder_of(model))  # downloading, if need be, shows bars of its own
+    with waiting(describe_loading(model, size)):
+        return open_model(model, options)
+
+
+def folder_of(model: str) -> Path:
+    """Where a model's files are; downloaded or made first if they are not there yet.
+
+    Raises ModelError.
+    """
+    return find_folder(resolve_model(model))
+
+
+def _weigh(folder: Path) -> int | None:
+    """Bytes of weights, None where the loader will say what is wrong with them."""
+    try:
+        return sum(file.stat().st_size for file in weight_files(folder))
+    except (OSError, ModelError):
+        return None

@@ -1,0 +1,137 @@
+"""Replies printed as they come: as Markdown or wrapped in a terminal, as they are into a pipe."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self, cast
+
+import click
+from rich.cells import cell_len
+from rich.console import Console
+
+from headstart.cli.notes import note
+from headstart.cli.progress import describe_reading, waiting
+from headstart.cli.reply_metrics import figures
+from headstart.imports import load_module
+
+if TYPE_CHECKING:
+    from headstart.engine.outputs import RequestOutput
+    from headstart.engine.stream import RequestStream
+
+__all__ = ["Writer", "make_writer", "print_reply", "printable", "wait_for_first"]
+
+# What moves a terminal's cursor or changes its state, which a model must not do.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Writer(Protocol):
+    """Shows a text that grows."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+    def write(self, text: str) -> None:
+        """Show the text so far; the text of the call before is its beginning."""
+
+
+def print_reply(stream: RequestStream, *, plain: bool = False) -> RequestOutput:
+    """Print a reply as it grows, then its figures on stderr; returns its last output."""
+    output = wait_for_first(stream)
+    with make_writer(plain) as writer:
+        writer.write(output.outputs[0].text)
+        for output in stream:
+            writer.write(output.outputs[0].text)
+    note(figures(output))
+    return output
+
+
+def wait_for_first(stream: RequestStream) -> RequestOutput:
+    """The first output; meanwhile stderr shows how far the prompt is read."""
+    with waiting(describe_reading(stream)):
+        return next(stream)
+
+
+def make_writer(plain: bool) -> AbstractContextManager[Writer]:
+    """What shows a reply on stdout: Markdown in a terminal, unless `plain` asks for the text."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        return RawWriter()
+    if plain or console.is_dumb_terminal:
+        return WrappingWriter(console.width)
+    # rich's Markdown takes half a second to import, for terminals alone.
+    markdown = load_module("headstart.cli.markdown")
+    return cast("AbstractContextManager[Writer]", markdown.MarkdownWriter(console))
+
+
+def printable(text: str) -> str:
+    r"""The text with a mark for each control character but tabs and line ends.
+
+    >>> printable("a\tb\x1b[2Jc\r\n")
+    'a\tb\ufffd[2Jc\n'
+    """
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
+
+
+class RawWriter:
+    """The text as it is, for files and other programs."""
+
+    def __init__(self) -> None:
+        self._printed = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        click.echo()
+
+    def write(self, text: str) -> None:
+        click.echo(text[self._printed :], nl=False)
+        self._printed = len(text)
+
+
+class WrappingWriter(RawWriter):
+    """The text with lines broken between words; a word is shown when it is whole."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self._width = width
+        self._column = 0
+        self._text = ""
+
+    def __exit__(self, *error: object) -> None:
+        self._show(self._text[self._printed :])
+        super().__exit__(*error)
+        sys.stdout.flush()
+
+    def write(self, text: str) -> None:
+        self._text = text
+        end = max(text.rfind(" "), text.rfind("\n"))
+        if end >= self._printed:
+            self._show(text[self._printed : end + 1])
+            self._printed = end + 1
+
+    def _show(self, text: str) -> None:
+        click.echo("".join(self._wrap(printable(text))), nl=False)
+
+    def _wrap(self, text: str) -> Iterator[str]:
+        """Words and the spaces between them; a space at the end of a line becomes its end."""
+        for piece in re.findall(r"\n| +|[^ \n]+", text):
+            width = cell_len(piece)
+            if piece == "\n":
+                self._column = 0
+            elif self._column and self._column + width > self._width:
+                self._column = 0 if piece.isspace() else width
+                piece = "\n" if piece.isspace() else f"\n{piece}"
+            else:
+                self._column += width
+            yield piece

@@ -1,0 +1,176 @@
+"""`headstart chat` in a real pseudo-terminal: what is typed, pasted, interrupted and kept.
+
+Nothing sleeps: each step waits for text. The prompt is ready when its hint is shown.
+"""
+
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pexpect = pytest.importorskip("pexpect")
+
+READY = "a message, or /help"
+COST = r"prompt ([\d,]+)\s+tokens,\s+cached\s+([\d,]+) \("
+PEOPLE = Path(__file__).parents[2] / "headstart" / "assets" / "people.md"
+PASTE, END_PASTE = "\x1b[200~", "\x1b[201~"
+UP, LEFT = "\x1b[A", "\x1b[D"
+
+
+class Terminal:
+    """A chat in a terminal of some columns; its data folder is `home`."""
+
+    def __init__(self, home: Path, *arguments: str, columns: int = 100) -> None:
+        self.child = pexpect.spawn(
+            sys.executable,
+            ["-m", "headstart", "chat", "--num-blocks", "256", *arguments],
+            env=os.environ | {"XDG_DATA_HOME": str(home), "TERM": "xterm-256color"},
+            dimensions=(40, columns),
+            encoding="utf-8",
+            timeout=120,
+        )
+        self.wait(READY)
+
+    def wait(self, text: str) -> re.Match[str]:
+        self.child.expect(text)
+        match = self.child.match
+        assert isinstance(match, re.Match)
+        return match
+
+    def send(self, text: str) -> None:
+        self.child.send(text)
+
+    def ask(self, text: str) -> tuple[int, int]:
+        """Prompt tokens and cached tokens of a message's turn."""
+        self.send(text + "\r")
+        return self.cost()
+
+    def cost(self) -> tuple[int, int]:
+        match = self.wait(COST)
+        self.wait(READY)
+        return number(match[1]), number(match[2])
+
+    def end(self) -> None:
+        self.send("\x04")
+        self.wait(pexpect.EOF)
+        self.child.close()
+        assert self.child.exitstatus == 0
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+@pytest.fixture(autouse=True)
+def no_child_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    children: list[Terminal] = []
+    begin = Terminal.__init__
+
+    def note(terminal: Terminal, *arguments: object, **options: object) -> None:
+        children.append(terminal)
+        begin(terminal, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Terminal, "__init__", note)
+    yield
+    for terminal in children:
+        terminal.child.close(force=True)
+
+
+def test_lines_are_edited_pasted_and_remembered(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, columns=80)
+    short, _ = terminal.ask("Hi")
+    terminal.send("Hix" + LEFT * 1 + "\x1b[3~" + "\r")  # the delete key takes the x
+    edited, cached = terminal.cost()
+    assert cached > short and edited - cached < 2 * short
+    # Lines of any length, and their ends, arrive as one message.
+    pasted = "word " * 1500 + "\nand a second line"
+    terminal.send(f"{PASTE}{pasted}{END_PASTE}\r")
+    long, _ = terminal.cost()
+    assert long > edited + 1500
+    # Several lines between quotes are one message.
+    terminal.send('"""one\r')
+    terminal.send("two\r")
+    terminal.send('three"""\r')
+    quoted, cached = terminal.cost()
+    assert cached >= long and quoted - cached < 40
+    # Ctrl-C clears what was typed; the next line is a message of its own.
+    terminal.send("to be cleared")
+    terminal.send("\x03")
+    terminal.wait("Ctrl-C again")
+    terminal.send("/nonsense is a message\r")
+    terminal.cost()
+    terminal.send("/no")
+    terminal.send("\x03")
+    terminal.wait("Ctrl-C again")
+    terminal.send("\x03")
+    terminal.wait(pexpect.EOF)
+    history = tmp_path / "headstart" / "chat_history"
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+    said = history.read_text(encoding="utf-8")
+    assert "+and a second line" in said and "cleared" not in said
+    # The next chat has the history of the last one.
+    terminal = Terminal(tmp_path)
+    terminal.send(UP * 5 + "\r")
+    assert terminal.cost() == (short, 0)
+    terminal.end()
+
+
+def test_an_interrupted_reply_stays_and_is_hit(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, "--ignore-eos", "--max-tokens", "2000", "--max-model-len", "4096")
+    terminal.send("Hello\r")
+    terminal.wait("The ")
+    terminal.send("\x03")
+    first = terminal.wait(COST)
+    assert number(first[2]) == 0
+    terminal.wait("interrupted: the question and this part of the reply stay")
+    terminal.wait(READY)
+    terminal.send("/set max_tokens 4\r")
+    terminal.wait(READY)
+    prompt, cached = terminal.ask("And now?")
+    assert number(first[1]) < cached < prompt
+    saved = tmp_path / "chat.json"
+    terminal.send(f"/save {saved}\r")
+    terminal.wait("2 turns in ")
+    messages = json.loads(saved.read_text(encoding="utf-8"))["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    assert messages[1]["content"].startswith("The ")
+    terminal.end()
+
+
+def test_documents_limits_and_saved_chats(tmp_path: Path) -> None:
+    saved = tmp_path / "chat.json"
+    terminal = Terminal(tmp_path, "--max-model-len", "1600", "--system", "Be brief.", columns=60)
+    terminal.send(f"/file {PEOPLE}\r")
+    count = number(terminal.wait(r"people.md: ([\d,]+) tokens")[1])
+    terminal.wait(READY)
+    first, _ = terminal.ask("What is the age of John Doe?")
+    assert count < first < count + 40
+    terminal.send("/explain\r")
+    terminal.wait("from token ")
+    terminal.wait(READY)
+    terminal.send(f"{PASTE}{'Who is it? ' * 40}{END_PASTE}\r")
+    terminal.wait("the oldest turn is")
+    prompt, cached = terminal.cost()
+    assert prompt < 800 and 0 < cached < 20  # the system message stays
+    terminal.send(f"/save {saved}\r")
+    terminal.wait("2 turns in ")
+    terminal.wait(READY)
+    terminal.end()
+    assert stat.S_IMODE(saved.stat().st_mode) == 0o600
+
+    terminal = Terminal(tmp_path, "--resume", str(saved), "--plain")
+    terminal.send("/undo\r")
+    terminal.wait("1 turn left")
+    terminal.wait(READY)
+    again, cached = terminal.ask("And what is the age of Zack Blue?")
+    assert (again > first, cached) == (True, 0)
+    terminal.send("/undo\r")
+    terminal.wait(READY)
+    terminal.send("/retry\r")
+    assert terminal.cost()[0] == first
+    terminal.end()

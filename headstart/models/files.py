@@ -22,6 +22,7 @@ from headstart.validation import describe, shorten
 __all__ = [
     "BUILT_IN",
     "check_files",
+    "download_model",
     "find_folder",
     "fingerprint_files",
     "read_json",
@@ -66,7 +67,7 @@ def find_folder(model: str | Path) -> Path:
         folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=_WANTED))
         check_files(folder)
     except (HFValidationError, ModelError, OSError):
-        return _download(name)
+        return download_model(name)
     return folder
 
 
@@ -80,7 +81,11 @@ def _built_in_folder() -> Path:
     return folder
 
 
-def _download(name: str) -> Path:
+def download_model(name: str) -> Path:
+    """The folder of a hub name as the hub has it now; files that are there are kept.
+
+    A download that broke off goes on. Raises `ModelNotFoundError`.
+    """
     try:
         return Path(snapshot_download(name, etag_timeout=_HUB_TIMEOUT, allow_patterns=_WANTED))
     except HFValidationError as error:

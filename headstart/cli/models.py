@@ -1,0 +1,102 @@
+"""`headstart models`: what was downloaded from the Hugging Face hub, in the hub's own cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+from huggingface_hub import CachedRepoInfo, constants, scan_cache_dir
+from huggingface_hub.errors import CacheNotFound
+from rich.cells import cell_len
+
+from headstart.cli.notes import note
+from headstart.cli.options import NOTES
+from headstart.cli.progress import show_bytes
+from headstart.cli.streams import as_typed
+from headstart.errors import ModelError, ModelNotFoundError
+from headstart.models.files import BUILT_IN, check_files, download_model, find_folder
+
+__all__ = ["models"]
+
+
+class _Row(NamedTuple):
+    name: str
+    size: int
+    remark: str
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def models(context: click.Context) -> None:
+    """List the models that are on this machine; pull and remove them."""
+    if context.invoked_subcommand is None:
+        _print_rows(_rows())
+
+
+@models.command()
+@click.argument("name")
+def pull(name: str) -> None:
+    """Download a model from the Hugging Face hub; one that broke off goes on where it was."""
+    name = as_typed(name)
+    if name in NOTES:
+        note(f"{name} needs no download")
+        return
+    folder = download_model(name)
+    check_files(folder)
+    note(f"{name}: {show_bytes(_weigh(folder))} in {folder}")
+
+
+@models.command()
+@click.argument("name")
+def rm(name: str) -> None:
+    """Remove a model that was downloaded."""
+    name = as_typed(name)
+    repo = next((repo for repo in _downloaded() if repo.repo_id == name), None)
+    if repo is None:
+        raise ModelNotFoundError(
+            f"{name!r} was not downloaded; allowed: "
+            f"{', '.join(repo.repo_id for repo in _downloaded()) or 'nothing, as nothing was'}"
+        )
+    revisions = [revision.commit_hash for revision in repo.revisions]
+    scan_cache_dir(constants.HF_HUB_CACHE).delete_revisions(*revisions).execute()
+    note(f"{name} is removed: {show_bytes(repo.size_on_disk)}")
+
+
+def _rows() -> Iterator[_Row]:
+    yield _Row(BUILT_IN, _weigh(find_folder(BUILT_IN)), "comes with the package")
+    for repo in _downloaded():
+        yield _Row(repo.repo_id, repo.size_on_disk, _remark(repo))
+
+
+def _remark(repo: CachedRepoInfo) -> str:
+    """Why a downloaded model does not load as it is; empty where nothing is known against it."""
+    newest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
+    try:
+        if newest is None:
+            return "nothing of it is there yet"
+        check_files(newest.snapshot_path)
+    except ModelError:
+        return "not whole, or of another format"
+    return ""
+
+
+def _downloaded() -> list[CachedRepoInfo]:
+    """The models of the hub's cache, by name."""
+    try:
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except CacheNotFound:
+        return []
+    return sorted((r for r in repos if r.repo_type == "model"), key=lambda repo: repo.repo_id)
+
+
+def _weigh(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _print_rows(rows: Iterable[_Row]) -> None:
+    found = list(rows)
+    width = max(cell_len(row.name) for row in found)
+    for name, size, remark in found:
+        click.echo(f"{name:<{width}}  {show_bytes(size):>9}  {remark}".rstrip())

@@ -1,0 +1,134 @@
+"""`headstart models` over a hub cache made by hand, and over a hub that this test serves."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from huggingface_hub import constants
+
+from headstart.cli.main import main
+from headstart.models.files import BUILT_IN, find_folder
+
+NAME = "someone/small"
+COMMIT = "0" * 39 + "1"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def put(cache: Path, name: str, files: dict[str, bytes]) -> Path:
+    """A downloaded model as huggingface_hub lays it out, without its links."""
+    repo = cache / f"models--{name.replace('/', '--')}"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(COMMIT)
+    folder = repo / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    for file, content in files.items():
+        (folder / file).write_bytes(content)
+    return repo
+
+
+def call(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(main, ["models", *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_models_are_listed_with_their_sizes(cache: Path) -> None:
+    assert [line.split()[0] for line in call()[1].splitlines()] == [BUILT_IN]
+    whole = {path.name: path.read_bytes() for path in find_folder(BUILT_IN).iterdir()}
+    put(cache, NAME, whole)
+    put(cache, "someone/broken", {"config.json": b"{}", "model.safetensors": b"\0" * 2000})
+    built_in, broken, small = call()[1].splitlines()
+    assert "comes with the package" in built_in
+    assert broken.split(maxsplit=3) == ["someone/broken", "2.0", "KB", broken[-31:]]
+    assert small.split()[0] == NAME and "not whole" not in small and "not whole" in broken
+
+
+def test_a_model_is_removed(cache: Path) -> None:
+    repo = put(cache, NAME, {"config.json": b"{}"})
+    other = put(cache, "someone/else", {"config.json": b"{}"})
+    assert call("rm", NAME)[0] == 0
+    assert (repo.exists(), other.exists()) == (False, True)
+    code, _, said = call("rm", NAME)
+    assert code == 2 and said.startswith("headstart: 'someone/small' was not downloaded")
+    assert "someone/else" in said
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The two questions of a download: which files there are, and what is in one."""
+
+    def __init__(self, folder: Path, *arguments: object) -> None:
+        self.folder = folder
+        super().__init__(*arguments)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        if self.path.startswith(f"/api/models/{NAME}"):
+            files = list(self.folder.iterdir())
+            tree = [
+                {"type": "file", "path": path.name, "oid": path.name, "size": path.stat().st_size}
+                for path in files
+            ]
+            about = {
+                "id": NAME,
+                "sha": COMMIT,
+                "siblings": [{"rfilename": path.name} for path in files],
+            }
+            return self.answer(json.dumps(tree if "/tree/" in self.path else about).encode())
+        path = self.folder / self.path.partition("?")[0].rpartition("/")[2]
+        return self.answer(path.read_bytes() if path.is_file() else None)
+
+    do_HEAD = do_GET
+
+    def answer(self, body: bytes | None) -> None:
+        self.send_response(404 if body is None else 200)
+        self.send_header("Content-Length", str(len(body or b"")))
+        self.send_header("ETag", f'"{hash(self.path)}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if body and self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[str]:
+    folder = tmp_path / "on-the-hub"
+    shutil.copytree(find_folder(BUILT_IN), folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_model_is_pulled(hub: str, tmp_path: Path) -> None:
+    outside = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home")}
+
+    def headstart(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "headstart", "models", *arguments],
+            env=os.environ | outside,
+            capture_output=True,
+            text=True,
+        )
+
+    done = headstart("pull", NAME)
+    assert done.returncode == 0, done.stderr
+    assert f"{NAME}: " in done.stderr
+    assert NAME in headstart().stdout
+    missing = headstart("pull", "someone/missing")
+    assert missing.returncode == 2
+    assert missing.stderr.splitlines()[-1].startswith("headstart: there is no folder")

@@ -33,6 +33,7 @@ from headstart.cli.options import (
 )
 from headstart.cli.reply import print_reply
 from headstart.cli.run import read_questions
+from headstart.cli.show import check_svg
 from headstart.cli.streams import as_typed, prepare_streams
 from headstart.errors import HeadstartError
 from headstart.imports import load_module
@@ -95,6 +96,7 @@ def demo(svg: Path | None, wav_folder: Path | None, model: str, **options: Any) 
         raise click.UsageError("--adapters, --images and --omni are three demos: choose one")
     if wav_folder is not None and kinds != ["omni"]:
         raise click.UsageError("--wav is for the answers of --omni")
+    check_svg(svg)
     chosen = sort_options(options).engine
     if kinds == ["omni"]:
         show_omni_demo(chosen, wav_folder)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 HELD, CACHED, EMPTY = "■", "□", "·"
 SIGNS = {BlockState.HELD: HELD, BlockState.CACHED: CACHED, BlockState.EMPTY: EMPTY}
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
-CELLS_PER_ROW = 64
-MAX_ROWS = 8
+CELLS_PER_ROW = (64, 48, 32, 16)
+MAX_CELLS = 512
 
 
 @dataclass(frozen=True)
@@ -77,22 +77,26 @@ class PoolPicture:
             states.append(SIGNS[state])
         return states
 
-    def draw(self) -> Text:
-        """The picture: rows of cells with the first block's id, then what the signs mean."""
+    def draw(self, columns: int = 80) -> Text:
+        """The picture: rows of cells with the first block's id, then what the signs mean.
+
+        A row has as many cells as fit `columns`, 64 at the most.
+        """
         cells = self._cells()
         per_cell = -(-len(self._states) // len(cells))
         picture = Text()
         width = max(5, len(f"{len(self._states):,}"))
-        for start in range(0, len(cells), CELLS_PER_ROW):
+        per_row = next((n for n in CELLS_PER_ROW if width + 2 + n <= columns), CELLS_PER_ROW[-1])
+        for start in range(0, len(cells), per_row):
             picture.append(f"{start * per_cell:>{width},}  ", style="dim")
-            for cell, run in groupby(cells[start : start + CELLS_PER_ROW]):
+            for cell, run in groupby(cells[start : start + per_row]):
                 picture.append(cell.state * len(list(run)), style=_style(cell))
             picture.append("\n")
         picture.append(self._legend(per_cell, " " * (width + 2)))
         return picture
 
     def _cells(self) -> list[Cell]:
-        per_cell = max(1, -(-len(self._states) // (CELLS_PER_ROW * MAX_ROWS)))
+        per_cell = max(1, -(-len(self._states) // MAX_CELLS))
         cells = []
         for start in range(0, len(self._states), per_cell):
             states = self._states[start : start + per_cell]

@@ -106,6 +106,7 @@ class WrappingWriter(RawWriter):
         super().__init__()
         self._width = width
         self._column = 0
+        self._spaces = ""  # before the next word
         self._text = ""
 
     def __exit__(self, *error: object) -> None:
@@ -124,14 +125,17 @@ class WrappingWriter(RawWriter):
         click.echo("".join(self._wrap(printable(text))), nl=False)
 
     def _wrap(self, text: str) -> Iterator[str]:
-        """Words and the spaces between them; a space at the end of a line becomes its end."""
+        """Words and the spaces before them; spaces where a line ends are left out."""
         for piece in re.findall(r"\n| +|[^ \n]+", text):
-            width = cell_len(piece)
             if piece == "\n":
-                self._column = 0
-            elif self._column and self._column + width > self._width:
-                self._column = 0 if piece.isspace() else width
-                piece = "\n" if piece.isspace() else f"\n{piece}"
+                self._column, self._spaces = 0, ""
+            elif piece.isspace():
+                self._spaces += piece
+                continue
+            elif self._column and self._column + cell_len(self._spaces + piece) > self._width:
+                self._column, self._spaces = cell_len(piece), ""
+                piece = f"\n{piece}"
             else:
-                self._column += width
+                piece, self._spaces = self._spaces + piece, ""
+                self._column += cell_len(piece)
             yield piece

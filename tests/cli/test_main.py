@@ -150,6 +150,17 @@ def test_run_asks_several_questions_about_one_file(demo_model: Path, tmp_path: P
     assert len(result.stdout.splitlines()) == 2
 
 
+def test_run_puts_files_before_each_question(demo_model: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(f"This is {name}.\n")
+    files = [word for name in ("one", "two") for word in ("--file", str(tmp_path / name))]
+    result = call("run", *SMALL, *files, "--system", "Be brief.", "-", stdin="Hello")
+    spelled = "\n\n".join(["This is one.", "This is two.", "Hello"])
+    system = 1 + len("system\nBe brief.") + 1 + len("\n")
+    turn = 1 + len(f"user\n{spelled}") + 1 + len("\n") + 1 + len("assistant\n")
+    assert f"prompt {system + turn} tokens" in result.stderr
+
+
 def test_run_reads_its_prompt_from_stdin(demo_model: Path) -> None:
     result = call("run", *SMALL, stdin="Hello")
     assert result.exit_code == 0
@@ -197,6 +208,12 @@ def test_chat_survives_a_turn_that_is_too_long(demo_model: Path) -> None:
         (["demo", "--num-blocks", "10"], "max_model_len is 4800"),
         (["demo", "--warp", "9"], "--warp"),
         (["chat", "--dtype", "int4"], "int4"),
+        (["demo", "--svg", "/no/such/folder/demo.svg"], "no folder /no/such/folder"),
+        (["chat", "--resume", "nowhere.json"], "cannot read nowhere.json"),
+        (["run", "--raw", "--system", "x", "y"], "--raw"),
+        (["run", "--image", "nowhere.png", "y"], "cannot read nowhere.png"),
+        (["run", "-", "-"], "once"),
+        (["run", "  "], "empty"),
     ],
 )
 def test_an_error_is_one_clear_line_and_status_2(
@@ -242,6 +259,31 @@ def test_flags_keep_the_types_of_their_fields() -> None:
     assert options.sampling.stop == ["x"]
     assert (options.sampling.max_tokens, options.sampling.temperature) == (256, 0.0)
     assert options.said == {"stop": ["x"]}
+
+
+def test_flags_stand_in_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_BLOCK_SIZE", "3")
+    assert "block_size is 3" in call("run", "x").stderr
+    assert "HEADSTART_MAX_TOKENS" in call("run", "--help").stdout
+
+
+def test_help_goes_from_what_most_need_to_internals() -> None:
+    said = call("chat", "--help").stdout
+    order = ["--model", "How answers are chosen:", "--top-p", "Engine internals:", "--eviction"]
+    places = [said.index(text) for text in order]
+    assert places == sorted(places)
+    assert "[1|2|4|8|16|32|64|128]" in said and "adaptive-lru]" in said
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_names_the_command(shell: str) -> None:
+    assert "_HEADSTART_COMPLETE" in call("completion", shell).stdout
+
+
+def test_more_threads_than_cores_are_worth_a_line(demo_model: Path) -> None:
+    result = call("run", *SMALL, "--num-threads", "99", "x")
+    assert result.exit_code == 0
+    assert [line for line in result.stderr.splitlines() if line.startswith("headstart: 99 threads")]
 
 
 def test_help_and_version_load_no_torch() -> None:

@@ -104,6 +104,8 @@ def parse_arguments(command: click.Command, arguments: list[str]) -> None:
     with command.make_context(command.name, list(arguments)) as context:
         if isinstance(command, click.Group):
             rest = [*context._protected_args, *context.args]
+            if command.invoke_without_command and not rest:
+                return
             _, chosen, rest = command.resolve_command(context, rest)
             assert chosen is not None
             parse_arguments(chosen, rest)

@@ -121,7 +121,8 @@ def _set(chat: Chat, argument: str) -> None:
 
 
 def _pool(chat: Chat, argument: str) -> None:
-    Console(stderr=True).print(chat.picture.draw())
+    console = Console(stderr=True)
+    console.print(chat.picture.draw(console.width))
 
 
 def _explain(chat: Chat, argument: str) -> None:

@@ -20,7 +20,7 @@ from rich.text import Text
 from headstart.cli.options import DEFAULT_MODEL, open_model
 from headstart.cli.pool_picture import PoolPicture, colour_of
 from headstart.cli.reply_metrics import cached_share, duration
-from headstart.cli.show import demo_console, show
+from headstart.cli.show import PANEL, Figures, demo_console, show
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, RequestError
 
@@ -144,7 +144,9 @@ def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:
         messages.append({"role": "assistant", "content": output.outputs[0].text})
         encoded = images.cache.num_encoded - before
         thumbnails = [] if console.color_system is None else _thumbnails(ask)
-        yield _card(number, ask, output, encoded, Group(*thumbnails, picture.draw()))
+        yield _card(
+            number, ask, output, encoded, Group(*thumbnails, picture.draw(console.width - PANEL))
+        )
     yield _verdict(outputs, images.cache.num_encoded - start)
 
 
@@ -169,17 +171,14 @@ def _answer(
 def _card(
     number: int, ask: Ask, output: RequestOutput, encoded: int, pictures: RenderableType
 ) -> Panel:
-    figures = Table.grid(padding=(0, 3))
-    for name in ("prompt tokens", "of images", "cached tokens", "images encoded", "first token"):
-        figures.add_column(name, min_width=len(name))
-    figures.add_row(*(str(column.header) for column in figures.columns), style="dim")
-    figures.add_row(
-        f"{len(output.prompt_token_ids):,}",
-        f"{sum(image.num_tokens for image in output.images):,}",
-        cached_share(output),
-        f"{encoded} of {len(output.images)}",
-        duration(output.metrics.time_to_first_token),
-        style="bold",
+    figures = Figures(
+        {
+            "prompt tokens": f"{len(output.prompt_token_ids):,}",
+            "of images": f"{sum(image.num_tokens for image in output.images):,}",
+            "cached tokens": cached_share(output),
+            "images encoded": f"{encoded} of {len(output.images)}",
+            "first token": duration(output.metrics.time_to_first_token),
+        }
     )
     return Panel(
         Group(figures, Padding(Text(ask.moral, style="italic"), (1, 0)), pictures),

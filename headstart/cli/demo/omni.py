@@ -121,10 +121,10 @@ def _recording(seed: int) -> NDArray[np.float32]:
 
 def _card(number: int, question: str, answer: Answer, where: str) -> Panel:
     output = answer.output
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
-    table.add_column("stage")
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("stage", min_width=max(map(len, output.figures)))
     for heading in ("computed", "cached", "rows from the store", "working", "done after"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
     for name, figures in output.figures.items():
         table.add_row(name, *_columns(figures), style="bold")
     said = Text("text  ", style="dim").append(output.text, style="italic not dim")

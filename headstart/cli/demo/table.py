@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from headstart.cli.options import DEFAULT_MODEL, note_on, open_model
 from headstart.cli.pool_picture import PoolPicture, colour_of
 from headstart.cli.reply_metrics import cached_share, duration
-from headstart.cli.show import demo_console, show
+from headstart.cli.show import PANEL, Figures, demo_console, show
 from headstart.engine.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -98,7 +97,8 @@ def _run(llm: LLM, model: str, console: Console) -> Iterator[RenderableType]:
         is_right = ask.is_answered_by(output.outputs[0].text, model)
         right += is_right
         note = "" if is_right else f"  (the table says {ask.right})"
-        yield _card(number, ask.title, outputs, picture, note)
+        pool = picture.draw(console.width - PANEL)
+        yield _card(number, ask.title, outputs, pool, note)
     yield _verdict(outputs, right)
 
 
@@ -159,28 +159,21 @@ def _answer(
     return output
 
 
-def _card(
-    number: int, title: str, outputs: list[RequestOutput], picture: PoolPicture, note: str
-) -> Panel:
+def _card(number: int, title: str, outputs: list[RequestOutput], pool: Text, note: str) -> Panel:
     """The last request's numbers, its answer with a note on it, and the pool."""
     output, colour = outputs[-1], colour_of(number)
-    figures = Table.grid(padding=(0, 4))
-    for width in (13, 13, 22, 14):
-        figures.add_column(min_width=width)
-    figures.add_row(
-        "prompt tokens", "cached tokens", "time to first token", "time per token", style="dim"
-    )
-    figures.add_row(
-        f"{len(output.prompt_token_ids):,}",
-        cached_share(output),
-        duration(output.metrics.time_to_first_token) + _sooner(outputs),
-        duration(output.metrics.time_per_token),
-        style="bold",
+    figures = Figures(
+        {
+            "prompt tokens": f"{len(output.prompt_token_ids):,}",
+            "cached tokens": cached_share(output),
+            "time to first token": duration(output.metrics.time_to_first_token) + _sooner(outputs),
+            "time per token": duration(output.metrics.time_per_token),
+        }
     )
     answer = Text("answer  ", style="dim").append(output.outputs[0].text, style="italic not dim")
     answer.append(note, style="not dim")
     return Panel(
-        Group(figures, Padding(answer, (1, 0)), picture.draw()),
+        Group(figures, Padding(answer, (1, 0)), pool),
         title=f"[bold]{number}[/] {title}",
         title_align="left",
         border_style=colour,

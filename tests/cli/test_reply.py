@@ -1,0 +1,138 @@
+"""How replies are shown, how answers are chosen by default, and what saved chats may hold."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from headstart.cli.chat.commands import find_command
+from headstart.cli.chat.conversation import Conversation, Turn
+from headstart.cli.markdown import MarkdownWriter, split_finished
+from headstart.cli.options import CHAT_SAMPLING, chat_sampling, parse_sampling
+from headstart.cli.reply import WrappingWriter
+from headstart.errors import RequestError
+from headstart.models.files import BUILT_IN, find_folder
+
+REPLY = "A *word*, and more words.\n\n- one\n\n  more\n\n```\ncode\n\ncode\n```\n\nThe end"
+
+
+def test_words_are_wrapped_however_they_arrive(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "aa bbb cccc dd\neeeeeeeeeeee f \x1b[2J"
+    for size in (1, 3, 100):
+        with WrappingWriter(8) as writer:
+            for end in range(size, len(text) + size, size):
+                writer.write(text[:end])
+        lines = capsys.readouterr().out.splitlines()
+        assert lines == ["aa bbb", "cccc dd", "eeeeeeeeeeee", "f \ufffd[2J"]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_finished_blocks_are_the_same_however_they_arrive(size: int) -> None:
+    blocks, printed = [], 0
+    for end in range(size, len(REPLY) + size, size):
+        finished, _ = split_finished(REPLY[printed:end])
+        blocks += [finished] if finished else []
+        printed += len(finished)
+    assert "".join(blocks) == REPLY.removesuffix("The end")
+    if size == 1:
+        assert blocks == [REPLY[:27], REPLY[27:42], REPLY[42:-7]]
+
+
+def test_markdown_is_rendered() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=40, color_system=None)
+    with MarkdownWriter(console) as writer:
+        for end in range(len(REPLY) + 1):
+            writer.write(REPLY[:end])
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "• one" in shown and "```" not in shown.rpartition("• one")[2].rpartition("code")[2]
+    assert shown.rstrip().endswith("The end")
+
+
+@pytest.mark.parametrize(
+    ("config", "temperature", "top_p"),
+    [
+        ({"temperature": 0.3}, 0.3, 1.0),
+        ({"temperature": 0.3, "top_p": 0.8}, 0.3, 0.8),
+        ({"do_sample": False, "temperature": 0.3}, 0.0, 0.95),
+        ({"repetition_penalty": 1.1}, 0.7, 0.95),
+        ({"temperature": "hot", "top_k": -7}, 0.7, 0.95),
+        ({}, 0.7, 0.95),
+        (None, 0.7, 0.95),
+    ],
+)
+def test_a_chat_samples_as_the_model_says(
+    config: object, temperature: float, top_p: float, tmp_path: Path
+) -> None:
+    if config is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    params = chat_sampling({}, tmp_path)
+    assert (params.temperature, params.top_p) == (temperature, top_p)
+    assert chat_sampling({"temperature": 0.1}, tmp_path).temperature == 0.1
+
+
+def test_the_embedded_model_stays_greedy() -> None:
+    assert chat_sampling({}, find_folder(BUILT_IN)).is_greedy
+    assert CHAT_SAMPLING["temperature"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [("warp", "9", "cannot be set"), ("top_k", "many", "top_k is 'many'"), ("top-k", "1.5", "1.5")],
+)
+def test_a_setting_that_cannot_be_is_one_sentence(name: str, text: str, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        parse_sampling(name, text)
+
+
+@pytest.mark.parametrize(
+    ("message", "is_command"),
+    [
+        ("/undo", True),
+        ("/undo ", True),
+        ("/undo what I said", False),
+        ("/etc/passwd is what?", False),
+        ("/set temperature 0.2", True),
+        ("/file a b.txt", True),
+        ("/", False),
+        ("say /undo", False),
+    ],
+)
+def test_only_commands_are_commands(message: str, is_command: bool) -> None:
+    assert (find_command(message) is not None) is is_command
+
+
+def test_a_conversation_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    said = Conversation(system="Be brief.", start=1, images=[image])
+    said.add(Turn("one", "1"))
+    said.images = [image]
+    said.add(Turn(said.ask("two"), "2"))
+    said.save(tmp_path / "chat.json", "m")
+    loaded = Conversation.load(tmp_path / "chat.json")
+    assert (loaded.system, loaded.turns, loaded.start) == (said.system, said.turns, 0)
+    assert said.messages("x", said.start)[1]["content"][0] == image
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "7",
+        '{"messages": 7}',
+        '{"messages": [7]}',
+        '[{"role": "user", "content": "a"}]',
+        '[{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]',
+        '[{"role": "user", "content": 3}, {"role": "assistant", "content": "a"}]',
+        '[{"role": "user", "content": "a"}, {"role": "assistant", "content": ["a"]}]',
+        '[{"role": ["x"], "content": "a"}, {"role": "assistant", "content": "a"}]',
+        '[{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "a"}]',
+        "[" * 100_000,
+    ],
+)
+def test_a_file_that_is_no_conversation_is_one_sentence(content: str, tmp_path: Path) -> None:
+    (tmp_path / "chat.json").write_text(content)
+    with pytest.raises(RequestError, match="is no saved conversation"):
+        Conversation.load(tmp_path / "chat.json")

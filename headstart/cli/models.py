@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,8 +60,9 @@ def rm(name: str) -> None:
             f"{name!r} was not downloaded; allowed: "
             f"{', '.join(repo.repo_id for repo in _downloaded()) or 'nothing, as nothing was'}"
         )
-    revisions = [revision.commit_hash for revision in repo.revisions]
-    scan_cache_dir(constants.HF_HUB_CACHE).delete_revisions(*revisions).execute()
+    # Of this model alone: a copy of it under another name has the same commits.
+    cached = replace(scan_cache_dir(constants.HF_HUB_CACHE), repos=frozenset([repo]))
+    cached.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute()
     note(f"{name} is removed: {show_bytes(repo.size_on_disk)}")
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from headstart.cli.reply_metrics import duration
 
 if TYPE_CHECKING:
-    from headstart.engine.stream import PromptProgress, RequestStream
+    from headstart.engine.streams import PromptProgress, RequestStream
 
 _PATIENCE = 0.3  # seconds before a line appears: shorter waits need none
 
@@ -54,7 +54,7 @@ def describe_reading(stream: RequestStream) -> Callable[[float], str]:
 def reading_line(progress: PromptProgress, elapsed: float) -> str:
     """How far a prompt is read, and how long the rest takes at the rate so far.
 
-    >>> from headstart.engine.stream import PromptProgress
+    >>> from headstart.engine.streams import PromptProgress
     >>> reading_line(PromptProgress(total=7644, read=6600, cached=5600), 2.0)
     'read 6,600 of 7,644 tokens, 5,600 of them cached; 2.09 s to go'
     >>> reading_line(PromptProgress(total=7644, read=0, cached=0), 2.0)

@@ -15,7 +15,7 @@ from headstart.errors import RequestError
 if TYPE_CHECKING:
     from headstart.engine.llm import LLM
     from headstart.engine.params import SamplingParams
-    from headstart.engine.stream import RequestStream
+    from headstart.engine.streams import RequestStream
 
 __all__ = ["Questions", "read_questions"]
 

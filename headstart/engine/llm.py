@@ -123,8 +123,9 @@ class LLM:
     ) -> RequestStream:
         """Outputs of one prompt token by token, each with all of the text so far.
 
-        Closing the iterator forgets the request; its `abort` ends it with the text so far. An iterator that nobody holds any more is closed,
-        too, but nobody waits until the engine has let go of the request.
+        Closing the iterator forgets the request; its `abort` ends it with the text so far. An
+        iterator that nobody holds any more is closed, too, but nobody waits until the engine has
+        let go of the request.
         """
         params = sampling_params or SamplingParams()
         group = self.engine.prepare(prompt, params, salt=cache_salt, adapter=adapter)

@@ -57,6 +57,7 @@ def test_models_are_listed_with_their_sizes(cache: Path) -> None:
 
 
 def test_a_model_is_removed(cache: Path) -> None:
+    """Not a copy of it under another name, whose commits are the same: one of the two went."""
     repo = put(cache, NAME, {"config.json": b"{}"})
     other = put(cache, "someone/else", {"config.json": b"{}"})
     assert call("rm", NAME)[0] == 0

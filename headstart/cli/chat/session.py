@@ -22,7 +22,7 @@ from headstart.errors import EngineError, RequestError
 if TYPE_CHECKING:
     from headstart.engine.llm import LLM
     from headstart.engine.outputs import RequestOutput
-    from headstart.engine.stream import RequestStream
+    from headstart.engine.streams import RequestStream
 
 __all__ = ["Chat"]
 

@@ -1,0 +1,166 @@
+"""Read vLLM's Python surface from its source text into JSON, without importing it.
+
+    python tools/vllm_surface.py .../site-packages/vllm > tests/data/vllm_surface.json
+
+The parameters of its functions and the fields of its classes, each with its default as Python
+source (null if it must be given, "..." if it is computed), and the public names of its classes.
+`docs/vllm.md` has a row for each.
+"""
+
+import ast
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDERS = ("entrypoints", "engine", "v1/engine", "config", "inputs", "lora", "outputs")
+FILES = ("__init__.py", "sampling_params.py", "outputs.py", "logprobs.py", "_version.py")
+
+CALLS = {
+    "LLM": ("__init__", "generate", "chat", "beam_search", "reset_prefix_cache"),
+    "AsyncLLM": ("generate", "reset_prefix_cache"),
+}
+FIELDS = ("EngineArgs", "SamplingParams", "BeamSearchParams", "LoRARequest", "TextPrompt",
+          "TokensPrompt", "CompletionOutput", "Logprob", "RequestOutputKind")  # fmt: skip
+METHODS = ("LLM", "AsyncLLM", "SamplingParams", "CompletionOutput")
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+Surface = dict[str, Any]
+
+
+class Source:
+    """The classes and the public names of a package's files."""
+
+    def __init__(self, package: Path) -> None:
+        self.classes: dict[str, ast.ClassDef] = {}
+        files = [package / name for name in FILES]
+        files += [path for folder in FOLDERS for path in sorted((package / folder).rglob("*.py"))]
+        for path in filter(Path.is_file, files):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef):
+                    self.classes.setdefault(node.name, node)
+        self.exports = _exports(ast.parse((package / "__init__.py").read_text(encoding="utf-8")))
+
+    def lineage(self, name: str) -> list[ast.ClassDef]:
+        """A class and those of its bases that are known, itself first."""
+        found = [self.classes[name]]
+        for base in found[0].bases:
+            base_name = ast.unparse(base)
+            if base_name in self.classes:
+                found += self.lineage(base_name)
+        return found
+
+    def function(self, owner: str, name: str) -> FunctionNode:
+        """A method of a class or of its bases."""
+        for node in self.lineage(owner):
+            for statement in node.body:
+                if isinstance(statement, FunctionNode) and statement.name == name:
+                    return statement
+        raise SystemExit(f"{owner} has no {name}")
+
+    def parameters(self, owner: str, name: str) -> dict[str, str | None]:
+        """Parameters in their order; the last of several overloads counts."""
+        arguments = self.function(owner, name).args
+        plain = [*arguments.posonlyargs, *arguments.args][1:]
+        missing: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults))
+        defaults = [*missing, *arguments.defaults, *arguments.kw_defaults]
+        pairs = zip([*plain, *arguments.kwonlyargs], defaults, strict=True)
+        return {argument.arg: default and self.default(default) for argument, default in pairs}
+
+    def fields(self, name: str) -> dict[str, str | None]:
+        """Annotated fields, inherited ones first; of an enumeration its members."""
+        found: dict[str, str | None] = {}
+        for node in reversed(self.lineage(name)):
+            for statement in node.body:
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                    value = statement.value
+                    found[statement.target.id] = self.default(value) if value else None
+                elif isinstance(statement, ast.Assign) and isinstance(
+                    statement.targets[0], ast.Name
+                ):
+                    found[statement.targets[0].id] = self.default(statement.value)
+        return {field: value for field, value in found.items() if not field.startswith("_")}
+
+    def default(self, value: ast.expr) -> str:
+        """A default as source text; one that another class's field has is looked up there."""
+        if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name):
+            return self.default_of(value.value.id, value.attr)
+        if isinstance(value, ast.Call):
+            return self.called_default(value)
+        try:
+            return repr(ast.literal_eval(value))
+        except ValueError:
+            return "..."
+
+    def default_of(self, owner: str, name: str) -> str:
+        """The default of a field of a class."""
+        for node in self.lineage(owner) if owner in self.classes else []:
+            for statement in node.body:
+                target = getattr(statement, "target", None)
+                if isinstance(target, ast.Name) and target.id == name:
+                    value = getattr(statement, "value", None)
+                    return self.default(value) if value is not None else "..."
+        return "..."
+
+    def called_default(self, value: ast.Call) -> str:
+        """What `get_field(Config, "name")` or `Field(default=...)` stands for."""
+        texts = [ast.unparse(argument).strip("'\"") for argument in value.args]
+        if ast.unparse(value.func) == "get_field" and len(texts) == 2:
+            return self.default_of(texts[0], texts[1])
+        for keyword in value.keywords:
+            if keyword.arg == "default":
+                return self.default(keyword.value)
+            if keyword.arg == "default_factory":
+                return {"dict": "{}", "list": "[]", "set": "set()"}.get(
+                    ast.unparse(keyword.value), "..."
+                )
+        return "..."
+
+    def public_names(self, name: str) -> list[str]:
+        """Public methods, properties and attributes that `__init__` sets."""
+        found: dict[str, None] = {}
+        for node in self.lineage(name):
+            for statement in node.body:
+                if isinstance(statement, FunctionNode):
+                    found[statement.name] = None
+                    if statement.name == "__init__":
+                        found |= dict.fromkeys(_attributes(statement))
+        return [one for one in found if not one.startswith("_")]
+
+
+def _attributes(function: FunctionNode) -> list[str]:
+    """What a function sets on `self`."""
+    return [
+        node.attr
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value) == "self"
+    ]
+
+
+def _exports(tree: ast.Module) -> list[str]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    return []
+
+
+def read_surface(package: Path) -> Surface:
+    """All that the table has a row for."""
+    source = Source(package)
+    surface: Surface = {"vllm": source.exports}
+    for owner, names in CALLS.items():
+        for name in names:
+            surface[f"{owner}.{name}()"] = source.parameters(owner, name)
+    for name in FIELDS:
+        surface[name] = source.fields(name)
+    surface["RequestOutput"] = source.parameters("RequestOutput", "__init__")
+    for name in METHODS:
+        surface[f"{name}."] = source.public_names(name)
+    return surface
+
+
+if __name__ == "__main__":
+    json.dump(read_surface(Path(sys.argv[1])), sys.stdout, indent=1)
+    print()

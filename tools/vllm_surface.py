@@ -65,7 +65,10 @@ class Source:
         missing: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults))
         defaults = [*missing, *arguments.defaults, *arguments.kw_defaults]
         pairs = zip([*plain, *arguments.kwonlyargs], defaults, strict=True)
-        return {argument.arg: default and self.default(default) for argument, default in pairs}
+        return {
+            argument.arg: None if default is None else self.default(default)
+            for argument, default in pairs
+        }
 
     def fields(self, name: str) -> dict[str, str | None]:
         """Annotated fields, inherited ones first; of an enumeration its members."""

@@ -37,8 +37,10 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy $(TYPED)
 
+# One process for each core; a file's tests stay in one, with what they share.
+SPREAD := -n logical --maxprocesses 8 --dist loadfile
 unit: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SPREAD)
 
 # What must be right on every x86 CPU, once more without compiled kernels and with AVX2 alone.
 ANSWERS := tests/models/test_built_in.py::test
@@ -51,7 +53,7 @@ PORTABLE := "$(ANSWERS)_answers_are_right_cold_and_warm[bfloat16]" \
             tests/engine/test_engine.py tests/native
 unit-portable: $(READY)
 	HEADSTART_NATIVE=0 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
-	  $(BIN)/python -m pytest $(PORTABLE)
+	  $(BIN)/python -m pytest $(SPREAD) $(PORTABLE)
 
 sanitize: $(READY)
 	$(BIN)/python tools/sanitize.py

@@ -27,6 +27,8 @@ class EngineConfig(CacheOptions):
         _DTYPES,
     )
     device: str = option("cpu", "where the model runs: cpu, cuda, cuda:1, ...")
+    # The cache takes any size, the attention kernels these.
+    block_size: int = option(16, "tokens in a KV block", OneOf(BLOCK_SIZES))
     num_blocks: int | None = option(
         None, "KV blocks in the pool; default: what the memory holds", _COUNTS
     )
@@ -58,9 +60,6 @@ class EngineConfig(CacheOptions):
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
-        if self.block_size not in BLOCK_SIZES:
-            allowed = ", ".join(map(str, BLOCK_SIZES))
-            raise ConfigError(f"block_size is {self.block_size}; allowed: {allowed}")
 
     @property
     def threads(self) -> int:

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from headstart.engine.llm import LLM
     from headstart.engine.outputs import CompletionOutput, RequestOutput
     from headstart.engine.params import SamplingParams
+    from headstart.engine.prompt_types import PromptType, TextPrompt, TokensPrompt
     from headstart.engine.structured.params import StructuredOutputsParams
+    from headstart.engine.vllm_api.arg_utils import AsyncEngineArgs, EngineArgs
     from headstart.errors import (
         AdapterError,
         AdapterNotFoundError,
@@ -51,6 +53,11 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
     "LoRARequest",
+    "PromptType",
+    "TextPrompt",
+    "TokensPrompt",
+    "EngineArgs",
+    "AsyncEngineArgs",
     "RequestOutput",
     "CompletionOutput",
     "Omni",
@@ -79,6 +86,11 @@ _HOMES = {
     "SamplingParams": "headstart.engine.params",
     "StructuredOutputsParams": "headstart.engine.structured.params",
     "LoRARequest": "headstart.engine.adapters.request",
+    "PromptType": "headstart.engine.prompt_types",
+    "TextPrompt": "headstart.engine.prompt_types",
+    "TokensPrompt": "headstart.engine.prompt_types",
+    "EngineArgs": "headstart.engine.vllm_api.arg_utils",
+    "AsyncEngineArgs": "headstart.engine.vllm_api.arg_utils",
     "RequestOutput": "headstart.engine.outputs",
     "CompletionOutput": "headstart.engine.outputs",
     "Omni": "headstart.omni.omni",
@@ -89,10 +101,19 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
-        raise AttributeError(f"module 'headstart' has no attribute {name!r}")
+        raise _explain_missing(name)
     value: object = getattr(load_module(_HOMES.get(name, "headstart.errors")), name)
     globals()[name] = value
     return value
+
+
+def _explain_missing(name: str) -> AttributeError:
+    """The error for a name that is not here; those that vLLM exports have a reason."""
+    names = load_module("headstart.engine.vllm_api.members").EXPORTS
+    if name not in names.rows:
+        return AttributeError(f"module 'headstart' has no attribute {name!r}")
+    missing: AttributeError = names.missing(name)
+    return missing
 
 
 def __dir__() -> list[str]:

@@ -11,19 +11,33 @@ import weakref
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from headstart.engine.adapters.request import LoRARequest, choose_adapters
+from headstart.engine.adapters.request import LoRARequest
+from headstart.engine.outputs import ShownOutputs
 from headstart.engine.params import SamplingParams
 from headstart.engine.startup.start import start_engine
+from headstart.engine.vllm_api.call_options import (
+    StreamChatOptions,
+    StreamOptions,
+    read_call,
+    read_template,
+    spread_params,
+)
+from headstart.engine.vllm_api.calls import ASYNC_CHAT, ASYNC_GENERATE
+from headstart.engine.vllm_api.members import ASYNC_LLM
+from headstart.errors import EngineError
 
 # What brings torch with it waits until the model's name is known: see `start_engine`.
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from headstart.engine.adapters.request import Adapter
-    from headstart.engine.chat.requests import Conversation
+    from headstart.engine.chat.requests import ChatRequests, Conversation
     from headstart.engine.inputs import Prompt
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
+    from headstart.engine.vllm_api.arg_utils import EngineArgs
 
 
 class AsyncLLM:
@@ -35,30 +49,40 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        """Load a model; `options` are the fields of `EngineConfig`."""
-        self.engine, self._chats, self._driver = start_engine(model, options)
+        """Load a model; `options` are the fields of `EngineConfig`, or vLLM's."""
+        started = start_engine(model, options)
+        self.engine, self._chats, self._driver, self._sampling = started
         weakref.finalize(self, self._driver.close)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
+        """As `AsyncLLM(...)`, with vLLM's object of arguments."""
+        return cls(engine_args.model, **engine_args.options)
 
     async def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
         request_id: str | None = None,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
-        lora_request: LoRARequest | None = None,
+        **options: Unpack[StreamOptions],
     ) -> AsyncGenerator[RequestOutput]:
         """Stream the outputs of one request. Raises RequestError before any work.
 
-        adapter: the name of a loaded LoRA adapter; lora_request: the same in vLLM's spelling,
-        loaded when first asked for.
+        options: see `StreamOptions`.
         """
-        params = sampling_params or SamplingParams()
-        name = await self._load_chosen(adapter, lora_request)
+        self.engine.require_open()
+        call = read_call(ASYNC_GENERATE, options, 1)
+        [params] = spread_params(sampling_params, self._sampling, 1)
+        name = await self._load(call.adapters[0])
+        [priority] = call.priorities
         request = await asyncio.to_thread(
             lambda: self.engine.prepare(
-                prompt, params, request_id=request_id, salt=cache_salt, adapter=name
+                prompt,
+                params,
+                request_id=request_id,
+                salt=call.salt,
+                adapter=name,
+                priority=priority,
             )
         )
         async with aclosing(self._stream(request)) as outputs:
@@ -69,24 +93,27 @@ class AsyncLLM:
         self,
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
-        *,
         request_id: str | None = None,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
-        lora_request: LoRARequest | None = None,
+        **options: Unpack[StreamChatOptions],
     ) -> AsyncGenerator[RequestOutput]:
         """Stream the answer to a conversation; the next turn hits every token of this one."""
-        params = sampling_params or SamplingParams()
-        name = await self._load_chosen(adapter, lora_request)
+        self.engine.require_open()
+        call, template = read_call(ASYNC_CHAT, options, 1), read_template(ASYNC_CHAT, options)
+        [params] = spread_params(sampling_params, self._sampling, 1)
+        name = await self._load(call.adapters[0])
         request = await asyncio.to_thread(
             lambda: self._chats.prepare(
-                messages, params, request_id=request_id, salt=cache_salt, adapter=name
+                messages,
+                params,
+                template,
+                request_id=request_id,
+                salt=call.salt,
+                adapter=name,
+                priority=call.priorities[0],
             )
         )
-        async with aclosing(self._stream(request)) as outputs:
+        async with aclosing(self._stream(request, self._chats)) as outputs:
             async for output in outputs:
-                if output.finished:
-                    await asyncio.to_thread(self._chats.remember, request, output)
                 yield output
 
     async def load_adapter(self, name: str, path: str | Path) -> Adapter:
@@ -98,27 +125,79 @@ class AsyncLLM:
         """As `LLM.unload_adapter`; requests go on meanwhile."""
         await asyncio.to_thread(self._driver.call, lambda: self.engine.unload_adapter(name))
 
-    async def _load_chosen(
-        self, adapter: str | None, lora_request: LoRARequest | None
-    ) -> str | None:
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter before it is first asked for."""
         self.engine.require_open()
-        [choice] = choose_adapters(adapter, lora_request, 1)
+        await self._load(lora_request)
+        return True
+
+    async def _load(self, choice: str | LoRARequest | None) -> str | None:
         if isinstance(choice, LoRARequest):  # which may read files
             return await asyncio.to_thread(self.engine.adapters.require, choice, self._driver.call)
         return choice
 
-    async def _stream(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:
+    async def _stream(
+        self, request: RequestGroup, chats: ChatRequests | None = None
+    ) -> AsyncGenerator[RequestOutput]:
+        """The outputs of a request; `chats` remember the answer."""
         updates = self._driver.async_mailbox()
+        shown = ShownOutputs(request.params.output_kind)
         finished = False
         try:
-            self._driver.submit(request, updates.receive)
+            self._driver.submit(request, updates.receive, every_step=shown.wants_every_step)
             while not finished:
                 output = await updates.get()
                 finished = output.finished
-                yield output
+                if finished and chats is not None:
+                    await asyncio.to_thread(chats.remember, request, output)
+                new = shown.next(output)
+                if new is not None:
+                    yield new
         finally:
             if not finished:
                 self._driver.cancel([request], wait=False)
+
+    async def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's tokenizer, None if it came without one."""
+        return self.tokenizer
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """As `get_tokenizer`."""
+        self.engine.require_open()
+        return self.engine.tokenizer
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """As `LLM.reset_prefix_cache`."""
+        again = bool(reset_running_requests)
+        return await asyncio.to_thread(
+            self._driver.call, lambda: self.engine.reset_prefix_cache(reset_running_requests=again)
+        )
+
+    async def check_health(self) -> None:
+        """Raise EngineError when no request can be answered any more."""
+        self.engine.require_open()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are answered: it is not closed."""
+        return not self.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is closed, or broke."""
+        try:
+            self.engine.require_open()
+        except EngineError:
+            return True
+        return False
+
+    @property
+    def errored(self) -> bool:
+        """As `is_stopped`."""
+        return self.is_stopped
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; its stream ends with finish reason "abort"."""
@@ -127,3 +206,10 @@ class AsyncLLM:
     def close(self) -> None:
         """Stop the thread; requests under way end with an EngineError. Idempotent."""
         self._driver.close()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """As `close`; the step under way is waited for."""
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        raise ASYNC_LLM.missing(name)

@@ -23,7 +23,7 @@ from headstart.engine.batch import Batch
 from headstart.engine.config import EngineConfig
 from headstart.engine.hooks import EngineHooks
 from headstart.engine.images.prompt import make_image_prompts
-from headstart.engine.inputs import InputProcessor, Prompt, check_request
+from headstart.engine.inputs import InputProcessor, Prompt, RequestOptions, check_request
 from headstart.engine.limits import Limit
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.outputs import RequestOutput
@@ -34,7 +34,7 @@ from headstart.engine.runner import Runner, StepLogits
 from headstart.engine.sampling.sampler import SampledToken, Sampler
 from headstart.engine.scheduler import Scheduler
 from headstart.engine.startup.sizing import count_blocks, longest_sequence
-from headstart.engine.step import Choice, OpenStep, Phase, StepResult, choose_tokens
+from headstart.engine.step import Choice, OpenStep, Phase, StepResult, choose_tokens, engine_error
 from headstart.engine.text.max_length import TextLimit
 from headstart.errors import EngineError, RequestError
 from headstart.models.decoder import DecoderModel
@@ -134,16 +134,17 @@ class Engine:
         request_id: str | None = None,
         salt: str | None = None,
         adapter: str | None = None,
+        priority: int = 0,
     ) -> RequestGroup:
         """Check and tokenise a request, for the adapter of a name if one is given.
 
         Raises RequestError; nothing is kept of it. EngineError after `close`.
         """
         self.require_open()
-        check_request(params, request_id=request_id, salt=salt, adapter=adapter)
+        check_request(params, options := RequestOptions(request_id, salt, adapter, priority))
         if request_id in self._groups:
             raise _id_in_use(request_id)
-        return self._maker.make(prompt, params, request_id=request_id, salt=salt, adapter=adapter)
+        return self._maker.make(prompt, params, options)
 
     def submit(self, group: RequestGroup) -> None:
         """Queue a prepared request. Raises RequestError when its id came into use meanwhile."""
@@ -175,10 +176,15 @@ class Engine:
         self.adapters.unload(name)
         self.adapters.forget_unnamed(self._groups.values())
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget everything cached; False, and nothing done, while a request runs."""
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forget everything cached; False, and nothing done, while a request runs.
+
+        reset_running_requests: have those that run wait, and be computed anew, instead.
+        """
         self.require_open()
         step = self._begin()
+        if reset_running_requests:
+            self._scheduler.preempt_all()
         done = self.manager.reset_prefix_cache()
         self._close_step(step)
         return done
@@ -192,6 +198,11 @@ class Engine:
     def num_preemptions(self) -> int:
         """How often a running request had to give up its blocks."""
         return self._scheduler.num_preemptions
+
+    @property
+    def num_requests(self) -> tuple[int, int]:
+        """Answers that are computed, and those that wait."""
+        return len(self._scheduler.running), len(self._scheduler.waiting)
 
     # Steps
 
@@ -226,7 +237,7 @@ class Engine:
         while not batch.scheduled and (read := self.adapters.wait_for_reading()) is not waited:
             waited, batch = read, self._scheduler.schedule()
         for name, error in self.adapters.take_refused().items():
-            self._end(step, self._groups[name], _engine_error("no adapter to run it with", error))
+            self._end(step, self._groups[name], engine_error("no adapter to run it with", error))
         if not batch.scheduled:
             if not step.results and self._groups and not self._scheduler.waits_for_inputs:
                 raise EngineError("requests wait, and none can run: the scheduler is stuck")
@@ -281,7 +292,7 @@ class Engine:
                 request.append(token, now)
             except Exception as error:  # a tokenizer that cannot decode ends this request alone
                 moved.pop(request.group, None)
-                reason = _engine_error("the answer cannot be decoded", error)
+                reason = engine_error("the answer cannot be decoded", error)
                 self._end(step, request.group, reason)
                 continue
             moved[request.group] = None
@@ -316,7 +327,7 @@ class Engine:
         changing = step.phase is Phase.CHANGING
         computing = step.phase is Phase.COMPUTING and isinstance(error, Exception)
         if step.batch is not None and (changing or computing):
-            reason = _engine_error("the step failed", error)
+            reason = engine_error("the step failed", error)
             step.failed = {part.request: reason for part in step.batch.scheduled}
 
     def _roll_back(self, step: OpenStep) -> None:
@@ -337,7 +348,8 @@ class Engine:
         for part in step.batch.scheduled if step.batch is not None else ():
             if part.request in step.failed:
                 self._end(step, part.request.group, step.failed[part.request])
-        self._forget_finished()
+        for name in [name for name, group in self._groups.items() if group.finished]:
+            del self._groups[name]
 
     def _end(self, step: OpenStep, group: RequestGroup, error: EngineError) -> None:
         """End what is left of a request with an error; told once."""
@@ -353,10 +365,6 @@ class Engine:
                 self._scheduler.remove(request)
                 request.finish_reason = reason
         self._groups.pop(group.request_id, None)
-
-    def _forget_finished(self) -> None:
-        for name in [name for name, group in self._groups.items() if group.finished]:
-            del self._groups[name]
 
     def _check(self) -> None:
         self.manager.check()
@@ -385,9 +393,3 @@ class Engine:
 
 def _id_in_use(request_id: str) -> RequestError:
     return RequestError(f"request id {request_id!r} is in use")
-
-
-def _engine_error(what: str, cause: BaseException) -> EngineError:
-    error = EngineError(f"{what}: {type(cause).__name__}: {cause}")
-    error.__cause__ = cause
-    return error

@@ -15,32 +15,58 @@ from headstart.engine.images.prompt import ImagePrompts
 from headstart.engine.images.reading import NOBODY, Tenant
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
+from headstart.engine.prompt_types import PromptType
 from headstart.engine.text.codec import encode_text
 from headstart.engine.text.max_length import TextLimit
+from headstart.engine.vllm_api.calls import PROMPT
 from headstart.errors import RequestError
-from headstart.validation import check_name, describe
+from headstart.validation import Number, check_name, describe
 
-Prompt = str | Sequence[int] | Mapping[str, Any] | PreparedPrompt
+Prompt = PromptType | Mapping[str, Any] | PreparedPrompt
 """A text, token ids, vLLM's `{"prompt": ...}` / `{"prompt_token_ids": ...}`, to which may come
-`"multi_modal_data": {"image": ...}`, or one that is ready but for the checks.
+`"multi_modal_data": {"image": ...}` and a `"cache_salt"`, or one that is ready but for the checks.
 
 Token ids are a sequence of integers, or a numpy array or torch tensor of one dimension."""
 
-_KEYS = frozenset({"prompt", "prompt_token_ids", "multi_modal_data", "multi_modal_uuids"})
+_PRIORITIES = Number(int, -(2**63), 2**63 - 1)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def check_request(
-    params: object, *, request_id: object = None, salt: object = None, adapter: object = None
-) -> None:
+class RequestOptions(NamedTuple):
+    """What comes beside a prompt and its sampling: see `Engine.prepare`."""
+
+    request_id: str | None = None
+    salt: str | None = None
+    adapter: str | None = None
+    priority: int = 0
+
+
+def choose_salt(prompt: object, salt: str | None) -> str | None:
+    """The salt of a call, or that of a prompt's `cache_salt`. Raises RequestError for two."""
+    own = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    check_name("cache_salt", own)
+    if own is None or own == salt:
+        return salt
+    if salt is not None:
+        raise RequestError(
+            f"the prompt's cache_salt is {describe(own)}, and the call's {describe(salt)}; "
+            "allowed: one of them"
+        )
+    assert isinstance(own, str)
+    return own
+
+
+def check_request(params: object, options: RequestOptions) -> None:
     """Check what comes beside a prompt. Raises RequestError."""
     if not isinstance(params, SamplingParams):
         raise RequestError(
             f"the sampling parameters are {describe(params)}; allowed: a SamplingParams"
         )
-    check_name("request_id", request_id)
-    check_name("cache_salt", salt)
-    check_name("adapter", adapter)
+    check_name("request_id", options.request_id)
+    check_name("cache_salt", options.salt)
+    check_name("adapter", options.adapter)
+    if options.priority not in _PRIORITIES:
+        raise RequestError(f"priority is {describe(options.priority)}; allowed: {_PRIORITIES}")
 
 
 class _Given(NamedTuple):
@@ -98,7 +124,9 @@ class InputProcessor:
 
     def _read_mapping(self, prompt: Mapping[Any, Any]) -> _Given:
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if set(prompt) - _KEYS or not {"prompt", "prompt_token_ids"} & set(prompt):
+        known = {key: value for key, value in prompt.items() if key in PROMPT.rows}
+        PROMPT.read(known)
+        if len(known) < len(prompt) or not {"prompt", "prompt_token_ids"} & set(prompt):
             raise RequestError(
                 "a prompt has the key 'prompt' or 'prompt_token_ids', and 'multi_modal_data' for "
                 f"images, not {describe(list(prompt))}"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, SupportsIndex, Unpack, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -17,11 +17,21 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from headstart.engine.adapters.request import choose_adapters
 from headstart.engine.params import SamplingParams
+from headstart.engine.sampling.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from headstart.engine.startup.start import start_engine
 from headstart.engine.streams import RequestStream
-from headstart.errors import RequestError
+from headstart.engine.vllm_api.call_options import (
+    CallOptions,
+    StreamChatOptions,
+    StreamOptions,
+    read_call,
+    read_template,
+    spread_params,
+)
+from headstart.engine.vllm_api.calls import BEAM_SEARCH_CALL, CHAT, GENERATE, STREAM, STREAM_CHAT
+from headstart.engine.vllm_api.members import LLM as MEMBERS
+from headstart.engine.vllm_api.metrics import Metric, read_metrics
 
 # What brings torch with it waits until the model's name is known: see `start_engine`.
 if TYPE_CHECKING:
@@ -32,6 +42,7 @@ if TYPE_CHECKING:
     from headstart.engine.inputs import Prompt
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
+    from headstart.engine.vllm_api.arg_utils import EngineArgs
 
 
 class LLM:
@@ -49,99 +60,126 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        """Load a model by path or hub name; `options` are the fields of `EngineConfig`.
+        """Load a model by path or hub name; `options` are the fields of `EngineConfig`, or vLLM's.
 
         Raises ConfigError, ModelError or OutOfMemoryError.
         """
-        self.engine, self._chats, self._driver = start_engine(model, options)
+        started = start_engine(model, options)
+        self.engine, self._chats, self._driver, self._sampling = started
         weakref.finalize(self, self._driver.close)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        """As `LLM(...)`, with vLLM's object of arguments."""
+        return cls(engine_args.model, **engine_args.options)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
-        cache_salt: str | None = None,
-        adapter: str | Sequence[str | None] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        **options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
         """Answer prompts, texts or token ids, one or many; outputs in the order of the prompts.
 
-        cache_salt: prompts of different salts share no K/V. adapter: the name of a loaded LoRA
-        adapter for all prompts, or one (or None) for each; lora_request: the same in vLLM's
-        spelling, loaded when first asked for. Raises RequestError before any work, for all
-        prompts if one is bad; EngineError when a step failed.
+        sampling_params: one for all prompts or one for each; None takes the model's own. options:
+        see `CallOptions`. Raises RequestError before any work, for all prompts if one is bad;
+        EngineError when a step failed.
         """
+        self.engine.require_open()
         prompts = _as_list(prompts)
-        names = self._load_chosen(adapter, lora_request, len(prompts))
+        call = read_call(GENERATE, options, len(prompts))
+        chosen = spread_params(sampling_params, self._sampling, len(prompts))
         groups = [
-            self.engine.prepare(prompt, params, salt=cache_salt, adapter=name)
-            for prompt, params, name in zip(
-                prompts, _spread(sampling_params, prompts), names, strict=True
+            self.engine.prepare(prompt, params, salt=call.salt, adapter=name, priority=priority)
+            for prompt, params, name, priority in zip(
+                prompts, chosen, self._load(call.adapters), call.priorities, strict=True
             )
         ]
-        return self._run(groups, show_progress=use_tqdm)
+        return self._run(groups, show_progress=call.show_progress)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
-        cache_salt: str | None = None,
-        adapter: str | Sequence[str | None] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **options: Unpack[StreamChatOptions],
     ) -> list[RequestOutput]:
         """Answer a conversation, or several; the next turn hits every token of this one.
 
         messages: dicts with "role" and "content", by the model's chat template; a content is a
         text or a list of OpenAI's parts, images among them if the model sees. A reply that
         comes back in a later turn is recognised by its text and keeps its token ids, even where
-        tokenising it anew would give others. Salt and adapters as in `generate`.
+        tokenising it anew would give others. options: as in `generate`, and `TemplateOptions`.
         """
+        self.engine.require_open()
         conversations = _as_conversations(messages)
-        names = self._load_chosen(adapter, lora_request, len(conversations))
+        call = read_call(CHAT, {**options, "use_tqdm": use_tqdm}, len(conversations))
+        template = read_template(CHAT, options)
+        chosen = spread_params(sampling_params, self._sampling, len(conversations))
         groups = [
-            self._chats.prepare(conversation, params, salt=cache_salt, adapter=name)
-            for conversation, params, name in zip(
-                conversations, _spread(sampling_params, conversations), names, strict=True
+            self._chats.prepare(
+                conversation, params, template, salt=call.salt, adapter=name, priority=priority
+            )
+            for conversation, params, name, priority in zip(
+                conversations, chosen, self._load(call.adapters), call.priorities, strict=True
             )
         ]
-        outputs = self._run(groups, show_progress=use_tqdm)
+        outputs = self._run(groups, show_progress=call.show_progress)
         for group, output in zip(groups, outputs, strict=True):
             self._chats.remember(group, output)
         return outputs
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        **options: Unpack[CallOptions],
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` likeliest answers to each prompt, best first.
+
+        Beams are ordinary prompts: each step of all beams is one call of `generate`, and hits the
+        cache in all but its last token. Raises what `generate` does.
+        """
+        self.engine.require_open()
+        prompts = _as_list(prompts)
+        call = read_call(BEAM_SEARCH_CALL, options, len(prompts))
+        return search_beams(self.generate, self.engine, prompts, params, call)
 
     def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
+        **options: Unpack[StreamOptions],
     ) -> RequestStream:
         """Outputs of one prompt token by token, each with all of the text so far.
 
-        Closing the iterator forgets the request; its `abort` ends it with the text so far. An
-        iterator that nobody holds any more is closed, too, but nobody waits until the engine has
-        let go of the request.
+        With `output_kind` DELTA each has what is new. Closing the iterator forgets the request; its
+        `abort` ends it with the text so far. An iterator that nobody holds any more is closed, too,
+        but nobody waits until the engine has let go of the request.
         """
-        params = sampling_params or SamplingParams()
-        group = self.engine.prepare(prompt, params, salt=cache_salt, adapter=adapter)
+        call = read_call(STREAM, options, 1)
+        [name] = self._load(call.adapters)
+        [params] = spread_params(sampling_params, self._sampling, 1)
+        group = self.engine.prepare(
+            prompt, params, salt=call.salt, adapter=name, priority=call.priorities[0]
+        )
         return RequestStream(self._driver, group)
 
     def stream_chat(
         self,
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
-        *,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
+        **options: Unpack[StreamChatOptions],
     ) -> RequestStream:
         """As `stream`, for a conversation."""
-        params = sampling_params or SamplingParams()
-        group = self._chats.prepare(messages, params, salt=cache_salt, adapter=adapter)
+        call = read_call(STREAM_CHAT, options, 1)
+        template = read_template(STREAM_CHAT, options)
+        [name] = self._load(call.adapters)
+        [params] = spread_params(sampling_params, self._sampling, 1)
+        [priority] = call.priorities
+        group = self._chats.prepare(
+            messages, params, template, salt=call.salt, adapter=name, priority=priority
+        )
         return RequestStream(self._driver, group, self._chats)
 
     def load_adapter(self, name: str, path: str | Path) -> Adapter:
@@ -162,24 +200,52 @@ class LLM:
         self.engine.require_open()
         return self.engine.tokenizer
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget everything cached; False, and nothing done, while a request runs."""
-        return self._driver.call(self.engine.reset_prefix_cache)
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling of calls that bring none: the model's own, see `generation_config`."""
+        return self._sampling.clone()
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """As `get_default_sampling_params`."""
+        return self.get_default_sampling_params()
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template of chats that bring none, None for the tokenizer's."""
+        return self._chats.chat_template
+
+    def get_metrics(self) -> list[Metric]:
+        """Counts of the cache and of requests, in vLLM's names."""
+        return self._driver.call(lambda: read_metrics(self.engine))
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Processes that compute: this one."""
+        return 1
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget everything cached; False, and nothing done, while a request runs.
+
+        reset_running_requests: those that run are computed anew, instead. reset_connector: there
+        is none.
+        """
+        again = bool(reset_running_requests)
+        return self._driver.call(
+            lambda: self.engine.reset_prefix_cache(reset_running_requests=again)
+        )
 
     def close(self) -> None:
         """End open streams with an EngineError and free the K/V memory. Idempotent."""
         self._driver.close()
 
-    def _load_chosen(
-        self,
-        adapter: str | Sequence[str | None] | None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
-        count: int,
-    ) -> list[str | None]:
-        """The adapter's name for each prompt; those of `lora_request` are loaded if need be."""
+    def __getattr__(self, name: str) -> Any:
+        raise MEMBERS.missing(name)
+
+    def _load(self, adapters: Sequence[str | LoRARequest | None]) -> list[str | None]:
+        """The adapters' names; those of a LoRARequest are loaded if need be."""
         self.engine.require_open()
-        chosen = choose_adapters(adapter, lora_request, count)
-        return [self.engine.adapters.require(choice, self._driver.call) for choice in chosen]
+        return [self.engine.adapters.require(choice, self._driver.call) for choice in adapters]
 
     def _run(self, groups: list[RequestGroup], *, show_progress: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
@@ -229,16 +295,3 @@ def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[C
     if not several or (messages and isinstance(messages[0], Mapping)):
         return [cast("Conversation", messages)]  # if it is none, the error will say so
     return list(cast("Sequence[Conversation]", messages))
-
-
-def _spread(
-    params: SamplingParams | Sequence[SamplingParams] | None, prompts: Sequence[Any]
-) -> list[SamplingParams]:
-    """One for each prompt."""
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams) or not isinstance(params, Sequence):
-        return [params] * len(prompts)  # as above
-    if len(params) != len(prompts):
-        raise RequestError(f"{len(params)} sampling parameters for {len(prompts)} prompts")
-    return list(params)

@@ -1,11 +1,28 @@
 """The outputs of a request, in vLLM's names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headstart.cache import MissExplanation
-from headstart.engine.sampling.logprobs import TokenLogprob
+from headstart.engine.adapters.request import LoRARequest
+from headstart.engine.params import RequestOutputKind
+from headstart.engine.vllm_api.members import COMPLETION_OUTPUT, REQUEST_OUTPUT
+from headstart.engine.vllm_api.rows import Names, Verdict
 
-Logprobs = dict[int, TokenLogprob]
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's log-probability, its rank (1 is the likeliest), and its text.
+
+    decoded_token: None without a tokenizer, or with `detokenize=False`.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+Logprobs = dict[int, Logprob]
+"""By token id: the chosen token's first, then those of the likeliest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +56,14 @@ class CompletionOutput:
     stop_reason: str | int | None
     logprobs: list[Logprobs] | None
     cumulative_logprob: float | None
+    lora_request: LoRARequest | None = None
+
+    def finished(self) -> bool:
+        """Whether it has its last token."""
+        return self.finish_reason is not None
+
+    def __getattr__(self, name: str) -> None:
+        return _absent(COMPLETION_OUTPUT, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +83,7 @@ class ImageUse:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request and its answers so far.
+    """A request and its answers so far; of a stream with `output_kind=DELTA`, what is new.
 
     num_cached_tokens: prompt tokens that needed no computing, of the first of the answers.
     why_missed: why it did not hit more. prompt_logprobs: as asked for; None for the first token.
@@ -75,3 +100,61 @@ class RequestOutput:
     metrics: RequestMetrics
     finished: bool
     images: tuple[ImageUse, ...] = ()
+    lora_request: LoRARequest | None = None
+
+    def __getattr__(self, name: str) -> None:
+        return _absent(REQUEST_OUTPUT, name)
+
+
+def _absent(names: Names, name: str) -> None:
+    """vLLM's fields that are always None here. Raises MissingNameError for any other name."""
+    row = names.rows.get(name)
+    if row is None or row.verdict is not Verdict.ACCEPTED:
+        raise names.missing(name)
+
+
+class ShownOutputs:
+    """One request's outputs, each with all so far, turned into those that its stream has."""
+
+    def __init__(self, kind: RequestOutputKind) -> None:
+        self._kind = kind
+        self._shown: dict[int, CompletionOutput] = {}
+        self._is_first = True
+
+    @property
+    def wants_every_step(self) -> bool:
+        """Whether outputs before the last are shown."""
+        return self._kind is not RequestOutputKind.FINAL_ONLY
+
+    def next(self, output: RequestOutput) -> RequestOutput | None:
+        """What is to be told, None if nothing."""
+        if self._kind is RequestOutputKind.FINAL_ONLY:
+            return output if output.finished else None
+        if self._kind is RequestOutputKind.CUMULATIVE:
+            return output
+        new = [one for one in map(self._new_part, output.outputs) if one is not None]
+        if not new and not output.finished:
+            return None
+        self._shown = {one.index: one for one in output.outputs}
+        first, self._is_first = self._is_first, False
+        return replace(
+            output, outputs=new, prompt_logprobs=output.prompt_logprobs if first else None
+        )
+
+    def _new_part(self, output: CompletionOutput) -> CompletionOutput | None:
+        shown = self._shown.get(output.index)
+        if shown is None:
+            return output
+        if shown.finished() or len(shown.token_ids) == len(output.token_ids):
+            return None if shown.finish_reason == output.finish_reason else self._cut(output, shown)
+        return self._cut(output, shown)
+
+    @staticmethod
+    def _cut(output: CompletionOutput, shown: CompletionOutput) -> CompletionOutput:
+        done = len(shown.token_ids)
+        return replace(
+            output,
+            text=output.text[len(shown.text) :],
+            token_ids=output.token_ids[done:],
+            logprobs=output.logprobs[done:] if output.logprobs is not None else None,
+        )

@@ -1,11 +1,15 @@
 """How a request wants its answer chosen, in vLLM's names and defaults."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum, IntEnum
+from typing import Any, Self
 
 from headstart.engine.logits.checks import check_bias, check_callbacks, check_ids, check_words
 from headstart.engine.structured.params import StructuredOutputsParams
+from headstart.engine.vllm_api.members import PARAMS
+from headstart.engine.vllm_api.sampling import SAMPLING, take_vllm_names
 from headstart.errors import RequestError
 from headstart.validation import Number, check_fields, check_utf8, describe, option
 
@@ -20,9 +24,28 @@ SEEDS = Number(int, -(2**63), 2**63 - 1)
 _TOKEN_IDS = Number(int, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
+class RequestOutputKind(Enum):
+    """What each output of a stream has: all so far, what is new, or only the last is told."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class SamplingType(IntEnum):
+    """How tokens are chosen; vLLM's names."""
+
+    GREEDY = 0
+    RANDOM = 1
+    RANDOM_SEED = 2
+
+
+@take_vllm_names(SAMPLING)
+@dataclass(kw_only=True)
 class SamplingParams:
     """One request's sampling. Raises RequestError for a value outside its range.
+
+    Its fields may be set; a request keeps those that it was made with.
 
     stop and stop_token_ids end the answer; the text stops before a stop string unless
     include_stop_str_in_output. logprobs=k gives the k likeliest tokens and the chosen one for
@@ -66,10 +89,13 @@ class SamplingParams:
     frequency_penalty: float = option(
         0.0, "the same, for each time that it has them", Number(float, -2, 2)
     )
-    logprobs: int | None = option(None, allowed=Number(int, 0, MAX_LOGPROBS))
-    prompt_logprobs: int | None = option(None, allowed=Number(int, 0, MAX_LOGPROBS))
+    logprobs: int | None = option(None, allowed=Number(int, -1, MAX_LOGPROBS))
+    prompt_logprobs: int | None = option(None, allowed=Number(int, -1, MAX_LOGPROBS))
+    detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    skip_reading_prefix_cache: bool | None = None
     similar_images: bool = False
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
@@ -78,7 +104,56 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
+        self._check()
+        self.__dict__["_is_made"] = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a field. RequestError, and nothing changed, for one that cannot be so."""
+        if "_is_made" not in self.__dict__:
+            self.__dict__[name] = value
+            return
+        for known, wanted in SAMPLING.read({name: value}).items():
+            before = self.__dict__[known]
+            self.__dict__[known] = wanted
+            try:
+                self._check()
+            except RequestError:
+                self.__dict__[known] = before
+                raise
+
+    def __getattr__(self, name: str) -> Any:
+        raise PARAMS.missing(name)
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> Self:
+        """Parameters of those that are not None; the others have their defaults."""
+        # For max_tokens None is a value: as many as there is room for.
+        chosen = {n: v for n, v in given.items() if v is not None or n == "max_tokens"}
+        return cls(**chosen)
+
+    def clone(self) -> Self:
+        """A copy that may be changed."""
+        return copy.copy(self)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """`logprobs`."""
+        return self.logprobs
+
+    @property
+    def sampling_type(self) -> SamplingType:
+        """How tokens are chosen."""
+        if self.is_greedy:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
+
+    def _check(self) -> None:
         check_fields(self, RequestError)
+        if self.stop and not self.detokenize:
+            raise RequestError(
+                f"stop is {describe(self.stop)} and detokenize False; allowed: stop strings with "
+                "detokenize, or stop_token_ids"
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {describe(self.min_tokens)}; allowed: from 0 to max_tokens, "

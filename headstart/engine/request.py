@@ -1,13 +1,15 @@
 """One request's progress, from arrival to its last token."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from headstart.cache import MissExplanation, Namespace, TokenSequence
-from headstart.engine.adapters.request import Adapter
+from headstart.engine.adapters.request import Adapter, LoRARequest
 from headstart.engine.chat.conversation import ChatPrompt
 from headstart.engine.outputs import (
     CompletionOutput,
     ImageUse,
+    Logprob,
     Logprobs,
     RequestMetrics,
     RequestOutput,
@@ -17,6 +19,9 @@ from headstart.engine.prompt import PromptExtras
 from headstart.engine.sampling.logprobs import TokenLogprob
 from headstart.engine.sampling.sampler import SampledToken, SamplingState
 from headstart.engine.text.output import OutputText
+
+TokenText = Callable[[int], str]
+"""The text of one token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +46,16 @@ class Request:
     times_bypassed: int = 0
     first_token_time: float | None = None
     last_token_time: float | None = None
+
+    @property
+    def priority(self) -> int:
+        """Requests of lower values go first."""
+        return self.group.priority
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether cached blocks may stand for tokens of its prompt."""
+        return not (self.needs_prompt_logits or self.group.params.skip_reading_prefix_cache)
 
     @property
     def needs_prompt_logits(self) -> bool:
@@ -72,7 +87,7 @@ class Request:
             self.first_token_time = now
         self.last_token_time = now
         if self.logprobs is not None and token.logprob is not None:
-            self.logprobs.append({entry.token_id: entry for entry in token.top})
+            self.logprobs.append(self.group.show_logprobs(token.top))
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + token.logprob
         reason = self.text.push(token.token_id, len(self.sequence.token_ids))
         if self.sampling.processors and reason != "stop" and self.sampling.accept(token.token_id):
@@ -90,6 +105,7 @@ class Request:
             stop_reason=self.text.stop_reason,
             logprobs=list(self.logprobs) if self.logprobs is not None else None,
             cumulative_logprob=self.cumulative_logprob,
+            lora_request=self.group.lora_request,
         )
 
     def metrics(self) -> RequestMetrics:
@@ -116,6 +132,7 @@ class RequestGroup:
 
     `extras` is what the prompt is beyond its token ids, None for most; `adapter` what its name
     stood for when the request was made; `chat` what its next turn begins with, if it is one.
+    token_text: the texts of single tokens, None if none is wanted.
     """
 
     request_id: str
@@ -125,6 +142,8 @@ class RequestGroup:
     arrival_time: float
     extras: PromptExtras | None = None
     images: tuple[ImageUse, ...] = ()
+    priority: int = 0
+    token_text: TokenText | None = None
     adapter: Adapter | None = None
     chat: ChatPrompt | None = None
     requests: list[Request] = field(default_factory=list)
@@ -145,7 +164,20 @@ class RequestGroup:
         assert self.prompt_logprobs is not None
         for position, entries in enumerate(rows, start):
             if position == len(self.prompt_logprobs):
-                self.prompt_logprobs.append({entry.token_id: entry for entry in entries})
+                self.prompt_logprobs.append(self.show_logprobs(entries))
+
+    def show_logprobs(self, entries: Iterable[TokenLogprob]) -> Logprobs:
+        """Log-probabilities as an output has them."""
+        text = self.token_text
+        return {
+            token_id: Logprob(logprob, rank, None if text is None else text(token_id))
+            for token_id, logprob, rank in entries
+        }
+
+    @property
+    def lora_request(self) -> LoRARequest | None:
+        """The adapter in vLLM's spelling; adapters have no numbers here."""
+        return LoRARequest(self.adapter.name, 1, self.adapter.path) if self.adapter else None
 
     def output(self) -> RequestOutput:
         """Everything so far."""
@@ -161,4 +193,5 @@ class RequestGroup:
             metrics=first.metrics(),
             finished=self.finished,
             images=self.images,
+            lora_request=self.lora_request,
         )

@@ -8,14 +8,14 @@ import torch
 from headstart.cache import TokenSequence
 from headstart.engine.adapters.store import AdapterStore
 from headstart.engine.images.reading import Tenant
-from headstart.engine.inputs import InputProcessor, Prompt
+from headstart.engine.inputs import InputProcessor, Prompt, RequestOptions, choose_salt
 from headstart.engine.logits.factory import ProcessorFactory
 from headstart.engine.logits.protocol import LogitsProcessor
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.sampling.sampler import SamplingState
-from headstart.engine.text.detokenizer import Detokenizer
+from headstart.engine.text.detokenizer import Detokenizer, TokenTexts
 from headstart.engine.text.output import OutputText
 
 __all__ = ["RequestMaker"]
@@ -44,17 +44,20 @@ class RequestMaker:
         self._max_model_len = max_model_len
         self._names = itertools.count()
         self._seeds = itertools.count(first_seed)
+        self._token_text = (
+            TokenTexts(vocabulary.tokenizer) if vocabulary.tokenizer is not None else None
+        )
 
     def make(
         self,
         prompt: Prompt,
         params: SamplingParams,
-        *,
-        request_id: str | None,
-        salt: str | None,
-        adapter: str | None,
+        options: RequestOptions,
     ) -> RequestGroup:
         """A request for the adapter of this name, if one is given. Raises RequestError."""
+        request_id, _, adapter, priority = options
+        salt = choose_salt(prompt, options.salt)
+        params = params.clone()  # the caller's may change
         name = request_id if request_id is not None else f"request-{next(self._names)}"
         ready = self._inputs.process(prompt, Tenant(salt, params.similar_images))
         group = RequestGroup(
@@ -65,6 +68,8 @@ class RequestMaker:
             time.perf_counter(),
             ready.extras,
             ready.images,
+            priority,
+            self._token_text if params.detokenize else None,
         )
         if adapter is not None:
             group.adapter = self._adapters.find(adapter)
@@ -102,7 +107,9 @@ class RequestMaker:
             processors,
         )
         text = OutputText(
-            Detokenizer(vocabulary.tokenizer, params.skip_special_tokens),
+            Detokenizer(
+                vocabulary.tokenizer if params.detokenize else None, params.skip_special_tokens
+            ),
             params,
             vocabulary.eos_token_ids,
             self._max_model_len,

@@ -13,11 +13,15 @@ of the cache goes first. A request that was bypassed `max_bypassed` times is not
 more. One whose next block another request is computing is left waiting, so that no block is
 computed twice; it is let in as soon as that is done, or the other is gone.
 
+All of this holds among requests of one priority, and mostly all have 0. One of a lower value is
+before all others: it is admitted and computed earlier, and gives up its blocks later.
+
 A limit (`engine/limits.py`) may say that fewer tokens of a request can be computed now than there
 are, or none. A running request then waits where it is; if nothing can run because of limits, the
 request admitted last gives way. A waiting request is bypassed, as above.
 """
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -65,7 +69,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request."""
         self._find_limits(request)
-        self.waiting.append(request)
+        self.waiting.insert(_place_after(self.waiting, request), request)
 
     def remove(self, request: Request) -> None:
         """The request is finished or aborted: its blocks are free. Not during its step."""
@@ -99,7 +103,7 @@ class Scheduler:
             self._find_limits(request)
         for request in again:
             self._count_preemption(request)
-        waiting = dict.fromkeys((*again, *lost, *self.waiting))
+        waiting = sorted(dict.fromkeys((*again, *lost, *self.waiting)), key=_priority)
         self.running, self.waiting = (
             [request for request in self.running if request in kept],
             deque(request for request in waiting if request in living and request not in kept),
@@ -159,11 +163,20 @@ class Scheduler:
         return scheduled, budget
 
     def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it goes to the head of the waiting ones."""
+        """Take a running request's blocks; it goes before the waiting ones of its priority."""
         self._free(request)
         self._leave_limits(request)
         self._count_preemption(request)
-        self.waiting.appendleft(request)
+        at = next(
+            (at for at, one in enumerate(self.waiting) if one.priority >= request.priority),
+            len(self.waiting),
+        )
+        self.waiting.insert(at, request)
+
+    def preempt_all(self) -> None:
+        """Have all requests wait. Not during a step."""
+        while self.running:
+            self._preempt(self.running.pop())
 
     def _free(self, request: Request) -> None:
         if self._manager.is_known(request.sequence):
@@ -235,13 +248,13 @@ class Scheduler:
             due = request.times_bypassed >= self._max_bypassed
             era += due
             hit = 0 if due else self._look_up(request).num_tokens
-            ranked.append((era, not due, -hit, at, request))
+            ranked.append((request.priority, era, not due, -hit, at, request))
         return [entry[-1] for entry in sorted(ranked, key=lambda entry: entry[:-1])]
 
     def _look_up(self, request: Request) -> ComputedBlocks:
-        """Look up the request; no hit if it needs the logits of its whole prompt."""
+        """Look up the request; no hit if it is to compute its whole prompt."""
         found = self._manager.get_computed_blocks(request.sequence)
-        if request.needs_prompt_logits:
+        if not request.reads_cache:
             return found.cut(0, self._manager.block_size)
         if self._hooks is not None and found.blocks:
             usable = self._hooks.usable_blocks(request, found)
@@ -258,7 +271,7 @@ class Scheduler:
         """
         if not self._manager.can_admit(computed):
             return None
-        read = None if request.needs_prompt_logits else computed
+        read = computed if request.reads_cache else None
         return self._manager.allocate_slots(request.sequence, count, read)
 
     def _leave_queue(self, request: Request) -> None:
@@ -268,4 +281,15 @@ class Scheduler:
                 break
             other.times_bypassed += 1
         self.waiting.remove(request)
-        self.running.append(request)
+        self.running.insert(_place_after(self.running, request), request)
+
+
+def _priority(request: Request) -> int:
+    return request.priority
+
+
+def _place_after(queue: Sequence[Request], request: Request) -> int:
+    """Where a request stands in a queue: after those whose priority is at least as urgent."""
+    if not queue or queue[-1].priority <= request.priority:
+        return len(queue)
+    return bisect_right(queue, request.priority, key=_priority)

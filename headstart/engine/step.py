@@ -15,7 +15,7 @@ from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingSta
 from headstart.errors import EngineError
 from headstart.models.greedy_head import greedy_tokens
 
-__all__ = ["Choice", "OpenStep", "Phase", "StepResult", "choose_tokens"]
+__all__ = ["Choice", "OpenStep", "Phase", "StepResult", "choose_tokens", "engine_error"]
 
 Choice = SampledToken | EngineError | None
 """The next token of a part, or its error; None for one that ends before its last token."""
@@ -59,6 +59,13 @@ class OpenStep:
     phase: Phase = Phase.SCHEDULING
     batch: Batch | None = None
     failed: Mapping[object, EngineError] = field(default_factory=dict)
+
+
+def engine_error(what: str, cause: BaseException) -> EngineError:
+    """The error that a request ends with, and what caused it."""
+    error = EngineError(f"{what}: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
 
 
 def choose_tokens(sampler: Sampler, batch: Batch, logits: StepLogits) -> list[Choice]:

@@ -6,6 +6,8 @@ from abc import abstractmethod
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from headstart.engine.outputs import ShownOutputs
+
 if TYPE_CHECKING:
     from headstart.engine.chat.requests import ChatRequests
     from headstart.engine.driver import Driver, Mailbox
@@ -88,6 +90,7 @@ class RequestStream(OutputStream["RequestOutput"]):
         self._driver = driver
         self._group = group
         self._chats = chats
+        self._shown = ShownOutputs(group.params.output_kind)
         self._updates: Mailbox | None = None  # once the request is submitted
         self._aborted = False
 
@@ -117,15 +120,20 @@ class RequestStream(OutputStream["RequestOutput"]):
     def _next(self) -> RequestOutput:
         if self._updates is None:
             self._updates = self._driver.mailbox()
-            self._driver.submit(self._group, self._updates.receive)
+            self._driver.submit(
+                self._group, self._updates.receive, every_step=self._shown.wants_every_step
+            )
             if self._aborted:  # before there was anything to abort
                 self._driver.abort(self._group.request_id)
-        output = self._updates.get()
-        if output.finished:
-            self._end()
-            if self._chats is not None:
-                self._chats.remember(self._group, output)
-        return output
+        shown = None
+        while shown is None:
+            output = self._updates.get()
+            if output.finished:
+                self._end()
+                if self._chats is not None:
+                    self._chats.remember(self._group, output)
+            shown = self._shown.next(output)
+        return shown
 
     def _leave(self, *, collected: bool) -> None:
         if self._updates is not None and self._driver.is_alive:

@@ -146,6 +146,21 @@ def test_a_name_is_a_text(llm: LLM, field: str, value: Any) -> None:
         llm._chats.prepare([{"role": "user", "content": "a"}], PARAMS, **{field: value})
 
 
+@pytest.mark.parametrize("priority", ["a", True, 1.5, 2**63, [1], None])
+def test_a_priority_is_a_whole_number(llm: LLM, priority: Any) -> None:
+    with pytest.raises(RequestError, match=r"priority is .*; allowed"):
+        llm.engine.prepare([5], PARAMS, priority=priority)
+
+
+def test_a_prompt_may_bring_its_salt(llm: LLM) -> None:
+    group = llm.engine.prepare({"prompt_token_ids": [5], "cache_salt": "a"}, PARAMS)
+    assert group.namespace.salt == "a"
+    with pytest.raises(RequestError, match="cache_salt is 'a', and the call's 'b'"):
+        llm.engine.prepare({"prompt_token_ids": [5], "cache_salt": "a"}, PARAMS, salt="b")
+    with pytest.raises(RequestError, match="cache_salt"):
+        llm.engine.prepare({"prompt_token_ids": [5], "cache_salt": 3}, PARAMS)
+
+
 @pytest.mark.parametrize("params", [None, {}, {"max_tokens": 3}, SamplingParams, [PARAMS]])
 def test_sampling_parameters_are_of_their_class(llm: LLM, params: Any) -> None:
     with pytest.raises(RequestError, match="allowed: a SamplingParams"):

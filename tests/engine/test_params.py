@@ -1,7 +1,9 @@
 """Sampling parameters: vLLM's names and defaults, and every wrong value named with its range."""
 
+import copy
 import dataclasses
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart import SamplingParams
+from headstart.engine.params import RequestOutputKind
 from headstart.errors import RequestError
 
 VLLM_DEFAULTS = {
@@ -56,7 +59,13 @@ def make(**options: Any) -> SamplingParams:
 
 
 def test_names_and_defaults_are_vllm_s() -> None:
-    assert dataclasses.asdict(SamplingParams()) == {**VLLM_DEFAULTS, **OURS}
+    assert dataclasses.asdict(SamplingParams()) == {
+        **VLLM_DEFAULTS,
+        "detokenize": True,
+        "output_kind": RequestOutputKind.CUMULATIVE,
+        "skip_reading_prefix_cache": None,
+        **OURS,
+    }
 
 
 @pytest.mark.parametrize(
@@ -73,8 +82,8 @@ def test_names_and_defaults_are_vllm_s() -> None:
         ("repetition_penalty", 1e-9, 1e6),
         ("presence_penalty", -2, 2),
         ("frequency_penalty", -2, 2),
-        ("logprobs", 0, 1000),
-        ("prompt_logprobs", 0, 1000),
+        ("logprobs", -1, 1000),
+        ("prompt_logprobs", -1, 1000),
     ],
 )
 def test_both_ends_of_a_range_are_allowed(option: str, low: float, high: float) -> None:
@@ -106,9 +115,9 @@ def test_both_ends_of_a_range_are_allowed(option: str, low: float, high: float) 
         ("repetition_penalty", math.inf, "above 0"),
         ("presence_penalty", 2.1, "from -2 to 2"),
         ("frequency_penalty", -2.1, "from -2 to 2"),
-        ("logprobs", -1, "from 0 to 1000"),
-        ("logprobs", 1001, "from 0 to 1000"),
-        ("prompt_logprobs", -1, "from 0 to 1000"),
+        ("logprobs", -2, "from -1 to 1000"),
+        ("logprobs", 1001, "from -1 to 1000"),
+        ("prompt_logprobs", -2, "from -1 to 1000"),
         ("stop", "", "stop"),
         ("stop", ["a", ""], "stop"),
         ("stop", [3], "stop"),
@@ -157,13 +166,33 @@ def test_min_tokens_needs_no_max_tokens() -> None:
 
 
 def test_an_unknown_option_is_an_error() -> None:
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(RequestError, match="no 'temprature'; the nearest is temperature"):
         SamplingParams(temprature=1)  # type: ignore[call-arg]
+    with pytest.raises(RequestError, match=r"takes 0\.5 by its name alone"):
+        SamplingParams(0.5)  # type: ignore[misc]
 
 
-def test_parameters_do_not_change() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SamplingParams().temperature = 0.5  # type: ignore[misc]
+def test_parameters_are_changed_within_their_ranges() -> None:
+    params = SamplingParams(max_tokens=8)
+    copied = params.clone()
+    copied.temperature = 0.5
+    assert (params.temperature, copied.temperature) == (1.0, 0.5)
+    for name, value in (("temperature", -1), ("min_tokens", 9), ("max_token", 3), ("stop", [""])):
+        with pytest.raises(RequestError):
+            setattr(copied, name, value)
+    assert copied == SamplingParams(max_tokens=8, temperature=0.5)
+    copied.watermarking = True  # type: ignore[attr-defined]  # of vLLM's, with nothing to do
+    assert copy.deepcopy(copied) == pickle.loads(pickle.dumps(copied)) == copied
+
+
+def test_optional_parameters_have_their_defaults() -> None:
+    given = {"n": None, "temperature": None, "top_p": 0.5, "max_tokens": None}
+    assert SamplingParams.from_optional(**given) == SamplingParams(top_p=0.5, max_tokens=None)
+
+
+def test_stop_strings_need_the_text() -> None:
+    with pytest.raises(RequestError, match="detokenize False"):
+        SamplingParams(stop="a", detokenize=False)
 
 
 def test_stop_strings_come_one_or_many() -> None:

@@ -32,6 +32,10 @@ MAY_IMPORT = {
     "version": set(),
     "imports": set(),
     "machine": set(),
+    "inputs": {"engine"},
+    "lora": {"engine"},
+    "outputs": {"engine"},
+    "sampling_params": {"engine"},
 }
 MODULE_MAY_IMPORT = {
     "headstart.cluster.router": {"cache"},

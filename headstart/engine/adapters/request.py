@@ -4,13 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from headstart.engine.vllm_api.calls import LORA
+from headstart.engine.vllm_api.sampling import take_vllm_names
 from headstart.errors import RequestError
 from headstart.validation import check_name, describe
 
 __all__ = ["Adapter", "LoRARequest", "choose_adapters"]
 
 
-@dataclass(frozen=True, slots=True)
+@take_vllm_names(LORA)
+@dataclass(frozen=True)
 class LoRARequest:
     """vLLM's way to ask for an adapter: it is loaded when first asked for.
 

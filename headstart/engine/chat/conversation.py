@@ -16,7 +16,13 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import Namespace
-from headstart.engine.chat.messages import Message, check_conversation, check_text_content
+from headstart.engine.chat.messages import (
+    Message,
+    check_conversation,
+    check_text_content,
+    read_tool_calls,
+)
+from headstart.engine.chat.template import TemplateOptions
 from headstart.engine.text.codec import Spelling
 from headstart.engine.text.index import TextIndex
 from headstart.engine.text.max_length import TextLimit
@@ -29,6 +35,8 @@ MAX_BYTES = 64 * 2**20
 
 SHARED = Namespace(None, None)
 """Turns without an adapter and without a salt."""
+
+_AS_THE_MODEL = TemplateOptions()
 
 # Tokens of context in which a piece of text is spelled out: enough for any decoder, which
 # looks back one token (a space before a word) or three (the bytes of a character).
@@ -80,31 +88,33 @@ class ConversationMemory:
     def __len__(self) -> int:
         return len(self._texts)
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], options: TemplateOptions = _AS_THE_MODEL) -> str:
         """The prompt's text by the model's chat template, up to where the reply begins.
 
         Raises RequestError: no tokenizer or no template, no message, a role or content that is
         not one, too many messages or too long a text, or what the template itself refuses.
         """
         conversation = check_conversation(messages)
-        return self.apply_template(
-            [
-                {**message, "content": check_text_content(place, message.get("content"))}
-                for place, message in enumerate(conversation)
-            ]
-        )
+        texts = [
+            {**message, "content": check_text_content(place, message.get("content"))}
+            for place, message in enumerate(map(read_tool_calls, conversation))
+        ]
+        if options.chat_template_content_format == "openai":
+            for message in texts:
+                message["content"] = [{"type": "text", "text": message["content"]}]
+        return self.apply_template(texts, options)
 
-    def apply_template(self, messages: list[dict[str, Any]]) -> str:
+    def apply_template(
+        self, messages: list[dict[str, Any]], options: TemplateOptions = _AS_THE_MODEL
+    ) -> str:
         """As above, for messages that the template takes as they are. Raises RequestError."""
         tokenizer = self._spelling.tokenizer
-        if not tokenizer.chat_template:
+        if not (tokenizer.chat_template or options.chat_template):
             raise RequestError("the model's tokenizer has no chat template: give a prompt instead")
         if self._limit is not None:
             self._limit.check_messages(len(messages))
         try:
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **options.arguments())
         except TemplateError as error:
             raise RequestError(
                 f"the model's chat template refuses this: {shorten(str(error))}"

@@ -1,12 +1,13 @@
 """The messages of a conversation, checked before a template sees them."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headstart.errors import RequestError
 from headstart.validation import check_utf8, describe
 
-__all__ = ["Message", "check_conversation", "check_text_content", "kind_of_part"]
+__all__ = ["Message", "check_conversation", "check_text_content", "kind_of_part", "read_tool_calls"]
 
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`; content is a text or a list of OpenAI's parts."""
@@ -26,6 +27,41 @@ def check_conversation(messages: object) -> Sequence[Message]:
             raise RequestError(f"message {place} has the role {describe(role)}; it must be a name")
         check_utf8(f"the role of message {place}", role)
     return messages
+
+
+def read_tool_calls(message: Message) -> Message:
+    """The message as templates want it: tool calls have their arguments as a dict, and a text.
+
+    Raises RequestError for arguments that are no JSON.
+    """
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    if not isinstance(calls, (list, tuple)):
+        raise RequestError(f"tool_calls are {describe(calls)}; allowed: a list of dicts")
+    return {
+        **message,
+        "content": message.get("content") or "",
+        "tool_calls": [_read_tool_call(call) for call in calls],
+    }
+
+
+def _read_tool_call(call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise RequestError(
+            f'a tool call is {describe(call)}; allowed: {{"function": {{"name": ..., '
+            '"arguments": ...}}'
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments else {}
+        except ValueError as error:
+            raise RequestError(
+                f"a tool call's arguments are {describe(arguments)}, no JSON: {error}"
+            ) from error
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def check_text_content(place: int, content: object) -> str:

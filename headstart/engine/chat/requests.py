@@ -2,14 +2,17 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypedDict, Unpack
 
 from headstart.cache import Namespace
 from headstart.engine.chat.conversation import ChatPrompt, ConversationMemory, Turn
 from headstart.engine.chat.messages import Message
+from headstart.engine.chat.template import TemplateOptions
 from headstart.engine.engine import Engine
 from headstart.engine.images.chat import ImageChat, ImageSpelling
 from headstart.engine.images.reading import Tenant
-from headstart.engine.inputs import check_request
+from headstart.engine.inputs import RequestOptions, check_request
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
@@ -19,14 +22,25 @@ Conversation = Sequence[Message]
 """A chat so far: dicts with "role" and "content"."""
 
 
+class RequestKeywords(TypedDict, total=False):
+    """What comes beside a conversation: see `Engine.prepare`."""
+
+    request_id: str | None
+    salt: str | None
+    adapter: str | None
+    priority: int
+
+
 class ChatRequests:
     """Makes requests of conversations, and remembers what was answered, for the next turn.
 
     May be used from several threads.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, chat_template: str | None = None) -> None:
+        """`chat_template` is for conversations that bring none; None for the tokenizer's."""
         self._engine = engine
+        self.chat_template = chat_template
         self._lock = threading.Lock()
         self._images: ImageChat | None = None
         limit = engine.text_limit
@@ -41,36 +55,41 @@ class ChatRequests:
         self,
         messages: Conversation,
         params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        salt: str | None = None,
-        adapter: str | None = None,
+        template: TemplateOptions | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> RequestGroup:
         """A request whose prompt begins with the ids of earlier turns.
 
         Raises RequestError, and EngineError when the engine is closed.
         """
         self._engine.require_open()
-        check_request(params, request_id=request_id, salt=salt, adapter=adapter)
+        request = RequestOptions(**options)
+        check_request(params, request)
+        salt, adapter = request.salt, request.adapter
         found = self._engine.adapters.find(adapter) if adapter is not None else None
         namespace = Namespace(found.digest if found is not None else None, salt)
         tenant = Tenant(salt, params.similar_images)
-        chat, prompt = self._prompt(messages, namespace, tenant)
-        group = self._engine.prepare(
-            prompt, params, request_id=request_id, salt=salt, adapter=adapter
-        )
+        template = template or TemplateOptions()
+        if template.chat_template is None:
+            template = replace(template, chat_template=self.chat_template)
+        chat, prompt = self._prompt(messages, template, namespace, tenant)
+        group = self._engine.prepare(prompt, params, **options)
         group.chat = chat
         return group
 
     def _prompt(
-        self, messages: Conversation, namespace: Namespace, tenant: Tenant
+        self,
+        messages: Conversation,
+        template: TemplateOptions,
+        namespace: Namespace,
+        tenant: Tenant,
     ) -> tuple[ChatPrompt, PreparedPrompt]:
         if self._images is not None:
-            text, loaded = self._images.read(messages, tenant)
+            text, loaded = self._images.read(messages, tenant, template)
             with self._lock:
                 return self._images.prompt(text, loaded, namespace)
         with self._lock:
-            text = self._memory.render(messages)
+            text = self._memory.render(messages, template)
             token_ids = self._memory.encode(text, namespace)
         return ChatPrompt(text, token_ids), PreparedPrompt(token_ids, text)
 

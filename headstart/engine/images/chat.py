@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import Namespace
 from headstart.engine.chat.conversation import ChatPrompt, ConversationMemory
-from headstart.engine.chat.messages import check_conversation, kind_of_part
+from headstart.engine.chat.messages import check_conversation, kind_of_part, read_tool_calls
+from headstart.engine.chat.template import TemplateOptions
 from headstart.engine.images.prompt import IMAGE_MARK, ImagePrompts
 from headstart.engine.images.reading import ImageSource, LoadedImage, Tenant
 from headstart.engine.prompt import PreparedPrompt
@@ -164,10 +165,13 @@ class ImageChat:
         self._spelling = spelling
         self._takes_parts: bool | None = None
 
-    def read(self, messages: Sequence[Any], tenant: Tenant) -> tuple[str, list[LoadedImage]]:
+    def read(
+        self, messages: Sequence[Any], tenant: Tenant, options: TemplateOptions
+    ) -> tuple[str, list[LoadedImage]]:
         """The rendered text and, once that is not too long, the images. Raises RequestError."""
-        found = read_messages(check_conversation(messages), self._spelling.quote)
-        text = self._render(found.messages)
+        conversation = [read_tool_calls(message) for message in check_conversation(messages)]
+        found = read_messages(conversation, self._spelling.quote)
+        text = self._render(found.messages, options)
         return text, self._images.read(found.sources, found.ids, tenant)
 
     def prompt(
@@ -179,18 +183,25 @@ class ImageChat:
         ready = self._images.settle(self._spelling.readable(text), marked, loaded)
         return ChatPrompt(text, marked), ready
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
+    def _render(self, messages: list[dict[str, Any]], options: TemplateOptions) -> str:
         """By a template that takes a message in parts, if it does, else as one text."""
-        if self._takes_parts is None:
-            self._takes_parts = self._shows_an_image()
-        if not self._takes_parts:
+        if not self._wants_parts(options):
             messages = _as_texts(messages, self._images.placeholder)
-        return self._memory.apply_template(messages)
+        return self._memory.apply_template(messages, options)
 
-    def _shows_an_image(self) -> bool:
+    def _wants_parts(self, options: TemplateOptions) -> bool:
+        if options.chat_template_content_format != "auto":
+            return options.chat_template_content_format == "openai"
+        if options.chat_template is not None:
+            return self._shows_an_image(TemplateOptions(chat_template=options.chat_template))
+        if self._takes_parts is None:
+            self._takes_parts = self._shows_an_image(TemplateOptions())
+        return self._takes_parts
+
+    def _shows_an_image(self, options: TemplateOptions) -> bool:
         parts = [{"type": "image"}, {"type": "text", "text": "text"}]
         try:
-            shown = self._memory.apply_template([{"role": "user", "content": parts}])
+            shown = self._memory.apply_template([{"role": "user", "content": parts}], options)
         except RequestError:
             return False
         return shown.count(self._images.placeholder) == 1 and "'type'" not in shown

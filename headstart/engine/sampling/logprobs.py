@@ -20,13 +20,14 @@ def token_logprobs(
 ) -> list[tuple[TokenLogprob, ...]]:
     """For each row of `logits` `[rows, vocab]` its token's entry, then the `top` likeliest ones'.
 
-    The token's own entry stands first and is not repeated.
+    The token's own entry stands first and is not repeated. A `top` of -1 stands for all tokens.
     """
     logprobs = logits.log_softmax(-1, dtype=torch.float32)
+    width = logprobs.shape[-1]
     chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device).unsqueeze(1)
     own = logprobs.gather(1, chosen)
     ranks = (logprobs > own).sum(1) + 1
-    best = logprobs.topk(min(top, logprobs.shape[-1]), -1)
+    best = logprobs.topk(min(top, width) if top >= 0 else width, -1)
     rows = zip(
         token_ids,
         own.squeeze(1).tolist(),

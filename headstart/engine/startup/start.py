@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headstart.engine.config import make_config
+from headstart.engine.params import SamplingParams
+from headstart.engine.vllm_api.options import read_options
 from headstart.imports import load_module
 from headstart.models.prefetch import read_ahead
 
@@ -18,22 +20,28 @@ __all__ = ["Started", "start_engine"]
 
 
 class Started(NamedTuple):
-    """An engine, the chats that are made requests of it, and the driver that runs its steps."""
+    """An engine, the chats that are made requests of it, and the driver that runs its steps.
+
+    sampling: for calls that bring no parameters.
+    """
 
     engine: Engine
     chats: ChatRequests
     driver: Driver
+    sampling: SamplingParams
 
 
 def start_engine(model: str | Path, options: dict[str, Any]) -> Started:
-    """An engine for a model by path or hub name; `options` are the fields of `EngineConfig`.
+    """An engine for a model by path or hub name; `options` are those of `LLM(...)`.
 
     Wrong options and files are told before torch is imported, which takes seconds, and memory for
     the weights is got meanwhile. Raises ConfigError, ModelError or OutOfMemoryError.
     """
-    config = make_config(options)
+    read = read_options(model, options)
+    config = make_config(read.config)
     memory = read_ahead(model, config.dtype, config.device)
     loading = load_module("headstart.engine.startup.loading")
-    engine = loading.load_engine(model, ready_memory=memory, **options)
-    chats = load_module("headstart.engine.chat.requests").ChatRequests(engine)
-    return Started(engine, chats, load_module("headstart.engine.driver").Driver(engine))
+    engine = loading.load_engine(model, ready_memory=memory, **read.config)
+    chats = load_module("headstart.engine.chat.requests").ChatRequests(engine, read.chat_template)
+    driver = load_module("headstart.engine.driver").Driver(engine)
+    return Started(engine, chats, driver, read.sampling)

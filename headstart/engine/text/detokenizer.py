@@ -13,6 +13,25 @@ from transformers import PreTrainedTokenizerBase
 REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no character, or not yet
 
 
+class TokenTexts:
+    """The texts of single tokens, each decoded once. May be used from several threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def __call__(self, token_id: int) -> str:
+        """A token's text alone; U+FFFD stands for bytes that are a part of a character."""
+        text = self._texts.get(token_id)
+        if text is None:
+            decoded = self._tokenizer.decode(
+                [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            assert isinstance(decoded, str)
+            text = self._texts[token_id] = decoded
+        return text
+
+
 class Detokenizer:
     """One answer's text. Without a tokenizer every text is empty.
 

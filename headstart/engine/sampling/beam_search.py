@@ -1,0 +1,194 @@
+"""Beam search over an engine with a prefix cache: a beam is a prompt of token ids.
+
+Each step extends every live beam by one token and keeps the likeliest. The beams of a step go to
+the engine as prompts that differ in their last tokens, so all but the last block of each is found
+in the cache: a step of k beams computes about k tokens instead of k prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import nlargest
+from typing import TYPE_CHECKING, Any
+
+from headstart.engine.outputs import Logprobs, RequestOutput
+from headstart.engine.params import SamplingParams
+from headstart.engine.vllm_api.call_options import Call
+from headstart.engine.vllm_api.sampling import BEAM_SEARCH, take_vllm_names
+from headstart.errors import RequestError
+from headstart.validation import Number, check_fields, describe, option
+
+if TYPE_CHECKING:
+    from headstart.engine.engine import Engine
+
+__all__ = ["BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "search_beams"]
+
+MAX_BEAMS = 256
+
+Generate = Callable[..., list[RequestOutput]]
+"""`LLM.generate`."""
+
+
+@take_vllm_names(BEAM_SEARCH)
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """How to search; vLLM's names. Raises RequestError for a value outside its range.
+
+    length_penalty: beams are ranked by the sum of log-probabilities over the number of tokens to
+    this power. include_stop_str_in_output keeps the token that ended the text. temperature is
+    taken and changes nothing, as log-probabilities are those of the raw logits.
+    """
+
+    beam_width: int = option(allowed=Number(int, 1, MAX_BEAMS))
+    max_tokens: int = option(allowed=Number(int, 1))
+    ignore_eos: bool = False
+    temperature: float = option(0.0, allowed=Number(float, 0))
+    length_penalty: float = option(1.0, allowed=Number(float, -100, 100))
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self, RequestError)
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One beam. tokens: those of the prompt, then its own; text: of all of them."""
+
+    tokens: list[int]
+    logprobs: list[Logprobs] = field(default_factory=list)
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def score(self, length_penalty: float) -> float:
+        """What beams are ranked by; the token that ends the text counts."""
+        count = max(len(self.logprobs), 1)
+        return float(self.cum_logprob / count**length_penalty)
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The best beams, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass(slots=True)
+class _Search:
+    """One prompt's beams: those that go on, and those that ended."""
+
+    prompt: Any
+    adapter: Any
+    priority: int
+    live: list[BeamSearchSequence]
+    ended: list[BeamSearchSequence] = field(default_factory=list)
+
+    def prompt_of(self, beam: BeamSearchSequence, salt: str | None) -> Any:
+        """What the engine takes for a beam."""
+        if not beam.logprobs:
+            return self.prompt
+        own = self.prompt.get("cache_salt") if isinstance(self.prompt, dict) else None
+        return {"prompt_token_ids": beam.tokens, "cache_salt": own if own is not None else salt}
+
+
+def search_beams(
+    generate: Generate,
+    engine: Engine,
+    prompts: Sequence[Any],
+    params: BeamSearchParams,
+    call: Call,
+) -> list[BeamSearchOutput]:
+    """The best beams of each prompt; `generate` is that of the `LLM` with this engine.
+
+    Raises RequestError before any work.
+    """
+    if not isinstance(params, BeamSearchParams):
+        raise RequestError(f"params are {describe(params)}; allowed: a BeamSearchParams")
+    for prompt in prompts:
+        if isinstance(prompt, dict) and prompt.get("multi_modal_data"):
+            raise RequestError("beam search takes texts and token ids, and a prompt has images")
+    searches = [
+        _Search(prompt, adapter, priority, [BeamSearchSequence([])])
+        for prompt, adapter, priority in zip(prompts, call.adapters, call.priorities, strict=True)
+    ]
+    eos = frozenset() if params.ignore_eos else engine.model.eos_token_ids
+    for _ in range(params.max_tokens):
+        going = [(search, beam) for search in searches for beam in search.live]
+        if not going:
+            break
+        outputs = iter(_step(generate, going, params.beam_width, call.salt))
+        for search in searches:
+            _extend(search, [next(outputs) for _ in search.live], params, eos)
+    return [_best(engine, search, params) for search in searches]
+
+
+def _step(
+    generate: Generate,
+    going: Sequence[tuple[_Search, BeamSearchSequence]],
+    width: int,
+    salt: str | None,
+) -> list[RequestOutput]:
+    """One token of every beam, and the likeliest ones in its place."""
+    one = SamplingParams(
+        temperature=0, max_tokens=1, logprobs=2 * width, detokenize=False, ignore_eos=True
+    )
+    return generate(
+        [search.prompt_of(beam, salt) for search, beam in going],
+        one,
+        use_tqdm=False,
+        cache_salt=salt,
+        lora_request=[search.adapter for search, _ in going],
+        priority=[search.priority for search, _ in going],
+    )
+
+
+def _extend(
+    search: _Search,
+    outputs: Sequence[RequestOutput],
+    params: BeamSearchParams,
+    eos: frozenset[int],
+) -> None:
+    """Keep the likeliest extensions of the live beams; those that end leave them."""
+    candidates = []
+    for beam, output in zip(search.live, outputs, strict=True):
+        [logprobs] = output.outputs[0].logprobs or [{}]
+        candidates += [
+            (beam.cum_logprob + entry.logprob, token_id, logprobs, output.prompt_token_ids, beam)
+            for token_id, entry in logprobs.items()
+        ]
+    best = nlargest(2 * params.beam_width, candidates, key=lambda candidate: candidate[0])
+    search.live = []
+    for total, token_id, logprobs, tokens, beam in best:
+        ends = token_id in eos
+        if not ends and len(search.live) == params.beam_width:
+            continue
+        shown = not ends or params.include_stop_str_in_output
+        longer = BeamSearchSequence(
+            [*tokens, token_id] if shown else list(tokens), [*beam.logprobs, logprobs], total
+        )
+        if ends:
+            longer.finish_reason, longer.stop_reason = "stop", token_id
+            search.ended.append(longer)
+        else:
+            search.live.append(longer)
+
+
+def _best(engine: Engine, search: _Search, params: BeamSearchParams) -> BeamSearchOutput:
+    """The beams with the best scores, decoded."""
+    for beam in search.live:
+        beam.finish_reason = "length"
+    ranked = nlargest(
+        params.beam_width,
+        [*search.ended, *search.live],
+        key=lambda beam: beam.score(params.length_penalty),
+    )
+    tokenizer = engine.tokenizer
+    if tokenizer is not None:
+        for beam in ranked:
+            text = tokenizer.decode(beam.tokens, skip_special_tokens=params.skip_special_tokens)
+            assert isinstance(text, str)
+            beam.text = text
+    return BeamSearchOutput(ranked)

@@ -1,0 +1,223 @@
+"""What becomes of the methods and attributes of vLLM's classes, and of the names it exports."""
+
+from headstart.engine.vllm_api.rows import Names, accepted, refused, works
+from headstart.errors import RequestError
+
+__all__ = ["ASYNC_LLM", "COMPLETION_OUTPUT", "EXPORTS", "LLM", "PARAMS", "REQUEST_OUTPUT"]
+
+_POOLING = "models here generate; for embeddings or scores use transformers"
+_SLEEP = "there is no sleep mode: `close()` frees the memory"
+_WEIGHTS = "weights do not change: load another model, or a LoRA adapter"
+_PROFILE = "profile with torch.profiler or py-spy around the call"
+_INSIDE = "`engine` is the engine here; its parts are not vLLM's"
+_STEPS = "give all prompts to `generate`, or use `AsyncLLM`"
+_EXPERT = "one engine runs in one process on one device"
+
+
+def _none(text: str) -> dict[str, tuple[object, ...]]:
+    return dict.fromkeys(text.split(), ())
+
+
+LLM = Names(
+    "LLM",
+    works(
+        {
+            "generate": "",
+            "chat": "",
+            "beam_search": "",
+            "get_tokenizer": "",
+            "get_default_sampling_params": "",
+            "get_metrics": "",
+            "reset_prefix_cache": "",
+            "from_engine_args": "",
+            "default_sampling_params": "",
+            "chat_template": "",
+            "get_world_size": "1",
+        }
+    )
+    | refused(
+        {
+            _POOLING: _none("encode embed classify score pooling_task pooling_io_processors"),
+            _SLEEP: _none("sleep wake_up release_kv_cache_memory"),
+            _WEIGHTS: _none(
+                "init_weight_transfer_engine shutdown_weight_transfer_engine start_weight_update "
+                "start_draft_weight_update update_weights finish_weight_update "
+                "update_weight_version get_weight_version"
+            ),
+            _PROFILE: _none("start_profile stop_profile"),
+            "images are known by their content: nothing becomes stale": _none("reset_mm_cache"),
+            _STEPS: _none("enqueue enqueue_chat wait_for_completion"),
+            "there are no workers: `engine.model` is the model": _none(
+                "collective_rpc apply_model"
+            ),
+            _INSIDE: _none(
+                "llm_engine model_config engine_class request_counter renderer input_processor "
+                "supported_tasks runner_type chat_template_config"
+            ),
+        }
+    ),
+    RequestError,
+)
+
+ASYNC_LLM = Names(
+    "AsyncLLM",
+    works(
+        {
+            "generate": "",
+            "abort": "",
+            "get_tokenizer": "",
+            "tokenizer": "",
+            "shutdown": "the same as `close`",
+            "from_engine_args": "",
+            "reset_prefix_cache": "",
+            "add_lora": "",
+            "check_health": "",
+            "is_running": "",
+            "is_stopped": "",
+            "errored": "",
+        }
+    )
+    | refused(
+        {
+            _POOLING: _none("encode"),
+            _SLEEP: _none("sleep wake_up release_kv_cache_memory is_sleeping"),
+            _WEIGHTS: _none(
+                "init_weight_transfer_engine shutdown_weight_transfer_engine start_weight_update "
+                "start_draft_weight_update update_weights finish_weight_update "
+                "update_weight_version get_weight_version compute_weight_checksums"
+            ),
+            _PROFILE: _none("start_profile stop_profile profiler is_tracing_enabled"),
+            "adapters go by name: `unload_adapter`": _none("remove_lora list_loras"),
+            "the error reaches every caller": _none("dead_error"),
+            "an adapter stays while it has a name: `load_adapter`": _none("pin_lora"),
+            "`abort` the requests, or do not send any": _none(
+                "pause_generation resume_generation is_paused wait_for_requests_to_drain"
+            ),
+            "iterate over `generate`": _none("add_request output_handler output_processor"),
+            "bound the requests in the program": _none(
+                "check_admission admission_stats get_num_unfinished_requests get_num_queued_tokens"
+            ),
+            "images are known by their content: nothing becomes stale": _none(
+                "reset_mm_cache reset_encoder_cache"
+            ),
+            "nothing is logged: read the outputs' `metrics`": _none(
+                "do_log_stats log_requests log_stats logger_manager"
+            ),
+            "a process is started anew": _none("checkpoint_prepare checkpoint_restore"),
+            "K/V stay where they are": _none(
+                "notify_kv_transfer_request_rejected get_kv_event_sources"
+            ),
+            _EXPERT: _none(
+                "collective_rpc scale_elastic_ep get_external_elastic_ep_status handle_fault "
+                "get_status should_keep_api_server_alive"
+            ),
+            _INSIDE: _none(
+                "vllm_config model_config scheduler_config observability_config renderer "
+                "input_processor engine_core get_supported_tasks from_vllm_config"
+            ),
+        }
+    ),
+    RequestError,
+)
+
+PARAMS = Names(
+    "SamplingParams",
+    works({"from_optional": "", "clone": "", "num_logprobs": "", "sampling_type": ""})
+    | refused(
+        {
+            "the engine checks a request when it is handed over": _none("verify"),
+            "the engine knows the model's tokens; see `stop_token_ids` for more": _none(
+                "update_from_generation_config update_from_tokenizer eos_token_id "
+                "all_stop_token_ids bad_words_token_ids"
+            ),
+            "there is no warm-up": _none("for_sampler_warmup"),
+        }
+    ),
+    RequestError,
+)
+
+REQUEST_OUTPUT = Names(
+    "RequestOutput",
+    works(
+        {
+            "request_id": "",
+            "prompt": "",
+            "prompt_token_ids": "",
+            "prompt_logprobs": "",
+            "outputs": "",
+            "finished": "",
+            "num_cached_tokens": "",
+            "metrics": "`queue`, `time_to_first_token`, `time_per_token`, `total`",
+            "lora_request": "",
+        }
+    )
+    | accepted(
+        {
+            "None": [
+                "encoder_prompt",
+                "encoder_prompt_token_ids",
+                "num_cache_creation_tokens",
+                "prompt_token_id_logprobs",
+                "kv_transfer_params",
+                "ec_transfer_params",
+            ]
+        }
+    ),
+    RequestError,
+)
+
+COMPLETION_OUTPUT = Names(
+    "CompletionOutput",
+    works(
+        {
+            "index": "",
+            "text": "",
+            "token_ids": "",
+            "cumulative_logprob": "",
+            "logprobs": "",
+            "finish_reason": "",
+            "stop_reason": "",
+            "lora_request": "",
+            "finished": "",
+        }
+    )
+    | accepted(
+        {"None": ["routed_experts", "sampling_mask", "spec_decode_metrics", "weight_versions"]}
+    ),
+    RequestError,
+)
+
+EXPORTS = Names(
+    "headstart",
+    works(
+        dict.fromkeys(
+            [
+                "__version__",
+                "LLM",
+                "PromptType",
+                "TextPrompt",
+                "TokensPrompt",
+                "SamplingParams",
+                "RequestOutput",
+                "CompletionOutput",
+                "EngineArgs",
+                "AsyncEngineArgs",
+            ],
+            "",
+        )
+    )
+    | refused(
+        {
+            "compare `__version__`": _none("__version_tuple__"),
+            "use `LLM`, or `AsyncLLM` for asyncio": _none("LLMEngine AsyncLLMEngine"),
+            "every decoder that transformers has is tried": _none("ModelRegistry"),
+            _EXPERT: _none("initialize_ray_cluster"),
+            _POOLING: _none(
+                "PoolingParams PoolingOutput PoolingRequestOutput EmbeddingOutput "
+                "EmbeddingRequestOutput ClassificationOutput ClassificationRequestOutput "
+                "ScoringOutput ScoringRequestOutput"
+            ),
+        }
+    ),
+    RequestError,
+)

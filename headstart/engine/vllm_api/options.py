@@ -1,0 +1,142 @@
+"""From the options of `LLM(...)`, in vLLM's names or ours, to those of the engine and its calls."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headstart.engine.config import EngineConfig
+from headstart.engine.params import SamplingParams
+from headstart.engine.vllm_api import engine_args
+from headstart.engine.vllm_api.rows import Names, accepted, refused, works
+from headstart.errors import ConfigError, RequestError
+from headstart.models.files import find_folder, read_json
+from headstart.validation import describe
+
+__all__ = ["ENGINE", "EngineOptions", "read_options"]
+
+ENGINE = Names(
+    "LLM",
+    works(engine_args.WORKS)
+    | accepted(engine_args.ACCEPTED)
+    | accepted(engine_args.EARLIER)
+    | refused(engine_args.REFUSED),
+    ConfigError,
+    own=[field.name for field in fields(EngineConfig)],
+)
+
+_OUR_NAMES = {"kv_cache_memory_bytes": "kv_cache_memory", "num_gpu_blocks_override": "num_blocks"}
+_GENERATION = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""What of a generation_config.json is sampling, and our names for it; as in vLLM."""
+
+
+class EngineOptions(NamedTuple):
+    """config: fields of `EngineConfig`. sampling: for calls that bring no parameters.
+    chat_template: for chats that bring none, None for the tokenizer's."""
+
+    config: dict[str, Any]
+    sampling: SamplingParams
+    chat_template: str | None
+
+
+def read_options(model: str | Path, options: Mapping[str, Any]) -> EngineOptions:
+    """The options, sorted. Raises ConfigError for one that cannot be followed; ModelError."""
+    given = {name: value for name, value in options.items() if not _is_model(name, value, model)}
+    config = ENGINE.read(given)
+    config = {
+        name: value
+        for name, value in config.items()
+        if value is not None or name not in ENGINE.rows
+    }
+    source = config.pop("generation_config", "auto")
+    sampling = _read_sampling(model, source, config.pop("override_generation_config", {}))
+    template = _read_template(config.pop("chat_template", None))
+    policy = config.pop("scheduling_policy", "fcfs")
+    if policy not in ("fcfs", "priority"):
+        raise ConfigError(f"scheduling_policy is {describe(policy)}; allowed: fcfs, priority")
+    for name, convert in _CONVERTED.items():
+        if name in config:
+            config |= convert(config.pop(name))
+    config = {_OUR_NAMES.get(name, name): value for name, value in config.items()}
+    return EngineOptions(config, sampling, template)
+
+
+def _is_model(name: str, value: object, model: str | Path) -> bool:
+    """Whether the model itself is named as its tokenizer."""
+    return name == "tokenizer" and isinstance(value, str | Path) and str(value) == str(model)
+
+
+def _read_dtype(dtype: object) -> dict[str, Any]:
+    """vLLM takes torch's dtypes, and two more names."""
+    name = str(dtype).removeprefix("torch.")
+    return {"dtype": {"half": "float16", "float": "float32"}.get(name, name)}
+
+
+def _read_length(length: object) -> dict[str, Any]:
+    return {} if length in (-1, "auto") else {"max_model_len": length}
+
+
+def _read_limits(limits: object) -> dict[str, Any]:
+    """`{"image": 4}`, or `{"image": {"count": 4, ...}}`; other kinds are refused in prompts."""
+    if not isinstance(limits, Mapping):
+        raise ConfigError(
+            f'limit_mm_per_prompt is {describe(limits)}; allowed: a dict such as {{"image": 4}}'
+        )
+    images = limits.get("image")
+    count = images.get("count") if isinstance(images, Mapping) else images
+    return {} if count is None else {"max_images": count}
+
+
+_CONVERTED: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    "dtype": _read_dtype,
+    "max_model_len": _read_length,
+    "limit_mm_per_prompt": _read_limits,
+}
+
+
+def _read_sampling(model: str | Path, source: object, changes: object) -> SamplingParams:
+    """The sampling that a model's generation_config.json asks for, with changes."""
+    if not isinstance(source, str | Path) or not str(source):
+        raise ConfigError(
+            f'generation_config is {describe(source)}; allowed: "auto", "vllm" or a folder'
+        )
+    if not isinstance(changes, Mapping):
+        raise ConfigError(f"override_generation_config is {describe(changes)}; allowed: a dict")
+    found: dict[str, Any] = {}
+    if source != "vllm":
+        path = find_folder(model if source == "auto" else source) / "generation_config.json"
+        if path.is_file():
+            found = read_json(path)
+        elif source != "auto":
+            raise ConfigError(f"generation_config is {describe(source)}; there is no {path}")
+    found |= changes
+    chosen = {
+        ours: found[name] for name, ours in _GENERATION.items() if found.get(name) is not None
+    }
+    try:
+        return SamplingParams(**chosen)
+    except RequestError as error:
+        raise ConfigError(f"the model's generation_config.json: {error}") from error
+
+
+def _read_template(given: object) -> str | None:
+    """A template, or the text of the file that it names."""
+    if given is None:
+        return None
+    if not isinstance(given, str | Path) or not str(given):
+        raise ConfigError(f"chat_template is {describe(given)}; allowed: a template or a file")
+    if isinstance(given, str) and ("{" in given or "\n" in given):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"chat_template is {describe(given)}, no template, and no file: {error}"
+        ) from error

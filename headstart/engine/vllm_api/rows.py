@@ -1,0 +1,106 @@
+"""A table of names, and what becomes of each: the code decides by it, and `docs/vllm.md` shows it.
+
+works      the name does here what it does in vLLM
+accepted   any value is taken, and there is nothing to do
+refused    only values that ask for nothing are taken; the note says what to do instead
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any, NamedTuple
+
+from headstart.errors import HeadstartError, RequestError
+from headstart.validation import describe
+
+__all__ = ["MissingNameError", "Names", "Row", "Verdict", "accepted", "refused", "works"]
+
+
+class Verdict(Enum):
+    """What becomes of a name."""
+
+    WORKS = "works"
+    ACCEPTED = "accepted, nothing to do here"
+    REFUSED = "refused"
+
+
+class Row(NamedTuple):
+    """A name's verdict and what there is to say of it; `allowed` values are not refused."""
+
+    verdict: Verdict
+    note: str = ""
+    allowed: tuple[Any, ...] = ()
+
+
+class MissingNameError(RequestError, AttributeError):
+    """An attribute that is not here; `hasattr` says False."""
+
+
+def works(rows: Mapping[str, str]) -> dict[str, Row]:
+    """Rows of names that work, each with its note."""
+    return {name: Row(Verdict.WORKS, note) for name, note in rows.items()}
+
+
+def accepted(rows: Mapping[str, Sequence[str]]) -> dict[str, Row]:
+    """Rows of names that need nothing, by the reason."""
+    return {name: Row(Verdict.ACCEPTED, note) for note, names in rows.items() for name in names}
+
+
+def refused(rows: Mapping[str, Mapping[str, tuple[Any, ...]]]) -> dict[str, Row]:
+    """Rows of names that are refused, by what to do instead; None is always allowed."""
+    return {
+        name: Row(Verdict.REFUSED, note, allowed)
+        for note, names in rows.items()
+        for name, allowed in names.items()
+    }
+
+
+class Names:
+    """The names that something takes: rows of vLLM's, and `own` ones that vLLM does not have."""
+
+    def __init__(
+        self,
+        owner: str,
+        rows: Mapping[str, Row],
+        error: type[HeadstartError],
+        own: Iterable[str] = (),
+    ) -> None:
+        self.owner = owner
+        self.rows = rows
+        self._error = error
+        self._own = frozenset(own)
+
+    def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The values that count. Raises the error of this table for a name or value that cannot."""
+        return {name: value for name, value in given.items() if self._counts(name, value)}
+
+    def _counts(self, name: str, value: object) -> bool:
+        row = self.rows.get(name)
+        if name in self._own or (row is not None and row.verdict is Verdict.WORKS):
+            return True
+        if row is None:
+            raise self._error(self._unknown(name))
+        if row.verdict is Verdict.ACCEPTED or value is None or _is_in(value, row.allowed):
+            return False
+        allowed = ", ".join(dict.fromkeys(["None", *map(repr, row.allowed)]))
+        raise self._error(f"{name} is {describe(value)}; allowed: {allowed}; {row.note}")
+
+    def missing(self, name: str) -> MissingNameError:
+        """The error for an attribute that is not there."""
+        row = self.rows.get(name)
+        if row is None:
+            return MissingNameError(self._unknown(name))
+        return MissingNameError(f"{self.owner} has no {name}: {row.note}")
+
+    def _unknown(self, name: str) -> str:
+        known = [*self._own, *self.rows]
+        near = get_close_matches(name, known, 1, 0.5)
+        hint = f"; the nearest is {near[0]}" if near else ""
+        return f"{self.owner} knows no {name!r}{hint}"
+
+
+def _is_in(value: object, allowed: tuple[Any, ...]) -> bool:
+    """Whether a value is one of these, by its type too: False is not 0."""
+    return any(type(value) is type(one) and value == one for one in allowed) or (
+        isinstance(value, float) and value in [one for one in allowed if type(one) is int]
+    )

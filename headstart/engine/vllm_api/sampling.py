@@ -1,0 +1,126 @@
+"""What becomes of the fields of vLLM's `SamplingParams`, and of its beam search parameters."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+from headstart.engine.vllm_api.rows import Names, accepted, refused, works
+from headstart.errors import RequestError
+from headstart.validation import describe
+
+__all__ = ["BEAM_SEARCH", "SAMPLING", "take_vllm_names"]
+
+Params = TypeVar("Params", bound=type)
+
+_SAME = dict.fromkeys(
+    [
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "temperature",
+        "top_p",
+        "min_p",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "max_tokens",
+        "min_tokens",
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+        "structured_outputs",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+    ],
+    "",
+)
+
+SAMPLING = Names(
+    "SamplingParams",
+    works(
+        _SAME
+        | {
+            "n": "1 to 64",
+            "top_k": "0 and -1 are all",
+            "seed": "a request without one takes the engine's next",
+            "logprobs": "0 to 1,000; -1 is the whole vocabulary",
+            "prompt_logprobs": "0 to 1,000; -1 is the whole vocabulary",
+            "detokenize": "",
+            "output_kind": "`CUMULATIVE`, `DELTA`, `FINAL_ONLY`",
+            "skip_reading_prefix_cache": "what it computes is cached all the same",
+        }
+    )
+    | accepted(
+        {
+            "every request has a copy of its parameters": ["skip_clone"],
+            "no plugin reads them": ["extra_args"],
+            "the tokenizer decides": ["spaces_between_special_tokens"],
+            "derived from `stop`": ["output_text_buffer_length"],
+            "outputs hold one dict for each token": ["flat_logprobs"],
+            "no routing data are returned": ["routed_experts_prompt_start"],
+            "there is no watermark": ["watermarking"],
+        }
+    )
+    | refused(
+        {
+            "ask for `prompt_logprobs=k` and read those you want": {
+                "prompt_logprob_token_ids": (),
+                "prompt_logprob_start": (0,),
+            },
+            "ask for `logprobs=-1` and read those you want": {"logprob_token_ids": ()},
+            "every step is told; leave out those you do not want": {"stream_interval": (1,)},
+            "bound the answer by `max_tokens`, or by a stop string": {
+                "thinking_token_budget": (),
+                "repetition_detection": (),
+            },
+            "give the forced tokens with the prompt and ask for `prompt_logprobs`": {
+                "trace_decode_token_ids": ()
+            },
+            "give `n`": {"best_of": (1,)},
+            "give `structured_outputs`": {"guided_decoding": ()},
+            "call `LLM.beam_search`": {"use_beam_search": (False,)},
+        }
+    ),
+    RequestError,
+    own=["logits_processors", "similar_images"],
+)
+
+BEAM_SEARCH = Names(
+    "BeamSearchParams",
+    works(
+        dict.fromkeys(["beam_width", "max_tokens", "ignore_eos", "length_penalty"], "")
+        | {
+            "temperature": "",
+            "skip_special_tokens": "",
+            "include_stop_str_in_output": "",
+        }
+    )
+    | accepted({"there is no watermark": ["watermarking"]})
+    | refused(
+        {
+            "draw with `LLM.generate` instead": {
+                "structured_outputs": (),
+                "allowed_token_ids": (),
+            }
+        }
+    ),
+    RequestError,
+)
+
+
+def take_vllm_names(names: Names) -> Callable[[Params], Params]:
+    """Let a dataclass be made with any name of vLLM's: those that need nothing are dropped."""
+
+    def decorate(kind: Params) -> Params:
+        make: Callable[..., None] = vars(kind)["__init__"]
+
+        @wraps(make)
+        def init(self: Any, *args: Any, **given: Any) -> None:
+            if args:
+                raise RequestError(f"{names.owner} takes {describe(args[0])} by its name alone")
+            make(self, **names.read(given))
+
+        setattr(kind, "__init__", init)  # noqa: B010 (mypy refuses a method's assignment)
+        return kind
+
+    return decorate

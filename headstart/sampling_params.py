@@ -1,0 +1,13 @@
+"""The names of `vllm.sampling_params`."""
+
+from headstart.engine.params import RequestOutputKind, SamplingParams, SamplingType
+from headstart.engine.sampling.beam_search import BeamSearchParams
+from headstart.engine.structured.params import StructuredOutputsParams
+
+__all__ = [
+    "BeamSearchParams",
+    "RequestOutputKind",
+    "SamplingParams",
+    "SamplingType",
+    "StructuredOutputsParams",
+]

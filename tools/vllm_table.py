@@ -1,0 +1,65 @@
+"""Write the tables of `docs/vllm.md` anew from the tables that the code decides by.
+
+    python tools/vllm_table.py
+
+What stands above the first heading of a table stays.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from headstart.engine.vllm_api import calls, members, sampling
+from headstart.engine.vllm_api.options import ENGINE
+from headstart.engine.vllm_api.rows import Names, Row, Verdict
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "vllm.md"
+START = "## LLM(...), EngineArgs(...)\n"
+
+SECTIONS: Mapping[str, Names] = {
+    "LLM(...), EngineArgs(...)": ENGINE,
+    "SamplingParams(...)": sampling.SAMPLING,
+    "SamplingParams": members.PARAMS,
+    "LLM.generate(...)": calls.GENERATE,
+    "LLM.chat(...)": calls.CHAT,
+    "LLM.beam_search(...)": calls.BEAM_SEARCH_CALL,
+    "BeamSearchParams(...)": sampling.BEAM_SEARCH,
+    "LLM.reset_prefix_cache(...)": calls.RESET,
+    "AsyncLLM.generate(...)": calls.ASYNC_GENERATE,
+    "Prompts": calls.PROMPT,
+    "LoRARequest(...)": calls.LORA,
+    "LLM": members.LLM,
+    "AsyncLLM": members.ASYNC_LLM,
+    "RequestOutput": members.REQUEST_OUTPUT,
+    "CompletionOutput": members.COMPLETION_OUTPUT,
+    "Imports": members.EXPORTS,
+}
+
+
+def table(names: Names) -> str:
+    """The rows of one table, in Markdown."""
+    lines = ["| name | | |", "|---|---|---|"]
+    order = list(Verdict)
+    for name, row in sorted(names.rows.items(), key=lambda item: order.index(item[1].verdict)):
+        lines.append(f"| `{name}` | {row.verdict.value} | {_note(row)} |")
+    return "\n".join(lines)
+
+
+def _note(row: Row) -> str:
+    if row.verdict is not Verdict.REFUSED or not row.allowed:
+        return row.note
+    allowed = ", ".join(f"`{value!r}`" for value in row.allowed)
+    return f"taken: {allowed}; {row.note}"
+
+
+def all_tables() -> str:
+    """Every table under its heading."""
+    return "\n\n".join(f"## {title}\n\n{table(names)}" for title, names in SECTIONS.items()) + "\n"
+
+
+def main() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(text.partition(START)[0] + all_tables(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

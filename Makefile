@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 # Another one where there is no compiler, so that headstart is installed again once there is.
 READY := .venv/.ready$(if $(shell command -v $${CXX:-c++}),,-without-kernels)
-CODE := headstart tests $(wildcard bench tools recipes docs/figures_src)
+CODE := headstart tests examples $(wildcard bench tools recipes docs/figures_src)
 TYPED := headstart $(wildcard bench tools recipes docs/figures_src)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 

@@ -12,7 +12,7 @@ from headstart.validation import check_name, describe
 __all__ = ["Adapter", "LoRARequest", "choose_adapters"]
 
 
-@take_vllm_names(LORA)
+@take_vllm_names(LORA, "lora_name", "lora_int_id", "lora_path")
 @dataclass(frozen=True)
 class LoRARequest:
     """vLLM's way to ask for an adapter: it is loaded when first asked for.

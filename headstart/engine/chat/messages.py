@@ -81,7 +81,7 @@ def check_text_content(place: int, content: object) -> str:
     for part in content:
         kind = kind_of_part(part)
         text = part.get("text") if isinstance(part, Mapping) else None
-        if kind in ("image", "image_url"):
+        if kind in ("image", "image_pil", "image_url"):
             raise RequestError(f"message {place} has an image, and the model takes text alone")
         if kind != "text" or not isinstance(text, str):
             raise RequestError(

@@ -108,8 +108,8 @@ def read_messages(messages: Sequence[Any], quote: Callable[[str], str]) -> Image
 
     A part is `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url": ...}}`
     with a data: URL, or `{"type": "image", "image": ...}` with a Pillow image, bytes, a
-    `pathlib.Path` or a data: URL. Either kind of image may have a `"uuid"`. A text is never
-    taken for a path, since it may come from outside.
+    `pathlib.Path` or a data: URL ("image_pil" is vLLM's name of it). Either kind of image may have
+    a `"uuid"`. A text is never taken for a path, since it may come from outside.
     """
     found = ImageMessages([], [], [])
     for place, message in enumerate(messages):
@@ -138,8 +138,8 @@ def _read_part(
     if kind == "image_url" and isinstance(part, Mapping):
         given = part.get("image_url")
         source = given.get("url") if isinstance(given, Mapping) else given
-    elif kind == "image" and isinstance(part, Mapping):
-        source = part.get("image")
+    elif kind in ("image", "image_pil") and isinstance(part, Mapping):
+        source = part.get(kind)
     else:
         raise RequestError(
             f"message {place} has a part of type {describe(kind)}; allowed: text, image_url, image"

@@ -30,8 +30,8 @@ Generate = Callable[..., list[RequestOutput]]
 """`LLM.generate`."""
 
 
-@take_vllm_names(BEAM_SEARCH)
-@dataclass(frozen=True, kw_only=True)
+@take_vllm_names(BEAM_SEARCH, "beam_width", "max_tokens")
+@dataclass(frozen=True)
 class BeamSearchParams:
     """How to search; vLLM's names. Raises RequestError for a value outside its range.
 
@@ -161,9 +161,10 @@ def _extend(
         ]
     best = nlargest(2 * params.beam_width, candidates, key=lambda candidate: candidate[0])
     search.live = []
-    for total, token_id, logprobs, tokens, beam in best:
+    for rank, (total, token_id, logprobs, tokens, beam) in enumerate(best):
         ends = token_id in eos
-        if not ends and len(search.live) == params.beam_width:
+        # As in transformers: an end that is less likely than `beam_width` others does not count.
+        if (rank if ends else len(search.live)) >= params.beam_width:
             continue
         shown = not ends or params.include_stop_str_in_output
         longer = BeamSearchSequence(

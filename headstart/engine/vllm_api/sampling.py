@@ -108,17 +108,24 @@ BEAM_SEARCH = Names(
 )
 
 
-def take_vllm_names(names: Names) -> Callable[[Params], Params]:
-    """Let a dataclass be made with any name of vLLM's: those that need nothing are dropped."""
+def take_vllm_names(names: Names, *positional: str) -> Callable[[Params], Params]:
+    """Let a dataclass be made with any name of vLLM's: those that need nothing are dropped.
+
+    `positional` are the fields that may be given without their names.
+    """
 
     def decorate(kind: Params) -> Params:
         make: Callable[..., None] = vars(kind)["__init__"]
 
         @wraps(make)
         def init(self: Any, *args: Any, **given: Any) -> None:
-            if args:
-                raise RequestError(f"{names.owner} takes {describe(args[0])} by its name alone")
-            make(self, **names.read(given))
+            if len(args) > len(positional):
+                wrong = describe(args[len(positional)])
+                raise RequestError(f"{names.owner} takes {wrong} by its name alone")
+            first = dict(zip(positional, args, strict=False))
+            for name in first.keys() & given.keys():
+                raise RequestError(f"{names.owner} is given {name} twice")
+            make(self, **names.read(first | given))
 
         setattr(kind, "__init__", init)  # noqa: B010 (mypy refuses a method's assignment)
         return kind

@@ -16,7 +16,16 @@ from headstart.validation import Number, OneOf, check_fields, option
 
 # None of them is a value of any option, save a text, a number and True of those of their type.
 WRONG: list[Any] = ["2", b"2", 2.5, True, math.nan, math.inf, [2], {"a": 1}, object(), np.ones(3)]
-OWN_CHECK = {"stop", "stop_token_ids"}
+OWN_CHECK = {
+    "stop",
+    "stop_token_ids",
+    "output_kind",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "logits_processors",
+    "structured_outputs",
+}
 
 Make = Any
 
@@ -80,7 +89,7 @@ def test_a_value_of_another_type(make: Make, error: type[Exception], field: Fiel
         ({"max_bypassed": -1}, "max_bypassed is -1; allowed: a whole number of at least 0"),
         ({"kv_cache_fraction": 0}, "kv_cache_fraction is 0; allowed: a number above 0, up to 1"),
         ({"block_size": 3}, "block_size is 3; allowed: 1, 2, 4, 8, 16, 32, 64, 128"),
-        ({"block_size": True}, "block_size is True; allowed: a whole number"),
+        ({"block_size": True}, "block_size is True; allowed: 1, 2"),
         ({"dtype": "int8"}, "dtype is 'int8'; allowed: auto, float32, bfloat16, float16"),
         ({"device": 3}, "device is 3; allowed: a text"),
         ({"debug": 1}, "debug is 1; allowed: True or False"),

@@ -10,7 +10,7 @@ from headstart.engine.outputs import ShownOutputs
 
 if TYPE_CHECKING:
     from headstart.engine.chat.requests import ChatRequests
-    from headstart.engine.driver import Driver, Mailbox
+    from headstart.engine.driver import Driver
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
 
@@ -91,8 +91,10 @@ class RequestStream(OutputStream["RequestOutput"]):
         self._group = group
         self._chats = chats
         self._shown = ShownOutputs(group.params.output_kind)
-        self._updates: Mailbox | None = None  # once the request is submitted
+        self._updates = driver.mailbox()
+        self._unsubmitted = [group]  # until one thread takes it out: to submit it, or never to
         self._aborted = False
+        self._is_left = False
 
     def abort(self) -> None:
         """End the request after the step under way: its last output, with finish reason "abort",
@@ -102,7 +104,7 @@ class RequestStream(OutputStream["RequestOutput"]):
         when the engine is closed.
         """
         self._aborted = True
-        if self._updates is not None:
+        if not self._unsubmitted:
             self._driver.abort(self._group.request_id)
 
     def progress(self) -> PromptProgress:
@@ -118,13 +120,8 @@ class RequestStream(OutputStream["RequestOutput"]):
         return self._group.prompt_token_ids
 
     def _next(self) -> RequestOutput:
-        if self._updates is None:
-            self._updates = self._driver.mailbox()
-            self._driver.submit(
-                self._group, self._updates.receive, every_step=self._shown.wants_every_step
-            )
-            if self._aborted:  # before there was anything to abort
-                self._driver.abort(self._group.request_id)
+        if self._unsubmitted:
+            self._submit()
         shown = None
         while shown is None:
             output = self._updates.get()
@@ -135,11 +132,26 @@ class RequestStream(OutputStream["RequestOutput"]):
             shown = self._shown.next(output)
         return shown
 
+    def _submit(self) -> None:
+        try:
+            group = self._unsubmitted.pop()
+        except IndexError:  # another thread submits it
+            return
+        every_step = self._shown.wants_every_step
+        self._driver.submit(group, self._updates.receive, every_step=every_step)
+        if self._aborted:  # before there was anything to abort
+            self._driver.abort(group.request_id)
+        if self._is_left:  # by another thread, before there was anything to cancel
+            self._driver.cancel([group])
+
     def _leave(self, *, collected: bool) -> None:
-        if self._updates is not None and self._driver.is_alive:
-            self._driver.cancel([self._group], wait=not collected)
+        self._is_left = True  # first, for a thread that is submitting it
+        try:
+            self._unsubmitted.pop()
+        except IndexError:
+            if self._driver.is_alive:
+                self._driver.cancel([self._group], wait=not collected)
 
     def _end(self) -> None:
         super()._end()
-        if self._updates is not None:  # another thread may wait for one
-            self._updates.receive(StopIteration())
+        self._updates.receive(StopIteration())  # another thread may wait for one

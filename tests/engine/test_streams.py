@@ -95,6 +95,45 @@ def test_a_stream_that_another_thread_closes_ends(llm: LLM) -> None:
     assert _is_clean(llm)
 
 
+def test_a_stream_that_another_thread_closes_as_it_begins_ends(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request ran on to its end, and nobody could stop it: it was cancelled, then submitted."""
+    stream = llm.stream(A, LONG)
+    submit = llm._driver.submit
+
+    def closed_before(*args: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(stream.close).result(30)
+        submit(*args)
+
+    monkeypatch.setattr(llm._driver, "submit", closed_before)
+    assert list(stream) == []
+    assert _is_clean(llm)
+
+
+def test_threads_that_begin_a_stream_together_all_see_its_end(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each submitted the request; the first to do so then waited for ever."""
+    stream = llm.stream(A, LONG)
+    submit, both = llm._driver.submit, ThreadPoolExecutor(1)
+    others = []
+
+    def with_another_reader(*args: Any, **options: Any) -> None:
+        if not others:
+            others.append(both.submit(list, stream))
+        submit(*args, **options)
+
+    monkeypatch.setattr(llm._driver, "submit", with_another_reader)
+    mine = list(stream)
+    theirs = others[0].result(30)
+    both.shutdown()
+    assert len(others) == 1
+    assert sum(output.finished for output in [*mine, *theirs]) == 1
+    assert _is_clean(llm)
+
+
 def test_threads_that_share_a_stream_all_see_its_end(llm: LLM) -> None:
     stream = llm.stream(A, LONG)
     next(stream)

@@ -115,21 +115,33 @@ def test_a_stream_that_another_thread_closes_as_it_begins_ends(
 def test_threads_that_begin_a_stream_together_all_see_its_end(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each submitted the request; the first to do so then waited for ever."""
+    """Each submitted the request: one was refused as the other's twin, and closed the stream."""
     stream = llm.stream(A, LONG)
-    submit, both = llm._driver.submit, ThreadPoolExecutor(1)
-    others = []
+    submit, mailbox, pool = llm._driver.submit, llm._driver.mailbox, ThreadPoolExecutor(1)
+    others: list[Any] = []
+    submitted = threading.Event()
 
-    def with_another_reader(*args: Any, **options: Any) -> None:
+    def with_another_reader() -> None:
         if not others:
-            others.append(both.submit(list, stream))
-        submit(*args, **options)
+            others.append(None)
+            others[0] = pool.submit(list, stream)
 
-    monkeypatch.setattr(llm._driver, "submit", with_another_reader)
+    def make_mailbox() -> Any:
+        first = not others
+        with_another_reader()
+        assert not first or submitted.wait(30)
+        return mailbox()
+
+    def submit_with(*args: Any, **options: Any) -> None:
+        with_another_reader()
+        submit(*args, **options)
+        submitted.set()
+
+    monkeypatch.setattr(llm._driver, "mailbox", make_mailbox)
+    monkeypatch.setattr(llm._driver, "submit", submit_with)
     mine = list(stream)
     theirs = others[0].result(30)
-    both.shutdown()
-    assert len(others) == 1
+    pool.shutdown()
     assert sum(output.finished for output in [*mine, *theirs]) == 1
     assert _is_clean(llm)
 

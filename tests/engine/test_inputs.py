@@ -1,5 +1,6 @@
 """Prompts and what comes beside them: whatever their types, an answer or an error that says why."""
 
+import re
 from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any
@@ -21,6 +22,11 @@ from tests.tiny_vision import IDS, save_tiny_vision
 
 PARAMS = SamplingParams(max_tokens=2)
 LONE = "\ud800"
+
+
+def name_of(value: object) -> str:
+    """A test's name for a value: the same in every process."""
+    return re.sub(r" at 0x\w+", "", describe(value))[:40]
 
 
 class Colour(IntEnum):
@@ -98,7 +104,7 @@ def llm(request: pytest.FixtureRequest) -> LLM:
         ({"prompt": "a", "multi_modal_data": {"image": None}}, "None for an image"),
         ({"prompt": "a", "multi_modal_uuids": {"image": ["x"]}}, "uuids and no images"),
     ],
-    ids=lambda value: None if isinstance(value, str) else describe(value)[:40],
+    ids=lambda value: None if isinstance(value, str) else name_of(value),
 )
 def test_a_prompt_of_a_wrong_type_is_refused(llm: LLM, prompt: Any, message: str) -> None:
     """A prompt of None was answered as the text "None", a list of texts as its repr."""
@@ -251,7 +257,7 @@ def nested(depth: int) -> Any:
         ([{"role": "user", "content": {"type": "text", "text": "a"}}], "content {'t"),
         ([{"role": "user", "content": [None]}], "type 'NoneType'"),
     ],
-    ids=lambda value: None if isinstance(value, str) else describe(value)[:40],
+    ids=lambda value: None if isinstance(value, str) else name_of(value),
 )
 def test_a_conversation_of_a_wrong_shape_is_refused(llm: LLM, messages: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
@@ -373,7 +379,7 @@ def test_any_sampling_parameters_are_taken_or_refused(options: dict[str, Any]) -
         ("stop_token_ids", [-(10**5000)]),
         ("ignore_eos", 10**5000),
     ],
-    ids=lambda value: describe(value)[:40],
+    ids=name_of,
 )
 def test_integers_without_bounds_and_half_characters_are_refused(option: str, value: Any) -> None:
     """Python does not spell integers of more than 4,300 digits, so the error could not be made."""

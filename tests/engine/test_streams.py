@@ -102,10 +102,10 @@ def test_a_stream_that_another_thread_closes_as_it_begins_ends(
     stream = llm.stream(A, LONG)
     submit = llm._driver.submit
 
-    def closed_before(*args: Any) -> None:
+    def closed_before(*args: Any, **options: Any) -> None:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(stream.close).result(30)
-        submit(*args)
+        submit(*args, **options)
 
     monkeypatch.setattr(llm._driver, "submit", closed_before)
     assert list(stream) == []

@@ -18,7 +18,13 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SURFACE = json.loads((ROOT / "tests/data/vllm_surface.json").read_text(encoding="utf-8"))
 
 # Where vLLM has what `from headstart import ...` gives, beside what its package exports.
-ELSEWHERE = {"AsyncLLM", "BeamSearchParams", "RequestOutputKind", "LoRARequest"}
+ELSEWHERE = {
+    "AsyncLLM",
+    "StructuredOutputsParams",
+    "BeamSearchParams",
+    "RequestOutputKind",
+    "LoRARequest",
+}
 
 SHOWN = {
     "async_streaming": "stream-example-3: ",
@@ -30,6 +36,7 @@ SHOWN = {
     "lora": "adapter-2: ",
     "parallel_sampling": "[12, 12, 12, 12]",
     "prefix_caching": "Generated answers are the same: True",
+    "structured_outputs": "choice: Negative",
     "vision_language": "Chat: ",
 }
 

@@ -74,15 +74,15 @@ def ask(omni: headstart.Omni, prompt: list[int], seed: int) -> dict[str, float]:
         seed=seed,
     )
     [output] = omni.generate(prompt, params)
-    figures = output.figures
-    [vocoder] = figures.keys() - {"thinker", "talker"}
+    metrics = output.metrics
+    [vocoder] = metrics.keys() - {"thinker", "talker"}
     return {
-        "thinker's first token": figures["thinker"].first_output or 0.0,
-        "talker's first token": figures["talker"].first_output or 0.0,
-        "first audio": figures[vocoder].first_output or 0.0,
-        "end of the audio": figures[vocoder].total or 0.0,
-        **{f"{name} at work": figures[name].seconds for name in ("thinker", "talker")},
-        "vocoder at work": figures[vocoder].seconds,
+        "thinker's first token": metrics["thinker"].first_output or 0.0,
+        "talker's first token": metrics["talker"].first_output or 0.0,
+        "first audio": metrics[vocoder].first_output or 0.0,
+        "end of the audio": metrics[vocoder].total or 0.0,
+        **{f"{name} at work": metrics[name].seconds for name in ("thinker", "talker")},
+        "vocoder at work": metrics[vocoder].seconds,
     }
 
 

@@ -31,9 +31,9 @@ from headstart.omni.stage import (
     Ended,
     Event,
     Failed,
-    Figures,
     Given,
     OmniRequest,
+    StageMetrics,
     StageSpec,
 )
 
@@ -46,7 +46,7 @@ class _State:
 
     request: OmniRequest
     feed: Feed
-    figures: Figures = field(default_factory=Figures)
+    metrics: StageMetrics = field(default_factory=StageMetrics)
     group: RequestGroup | None = None
     num_sent: int = 0
 
@@ -148,10 +148,10 @@ class EngineStage:
         seconds = time.perf_counter() - start
         events, self._events = self._events, []
         for request_id in ran & self._states.keys():
-            self._states[request_id].figures.seconds += seconds
+            self._states[request_id].metrics.seconds += seconds
         for event in events:
             if isinstance(event, Ended):
-                event.figures.seconds += seconds
+                event.metrics.seconds += seconds
         return events
 
     def abort(self, request_id: str) -> None:
@@ -321,12 +321,12 @@ class EngineStage:
         if not group.finished:
             return
         output = group.output()
-        figures = state.figures
-        figures.prompt_tokens = len(output.prompt_token_ids)
-        figures.tokens = len(request.sequence.token_ids)
-        figures.cached_tokens = output.num_cached_tokens
-        figures.hit_rows = self.rows.close(request.sequence)
-        self._events.append(Ended(name, figures, output))
+        metrics = state.metrics
+        metrics.prompt_tokens = len(output.prompt_token_ids)
+        metrics.tokens = len(request.sequence.token_ids)
+        metrics.cached_tokens = output.num_cached_tokens
+        metrics.hit_rows = self.rows.close(request.sequence)
+        self._events.append(Ended(name, metrics, output))
         del self._states[name]
 
     def _fail(self, request_id: str, error: HeadstartError) -> None:

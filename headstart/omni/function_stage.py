@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headstart.cache import BlockKey, Namespace
 from headstart.errors import ConfigError, EngineError
-from headstart.omni.by_content import content_bytes
+from headstart.omni.content_cache import content_bytes
 from headstart.omni.output_cache import BlockPath, OutputCache
 from headstart.omni.outputs import Kind
 from headstart.omni.rows import Chunk
@@ -28,10 +28,10 @@ from headstart.omni.stage import (
     Ended,
     Event,
     Failed,
-    Figures,
     Given,
     Input,
     OmniRequest,
+    StageMetrics,
     StageSpec,
 )
 
@@ -50,7 +50,7 @@ class _State:
     request: OmniRequest
     rows: dict[Input, list[Tensor]] = field(default_factory=dict)
     open_sources: set[str] = field(default_factory=set)
-    figures: Figures = field(default_factory=Figures)
+    metrics: StageMetrics = field(default_factory=StageMetrics)
     keys: list[BlockKey] = field(default_factory=list)
     done: int = 0
 
@@ -128,7 +128,7 @@ class _FunctionStage:
                 reason = EngineError(f"stage {self.spec.name!r}: {type(error).__name__}: {error}")
                 reason.__cause__ = error
                 mine = [Failed(request_id, reason)]
-            state.figures.seconds += time.perf_counter() - start
+            state.metrics.seconds += time.perf_counter() - start
             if any(isinstance(event, Ended | Failed) for event in mine):
                 del self._states[request_id]
             events += mine
@@ -188,19 +188,19 @@ class WholeStage(_FunctionStage):
         found = self._cache.find(path) if self._cache is not None and path is not None else []
         if found:
             outputs = dict(found[0])
-            state.figures.cached_tokens = num_tokens
-            state.figures.hit_rows.update(dict.fromkeys(outputs, num_tokens))
+            state.metrics.cached_tokens = num_tokens
+            state.metrics.hit_rows.update(dict.fromkeys(outputs, num_tokens))
         else:
             outputs = self._checked(self._function(job), num_tokens)
         if self._cache is not None and path is not None:
             self._cache.put(path, 0, outputs)
-        state.figures.tokens = state.figures.prompt_tokens = num_tokens
+        state.metrics.tokens = state.metrics.prompt_tokens = num_tokens
         name = state.request.request_id
         given: list[Event] = [
             Given(name, Chunk(output, 0, rows, max(1, len(rows) // max(1, num_tokens))))
             for output, rows in outputs.items()
         ]
-        return [*given, Ended(name, state.figures)]
+        return [*given, Ended(name, state.metrics)]
 
 
 FramesFunction = Callable[[OmniRequest, Tensor, int], Tensor]
@@ -267,10 +267,10 @@ class FramesStage(_FunctionStage):
             events.append(Given(name, Chunk(self._output.name, state.done, rows, ratio)))
             state.done = stop
         if stop == len(codes) and not state.open_sources:
-            state.figures.tokens = state.figures.prompt_tokens = stop
+            state.metrics.tokens = state.metrics.prompt_tokens = stop
             if self._cache is not None:
                 self._cache.touch(self._path(state))
-            events.append(Ended(name, state.figures))
+            events.append(Ended(name, state.metrics))
         return events
 
     def _frames(self, state: _State, codes: Tensor, stop: int) -> Tensor:
@@ -281,8 +281,8 @@ class FramesStage(_FunctionStage):
             state.keys.append(BlockKey(content_bytes(codes[state.done : stop])))
             found = self._cache.find(self._path(state), index)
             if found:
-                state.figures.cached_tokens += self._plan.block
-                state.figures.hit_rows[self._output.name] += self._plan.block
+                state.metrics.cached_tokens += self._plan.block
+                state.metrics.hit_rows[self._output.name] += self._plan.block
                 return found[0][self._output.name]
         first = self._plan.first_code(state.done)
         rows = self._plan.function(state.request, codes[first:stop], state.done - first)

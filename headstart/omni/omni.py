@@ -218,7 +218,7 @@ class Omni:
             sample_rate=self._stages.sample_rate,
             finished=progress.finish_reason is not None,
             finish_reason=reason,
-            figures=dict(progress.figures),
+            metrics=dict(progress.metrics),
         )
 
 

@@ -12,7 +12,7 @@ from headstart.engine.params import SEEDS, SamplingParams
 from headstart.engine.prompt import PreparedPrompt
 from headstart.errors import RequestError
 from headstart.omni.audio import pcm16, save_wav, wav_bytes
-from headstart.omni.stage import Figures
+from headstart.omni.stage import StageMetrics
 from headstart.validation import check_fields, option
 
 __all__ = ["OmniOutput", "OmniParams", "OmniPrompt", "SpokenPrompt"]
@@ -54,7 +54,7 @@ class SpokenPrompt:
 class OmniOutput:
     """A request and its answer so far.
 
-    token_ids: of the text. codes: of the speech, int64 `[codes, ...]`. figures: metrics of
+    token_ids: of the text. codes: of the speech, int64 `[codes, ...]`. metrics: those of
     the stages that have ended, by name. finish_reason: None while it runs, else the thinker's
     ("stop", "length") or "abort".
     """
@@ -67,7 +67,7 @@ class OmniOutput:
     sample_rate: int
     finished: bool
     finish_reason: str | None
-    figures: Mapping[str, Figures] = field(default_factory=dict)
+    metrics: Mapping[str, StageMetrics] = field(default_factory=dict)
 
     @property
     def audio(self) -> Tensor:

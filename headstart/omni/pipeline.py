@@ -19,7 +19,16 @@ from dataclasses import dataclass, field
 
 from headstart.errors import ConfigError, EngineError, HeadstartError, RequestError
 from headstart.omni.rows import Chunk
-from headstart.omni.stage import Ended, Event, Failed, Figures, Given, Input, OmniRequest, Stage
+from headstart.omni.stage import (
+    Ended,
+    Event,
+    Failed,
+    Given,
+    Input,
+    OmniRequest,
+    Stage,
+    StageMetrics,
+)
 
 __all__ = ["Pipeline", "Progress"]
 
@@ -29,7 +38,7 @@ class Progress:
     """One request in the pipeline.
 
     chunks: the rows of the outputs that the pipeline collects, in order; the caller may remove
-    them. results: the result of each stage that has ended. figures: the metrics of each stage that
+    them. results: the result of each stage that has ended. metrics: the metrics of each stage that
     has ended. finish_reason: "done", "abort" or "error", None while it runs.
     """
 
@@ -38,7 +47,7 @@ class Progress:
     open_stages: set[str]
     chunks: dict[Input, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
     results: dict[str, object] = field(default_factory=dict)
-    figures: dict[str, Figures] = field(default_factory=dict)
+    metrics: dict[str, StageMetrics] = field(default_factory=dict)
     first_output: dict[str, float] = field(default_factory=dict)
     finish_reason: str | None = None
     error: HeadstartError | None = None
@@ -207,9 +216,9 @@ class Pipeline:
             progress.error = _of_stage(source, event.error)
             self._end(progress, "error")
         elif isinstance(event, Ended):
-            event.figures.first_output = progress.first_output.get(source)
-            event.figures.total = now
-            progress.figures[source] = event.figures
+            event.metrics.first_output = progress.first_output.get(source)
+            event.metrics.total = now
+            progress.metrics[source] = event.metrics
             progress.results[source] = event.result
             progress.open_stages.remove(source)
             for stage in self._order:

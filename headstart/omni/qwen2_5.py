@@ -11,7 +11,7 @@ from headstart.engine.prompt import PreparedPrompt, RotaryPositions
 from headstart.errors import RequestError
 from headstart.models.omni.qwen2_5 import Qwen25Omni, Voice
 from headstart.models.tokenizer import load_tokenizer
-from headstart.omni.by_content import ContentMemory, content_digest
+from headstart.omni.content_cache import ContentCache, content_digest
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.feeds import Feed
 from headstart.omni.function_stage import Job, WholeStage
@@ -130,7 +130,7 @@ class Qwen25Stages:
             )
 
         if node.spec.enable_prefix_caching:
-            speakers = ContentMemory(self._cache, "speakers")
+            speakers = ContentCache(self._cache, "speakers")
             self._model.remember_speakers(
                 lambda mel, make: speakers.recall(content_digest(mel), make)
             )

@@ -18,7 +18,7 @@ from headstart.engine.prompt import (
 from headstart.errors import RequestError
 from headstart.models.omni.inputs import Media, Placed, as_items, read_features
 from headstart.models.omni.stage_decoder import StageDecoder
-from headstart.omni.by_content import ContentMemory, content_digest
+from headstart.omni.content_cache import ContentCache, content_digest
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
 from headstart.omni.graph import StageNode
@@ -54,7 +54,7 @@ class SpokenPrompts:
 
     def __init__(self, model: HearingModel, cache: OutputCache) -> None:
         self._model = model
-        self._encoded = ContentMemory(cache, "encoder")
+        self._encoded = ContentCache(cache, "encoder")
 
     def prepare(
         self, text: PreparedPrompt, given: Mapping[str, Any], salt: str | None

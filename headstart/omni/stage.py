@@ -23,7 +23,7 @@ __all__ = [
     "Ended",
     "Event",
     "Failed",
-    "Figures",
+    "StageMetrics",
     "Given",
     "Input",
     "OmniRequest",
@@ -92,7 +92,7 @@ class OmniRequest:
 
 
 @dataclass(slots=True)
-class Figures:
+class StageMetrics:
     """The metrics of one request in one stage.
 
     seconds: time of the steps that it was in. first_output, total: seconds from its arrival in the
@@ -133,7 +133,7 @@ class Ended(NamedTuple):
     """The stage has given all of a request. `result`: its result for the user besides rows."""
 
     request_id: str
-    figures: Figures
+    metrics: StageMetrics
     result: object = None
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headstart.errors import ConfigError
-from headstart.omni.by_content import content_digest
+from headstart.omni.content_cache import content_digest
 from headstart.omni.function_stage import Job, WholeStage
 from headstart.omni.graph import StageNode, read_graph
 from headstart.omni.output_cache import OutputCache

@@ -121,7 +121,7 @@ def test_rows_that_are_not_finite_are_gone_with_their_request(options: dict[str,
             options = {"talker": {"voice": voice}}
             [progress] = speech.run(request(voice, PROMPTS["first"], options=options))
             assert said(progress) == wanted("first")
-        assert progress.figures["thinker"].hit_rows == {"hidden": 12, "feature": 12}
+        assert progress.metrics["thinker"].hit_rows == {"hidden": 12, "feature": 12}
 
 
 @pytest.mark.parametrize("call", ["submit", "step", "abort"])
@@ -191,7 +191,7 @@ def test_an_output_as_long_as_a_prompt_by_chance_is_never_kept(
             [progress] = speech.run(request(f"{at}", PROMPTS[name]))
             assert said(progress) == wanted(name)
         assert kept == {"hidden", "feature", "audio"}
-        assert progress.figures["thinker"].hit_rows == {"hidden": 12, "feature": 12}
+        assert progress.metrics["thinker"].hit_rows == {"hidden": 12, "feature": 12}
 
 
 def test_rows_that_were_handed_on_stay_right_when_everything_behind_them_is_reused() -> None:
@@ -199,14 +199,14 @@ def test_rows_that_were_handed_on_stay_right_when_everything_behind_them_is_reus
         stages = list(speech.pipeline.stages.values())
         speech.pipeline = Pipeline(stages, [Input("thinker", "hidden")])
         done = [speech.run(request(f"{n}", PROMPTS["first"]))[0] for n in range(2)]
-        assert done[1].figures["thinker"].hit_rows["hidden"] == 12
+        assert done[1].metrics["thinker"].hit_rows["hidden"] == 12
         first: list[Tensor] = [collected(progress, "thinker", "hidden") for progress in done]
         evicted = speech.cache.stats.evicted
         for n in range(4):
             speech.run(request(f"other {n}", [60 + n] * 30))
         assert speech.cache.stats.evicted > evicted
         [again] = speech.run(request("again", PROMPTS["first"]))
-        assert again.figures["thinker"].cached_tokens == 0
+        assert again.metrics["thinker"].cached_tokens == 0
         late = [collected(progress, "thinker", "hidden") for progress in done]
         assert all(map(torch.equal, first, late))
         assert torch.allclose(late[1], collected(again, "thinker", "hidden"), atol=1e-5)
@@ -222,7 +222,7 @@ def test_what_nobody_takes_is_neither_kept_nor_missed() -> None:
         assert {name for _, name in speech.cache._order} == {"hidden", "audio"}
         [warm] = speech.run(request("warm", PROMPTS["first"]))
         assert said(warm) == wanted("first")
-        assert warm.figures["thinker"].hit_rows == {"hidden": 12}
+        assert warm.metrics["thinker"].hit_rows == {"hidden": 12}
 
 
 def test_requests_of_several_users_are_in_several_stages_in_one_step() -> None:

@@ -119,9 +119,9 @@ class Writer:
             )
             assert tokens.tolist() == text
             assert torch.allclose(hidden, rows, atol=1e-4)
-        figures = [progress.figures["writer"] for _, progress in running]
-        assert all(f.hit_rows.get("hidden", 0) == f.cached_tokens for f in figures)
-        return [f.cached_tokens for f in figures]
+        metrics = [progress.metrics["writer"] for _, progress in running]
+        assert all(f.hit_rows.get("hidden", 0) == f.cached_tokens for f in metrics)
+        return [f.cached_tokens for f in metrics]
 
 
 KINDS = pytest.mark.parametrize("kind", ["gemma3", "gpt_oss"])

@@ -135,6 +135,6 @@ def test_without_prefix_caching_no_stage_keeps_anything(save: Any, tmp_path: Pat
     prompt = "<|im_start|><|user|>A prefix.<|im_end|>\n<|im_start|><|assistant|>\n"
     for _ in range(2):
         [output] = omni.generate(prompt, OmniParams(text=few, speech=few))
-        assert not any(figures.cached_tokens for figures in output.figures.values())
+        assert not any(metrics.cached_tokens for metrics in output.metrics.values())
     assert omni.cache.stats.written == 0
     omni.close()

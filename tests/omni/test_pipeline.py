@@ -77,21 +77,21 @@ def test_a_known_prefix_is_skipped_in_every_stage_and_its_rows_are_the_producer_
             first, second = (collected(p, "thinker", output) for p in (cold, warm))
             assert torch.equal(first[:12], second[:12])
             assert torch.allclose(first, second, atol=1e-5)
-        figures = warm.figures
-        assert figures["thinker"].cached_tokens == 12
-        assert figures["thinker"].hit_rows == {"hidden": 12, "feature": 12}
-        assert figures["talker"].cached_tokens == 12
-        assert figures["vocoder"].hit_rows == {"audio": 8}
-        assert figures["vocoder"].cached_tokens == 8
+        metrics = warm.metrics
+        assert metrics["thinker"].cached_tokens == 12
+        assert metrics["thinker"].hit_rows == {"hidden": 12, "feature": 12}
+        assert metrics["talker"].cached_tokens == 12
+        assert metrics["vocoder"].hit_rows == {"audio": 8}
+        assert metrics["vocoder"].cached_tokens == 8
 
 
 def test_the_talker_begins_before_the_thinker_is_done_and_the_vocoder_before_the_talker() -> None:
     with Speech() as speech:
         more = {"thinker": SamplingParams(temperature=0, max_tokens=20)}
         [progress] = speech.run(request("r", PROMPTS["first"], params=more))
-        figures = progress.figures
-        assert figures["talker"].first_output < figures["thinker"].total
-        assert figures["vocoder"].first_output < figures["talker"].total
+        metrics = progress.metrics
+        assert metrics["talker"].first_output < metrics["thinker"].total
+        assert metrics["vocoder"].first_output < metrics["talker"].total
 
 
 def test_another_voice_shares_the_thinker_and_no_talker_block() -> None:
@@ -101,7 +101,7 @@ def test_another_voice_shares_the_thinker_and_no_talker_block() -> None:
             options = {"talker": {"voice": voice}}
             [progress] = speech.run(request(f"{at}", PROMPTS["first"], options=options))
             assert said(progress) == wanted("first")
-            hits.append([progress.figures[s].cached_tokens for s in ("thinker", "talker")])
+            hits.append([progress.metrics[s].cached_tokens for s in ("thinker", "talker")])
         assert hits == [[0, 0], [12, 12], [12, 0]]
 
 
@@ -112,7 +112,7 @@ def test_prompts_of_equal_length_share_only_what_their_texts_share() -> None:
         for at, prompt in enumerate([[7] * 13, [8] * 13, [7] * 8 + [9] * 5]):
             [progress] = speech.run(request(f"{at}", prompt))
             assert said(progress)[:2] == oracle(prompt)
-            hits.append(progress.figures["talker"].cached_tokens)
+            hits.append(progress.metrics["talker"].cached_tokens)
         assert hits == [0, 0, 8]
 
 
@@ -122,7 +122,7 @@ def test_conditions_without_an_identity_are_never_shared() -> None:
             options = {"talker": {"anonymous": True}}
             [progress] = speech.run(request(f"{at}", PROMPTS["first"], options=options))
             assert said(progress) == wanted("first")
-            assert progress.figures["talker"].cached_tokens == 0
+            assert progress.metrics["talker"].cached_tokens == 0
 
 
 def test_pipelines_of_other_weights_can_use_one_store() -> None:
@@ -135,7 +135,7 @@ def test_pipelines_of_other_weights_can_use_one_store() -> None:
         for speech in (first, second):
             speech.pipeline = Pipeline(list(speech.pipeline.stages.values()), [taken])
             [warm] = speech.run(request("warm", PROMPTS["first"]))
-            assert warm.figures["thinker"].hit_rows["hidden"] == 12
+            assert warm.metrics["thinker"].hit_rows["hidden"] == 12
             [fresh] = speech.run(request("fresh", PROMPTS["first"], salt="another's"))
             rows[speech] = [collected(progress, *taken) for progress in (warm, fresh)]
         assert all(torch.allclose(*pair, atol=1e-5) for pair in rows.values())
@@ -174,7 +174,7 @@ def test_another_image_of_the_same_shape_is_another_prefix_in_every_stage() -> N
             outcomes[caching] = [said(progress) for progress in done]
     assert outcomes[True] == outcomes[False]
     assert outcomes[True][0] == outcomes[True][2] != outcomes[True][1]
-    hits = [[p.figures[s].cached_tokens for s in ("thinker", "talker")] for p in done]
+    hits = [[p.metrics[s].cached_tokens for s in ("thinker", "talker")] for p in done]
     assert hits == [[0, 0], [0, 0], [11, 12]]
 
 
@@ -184,14 +184,14 @@ def test_rows_evicted_while_kv_stays_and_kv_evicted_while_rows_stay() -> None:
         speech.cache.clear()
         [no_rows] = speech.run(request("2", PROMPTS["first"]))
         assert said(no_rows) == wanted("first")
-        assert no_rows.figures["thinker"].cached_tokens == 0
-        assert no_rows.figures["talker"].cached_tokens == 15
+        assert no_rows.metrics["thinker"].cached_tokens == 0
+        assert no_rows.metrics["talker"].cached_tokens == 15
         speech.run(request("3", [60] * 28))
         [no_kv] = speech.run(request("4", PROMPTS["first"]))
         assert said(no_kv) == wanted("first")
-        assert no_kv.figures["thinker"].cached_tokens == 0
+        assert no_kv.metrics["thinker"].cached_tokens == 0
         [both] = speech.run(request("5", PROMPTS["first"]))
-        assert both.figures["thinker"].cached_tokens == 12
+        assert both.metrics["thinker"].cached_tokens == 12
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 6, 9])
@@ -288,7 +288,7 @@ def test_in_deterministic_mode_rows_are_the_same_bits_cached_or_not() -> None:
             speech.pipeline = Pipeline(list(speech.pipeline.stages.values()), collects)
             speech.run(request("before", PROMPTS["other question"]))
             [progress] = speech.run(request("r", PROMPTS["first"]))
-            assert (progress.figures["thinker"].cached_tokens > 0) == caching
+            assert (progress.metrics["thinker"].cached_tokens > 0) == caching
             given[caching] = [collected(progress, *taken) for taken in collects]
     assert all(map(torch.equal, given[False], given[True]))
 

@@ -138,7 +138,7 @@ def test_cold_and_warm_it_says_what_transformers_says(omni: Omni, oracle: Any, n
         check(output, oracle(name))
         length = len(PROMPTS[name]["prompt_token_ids"])
         whole = min(length // 4 * 4, length - 1)
-        thinker, talker = output.figures["thinker"], output.figures["talker"]
+        thinker, talker = output.metrics["thinker"], output.metrics["talker"]
         assert thinker.cached_tokens == whole * round_
         assert thinker.hit_rows == ({"spoken": whole} if round_ else {})
         assert (talker.cached_tokens >= whole) == bool(round_)
@@ -180,15 +180,15 @@ def test_many_at_once_are_answered_as_one_by_one(
         outputs = omni.generate([PROMPTS[name] for name in names], ADA)
         for name, output in zip(names, outputs, strict=True):
             check(output, oracle(name))
-            assert (output.figures["thinker"].cached_tokens == 0) or "pipeline" not in more
+            assert (output.metrics["thinker"].cached_tokens == 0) or "pipeline" not in more
     omni.close()
 
 
 def test_another_image_of_the_same_shape_hits_only_what_stands_before_it(omni: Omni) -> None:
     for name, hit in (("image", 0), ("other image", 0), ("image, then more", 20)):
         [output] = omni.generate(PROMPTS[name], ADA)
-        assert output.figures["thinker"].cached_tokens == hit
-        assert output.figures["talker"].cached_tokens == hit
+        assert output.metrics["thinker"].cached_tokens == hit
+        assert output.metrics["talker"].cached_tokens == hit
 
 
 def test_another_voice_shares_what_was_thought_and_nothing_of_what_was_said(
@@ -199,9 +199,9 @@ def test_another_voice_shares_what_was_thought_and_nothing_of_what_was_said(
     bob = OmniParams(text=TEXT, speech=SPEECH, voice="Bob", seed=SEED)
     [output] = omni.generate(PROMPTS["image"], bob)
     check(output, oracle("image", "Bob"))
-    assert output.figures["thinker"].cached_tokens == 20
-    assert output.figures["talker"].cached_tokens == 0
-    assert output.figures["token2wav"].cached_tokens == 0
+    assert output.metrics["thinker"].cached_tokens == 20
+    assert output.metrics["talker"].cached_tokens == 0
+    assert output.metrics["token2wav"].cached_tokens == 0
 
 
 def test_a_voice_is_embedded_once_and_known_by_its_sound_alone(
@@ -229,7 +229,7 @@ def test_a_voice_is_embedded_once_and_known_by_its_sound_alone(
         [output] = omni.generate(PROMPTS["text"], params)
         assert len(calls) == count, name
         waves[name] = output.audio
-        assert (output.figures["token2wav"].cached_tokens > 0) == (name != "Bob")
+        assert (output.metrics["token2wav"].cached_tokens > 0) == (name != "Bob")
     assert torch.equal(waves["Eve"], waves["Ada"]) and not torch.equal(waves["Bob"], waves["Ada"])
 
 
@@ -253,7 +253,7 @@ def test_a_stream_that_is_left_holds_nothing(omni: Omni) -> None:
 def test_text_alone_needs_no_talker(omni: Omni, oracle: Any) -> None:
     [output] = omni.generate(PROMPTS["image"], OmniParams(text=TEXT, audio=False))
     assert output.token_ids == oracle("image")[0]
-    assert output.figures.keys() == {"thinker"}
+    assert output.metrics.keys() == {"thinker"}
     assert len(output.audio) == len(output.codes) == 0
 
 
@@ -326,13 +326,13 @@ def test_sounds_and_images_as_they_are(omni: Omni, tmp_path: Path) -> None:
     [first] = omni.generate(prompt, just_text)
     encoded = omni.cache.stats.written
     [second] = omni.generate(prompt, just_text)
-    length = first.figures["thinker"].prompt_tokens
+    length = first.metrics["thinker"].prompt_tokens
     assert length > 16 + 12 + 7  # a picture of 8 by 8 patches, sounds of half a second and less
     assert second.token_ids == first.token_ids
-    assert second.figures["thinker"].cached_tokens == min(length // 4 * 4, length - 1)
+    assert second.metrics["thinker"].cached_tokens == min(length // 4 * 4, length - 1)
     assert omni.cache.stats.written == encoded
     [other] = omni.generate(prompt | {"audio": waves[::-1]}, just_text)
-    assert other.figures["thinker"].cached_tokens == 0
+    assert other.metrics["thinker"].cached_tokens == 0
     for sound, complaint in (
         ([[1.0]], r"shape \[1, 1\]; allowed: \[samples\]"),
         ("x", "a sound is 'x', a str"),

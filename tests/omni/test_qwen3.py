@@ -105,7 +105,7 @@ def test_rows_from_a_middle_layer_cold_and_warm(
         assert torch.cat([c.rows for c in chunks[Input("thinker", TOKENS)]]).tolist() == text
         handed = torch.cat([c.rows for c in chunks[Input("thinker", "handed")]])
         assert torch.allclose(handed, rows, atol=1e-4)
-        assert progress.figures["thinker"].hit_rows == ({"handed": hit} if hit else {})
+        assert progress.metrics["thinker"].hit_rows == ({"handed": hit} if hit else {})
     pipeline.close()
 
 

@@ -153,7 +153,7 @@ def test_cold_and_warm_it_says_what_transformers_says(omni: Omni, oracle: Any, n
         [output] = omni.generate(PROMPTS[name], ADA)
         check(output, oracle(name))
         length = len(PROMPTS[name]["prompt_token_ids"])
-        thinker, talker = output.figures["thinker"], output.figures["talker"]
+        thinker, talker = output.metrics["thinker"], output.metrics["talker"]
         whole = min(length // 4 * 4, length - 1)
         assert thinker.cached_tokens == whole * round_
         assert thinker.hit_rows == ({"handed": whole} if round_ else {})
@@ -199,7 +199,7 @@ def test_many_at_once_are_answered_as_one_by_one(
         outputs = omni.generate([PROMPTS[name] for name in names], ADA)
         for name, output in zip(names, outputs, strict=True):
             check(output, oracle(name))
-            assert not (output.figures["thinker"].cached_tokens and "pipeline" in more)
+            assert not (output.metrics["thinker"].cached_tokens and "pipeline" in more)
     stages = [omni.pipeline.stages[name] for name in ("thinker", "talker")]
     preempted = sum(s.engine.num_preemptions for s in stages if isinstance(s, EngineStage))
     assert (preempted > 0) == (options["num_blocks"] == 18)
@@ -214,8 +214,8 @@ def test_another_voice_shares_what_was_thought_and_nothing_of_what_was_said(
     bob = OmniParams(text=TEXT, speech=SPEECH, voice="bob")
     [output] = omni.generate(PROMPTS["image"], bob)
     check(output, oracle("image", "bob"))
-    assert output.figures["thinker"].cached_tokens > 0
-    assert output.figures["talker"].cached_tokens == 0
+    assert output.metrics["thinker"].cached_tokens > 0
+    assert output.metrics["talker"].cached_tokens == 0
     with pytest.raises(RequestError, match="no voice 'eve'; there are ada, bob"):
         omni.generate(PROMPTS["text"], OmniParams(voice="eve"))
 
@@ -227,8 +227,8 @@ def test_only_the_user_s_turns_are_spoken_to_and_only_they_make_a_talker_s_block
     omni.generate(PROMPTS["system"], ADA)
     said = {"prompt_token_ids": turn("system", 67, 68, 69) + turn("user", 70, 71) + ANSWER}
     [output] = omni.generate(said, ADA)
-    assert output.figures["thinker"].cached_tokens == 0
-    assert output.figures["talker"].cached_tokens == 12  # up to the answer's first word
+    assert output.metrics["thinker"].cached_tokens == 0
+    assert output.metrics["talker"].cached_tokens == 12  # up to the answer's first word
     check(omni.generate(PROMPTS["system"], ADA)[0], oracle("system"))
 
 
@@ -252,8 +252,8 @@ def test_a_drawn_answer_is_the_same_cached_or_not_and_heard_before_it_is_said(
     assert torch.equal(cold.audio, warm.audio)
     first_heard = next(output for output in outputs if len(output.audio))
     assert len(first_heard.codes) < 30
-    assert warm.figures["code2wav"].hit_rows == {"audio": 50}
-    assert other.figures["code2wav"].hit_rows == {}
+    assert warm.metrics["code2wav"].hit_rows == {"audio": 50}
+    assert other.metrics["code2wav"].hit_rows == {}
     with silence_transformers():
         model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder).eval()
     with torch.inference_mode():
@@ -338,10 +338,10 @@ def test_sounds_and_images_as_they_are(omni: Omni) -> None:
     [first] = omni.generate(prompt, ADA)
     encoded = omni.cache.stats.written
     [second] = omni.generate(prompt, ADA)
-    length = first.figures["thinker"].prompt_tokens
+    length = first.metrics["thinker"].prompt_tokens
     assert length > 16 + 7
     assert second.token_ids == first.token_ids and torch.equal(second.codes, first.codes)
-    assert second.figures["thinker"].cached_tokens == min(length // 4 * 4, length - 1)
+    assert second.metrics["thinker"].cached_tokens == min(length // 4 * 4, length - 1)
     assert omni.cache.stats.written == encoded
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from headstart.omni.omni import Omni
     from headstart.omni.params import OmniOutput
-    from headstart.omni.stage import Figures
+    from headstart.omni.stage import StageMetrics
 
 NOTE = (
     "A Qwen2.5-Omni with random weights, made on the spot: its words are noise and its speech is "
@@ -122,11 +122,11 @@ def _recording(seed: int) -> NDArray[np.float32]:
 def _card(number: int, question: str, answer: Answer, where: str) -> Panel:
     output = answer.output
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("stage", min_width=max(map(len, output.figures)))
+    table.add_column("stage", min_width=max(map(len, output.metrics)))
     for heading in ("computed", "cached", "rows from the store", "working", "done after"):
         table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
-    for name, figures in output.figures.items():
-        table.add_row(name, *_columns(figures), style="bold")
+    for name, metrics in output.metrics.items():
+        table.add_row(name, *_columns(metrics), style="bold")
     said = Text("text  ", style="dim").append(output.text, style="italic not dim")
     spoken = f"{output.seconds:.1f} s, {len(output.codes)} codes  ({where})"
     said.append("\nspeech  ", style="dim").append(spoken, style="not dim")
@@ -138,14 +138,14 @@ def _card(number: int, question: str, answer: Answer, where: str) -> Panel:
     )
 
 
-def _columns(figures: Figures) -> tuple[str, ...]:
-    rows = max(figures.hit_rows.values(), default=0)
+def _columns(metrics: StageMetrics) -> tuple[str, ...]:
+    rows = max(metrics.hit_rows.values(), default=0)
     return (
-        f"{figures.tokens - figures.cached_tokens:,}",
-        f"{figures.cached_tokens:,}",
+        f"{metrics.tokens - metrics.cached_tokens:,}",
+        f"{metrics.cached_tokens:,}",
         f"{rows:,}" if rows else "–",
-        duration(figures.seconds),
-        duration(figures.total),
+        duration(metrics.seconds),
+        duration(metrics.total),
     )
 
 
@@ -158,14 +158,14 @@ def _verdict(answers: list[Answer]) -> Group:
         table.add_column(heading, justify="right")
     waits = {
         f"{name}'s first token": [
-            answer.output.figures[name].first_output or 0.0 for answer in answers
+            answer.output.metrics[name].first_output or 0.0 for answer in answers
         ]
         for name in ("thinker", "talker")
     }
     waits["whole answer"] = [cold.seconds, warm.seconds]
     for name, (first, second) in waits.items():
         table.add_row(name, duration(first), duration(second), f"{first / second:.1f}×")
-    vocoder = warm.output.figures["token2wav"]
+    vocoder = warm.output.metrics["token2wav"]
     share = f"Of the second answer's {duration(warm.seconds)} the vocoder took "
     share += f"{duration(vocoder.seconds)}; it works on whole answers, and knows again only those "
     share += "that are the same code for code."

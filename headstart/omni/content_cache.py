@@ -14,10 +14,10 @@ from torch import Tensor
 from headstart.cache import BlockKey, Namespace
 from headstart.omni.output_cache import BlockPath, OutputCache
 
-__all__ = ["ContentMemory", "content_bytes", "content_digest"]
+__all__ = ["ContentCache", "content_bytes", "content_digest"]
 
 
-class ContentMemory:
+class ContentCache:
     """Tensors by digest, in a namespace of their own in an `OutputCache`."""
 
     def __init__(self, cache: OutputCache, name: str) -> None:

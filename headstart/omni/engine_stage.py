@@ -167,6 +167,8 @@ class EngineStage:
     def recover(self) -> None:
         for request_id in list(self._states):
             self.engine.abort(request_id)
+        while self.engine.has_unfinished:  # results of an interrupted step; nobody waits for them
+            self.engine.step()
         self.rows.recover()
         self._decoder.take_passes()
         self._unprompted.clear()

@@ -14,9 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # On two noisy cores a slow example says nothing about the code.
-settings.register_profile(
-    "house", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("house")
 
 

@@ -101,7 +101,7 @@ def _names_it(error: BaseException | None, kind: type[BaseException]) -> bool:
 def test_an_exception_at_any_line_of_a_step(
     llm: LLM, expected: list[list[int]], steps: int, kinds: Sequence[type[BaseException]]
 ) -> None:
-    """The kinds of exceptions take turns over every other point; HEADSTART_EVERY_KIND=1: all."""
+    """The kinds of exceptions take turns over the lines, unless HEADSTART_EVERY_KIND is 1."""
     engine = llm.engine
     groups = _begin(engine, steps)
     with Interruption() as counted:
@@ -109,7 +109,7 @@ def test_an_exception_at_any_line_of_a_step(
     _finish(engine, groups, expected)
     places = points(counted.lines)
     assert len(places) > 300
-    for turn, at in enumerate(places if EVERY_KIND else places[::2]):
+    for turn, at in enumerate(places):
         kind = kinds[turn % len(kinds)]
         groups = _begin(engine, steps)
         results = []

@@ -188,6 +188,15 @@ def test_chat_begins_anew_after_reset(demo_model: Path) -> None:
     assert prompts[0] == prompts[1]
 
 
+def test_an_answer_anew_keeps_the_documents_that_wait(demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "people.txt").write_text("Ann is 31.\n" * 20, encoding="utf-8")
+    lines = f"Hello\n/file {tmp_path / 'people.txt'}\n/retry\nHow old is Ann?\n"
+    result = call("chat", *SMALL, "--max-tokens", "8", stdin=lines)
+    hello, again, asked = (int(n) for n in re.findall(r"prompt (\d+) tokens", result.stderr))
+    assert again == hello
+    assert asked > hello + 100  # the document went with the question after it
+
+
 def test_chat_survives_a_turn_that_is_too_long(demo_model: Path) -> None:
     result = call("chat", *SMALL, "--max-model-len", "100", stdin="x" * 200 + "\nHello\n")
     assert result.exit_code == 0

@@ -107,9 +107,9 @@ def test_only_commands_are_commands(message: str, is_command: bool) -> None:
 def test_a_conversation_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     said = Conversation(system="Be brief.", start=1, images=[image])
-    said.add(Turn("one", "1"))
-    said.images = [image]
-    said.add(Turn(said.ask("two"), "2"))
+    said.turns.append(Turn("one", "1"))
+    said.turns.append(Turn(said.ask("two"), "2"))
+    said.drop_waiting()
     said.save(tmp_path / "chat.json", "m")
     loaded = Conversation.load(tmp_path / "chat.json")
     assert (loaded.system, loaded.turns, loaded.start) == (said.system, said.turns, 0)

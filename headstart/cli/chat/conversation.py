@@ -47,11 +47,6 @@ class Conversation:
         """A question with the documents and images that wait for it."""
         return join_content(self.documents, self.images, text)
 
-    def add(self, turn: Turn) -> None:
-        """A turn is over; what waited went with its question."""
-        self.turns.append(turn)
-        self.drop_waiting()
-
     def drop_waiting(self) -> None:
         """Forget the documents and images that wait."""
         self.documents, self.images = [], []

@@ -58,7 +58,8 @@ class Chat:
 
     def say(self, text: str) -> None:
         """Answer a message of the user's."""
-        self._answer(self.conversation.ask(text))
+        if self._answer(self.conversation.ask(text)):
+            self.conversation.drop_waiting()
 
     def retry(self) -> None:
         """Answer the last question anew. Raises RequestError if there is none."""
@@ -107,7 +108,7 @@ class Chat:
         if not is_whole:
             note(f"[{_INTERRUPTED if answer.text else _TAKEN_BACK}]")
         if answer.text or is_whole:
-            self.conversation.add(Turn(question, answer.text))
+            self.conversation.turns.append(Turn(question, answer.text))
         return bool(answer.text or is_whole)
 
     def _fit(self, question: Content) -> RequestStream:

@@ -60,5 +60,5 @@ def test_a_pipeline_on_such_a_device_says_the_same(
             done = speech.run(*(request(f"{round_} {n}", p) for n, p in enumerate(prompts)))
             for prompt, progress in zip(prompts, done, strict=True):
                 assert said(progress)[:2] == oracle(prompt)
-                assert progress.figures["thinker"].hit_rows["hidden"] >= 8 * round_
+                assert progress.metrics["thinker"].hit_rows["hidden"] >= 8 * round_
     assert sum(len(stream.work) for stream in device.copies) > 0

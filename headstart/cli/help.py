@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import click
 
+from headstart.server.options import ServerOptions
+
 __all__ = ["GroupedCommand", "GroupedOption", "group_of"]
 
-MAIN, SAMPLING, MEMORY, MODELS, INTERNALS, OTHER = (
+MAIN, SERVER, SAMPLING, MEMORY, MODELS, INTERNALS, OTHER = (
     "Options",
+    "How the server is reached",
     "How answers are chosen",
     "Memory and speed",
     "Images and adapters",
@@ -18,6 +22,7 @@ MAIN, SAMPLING, MEMORY, MODELS, INTERNALS, OTHER = (
 )
 _GROUPS = {
     MAIN: ("max_tokens", "temperature", "max_model_len", "device", "dtype"),
+    SERVER: tuple(field.name for field in fields(ServerOptions)),
     SAMPLING: (
         *("top_p", "top_k", "min_p", "seed", "stop", "min_tokens", "ignore_eos"),
         *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -67,7 +72,7 @@ class GroupedCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """One list of options for each group that has some."""
         groups: dict[str, list[tuple[str, str]]] = {
-            name: [] for name in (MAIN, SAMPLING, MEMORY, MODELS, INTERNALS, OTHER)
+            name: [] for name in (MAIN, SERVER, SAMPLING, MEMORY, MODELS, INTERNALS, OTHER)
         }
         for parameter in self.get_params(ctx):
             is_option = isinstance(parameter, click.Option)

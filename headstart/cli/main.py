@@ -1,4 +1,4 @@
-"""The command line: `headstart run`, `chat`, `models`, `demo`, `completion`.
+"""The command line: `headstart run`, `chat`, `serve`, `models`, `demo`, `completion`.
 
 Everything that headstart raises on purpose ends as one line on stderr and exit status 2; usage
 errors do so too. Replies go to stdout, the figures of `run` and `chat` to stderr, so that a
@@ -29,10 +29,12 @@ from headstart.cli.options import (
     chat_sampling,
     engine_options,
     sampling_options,
+    server_options,
     sort_options,
 )
 from headstart.cli.reply import print_reply
 from headstart.cli.run import read_questions
+from headstart.cli.serve import run_server, take_server_options
 from headstart.cli.show import check_svg
 from headstart.cli.streams import as_typed, prepare_streams
 from headstart.errors import HeadstartError
@@ -159,6 +161,16 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
         session = load_module("headstart.cli.chat.session")
         talk = load_module("headstart.cli.chat.talk").talk
         talk(session.Chat(llm, model, params, conversation, plain=plain))
+
+
+@main.command(cls=GroupedCommand)
+@_model_option
+@server_options
+@engine_options
+def serve(model: str, **options: Any) -> None:
+    """Answer OpenAI's clients over HTTP; each answer says how much of its prompt was cached."""
+    server = take_server_options(options)
+    run_server(model, sort_options(options).engine, server)
 
 
 main.add_command(models)

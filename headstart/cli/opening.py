@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from headstart.models.files import find_folder, weight_files
 if TYPE_CHECKING:
     from headstart.engine.llm import LLM
 
-__all__ = ["announce_and_open", "folder_of"]
+__all__ = ["announce", "announce_and_open", "folder_of"]
 
 
 def announce_and_open(model: str, options: Mapping[str, Any]) -> LLM:
@@ -23,11 +23,18 @@ def announce_and_open(model: str, options: Mapping[str, Any]) -> LLM:
 
     Raises ModelError, ConfigError or OutOfMemoryError.
     """
+    with waiting(announce(model)):
+        return open_model(model, options)
+
+
+def announce(model: str) -> Callable[[float], str]:
+    """Say what the model's answers are worth; returns what to show while it loads.
+
+    Downloading, if need be, shows bars of its own. Raises ModelError.
+    """
     if text := note_on(model):
         note(text)
-    size = _weigh(folder_of(model))  # downloading, if need be, shows bars of its own
-    with waiting(describe_loading(model, size)):
-        return open_model(model, options)
+    return describe_loading(model, _weigh(folder_of(model)))
 
 
 def folder_of(model: str) -> Path:

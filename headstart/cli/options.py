@@ -21,6 +21,7 @@ from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.params import SamplingParams
 from headstart.engine.startup.threads import count_cores
 from headstart.errors import RequestError
+from headstart.server.options import ServerOptions
 from headstart.validation import OneOf, describe
 
 if TYPE_CHECKING:
@@ -79,6 +80,11 @@ def engine_options(command: Command) -> Command:
     """Give a command one flag for each field of EngineConfig; `--seed` is a request's own."""
     chosen = [field for field in fields(EngineConfig) if field.name not in SAMPLING_FLAGS]
     return _add_flags(command, EngineConfig, chosen, {})
+
+
+def server_options(command: Command) -> Command:
+    """Give a command one flag for each field of ServerOptions."""
+    return _add_flags(command, ServerOptions, list(fields(ServerOptions)), {})
 
 
 def sampling_options(defaults: Mapping[str, Any]) -> Callable[[Command], Command]:

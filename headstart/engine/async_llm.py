@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headstart.engine.adapters.request import Adapter
-    from headstart.engine.chat.requests import ChatRequests, Conversation
+    from headstart.engine.chat.requests import Conversation
     from headstart.engine.inputs import Prompt
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
@@ -70,22 +70,8 @@ class AsyncLLM:
 
         options: see `StreamOptions`.
         """
-        self.engine.require_open()
-        call = read_call(ASYNC_GENERATE, options, 1)
-        [params] = spread_params(sampling_params, self._sampling, 1)
-        name = await self._load(call.adapters[0])
-        [priority] = call.priorities
-        request = await asyncio.to_thread(
-            lambda: self.engine.prepare(
-                prompt,
-                params,
-                request_id=request_id,
-                salt=call.salt,
-                adapter=name,
-                priority=priority,
-            )
-        )
-        async with aclosing(self._stream(request)) as outputs:
+        request = await self.prepare(prompt, sampling_params, request_id, **options)
+        async with aclosing(self.outputs(request)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -97,11 +83,50 @@ class AsyncLLM:
         **options: Unpack[StreamChatOptions],
     ) -> AsyncGenerator[RequestOutput]:
         """Stream the answer to a conversation; the next turn hits every token of this one."""
+        request = await self.prepare_chat(messages, sampling_params, request_id, **options)
+        async with aclosing(self.outputs(request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Unpack[StreamOptions],
+    ) -> RequestGroup:
+        """A request of `generate` for `outputs`: checked and tokenised, and nothing more.
+
+        Raises RequestError.
+        """
+        self.engine.require_open()
+        call = read_call(ASYNC_GENERATE, options, 1)
+        [params] = spread_params(sampling_params, self._sampling, 1)
+        name = await self._load(call.adapters[0])
+        return await asyncio.to_thread(
+            lambda: self.engine.prepare(
+                prompt,
+                params,
+                request_id=request_id,
+                salt=call.salt,
+                adapter=name,
+                priority=call.priorities[0],
+            )
+        )
+
+    async def prepare_chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Unpack[StreamChatOptions],
+    ) -> RequestGroup:
+        """As `prepare`, of a conversation."""
         self.engine.require_open()
         call, template = read_call(ASYNC_CHAT, options, 1), read_template(ASYNC_CHAT, options)
         [params] = spread_params(sampling_params, self._sampling, 1)
         name = await self._load(call.adapters[0])
-        request = await asyncio.to_thread(
+        return await asyncio.to_thread(
             lambda: self._chats.prepare(
                 messages,
                 params,
@@ -112,9 +137,29 @@ class AsyncLLM:
                 priority=call.priorities[0],
             )
         )
-        async with aclosing(self._stream(request, self._chats)) as outputs:
-            async for output in outputs:
-                yield output
+
+    async def outputs(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:
+        """Queue a prepared request and stream its outputs; leaving the loop aborts it."""
+        updates = self._driver.async_mailbox()
+        shown = ShownOutputs(request.params.output_kind)
+        finished = False
+        try:
+            self._driver.submit(request, updates.receive, every_step=shown.wants_every_step)
+            while not finished:
+                output = await updates.get()
+                finished = output.finished
+                if finished and request.chat is not None:
+                    await asyncio.to_thread(self._chats.remember, request, output)
+                new = shown.next(output)
+                if new is not None:
+                    yield new
+        finally:
+            if not finished:
+                self._driver.cancel([request], wait=False)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """As `LLM.get_default_sampling_params`: a copy that may be changed."""
+        return self._sampling.clone()
 
     async def load_adapter(self, name: str, path: str | Path) -> Adapter:
         """As `LLM.load_adapter`; requests go on meanwhile."""
@@ -135,27 +180,6 @@ class AsyncLLM:
         if isinstance(choice, LoRARequest):  # which may read files
             return await asyncio.to_thread(self.engine.adapters.require, choice, self._driver.call)
         return choice
-
-    async def _stream(
-        self, request: RequestGroup, chats: ChatRequests | None = None
-    ) -> AsyncGenerator[RequestOutput]:
-        """The outputs of a request; `chats` remember the answer."""
-        updates = self._driver.async_mailbox()
-        shown = ShownOutputs(request.params.output_kind)
-        finished = False
-        try:
-            self._driver.submit(request, updates.receive, every_step=shown.wants_every_step)
-            while not finished:
-                output = await updates.get()
-                finished = output.finished
-                if finished and chats is not None:
-                    await asyncio.to_thread(chats.remember, request, output)
-                new = shown.next(output)
-                if new is not None:
-                    yield new
-        finally:
-            if not finished:
-                self._driver.cancel([request], wait=False)
 
     async def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer, None if it came without one."""

@@ -1,0 +1,67 @@
+"""`headstart serve`: from flags to a server that listens, and what a user reads meanwhile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headstart.cli.notes import note
+from headstart.cli.opening import announce
+from headstart.cli.options import RANDOM_MODEL, resolve_model
+from headstart.cli.progress import waiting
+from headstart.errors import ConfigError
+from headstart.imports import load_module
+from headstart.server.options import ServerOptions
+
+if TYPE_CHECKING:
+    import socket
+
+__all__ = ["run_server", "take_server_options"]
+
+
+def take_server_options(given: dict[str, Any]) -> ServerOptions:
+    """The server's options, taken out of all that were given. Raises ConfigError."""
+    names = {field.name for field in fields(ServerOptions)}
+    said = {name: given.pop(name) for name in list(given) if name in names}
+    return ServerOptions(**{name: value for name, value in said.items() if value is not None})
+
+
+def run_server(model: str, engine: Mapping[str, Any], options: ServerOptions) -> None:
+    """Load a model and serve it until a signal comes.
+
+    Raises ConfigError, ModelError or OutOfMemoryError.
+    """
+    launch = _import_launch()
+    with closing(launch.listen(options)) as at:  # a port in use is told before seconds of loading
+        with waiting(announce(model)):
+            async_llm = load_module("headstart.engine.async_llm").AsyncLLM
+            llm = async_llm(resolve_model(model), **engine)
+        with closing(llm):
+            launch.serve(llm, model, options, at, lambda: _tell(at, options, model))
+    note("Stopped.")
+
+
+def _import_launch() -> Any:
+    try:
+        return load_module("headstart.server.launch")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the server needs {error.name}: pip install 'headstart[serve]'"
+        ) from error
+
+
+def _tell(at: socket.socket, options: ServerOptions, model: str) -> None:
+    host, port = at.getsockname()[:2]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    name = options.served_model_name or model
+    question = "What is 2 + 2?" if model == RANDOM_MODEL else "Who are you?"
+    body = {"model": name, "messages": [{"role": "user", "content": question}]}
+    click.echo(f"Serving {name} at {address}")
+    note(f"\ncurl {address}/v1/chat/completions -H 'Content-Type: application/json' \\")
+    note(f"  -d '{json.dumps(body)}'")
+    note(f'\nOpenAI(base_url="{address}/v1", api_key="none")   # Ctrl-C stops\n')

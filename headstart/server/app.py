@@ -1,0 +1,37 @@
+"""The application: every API of the server over one engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+
+from headstart.server import health
+from headstart.server.errors import add_handlers
+from headstart.server.middleware import Frontdoor
+from headstart.server.openai import chat, completions, models
+from headstart.server.options import ServerOptions
+from headstart.server.service import Service
+from headstart.version import __version__
+
+if TYPE_CHECKING:
+    from headstart.engine.async_llm import AsyncLLM
+
+__all__ = ["create_app"]
+
+_ROUTERS = (health.router, models.router, completions.router, chat.router)
+
+
+def create_app(llm: AsyncLLM, name: str, options: ServerOptions | None = None) -> FastAPI:
+    """An ASGI application that answers with a model; `name` is the model's in the API.
+
+    Whoever made `llm` closes it.
+    """
+    options = options or ServerOptions()
+    app = FastAPI(title="headstart", version=__version__, redoc_url=None)
+    app.state.service = Service(llm, name, options)
+    for router in _ROUTERS:
+        app.include_router(router)
+    add_handlers(app)
+    app.add_middleware(Frontdoor, max_bytes=options.max_request_bytes)
+    return app

@@ -1,0 +1,130 @@
+"""What went wrong, in the shape and with the status of the API that was asked.
+
+status  OpenAI's type          Anthropic's type
+400     invalid_request_error  invalid_request_error
+401     authentication_error   authentication_error
+403     permission_error       permission_error
+404     not_found_error        not_found_error
+413     invalid_request_error  request_too_large
+429     rate_limit_error       rate_limit_error
+500     api_error              api_error
+503     overloaded_error       overloaded_error
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headstart.errors import EngineError, HeadstartError, RequestError
+from headstart.validation import shorten
+
+__all__ = ["ApiError", "JsonResponse", "add_handlers", "as_api_error", "body_of"]
+
+_LOG = logging.getLogger("headstart.server")
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+_ANTHROPIC = _TYPES | {413: "request_too_large"}
+
+
+class ApiError(HeadstartError):
+    """A request that is refused: its status, and what OpenAI's errors say beside the text.
+
+    param: the field that is wrong. retry_after: seconds, for the header of that name.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        text: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+
+class JsonResponse(Response):
+    """JSON in ASCII: also texts with half characters can be told."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """The refusal for an exception of the engine or of the framework."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error))
+    if isinstance(error, EngineError):
+        return ApiError(500, str(error))
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, shorten(str(error.detail)))
+    if isinstance(error, RequestValidationError):
+        return _read_validation(error)
+    return ApiError(500, "the server failed; its log has the reason")
+
+
+def _read_validation(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body, and where."""
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    param = shorten(".".join(place))
+    return ApiError(400, f"{param or 'the body'}: {first['msg']}", param=param or None)
+
+
+def body_of(error: ApiError, path: str = "", request_id: str = "") -> dict[str, Any]:
+    """The error as the API of this path tells it."""
+    text = shorten(str(error))
+    if path.startswith("/v1/messages"):
+        kind = _ANTHROPIC.get(error.status, "invalid_request_error")
+        return {
+            "type": "error",
+            "error": {"type": kind, "message": text},
+            "request_id": request_id,
+        }
+    kind = _TYPES.get(error.status, "invalid_request_error")
+    told = {"message": text, "type": kind, "param": error.param, "code": error.code}
+    return {"error": told}
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    told = as_api_error(error)
+    request_id = getattr(request.state, "request_id", "")
+    if told.status >= 500:
+        _LOG.error("request %s failed: %s", request_id, error, exc_info=error)
+    headers: Mapping[str, str] = {}
+    if told.retry_after is not None:
+        headers = {"Retry-After": str(told.retry_after)}
+    if isinstance(error, HTTPException) and error.headers:
+        headers = {**headers, **error.headers}
+    body = body_of(told, request.url.path, request_id)
+    return JsonResponse(body, status_code=told.status, headers=dict(headers))
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Have every exception answered in the API's shape."""
+    for kind in (HeadstartError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _answer)

@@ -1,0 +1,87 @@
+"""A server that listens: from an application to a socket, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from headstart.errors import ConfigError
+from headstart.server.app import create_app
+from headstart.server.options import ServerOptions
+from headstart.server.service import Service
+
+if TYPE_CHECKING:
+    from headstart.engine.async_llm import AsyncLLM
+
+__all__ = ["listen", "serve"]
+
+
+def listen(options: ServerOptions) -> socket.socket:
+    """A socket at the server's address. Raises ConfigError if it cannot be had."""
+    try:
+        family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((options.host, options.port), family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"host {options.host!r} and port {options.port} cannot be listened on: {error}"
+        ) from error
+
+
+def serve(
+    llm: AsyncLLM,
+    name: str,
+    options: ServerOptions,
+    at: socket.socket,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Answer requests until SIGINT or SIGTERM; `ready` is called when the first can come.
+
+    Then nothing new is taken, and what runs has `drain_seconds` to end. A second signal ends it at
+    once. Whoever made `llm` closes it.
+    """
+    app = create_app(llm, name, options)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
+    )
+    server = _Server(config, app.state.service, ready)
+    asyncio.run(server.serve(sockets=[at]))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which tells the service when it stops."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._service = service
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.is_draining = True
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but a signal that was answered by an orderly end is not raised again."""
+        before = {kind: signal.signal(kind, self.handle_exit) for kind in _SIGNALS}
+        try:
+            yield
+        finally:
+            for kind, handler in before.items():
+                signal.signal(kind, handler)
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -1,0 +1,44 @@
+"""Several asynchronous streams as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+__all__ = ["merge"]
+
+Item = TypeVar("Item")
+
+
+async def merge(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[tuple[int, Item]]:
+    """Each item with the place of its stream, as they come; all streams are closed at the end.
+
+    A stream is asked for its next item when the last one was taken, so a slow reader holds up all
+    of them and nothing piles up here. The first exception ends all.
+    """
+    waiting = {asyncio.ensure_future(_next(stream)): at for at, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                at = waiting.pop(task)
+                found = task.result()
+                if found:
+                    yield at, found[0]
+                    waiting[asyncio.ensure_future(_next(streams[at]))] = at
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            async with aclosing(stream):
+                pass
+
+
+async def _next(stream: AsyncGenerator[Item]) -> tuple[Item] | tuple[()]:
+    """The next item, or nothing at the end: a task cannot end with StopAsyncIteration."""
+    async for item in stream:
+        return (item,)
+    return ()

@@ -1,0 +1,143 @@
+"""`POST /v1/completions`: texts that continue prompts, whole or as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headstart.errors import RequestError
+from headstart.server.errors import JsonResponse, as_api_error, body_of
+from headstart.server.merging import merge
+from headstart.server.openai.reading import read_completion_sampling, read_salt
+from headstart.server.openai.schema import CompletionRequest
+from headstart.server.openai.usage import TokenCount, completion_logprobs, usage_of
+from headstart.server.service import Service, service_of, unless_gone
+from headstart.server.sse import EventStream, frame
+
+if TYPE_CHECKING:
+    from headstart.engine.inputs import Prompt
+    from headstart.engine.outputs import CompletionOutput, RequestOutput
+    from headstart.engine.request import RequestGroup
+
+__all__ = ["router"]
+
+router = APIRouter()
+_MAX_PROMPTS = 256
+
+
+@router.post("/v1/completions")
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """Continue one prompt or several."""
+    service = service_of(request)
+    params = service.params(read_completion_sampling(body), stream=bool(body.stream))
+    adapter, salt = service.adapter(body.model), read_salt(body)
+    name = service.new_id("cmpl")
+    requests = [
+        await service.prepare(
+            prompt,
+            params,
+            f"{name}-{place}",
+            adapter=adapter,
+            cache_salt=salt,
+            priority=body.priority,
+        )
+        for place, prompt in enumerate(_prompts(body.prompt))
+    ]
+    told = _Told(body, name)
+    if body.stream:
+        return EventStream(told.events(service, requests))
+    return JsonResponse(await unless_gone(request, told.whole(service, requests)))
+
+
+def _prompts(given: Any) -> Sequence[Prompt]:
+    """Each of one or several prompts, texts or token ids. Raises RequestError."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    if not given or len(given) > _MAX_PROMPTS:
+        raise RequestError(f"there are {len(given)} prompts; allowed: 1 to {_MAX_PROMPTS}")
+    return given  # type: ignore[no-any-return]
+
+
+class _Told:
+    """The answers of one call, as OpenAI's clients read them."""
+
+    def __init__(self, body: CompletionRequest, name: str) -> None:
+        self._body = body
+        self._head = {
+            "id": name,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": body.model,
+        }
+        self._wants_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._offsets: dict[int, int] = {}  # of a choice's next token in its text
+
+    async def whole(self, service: Service, requests: Sequence[RequestGroup]) -> dict[str, Any]:
+        """All answers at once."""
+        outputs = await _answer_all(service, requests)
+        counts = [TokenCount() for _ in outputs]
+        choices = []
+        for place, output in enumerate(outputs):
+            counts[place].add(output)
+            choices += [self._choice(place, output, answer) for answer in output.outputs]
+        return self._head | {"choices": choices, "usage": usage_of(counts)}
+
+    async def events(
+        self, service: Service, requests: Sequence[RequestGroup]
+    ) -> AsyncGenerator[bytes]:
+        """The stream, up to the line that says that it is done, or why it is not."""
+        counts = [TokenCount() for _ in requests]
+        try:
+            async for place, output in merge([service.run(request) for request in requests]):
+                counts[place].add(output)
+                for answer in output.outputs:
+                    yield frame(self._chunk([self._choice(place, output, answer)]))
+        except Exception as error:
+            yield frame(body_of(as_api_error(error)))
+            return
+        if self._wants_usage:
+            yield frame(self._chunk([], usage_of(counts)))
+        yield frame("[DONE]")
+
+    def _chunk(self, choices: list[Any], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        told = self._head | {"choices": choices}
+        return told | {"usage": usage} if self._wants_usage else told
+
+    def _choice(
+        self, place: int, output: RequestOutput, answer: CompletionOutput
+    ) -> dict[str, Any]:
+        index = place * (self._body.n or 1) + answer.index
+        is_first = index not in self._offsets
+        echoed = (output.prompt or "") if self._body.echo and is_first else ""
+        entries = list(answer.logprobs or [])
+        if echoed and output.prompt_logprobs is not None:
+            entries = [*output.prompt_logprobs, *entries]  # type: ignore[list-item]
+        text = answer.text if self._body.max_tokens != 0 else ""
+        logprobs = None
+        if self._body.logprobs is not None:
+            start = self._offsets.get(index, 0)
+            logprobs = completion_logprobs(entries, self._body.logprobs, start)
+        self._offsets[index] = self._offsets.get(index, 0) + len(echoed + text)
+        return {
+            "index": index,
+            "text": echoed + text,
+            "logprobs": logprobs,
+            "finish_reason": answer.finish_reason,
+        }
+
+
+async def _answer_all(service: Service, requests: Sequence[RequestGroup]) -> list[RequestOutput]:
+    """Every answer; if one fails or nobody waits any more, the others are let go of."""
+    tasks = [asyncio.ensure_future(service.answer(request)) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

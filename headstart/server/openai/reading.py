@@ -1,0 +1,101 @@
+"""From OpenAI's fields to `SamplingParams` and the options of a prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headstart.engine.structured.params import StructuredOutputsParams
+from headstart.errors import RequestError
+from headstart.server.errors import ApiError
+from headstart.server.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    ResponseFormat,
+    SamplingFields,
+)
+
+__all__ = ["read_chat_sampling", "read_completion_sampling", "read_salt"]
+
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids"),
+    *("min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("bad_words", "allowed_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
+)
+_MAX_TOP_LOGPROBS = 20
+
+
+def read_salt(body: SamplingFields) -> str | None:
+    """The salt that a body asks for; both of its fields together, each with its length."""
+    given = [("salt", body.cache_salt), ("key", body.prompt_cache_key)]
+    parts = [f"{name}:{len(value)}:{value}" for name, value in given if value]
+    return "/".join(parts) or None
+
+
+def _common(body: SamplingFields) -> dict[str, Any]:
+    params = {name: getattr(body, name) for name in _SAME}
+    if not params["stop"]:
+        params["stop"] = None
+    params["logit_bias"] = _read_bias(body.logit_bias)
+    params["structured_outputs"] = _read_form(body)
+    params["skip_reading_prefix_cache"] = body.no_read or None
+    return params
+
+
+def read_completion_sampling(body: CompletionRequest) -> dict[str, Any]:
+    """The sampling of a completion. Raises RequestError for what is not there."""
+    if body.suffix:
+        raise RequestError("suffix is given; allowed: none, models here continue a text")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise RequestError(f"best_of is {body.best_of}; allowed: none, or n; use beam search")
+    params = _common(body) | {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
+    if body.max_tokens == 0 and body.echo:
+        params["max_tokens"] = 1  # of which nothing is told: see `completions`
+    if body.echo and body.logprobs is not None:
+        params["prompt_logprobs"] = body.logprobs
+    return params
+
+
+def read_chat_sampling(body: ChatRequest) -> dict[str, Any]:
+    """The sampling of a chat; without a limit an answer may be as long as there is room."""
+    most = body.max_completion_tokens
+    params = _common(body) | {"max_tokens": body.max_tokens if most is None else most}
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= _MAX_TOP_LOGPROBS:
+        raise ApiError(
+            400,
+            f"top_logprobs is {body.top_logprobs}; allowed: from 0 to {_MAX_TOP_LOGPROBS}",
+            param="top_logprobs",
+        )
+    params["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+    return params
+
+
+def _read_bias(given: dict[str, float] | None) -> dict[int, float] | None:
+    if given is None:
+        return None
+    wrong = [token for token in given if not (token.isascii() and token.isdigit())]
+    if wrong or any(len(token) > 12 for token in given):
+        raise ApiError(400, "logit_bias: allowed keys are token ids as text", param="logit_bias")
+    return {int(token): bias for token, bias in given.items()}
+
+
+def _read_form(body: SamplingFields) -> StructuredOutputsParams | None:
+    named = _read_format(body.response_format)
+    if body.structured_outputs is None:
+        return named
+    if named is not None:
+        raise RequestError("response_format and structured_outputs both give a form; allowed: one")
+    return StructuredOutputsParams(**body.structured_outputs.model_dump(by_alias=True))
+
+
+def _read_format(given: ResponseFormat | None) -> StructuredOutputsParams | None:
+    """Without white space between tokens, as OpenAI answers: a model could write it for ever."""
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return StructuredOutputsParams(json_object=True, disable_any_whitespace=True)
+    if given.json_schema is None:
+        raise ApiError(400, "response_format.json_schema is missing", param="response_format")
+    schema = given.json_schema.schema_ or {}
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True)

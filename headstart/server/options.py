@@ -1,0 +1,33 @@
+"""The options of a server; command line flags are made from these fields."""
+
+from dataclasses import dataclass
+
+from headstart.errors import ConfigError
+from headstart.validation import Number, check_fields, option
+
+__all__ = ["ServerOptions"]
+
+_COUNTS = Number(int, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How a server is reached, and how much it takes. Raises ConfigError."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 takes a free one", Number(int, 0, 65_535))
+    served_model_name: str | None = option(
+        None, "the model's name in the API; default: the name that it was loaded by"
+    )
+    max_waiting: int = option(
+        256, "requests that wait at the most; further ones are refused with status 429", _COUNTS
+    )
+    max_request_bytes: int = option(
+        32 * 2**20, "bytes of a request's body at the most", Number(int, 1024)
+    )
+    drain_seconds: float = option(
+        30.0, "seconds that running requests have when the server is stopped", Number(float, 0)
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)

@@ -1,0 +1,150 @@
+"""What every API of the server does with a request: admit it, answer it, let go of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.requests import Request
+
+from headstart.engine.params import RequestOutputKind, SamplingParams
+from headstart.errors import EngineError
+from headstart.server.errors import ApiError
+from headstart.server.options import ServerOptions
+
+if TYPE_CHECKING:
+    from headstart.engine.async_llm import AsyncLLM
+    from headstart.engine.inputs import Prompt
+    from headstart.engine.outputs import RequestOutput
+    from headstart.engine.request import RequestGroup
+
+__all__ = ["Service", "service_of", "unless_gone"]
+
+Answer = TypeVar("Answer")
+_GONE = 499  # nginx's status for a client that closed the connection; nobody reads it
+
+
+class Service:
+    """One model behind the server, and how many requests are under way."""
+
+    def __init__(self, llm: AsyncLLM, name: str, options: ServerOptions) -> None:
+        self.llm = llm
+        self.name = options.served_model_name or name
+        self.options = options
+        self.is_draining = False
+        self.num_open = 0
+        self.started = int(time.time())
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are taken."""
+        return not self.is_draining and self.llm.is_running
+
+    def adapter(self, model: str | None) -> str | None:
+        """The adapter that a request's model names, None for the model itself.
+
+        Raises ApiError (404) for any other name.
+        """
+        if model is None or model == self.name:
+            return None
+        if model in {adapter.name for adapter in self.llm.engine.adapters.named}:
+            return model
+        raise ApiError(
+            404,
+            f"the model {model!r} does not exist; there is {self.name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def new_id(self, kind: str) -> str:
+        """A name for a request, which no other has; `kind` is what the API begins it with."""
+        return f"{kind}-{uuid.uuid4().hex}"
+
+    def check_open(self) -> None:
+        """Raise ApiError if no further request can be taken now."""
+        if not self.is_ready:
+            raise ApiError(503, "the server is stopping", retry_after=5)
+        most = self.llm.engine.config.max_num_seqs + self.options.max_waiting
+        if self.num_open >= most:
+            raise ApiError(
+                429,
+                f"{self.num_open} requests are under way; allowed: {most}",
+                code="rate_limit_exceeded",
+                retry_after=1,
+            )
+
+    async def run(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:
+        """The outputs of a prepared request; it is counted while it lasts."""
+        self.check_open()
+        self.num_open += 1
+        try:
+            async with aclosing(self.llm.outputs(request)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self.num_open -= 1
+
+    async def answer(self, request: RequestGroup) -> RequestOutput:
+        """The whole answer to a prepared request."""
+        async with aclosing(self.run(request)) as outputs:
+            async for output in outputs:
+                if output.finished:
+                    return output
+        raise EngineError("the engine ended a request without an answer")
+
+    def params(self, given: Mapping[str, Any], *, stream: bool) -> SamplingParams:
+        """The model's default sampling with what a request says. Raises RequestError.
+
+        Values that are None were not said.
+        """
+        params = self.llm.get_default_sampling_params()
+        kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+        params.output_kind = kind
+        for name, value in given.items():
+            if value is not None or name == "max_tokens":
+                setattr(params, name, value)
+        return params
+
+    async def prepare(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, **options: Any
+    ) -> RequestGroup:
+        """A request of a prompt; see `AsyncLLM.prepare`."""
+        self.check_open()
+        return await self.llm.prepare(prompt, params, request_id, **options)
+
+    async def prepare_chat(
+        self, messages: Any, params: SamplingParams, request_id: str, **options: Any
+    ) -> RequestGroup:
+        """A request of a conversation; see `AsyncLLM.prepare_chat`."""
+        self.check_open()
+        return await self.llm.prepare_chat(messages, params, request_id, **options)
+
+
+def service_of(request: Request) -> Service:
+    """The service of the app that a request came to."""
+    service: Service = request.app.state.service
+    return service
+
+
+async def unless_gone(request: Request, work: Awaitable[Answer]) -> Answer:
+    """Wait for `work`; cancel it when the client goes away, which aborts its request."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_until_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(_GONE, "the client went away")
+        return task.result()
+    finally:
+        for future in (task, gone):
+            future.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _wait_until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,73 @@
+"""A server of headstart-tiny or another model on a port of its own, in a thread of the tests."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from headstart import AsyncLLM
+from headstart.server.app import create_app
+from headstart.server.options import ServerOptions
+from headstart.server.service import Service
+
+__all__ = ["Running", "running"]
+
+
+class Running:
+    """An address that answers, and the engine behind it."""
+
+    def __init__(self, url: str, llm: AsyncLLM, service: Service) -> None:
+        self.url = url
+        self.llm = llm
+        self.service = service
+
+    def pool(self) -> tuple[int, int]:
+        """Blocks in all, and those that nobody holds; the pool has checked itself."""
+
+        def look() -> tuple[int, int]:
+            manager = self.llm.engine.manager
+            manager.check()
+            return manager.config.num_blocks, manager.num_free_blocks
+
+        return self.llm._driver.call(look)
+
+
+@contextmanager
+def running(
+    model: str | Path = "headstart-tiny", *, name: str = "tiny", **options: Any
+) -> Iterator[Running]:
+    """Serve a model; `options` are the server's and the engine's."""
+    names = set(ServerOptions.__dataclass_fields__)
+    server = {key: options.pop(key) for key in list(options) if key in names}
+    llm = AsyncLLM(model, **{"num_blocks": 256, "dtype": "float32", **options})
+    app = create_app(llm, name, ServerOptions(**server))
+    listener = socket.create_server(("127.0.0.1", 0))
+    runner = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+    started = threading.Event()
+    startup = runner.startup
+
+    async def tell(sockets: list[socket.socket] | None = None) -> None:
+        await startup(sockets)
+        started.set()
+
+    runner.startup = tell  # type: ignore[method-assign]
+    thread = threading.Thread(
+        target=lambda: asyncio.run(runner.serve(sockets=[listener])), daemon=True
+    )
+    thread.start()
+    try:
+        assert started.wait(30)
+        port = listener.getsockname()[1]
+        yield Running(f"http://127.0.0.1:{port}", llm, app.state.service)
+    finally:
+        runner.should_exit = runner.force_exit = True
+        thread.join(30)
+        listener.close()
+        llm.close()

@@ -1,0 +1,176 @@
+"""OpenAI's own client against the server, over a socket."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from headstart import LLM, SamplingParams
+from tests.server.running import Running
+
+PEOPLE = "Anna is 31 years old. Ben is 45 years old. Carl is 60 years old.\n" * 4
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[LLM]:
+    llm = LLM("headstart-tiny", dtype="float32", num_blocks=256)
+    yield llm
+    llm.close()
+
+
+MESSAGES = [{"role": "user", "content": PEOPLE + "What is the age of Ben?"}]
+
+
+def test_an_answer_is_the_engines(client: openai.OpenAI, expected: LLM) -> None:
+    [oracle] = expected.chat(MESSAGES, SamplingParams(max_tokens=24, temperature=0))  # type: ignore[arg-type]
+    for cached in (False, True):
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=MESSAGES,  # type: ignore[arg-type]
+            max_completion_tokens=24,
+            temperature=0,
+        )
+        assert answer.choices[0].message.content == oracle.outputs[0].text
+        assert answer.choices[0].finish_reason == oracle.outputs[0].finish_reason
+        usage = answer.usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens == len(oracle.prompt_token_ids)
+        assert usage.completion_tokens == len(oracle.outputs[0].token_ids)
+        if cached:
+            assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+
+
+def test_a_stream_says_the_same_bit_by_bit(client: openai.OpenAI, expected: LLM) -> None:
+    [oracle] = expected.chat(MESSAGES, SamplingParams(max_tokens=24, temperature=0))  # type: ignore[arg-type]
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,  # type: ignore[arg-type]
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == oracle.outputs[0].text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == len(oracle.outputs[0].token_ids)
+
+
+def test_several_answers_of_several_prompts(client: openai.OpenAI) -> None:
+    prompts = ["one two three", "four five six"]
+    answer = client.completions.create(
+        model="tiny", prompt=prompts, n=2, max_tokens=3, temperature=1, seed=5, echo=True
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.text.startswith(prompts[choice.index // 2]) for choice in answer.choices]
+    stream = client.completions.create(
+        model="tiny", prompt=prompts, n=2, max_tokens=3, temperature=1, seed=5, echo=True,
+        stream=True,
+    )  # fmt: skip
+    texts = dict.fromkeys(range(4), "")
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert list(texts.values()) == [choice.text for choice in answer.choices]
+
+
+def test_log_probabilities(client: openai.OpenAI, expected: LLM) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0, logprobs=2)
+    [oracle] = expected.chat(MESSAGES, params)  # type: ignore[arg-type]
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,  # type: ignore[arg-type]
+        max_tokens=4,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    told = answer.choices[0].logprobs
+    assert told is not None and told.content is not None
+    assert oracle.outputs[0].logprobs is not None
+    for token, wanted in zip(told.content, oracle.outputs[0].logprobs, strict=True):
+        assert token.logprob == pytest.approx(next(iter(wanted.values())).logprob, abs=1e-4)
+        assert len(token.top_logprobs) == 2
+
+
+def test_a_form_is_kept(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["age"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,  # type: ignore[arg-type]
+        max_tokens=40,
+        response_format={"type": "json_schema", "json_schema": {"name": "age", "schema": schema}},
+    )
+    text = answer.choices[0].message.content
+    assert text is not None and 0 <= json.loads(text)["age"] <= 99
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "says"),
+    [
+        ({"model": "gpt"}, 404, "'gpt' does not exist"),
+        ({"messages": []}, 400, "the conversation is empty"),
+        ({"messages": [{"role": "user", "content": 7}]}, 400, "message 0"),
+        ({"temperature": -1}, 400, "temperature is -1"),
+        ({"max_tokens": 0}, 400, "max_tokens is 0"),
+        ({"n": 10**30}, 400, "n is 1"),
+        ({"top_logprobs": 3}, 400, "top_logprobs needs logprobs"),
+        ({"extra_body": {"frobnicate": 1}}, 400, "frobnicate"),
+        ({"messages": [{"role": "user", "content": "x" * 100_000}]}, 400, "the prompt has"),
+    ],
+)
+def test_bad_input_is_told_as_openai_would(
+    client: openai.OpenAI, server: Running, change: dict[str, object], status: int, says: str
+) -> None:
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4} | change
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.chat.completions.create(**body)  # type: ignore[call-overload]
+    assert caught.value.status_code == status
+    assert says in caught.value.message
+    assert caught.value.request_id
+    blocks, free = server.pool()
+    assert free == blocks
+
+
+def test_a_client_that_goes_away_ends_its_request(client: openai.OpenAI, server: Running) -> None:
+    gone = threading.Event()
+    engine_abort = server.llm.engine.abort
+
+    def abort(request_id: str) -> object:
+        gone.set()
+        return engine_abort(request_id)
+
+    server.llm.engine.abort = abort  # type: ignore[method-assign]
+    try:
+        stream = client.chat.completions.create(
+            model="tiny",
+            messages=MESSAGES,  # type: ignore[arg-type]
+            max_tokens=4000,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(iter(stream))
+        stream.close()
+        assert gone.wait(30)
+    finally:
+        server.llm.engine.abort = engine_abort  # type: ignore[method-assign]
+    blocks, free = server.pool()
+    assert free == blocks

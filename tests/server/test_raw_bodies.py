@@ -1,0 +1,107 @@
+"""Bodies that no client would send: each has a status and an error in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.server.running import Running
+
+CHAT = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
+
+NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 7}}}
+FILE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
+
+
+def body(**change: object) -> bytes:
+    given = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    return json.dumps(given | change).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b"7", 400),
+        (b"null", 400),
+        (b"\xff\xfe{}", 400),
+        (b"[" * 100_000, 400),
+        (b'{"a":' * 100_000, 400),
+        (body()[:-1] + b', "temperature": NaN}', 400),
+        (body()[:-1] + b', "temperature": 1e400}', 400),
+        (body()[:-1] + b', "n": ' + b"9" * 5000 + b"}", 400),
+        (body(stop=["\ud800"]), 400),
+        (body(messages=[{"role": "\ud800", "content": "x"}]), 400),
+        (body(messages=[{"role": "user", "content": "\ud800"}]), 400),
+        (body(**{"\ud800": 1}), 400),
+        (body(cache_salt="\ud800"), 400),
+        (body(logit_bias={"٣": 1}), 400),
+        (body(logit_bias={"9" * 5000: 1}), 400),
+        (body(max_tokens=True), 400),
+        (body(n=1.5), 400),
+        (body(seed=2**70), 400),
+        (body(priority=2**70), 400),
+        (body(response_format={"type": "json_schema"}), 400),
+        (body(response_format=NO_SCHEMA), 400),
+        (body(structured_outputs={}), 400),
+        (body(structured_outputs={"regex": "("}), 400),
+        (body(chat_template="{{ 1/0 }}"), 400),
+        (body(chat_template_kwargs={"messages": 1}), 400),
+        (body(add_generation_prompt=True, continue_final_message=True), 400),
+        (body(messages=[{"role": "user", "content": [FILE]}]), 400),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_body_is_refused(server: Running, content: bytes, status: int, stream: bool) -> None:
+    if stream and content.endswith(b"}"):
+        content = content[:-1] + b', "stream": true}'
+    answer = httpx.post(server.url + CHAT, content=content, headers=JSON, timeout=60)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error" and 0 < len(error["message"]) <= 300
+    blocks, free = server.pool()
+    assert blocks == free
+
+
+def test_a_body_that_is_too_large_is_not_read(server: Running) -> None:
+    most = server.service.options.max_request_bytes
+    declared = httpx.post(server.url + CHAT, content=b" " * (most + 1), headers=JSON, timeout=60)
+    assert declared.status_code == 413
+
+    def endless() -> Iterator[bytes]:
+        for _ in range(most // 2**20 + 2):
+            yield b" " * 2**20
+
+    counted = httpx.post(server.url + CHAT, content=endless(), headers=JSON, timeout=60)
+    assert counted.status_code == 413
+    assert counted.json()["error"]["message"].startswith("the request's body is too large")
+
+
+@pytest.mark.parametrize("path", ["/v1/nothing", "/v1/models/nothing"])
+def test_what_is_not_there(server: Running, path: str) -> None:
+    answer = httpx.get(server.url + path)
+    assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize("name", ["gpt", "\ud800", "x" * 10_000])
+def test_a_model_that_is_not_there(server: Running, name: str) -> None:
+    answer = httpx.post(server.url + CHAT, content=body(model=name), headers=JSON)
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+
+
+def test_another_method(server: Running) -> None:
+    answer = httpx.get(server.url + CHAT)
+    assert answer.status_code == 405 and answer.headers["allow"] == "POST"
+
+
+def test_a_request_has_the_name_that_its_client_gave_it(server: Running) -> None:
+    mine = httpx.get(server.url + "/health", headers={"X-Request-Id": "mine-1"})
+    assert mine.headers["x-request-id"] == "mine-1" == mine.headers["request-id"]
+    odd = httpx.get(server.url + "/health", headers={"X-Request-Id": "a b\tc"})
+    assert len(odd.headers["x-request-id"]) == 32

@@ -64,6 +64,10 @@ class Service:
         """A name for a request, which no other has; `kind` is what the API begins it with."""
         return f"{kind}-{uuid.uuid4().hex}"
 
+    def salt(self, request: Request, asked: str | None) -> str | None:
+        """The cache salt of a request whose body asks for one."""
+        return asked
+
     def check_open(self) -> None:
         """Raise ApiError if no further request can be taken now."""
         if not self.is_ready:

@@ -32,14 +32,14 @@ _SWITCHES = ("add_generation_prompt", "continue_final_message")
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
-    prepared = await _prepare(service, body, service.new_id("chatcmpl"))
+    prepared = await _prepare(service, body, request)
     if body.stream:
         return EventStream(_Chunks(body, prepared).events(service))
     output = await unless_gone(request, service.answer(prepared))
     return JsonResponse(_whole(body, output))
 
 
-async def _prepare(service: Service, body: ChatRequest, name: str) -> RequestGroup:
+async def _prepare(service: Service, body: ChatRequest, request: Request) -> RequestGroup:
     params = service.params(read_chat_sampling(body), stream=bool(body.stream))
     options = {key: value for key in _TEMPLATE if (value := getattr(body, key)) is not None}
     switches = {key: value for key in _SWITCHES if (value := getattr(body, key)) is not None}
@@ -48,9 +48,9 @@ async def _prepare(service: Service, body: ChatRequest, name: str) -> RequestGro
     return await service.prepare_chat(
         body.messages,
         params,
-        name,
+        service.new_id("chatcmpl"),
         adapter=service.adapter(body.model),
-        cache_salt=read_salt(body),
+        cache_salt=service.salt(request, read_salt(body)),
         priority=body.priority,
         **options,
         **switches,

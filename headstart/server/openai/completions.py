@@ -36,7 +36,8 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     """Continue one prompt or several."""
     service = service_of(request)
     params = service.params(read_completion_sampling(body), stream=bool(body.stream))
-    adapter, salt = service.adapter(body.model), read_salt(body)
+    adapter = service.adapter(body.model)
+    salt = service.salt(request, read_salt(body))
     name = service.new_id("cmpl")
     requests = [
         await service.prepare(

@@ -23,6 +23,7 @@ from headstart.cache.identity import (
     MultiModalItem,
     Namespace,
     extra_keys,
+    read_tokens,
 )
 from headstart.cache.lookup import ComputedBlocks, PartialHit
 from headstart.cache.manager import KVCacheManager
@@ -30,7 +31,7 @@ from headstart.cache.pool import BlockPicture, BlockPool, BlockState
 from headstart.cache.portable_names import BlockNames
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
-from headstart.cache.tree import PrefixTree
+from headstart.cache.tree import PrefixTree, Stretch
 
 __all__ = [
     "AllBlocksCleared",
@@ -60,6 +61,8 @@ __all__ = [
     "PrefixNode",
     "PrefixTree",
     "RowCopy",
+    "Stretch",
     "TokenSequence",
     "extra_keys",
+    "read_tokens",
 ]

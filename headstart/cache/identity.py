@@ -183,6 +183,19 @@ def count_tokens(key: bytes) -> int:
             return tokens
 
 
+def read_tokens(key: BlockKey) -> list[int]:
+    """The token ids of a key; what its items are is not told."""
+    tokens: list[int] = []
+    at = 0
+    while at < len(key):
+        if key.startswith(_FRAME_MARK, at):
+            at += _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key, at)[3]
+        else:
+            tokens.append(int.from_bytes(key[at : at + TOKEN_BYTES], "little"))
+            at += TOKEN_BYTES
+    return tokens
+
+
 def common_tokens(left: BlockKey, right: BlockKey) -> int:
     """Number of tokens at the head of two keys whose K/V are the same."""
     return count_tokens(left[: _common_bytes(left, right)])

@@ -29,12 +29,13 @@ from headstart.cache.lookup import (
 )
 from headstart.cache.naming import BlockNaming
 from headstart.cache.pool import BlockPicture, BlockPool
-from headstart.cache.portable_names import BlockNames
+from headstart.cache.portable_names import BlockNames, check_names
 from headstart.cache.progress import BlocksInProgress
 from headstart.cache.recovery import rebuild
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
-from headstart.errors import CacheError, ConfigError
+from headstart.cache.tree import Stretch
+from headstart.errors import CacheError
 
 
 class KVCacheManager:
@@ -50,7 +51,7 @@ class KVCacheManager:
         ghosts = config.num_blocks // 10 if config.ghost_entries is None else config.ghost_entries
         self.config = config
         self.block_size = config.block_size
-        self.names = _check_names(config, names)
+        self.names = check_names(config, names)
         self.stats = PrefixCacheStats()
         self.pool = BlockPool(config.num_blocks, config.eviction, PrefixIndex(ghosts))
         if config.events:
@@ -66,6 +67,11 @@ class KVCacheManager:
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds, cached ones included."""
         return len(self.pool.free)
+
+    @property
+    def num_evictions(self) -> int:
+        """Cached blocks that were reused for other content, since the start."""
+        return self.pool.num_evicted
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
@@ -127,6 +133,10 @@ class KVCacheManager:
     def picture(self) -> list[BlockPicture]:
         """Every block of the pool as it is now, by block id; for those who draw it."""
         return self.pool.picture()
+
+    def stretches(self) -> list[Stretch]:
+        """The tree of cached prefixes from fork to fork; takes time with the number of blocks."""
+        return self.pool.index.stretches()
 
     # Allocation
 
@@ -380,20 +390,6 @@ class KVCacheManager:
         except BaseException:
             self.pool.events = events
             raise
-
-
-def _check_names(config: CacheConfig, names: BlockNames | None) -> BlockNames:
-    """The names of the manager's blocks. Raises ConfigError if they are another pool's."""
-    if names is None:
-        if config.events:
-            raise ConfigError("events is True, and events tell names; give the manager BlockNames")
-        return BlockNames(config.block_size)
-    if names.block_size != config.block_size:
-        raise ConfigError(
-            f"names of blocks of {names.block_size} tokens do not fit block_size "
-            f"{config.block_size}; both must be the same"
-        )
-    return names
 
 
 def _count_free(blocks: Sequence[KVCacheBlock]) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from headstart.cache.block import PrefixNode, RootNode
+from headstart.cache.config import CacheConfig
 from headstart.cache.identity import (
     BlockHash,
     BlockKey,
@@ -12,6 +13,7 @@ from headstart.cache.identity import (
     root_hash,
     sha256,
 )
+from headstart.errors import ConfigError
 
 
 class BlockNames:
@@ -53,3 +55,17 @@ class BlockNames:
 
     def _root(self, namespace: Namespace) -> BlockHash:
         return root_hash(namespace, self.block_size, self._model, self._digest)
+
+
+def check_names(config: CacheConfig, names: BlockNames | None) -> BlockNames:
+    """The names of the manager's blocks. Raises ConfigError if they are another pool's."""
+    if names is None:
+        if config.events:
+            raise ConfigError("events is True, and events tell names; give the manager BlockNames")
+        return BlockNames(config.block_size)
+    if names.block_size != config.block_size:
+        raise ConfigError(
+            f"names of blocks of {names.block_size} tokens do not fit block_size "
+            f"{config.block_size}; both must be the same"
+        )
+    return names

@@ -6,9 +6,25 @@ which hangs directly on the node: no dictionary, no hash, one `memcmp` a block.
 """
 
 from itertools import islice
+from typing import NamedTuple
 
-from headstart.cache.block import Branches, PrefixNode, RootNode
+from headstart.cache.block import Branches, PrefixNode, RootNode, block_ids
 from headstart.cache.identity import BlockKey, Namespace
+
+
+class Stretch(NamedTuple):
+    """A piece of the tree of prefixes without a fork: the blocks that hold it, first one first.
+
+    parent: place in the list of the stretch that it goes on from, -1 for none. start: blocks
+    before it. keys: of its cached blocks. num_held: how many of these some request holds.
+    """
+
+    parent: int
+    namespace: Namespace
+    start: int
+    keys: list[BlockKey]
+    block_ids: list[int]
+    num_held: int
 
 
 class PrefixTree:
@@ -48,6 +64,36 @@ class PrefixTree:
         recent = [] if plain is None else [plain]
         latest = (root for root in reversed(roots.values()) if root is not plain)
         return recent + list(islice(latest, count - len(recent)))
+
+    def stretches(self) -> list[Stretch]:
+        """The tree from fork to fork, a stretch after the one that it goes on from.
+
+        One whose blocks were all evicted has none, and may go on in others that have some.
+        """
+        found: list[Stretch] = []
+        pending = [
+            (root.namespace, child, -1, 0) for root in self.roots() for child in root.children()
+        ]
+        while pending:
+            namespace, node, parent, start = pending.pop()
+            depth, nodes = start + 1, [node] if node.block is not None else []
+            while (only := node.child) is not None and not isinstance(only, Branches):
+                node, depth = only, depth + 1
+                if node.block is not None:
+                    nodes.append(node)
+            blocks = [one.block for one in nodes if one.block is not None]
+            pending += [(namespace, child, len(found), depth) for child in node.children()]
+            found.append(
+                Stretch(
+                    parent,
+                    namespace,
+                    start,
+                    [one.key for one in nodes],
+                    block_ids(blocks),
+                    len(blocks) - [block.ref_cnt for block in blocks].count(0),
+                )
+            )
+        return found
 
     def find(self, parent: PrefixNode, key: BlockKey) -> PrefixNode | None:
         """The child of this key."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from headstart.engine.adapters.request import LoRARequest
 from headstart.engine.outputs import ShownOutputs
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
     from headstart.engine.vllm_api.arg_utils import EngineArgs
+
+Answer = TypeVar("Answer")
 
 
 class AsyncLLM:
@@ -156,6 +158,10 @@ class AsyncLLM:
         finally:
             if not finished:
                 self._driver.cancel([request], wait=False)
+
+    async def call(self, function: Callable[[], Answer]) -> Answer:
+        """Call `function` in the engine's thread between two steps; for what reads the cache."""
+        return await asyncio.to_thread(self._driver.call, function)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """As `LLM.get_default_sampling_params`: a copy that may be changed."""

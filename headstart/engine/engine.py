@@ -68,6 +68,7 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self.manager = parts.manager
         self.max_model_len = parts.max_model_len
+        self.kv_cache_bytes = parts.memory.nbytes
         backend = make_backend(parts.memory, share=config.share_attention)
         self.model.attach(backend)
         self.images = make_image_prompts(parts.vision, parts.tokenizer, config)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from headstart.server import health
+from headstart.server.cache import api as cache
 from headstart.server.errors import add_handlers
 from headstart.server.middleware import Frontdoor
 from headstart.server.openai import chat, completions, models
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
-_ROUTERS = (health.router, models.router, completions.router, chat.router)
+_ROUTERS = (
+    health.router,
+    models.router,
+    completions.router,
+    chat.router,
+    cache.router,
+)
 
 
 def create_app(llm: AsyncLLM, name: str, options: ServerOptions | None = None) -> FastAPI:

@@ -1,8 +1,9 @@
-"""`GET /health` and `/ready`: whether the server lives, and whether it takes requests."""
+"""`GET /health`, `/ready` and `/metrics`: whether the server lives, and how it does."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,3 +29,11 @@ async def ready(request: Request) -> Response:
     if not service_of(request).is_ready:
         raise ApiError(503, "the server is stopping")
     return JsonResponse({"status": "ready"})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """The server's metrics as Prometheus reads them."""
+    service = service_of(request)
+    text = await service.llm.call(service.watch.metrics.read)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)

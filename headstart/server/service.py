@@ -15,6 +15,7 @@ from headstart.engine.params import RequestOutputKind, SamplingParams
 from headstart.errors import EngineError
 from headstart.server.errors import ApiError
 from headstart.server.options import ServerOptions
+from headstart.server.watch import Watch
 
 if TYPE_CHECKING:
     from headstart.engine.async_llm import AsyncLLM
@@ -35,6 +36,7 @@ class Service:
         self.llm = llm
         self.name = options.served_model_name or name
         self.options = options
+        self.watch = Watch(llm, self.name)
         self.is_draining = False
         self.num_open = 0
         self.started = int(time.time())
@@ -88,6 +90,8 @@ class Service:
         try:
             async with aclosing(self.llm.outputs(request)) as outputs:
                 async for output in outputs:
+                    if output.finished:
+                        await asyncio.to_thread(self.watch.finished, request, output)
                     yield output
         finally:
             self.num_open -= 1

@@ -296,6 +296,19 @@ class CacheMachine(RuleBasedStateMachine):
             assert not any(block.node for block in self.manager.pool.blocks)
 
     @invariant()
+    def stretches_have_every_cached_block_once(self) -> None:
+        stretches = self.manager.stretches()
+        found = sorted(block_id for one in stretches for block_id in one.block_ids)
+        pool = self.manager.pool
+        extra = {copy for copies in pool.copies.values() for copy in copies}
+        known = [b.block_id for b in pool.blocks if b.node is not None and b not in extra]
+        assert found == known
+        for at, one in enumerate(stretches):
+            assert one.parent < at
+            if one.parent >= 0:
+                assert stretches[one.parent].start < one.start
+
+    @invariant()
     def events_tell_what_is_cached(self) -> None:
         for event in self.manager.take_events():
             if isinstance(event, AllBlocksCleared):

@@ -2,7 +2,7 @@
 
     cache      stdlib and numpy            tiers    + cache          replay   + cache, tiers
     native     torch, no other room        attention  + native       models   + native, attention
-    engine     models, attention,          omni     engine, cache    server   engine, omni
+    engine     models, attention,          omni     engine, cache    server   engine, omni, cache
                tiers, cache                cluster  anything; its router and index only cache
 
 Everyone may import `headstart.errors`, `.validation`, `.version`, `.imports` and `.machine`; the
@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "models": {"native", "attention"},
     "engine": {"models", "attention", "tiers", "cache"},
     "omni": {"engine", "models", "cache"},
-    "server": {"engine", "omni"},
+    "server": {"engine", "omni", "cache"},
     "cluster": {"cache", "tiers", "engine", "server"},
     "errors": set(),
     "validation": set(),

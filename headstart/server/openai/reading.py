@@ -8,6 +8,7 @@ from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.errors import RequestError
 from headstart.server.errors import ApiError
 from headstart.server.openai.schema import (
+    CacheFields,
     ChatRequest,
     CompletionRequest,
     ResponseFormat,
@@ -24,7 +25,7 @@ _SAME = (
 _MAX_TOP_LOGPROBS = 20
 
 
-def read_salt(body: SamplingFields) -> str | None:
+def read_salt(body: CacheFields) -> str | None:
     """The salt that a body asks for; both of its fields together, each with its length."""
     given = [("salt", body.cache_salt), ("key", body.prompt_cache_key)]
     parts = [f"{name}:{len(value)}:{value}" for name, value in given if value]

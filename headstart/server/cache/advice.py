@@ -1,0 +1,146 @@
+"""Why prompts missed, in words, and what would have helped most over the traffic of late."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headstart.cache import MissExplanation, MissReason, Namespace
+from headstart.server.cache.difference import Difference, describe_difference
+from headstart.server.cache.traffic import Closest, Seen, Tokens, Traffic
+
+__all__ = ["Adviser", "Explanation"]
+
+_BEFORE, _AFTER = 64, 512  # tokens shown to `describe_difference`
+_MOST_FORKS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a prompt hits what it does.
+
+    num_common: tokens that the closest earlier prompt shares with it. seconds_ago: since that
+    one came. difference: where the two part; None where one is the other's beginning, or where
+    texts are not to be told.
+    """
+
+    missed: MissExplanation
+    text: str
+    closest_id: str | None = None
+    num_common: int = 0
+    seconds_ago: float | None = None
+    difference: Difference | None = None
+
+
+class Adviser:
+    """Explains misses by the prompts that came before."""
+
+    def __init__(
+        self, traffic: Traffic, decode: Callable[[Sequence[int]], str] | None, block_size: int
+    ) -> None:
+        self._traffic = traffic
+        self._decode = decode
+        self._block_size = block_size
+
+    def explain(
+        self, namespace: Namespace, token_ids: Sequence[int], missed: MissExplanation
+    ) -> Explanation:
+        """Why a prompt would hit as much as `missed` says, and not more."""
+        tokens = np.asarray(token_ids, np.int32)
+        closest = self._traffic.closest(namespace, tokens)
+        if closest is None or not closest.num_common:
+            return Explanation(missed, f"{missed}; no earlier prompt begins like this one")
+        seconds = self._traffic.now() - closest.seen.time
+        told = f"the closest earlier prompt came {_ago(seconds)} and has the first "
+        told += f"{closest.num_common:,} of {len(tokens):,} tokens in common"
+        difference = None
+        if closest.num_common < len(tokens):
+            difference = self._difference(tokens, closest)
+        lost = closest.num_lost(missed.position, missed)
+        if lost >= self._block_size:
+            missed = MissExplanation(MissReason.EVICTED, missed.position)
+            told += f"; since then {lost:,} of these were evicted: the pool lacked "
+            told += f"{-(-lost // self._block_size):,} blocks to keep them"
+        elif difference is not None:
+            told += f"; what differs there looks like {difference.looks_like}"
+        return Explanation(
+            missed,
+            f"{missed}; {told}",
+            closest.seen.request_id,
+            closest.num_common,
+            round(seconds, 1),
+            difference,
+        )
+
+    def _difference(self, tokens: Tokens, closest: Closest) -> Difference | None:
+        if self._decode is None:
+            return None
+        at = closest.num_common
+        before = self._decode(tokens[max(0, at - _BEFORE) : at].tolist())
+        here, there = (
+            # With the tokens in front, since a token's text may depend on its neighbour.
+            self._decode(one[max(0, at - _BEFORE) : at + _AFTER].tolist())[len(before) :]
+            for one in (tokens, closest.seen.tokens)
+        )
+        return describe_difference(before, here, there)
+
+    def sum_up(self, bytes_per_block: int) -> dict[str, Any]:
+        """What would have saved most tokens of the prompts that are known."""
+        recent = self._traffic.recent
+        forks: dict[tuple[Any, ...], list[Seen]] = defaultdict(list)
+        evicted = evicted_tokens = lacking = 0
+        for seen in recent:
+            if seen.closest is None:
+                continue
+            lost = seen.closest.num_lost(seen.num_cached, seen.missed)
+            if lost >= self._block_size:
+                evicted += 1
+                evicted_tokens += lost
+                lacking = max(lacking, -(-lost // self._block_size))
+            elif seen.num_again:
+                head = seen.tokens[: seen.closest.num_common].tobytes()
+                forks[seen.namespace, head].append(seen)
+        most = sorted(forks.values(), key=lambda those: -sum(one.num_again for one in those))
+        return {
+            "prompts": len(recent),
+            "prompt_tokens": sum(len(seen.tokens) for seen in recent),
+            "cached_tokens": sum(seen.num_cached for seen in recent),
+            "forks": [self._describe_fork(those) for those in most[:_MOST_FORKS]],
+            "memory": {
+                "evicted_prompts": evicted,
+                "tokens_computed_again": evicted_tokens,
+                "more_blocks": lacking,
+                "more_bytes": lacking * bytes_per_block,
+            },
+        }
+
+    def _describe_fork(self, those: list[Seen]) -> dict[str, Any]:
+        last = those[-1]
+        assert last.closest is not None
+        saved = sum(seen.num_again for seen in those)
+        difference = self._difference(last.tokens, last.closest)
+        looks_like = difference.looks_like if difference is not None else "another text"
+        return {
+            "position": last.closest.num_common,
+            "prompts": len(those),
+            "tokens_computed_again": saved,
+            "looks_like": looks_like,
+            "before": difference.before if difference is not None else None,
+            "here": difference.here if difference is not None else None,
+            "there": difference.there if difference is not None else None,
+            "advice": (
+                f"{len(those):,} prompts part at token {last.closest.num_common:,} by what looks "
+                f"like {looks_like}, and go on alike: moving it to the end would have saved "
+                f"{saved:,} tokens"
+            ),
+        }
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s ago"
+    return f"{seconds / 60:.0f} min ago" if seconds < 5400 else f"{seconds / 3600:.1f} h ago"

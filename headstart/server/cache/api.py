@@ -1,0 +1,139 @@
+"""`/cache`: the pool's state, why a prompt hits what it does, what would help, and orders to it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headstart.server.cache.advice import Explanation
+from headstart.server.cache.schema import PromptBody, ResetBody
+from headstart.server.cache.state import describe_engine, describe_pool, describe_prefixes
+from headstart.server.errors import ApiError, JsonResponse
+from headstart.server.openai.reading import read_salt
+from headstart.server.service import Service, service_of, unless_gone
+
+if TYPE_CHECKING:
+    from headstart.engine.request import RequestGroup
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/cache")
+_MOST_PREFIXES = 100
+
+
+@router.get("")
+async def show_cache(request: Request) -> Response:
+    """The pool by state and owner, the hit rate, the largest prefixes."""
+    service = service_of(request)
+    engine = service.llm.engine
+
+    def look() -> tuple[dict[str, Any], list[Any]]:
+        stretches = engine.manager.stretches()
+        told = describe_engine(engine) | describe_pool(engine.manager, stretches)
+        return told, stretches
+
+    told, stretches = await service.llm.call(look)
+    prefixes = await asyncio.to_thread(
+        describe_prefixes, stretches, _MOST_PREFIXES, service.watch.decode
+    )
+    return JsonResponse(told | {"prefixes": prefixes})
+
+
+@router.post("/explain")
+async def explain_prompt(body: PromptBody, request: Request) -> Response:
+    """Why a prompt would hit what it would, without running it."""
+    service = service_of(request)
+    prepared = await _prepare(service, body, request)
+    sequence = prepared.requests[0].sequence
+    manager = service.llm.engine.manager
+
+    def look() -> tuple[int, Any]:
+        return manager.get_computed_blocks(sequence).num_tokens, manager.explain(sequence)
+
+    num_cached, missed = await service.llm.call(look)
+    explanation = await asyncio.to_thread(
+        service.watch.explain,
+        sequence.namespace,
+        prepared.prompt_token_ids,
+        missed,
+    )
+    told = {"prompt_tokens": len(prepared.prompt_token_ids), "cached_tokens": num_cached}
+    return JsonResponse(told | _describe(explanation))
+
+
+@router.post("/prewarm")
+async def prewarm(body: PromptBody, request: Request) -> Response:
+    """Compute a prompt ahead of the requests that begin like it."""
+    service = service_of(request)
+    prepared = await _prepare(service, body, request)
+    output = await unless_gone(request, service.answer(prepared))
+    return JsonResponse(
+        {
+            "prompt_tokens": len(output.prompt_token_ids),
+            "cached_tokens": output.num_cached_tokens,
+            "computed_tokens": len(output.prompt_token_ids) - output.num_cached_tokens,
+        }
+    )
+
+
+@router.post("/reset")
+async def reset(request: Request, body: ResetBody | None = None) -> Response:
+    """Forget everything that is cached; status 409 while requests run, unless told to."""
+    service = service_of(request)
+    again = body is not None and body.reset_running_requests
+    if not await service.llm.reset_prefix_cache(reset_running_requests=again):
+        raise ApiError(
+            409, "requests run: wait, or set reset_running_requests, which computes them anew"
+        )
+    service.watch.clear()
+    return JsonResponse({"reset": True})
+
+
+@router.get("/advice")
+async def advise(request: Request) -> Response:
+    """What would have saved most tokens of the prompts of late."""
+    watch = service_of(request).watch
+    return JsonResponse(await asyncio.to_thread(watch.advise))
+
+
+async def _prepare(service: Service, body: PromptBody, request: Request) -> RequestGroup:
+    params = service.params({"max_tokens": 1, "temperature": 0}, stream=False)
+    options: dict[str, Any] = {
+        "adapter": service.adapter(body.model),
+        "cache_salt": service.salt(request, read_salt(body)),
+    }
+    name = service.new_id("prompt")
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "a prompt is given by either prompt or messages; allowed: one of them")
+    if body.prompt is not None:
+        return await service.prepare(body.prompt, params, name, **options)
+    if body.tools is not None:
+        options["tools"] = body.tools
+    if body.chat_template_kwargs is not None:
+        options["chat_template_kwargs"] = body.chat_template_kwargs
+    options["add_generation_prompt"] = body.add_generation_prompt
+    return await service.prepare_chat(body.messages, params, name, **options)
+
+
+def _describe(explanation: Explanation) -> dict[str, Any]:
+    difference = explanation.difference
+    return {
+        "reason": explanation.missed.reason.name.lower(),
+        "position": explanation.missed.position,
+        "text": explanation.text,
+        "closest": None
+        if explanation.closest_id is None
+        else {
+            "request_id": explanation.closest_id,
+            "common_tokens": explanation.num_common,
+            "seconds_ago": explanation.seconds_ago,
+            "before": difference.before if difference is not None else None,
+            "here": difference.here if difference is not None else None,
+            "there": difference.there if difference is not None else None,
+            "looks_like": difference.looks_like if difference is not None else None,
+        },
+    }

@@ -1,0 +1,88 @@
+"""Where two prompts part, in words: the text around it on both sides, and what it looks like."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from itertools import takewhile
+
+__all__ = ["Difference", "describe_difference"]
+
+_AROUND = 80  # characters shown on either side
+_NEAR = 24  # characters in which a date or an id is looked for
+_FAR = 2000  # characters in which the same lines or keys in another order are looked for
+_MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
+_DAYS = "mon|tue|wed|thu|fri|sat|sun"
+_TIMES = re.compile(
+    rf"\d{{4}}-\d\d?-\d\d?|\d\d?[./]\d\d?[./]\d{{2,4}}|\d\d?:\d\d|\b1\d{{9}}(\d{{3}})?\b"
+    rf"|\b({_MONTHS})[a-z]*\.?\s+\d|\b\d{{1,2}}\.?\s+({_MONTHS})|\b({_DAYS})[a-z]*day\b",
+    re.IGNORECASE,
+)
+_IDS = re.compile(
+    r"[0-9a-f]{8}-[0-9a-f]{4}-|\b[0-9a-f]{12,}\b|\b(?=\w*\d)(?=\w*[a-z])[\w-]{10,}\b",
+    re.IGNORECASE,
+)
+_KEYS = re.compile(r'"([^"\\]{1,80})"\s*:')
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """before: the text that both have in front of it; here, there: how each goes on."""
+
+    before: str
+    here: str
+    there: str
+    looks_like: str
+
+
+def describe_difference(before: str, here: str, there: str) -> Difference:
+    """What it looks like that after the same beginning one text goes on in this way, one in that.
+
+    >>> describe_difference("It is 2026-11-", "21. Hello", "22. Hello").looks_like
+    'a date or time'
+    """
+    kind = _kind(before[-_AROUND:], here, there)
+    return Difference(before[-_AROUND:], here[:_AROUND], there[:_AROUND], kind)
+
+
+def _kind(before: str, here: str, there: str) -> str:
+    if not here or not there:
+        return "one ends where the other goes on"
+    mine, theirs = _around(before, here), _around(before, there)
+    if _TIMES.search(mine) and _TIMES.search(theirs):
+        return "a date or time"
+    if _IDS.search(mine) and _IDS.search(theirs):
+        return "a random id"
+    if "".join(here[:_AROUND].split())[:40] == "".join(there[:_AROUND].split())[:40]:
+        return "white space"
+    if _same_in_another_order(before, here, there):
+        return "the same entries in another order"
+    if _word(before, here).isdigit() and _word(before, there).isdigit():
+        return "a number"
+    return "another text"
+
+
+def _around(before: str, after: str) -> str:
+    """The words about the difference: what is cut off in front of it belongs to it."""
+    same_line = before.rsplit("\n", 1)[-1][-_NEAR:]
+    return same_line + after[:_NEAR].split("\n", 1)[0]
+
+
+def _word(before: str, after: str) -> str:
+    """The word that the first character of `after` is part of."""
+    head = "".join(takewhile(str.isalnum, reversed(before)))[::-1]
+    return head + "".join(takewhile(str.isalnum, after))
+
+
+def _same_in_another_order(before: str, here: str, there: str) -> bool:
+    line = before.rsplit("\n", 1)[-1]
+    for parts in (_KEYS.findall, str.splitlines):
+        mine, theirs = parts(line + here[:_FAR]), parts(line + there[:_FAR])
+        shorter = min(len(mine), len(theirs))
+        if shorter < 2:
+            continue
+        same = Counter(mine[:-1]) & Counter(theirs[:-1])
+        if mine[0] != theirs[0] and sum(same.values()) >= 0.8 * (shorter - 1):
+            return True
+    return False

@@ -1,0 +1,27 @@
+"""The bodies of requests to `/cache`."""
+
+from typing import Any
+
+from headstart.server.openai.schema import Body, CacheFields, Whole
+
+__all__ = ["PromptBody", "ResetBody"]
+
+
+class PromptBody(CacheFields):
+    """A prompt as text or token ids, or as messages; what it is for is the path's to say.
+
+    add_generation_prompt: whether what begins the model's reply belongs to it.
+    """
+
+    model: str | None = None
+    prompt: str | list[Whole] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = False
+
+
+class ResetBody(Body):
+    """reset_running_requests: have those that run wait, and be computed anew."""
+
+    reset_running_requests: bool = False

@@ -1,0 +1,99 @@
+"""The pool as it is now: how full it is, and the largest prefixes in it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headstart.cache import Namespace, Stretch, read_tokens
+
+if TYPE_CHECKING:
+    from headstart.cache import KVCacheManager
+    from headstart.engine.engine import Engine
+
+__all__ = ["describe_engine", "describe_pool", "describe_prefixes", "name_of"]
+
+_SHOWN_TOKENS = 48
+Decode = Callable[[Sequence[int]], str]
+
+
+def name_of(namespace: Namespace) -> dict[str, str | None]:
+    """A namespace as the API tells it: its salt, and its adapter's digest, each cut short."""
+    adapter, salt = namespace
+    return {
+        "salt": None if salt is None else salt[:16],
+        "adapter": None if adapter is None else adapter[:16],
+    }
+
+
+def describe_engine(engine: Engine) -> dict[str, Any]:
+    """Counts since the start, and requests of now. For the engine's thread."""
+    stats = engine.manager.stats
+    running, waiting = engine.num_requests
+    return {
+        "requests": stats.requests,
+        "queried_tokens": stats.queried_tokens,
+        "hit_tokens": stats.hit_tokens,
+        "hit_rate": round(stats.hit_rate, 4),
+        "missed": {reason.name.lower(): count for reason, count in stats.missed.items()},
+        "preemptions": engine.num_preemptions,
+        "running": running,
+        "waiting": waiting,
+    }
+
+
+def describe_pool(manager: KVCacheManager, stretches: Sequence[Stretch]) -> dict[str, Any]:
+    """Blocks by state, and who has them. For the engine's thread."""
+    by_owner: dict[Namespace, Counter[str]] = defaultdict(Counter)
+    for stretch in stretches:
+        owner = by_owner[stretch.namespace]
+        owner["blocks"] += len(stretch.block_ids)
+        owner["held"] += stretch.num_held
+    named = sum(owner["blocks"] for owner in by_owner.values())
+    named_held = sum(owner["held"] for owner in by_owner.values())
+    num_blocks, free = manager.config.num_blocks, manager.num_free_blocks
+    return {
+        "block_size": manager.block_size,
+        "num_blocks": num_blocks,
+        "held": num_blocks - free,
+        "cached": named - named_held,
+        "empty": free - (named - named_held),
+        "owners": [
+            {**name_of(namespace), **owner}
+            for namespace, owner in sorted(by_owner.items(), key=lambda item: -item[1]["blocks"])
+        ],
+    }
+
+
+def describe_prefixes(
+    stretches: Sequence[Stretch], most: int, decode: Decode | None
+) -> list[dict[str, Any]]:
+    """The `most` stretches with most blocks and those that they go on from, parents first.
+
+    decode: how the first tokens are told as text; None tells none.
+    """
+    ranked = sorted(range(len(stretches)), key=lambda at: -len(stretches[at].block_ids))
+    chosen: set[int] = set()
+    for at in ranked[:most]:
+        while at >= 0 and at not in chosen:
+            chosen.add(at)
+            at = stretches[at].parent
+    return [_describe(at, stretches[at], decode) for at in sorted(chosen)]
+
+
+def _describe(at: int, stretch: Stretch, decode: Decode | None) -> dict[str, Any]:
+    tokens: list[int] = []
+    for key in stretch.keys:
+        if len(tokens) >= _SHOWN_TOKENS or decode is None:
+            break
+        tokens += read_tokens(key)
+    return {
+        "id": at,
+        "parent": stretch.parent if stretch.parent >= 0 else None,
+        **name_of(stretch.namespace),
+        "first_block": stretch.start,
+        "blocks": len(stretch.block_ids),
+        "held": stretch.num_held,
+        "text": decode(tokens[:_SHOWN_TOKENS]) if decode is not None else None,
+    }

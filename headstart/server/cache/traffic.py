@@ -1,0 +1,214 @@
+"""The prompts that came lately, so that a miss can be explained by the prompt that came closest.
+
+Prompts of one namespace stand in byte order. Of all prompts, the one with the longest common
+beginning is a neighbour of the place where a new one would stand, so a search compares a few.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.cache import MissExplanation, MissReason, Namespace
+
+__all__ = ["Closest", "Seen", "Traffic"]
+
+Tokens = NDArray[np.int32]
+_SPAN = 8  # tokens: as many in a row are found again elsewhere in another prompt, or none
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """A prompt that was answered. time: seconds on the clock of `Traffic`.
+
+    num_again: tokens that were computed although the closest earlier prompt has them too, behind
+    the first difference: moving what differs to the end would have saved them.
+    """
+
+    request_id: str
+    namespace: Namespace
+    tokens: Tokens
+    time: float
+    num_cached: int
+    missed: MissExplanation | None
+    closest: Closest | None
+    num_again: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Closest:
+    """An earlier prompt, and how many tokens from the first on it has in common with another."""
+
+    seen: Seen
+    num_common: int
+
+    def num_lost(self, num_cached: int, missed: MissExplanation | None) -> int:
+        """Tokens that are common, but of which only `num_cached` were found: the rest was evicted.
+
+        The cache itself remembers few evictions.
+        """
+        if missed is None or missed.reason not in _LOST:
+            return 0
+        return max(0, self.num_common - num_cached)
+
+
+@dataclass(slots=True)
+class _Prompts:
+    """The prompts of one namespace in byte order."""
+
+    keys: list[bytes] = field(default_factory=list)
+    seen: dict[bytes, Seen] = field(default_factory=dict)  # the latest of each
+
+
+class Traffic:
+    """The last prompts: at most `max_prompts`, of `max_tokens` tokens together.
+
+    Not for several threads. `clock` tells seconds.
+    """
+
+    def __init__(
+        self,
+        max_prompts: int = 1024,
+        max_tokens: int = 2**22,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_prompts = max_prompts
+        self._max_tokens = max_tokens
+        self._clock = clock
+        self._recent: deque[Seen] = deque()
+        self._num_tokens = 0
+        self._prompts: dict[Namespace, _Prompts] = {}
+
+    def __len__(self) -> int:
+        return len(self._recent)
+
+    @property
+    def recent(self) -> list[Seen]:
+        """All prompts that are known, oldest first."""
+        return list(self._recent)
+
+    def now(self) -> float:
+        """Seconds, on the clock of `Seen.time`."""
+        return self._clock()
+
+    def add(
+        self,
+        request_id: str,
+        namespace: Namespace,
+        token_ids: list[int],
+        num_cached: int,
+        missed: MissExplanation | None,
+    ) -> Seen:
+        """Remember a prompt that was answered. Takes time with its length, not with the others."""
+        tokens = np.asarray(token_ids, np.int32)
+        closest = self.closest(namespace, tokens)
+        again = 0
+        if closest is not None and missed is not None and missed.reason in _DIFFERENT:
+            start = max(closest.num_common, num_cached)
+            again = count_again(tokens[start:], closest.seen.tokens[closest.num_common :])
+            closest = Closest(_without_history(closest.seen), closest.num_common)
+        seen = Seen(request_id, namespace, tokens, self.now(), num_cached, missed, closest, again)
+        self._forget(len(tokens))
+        if len(tokens) <= self._max_tokens:
+            self._remember(seen)
+        return seen
+
+    def closest(self, namespace: Namespace, tokens: Tokens) -> Closest | None:
+        """The known prompt of the namespace that has most of the beginning in common."""
+        prompts = self._prompts.get(namespace)
+        if prompts is None:
+            return None
+        key = _key(tokens)
+        at = bisect_left(prompts.keys, key)
+        near = [prompts.seen[key] for key in prompts.keys[max(0, at - 1) : at + 1]]
+        found = [Closest(seen, count_common(tokens, seen.tokens)) for seen in near]
+        return max(found, key=lambda one: (one.num_common, one.seen.time), default=None)
+
+    def closest_elsewhere(self, namespace: Namespace, tokens: Tokens) -> Closest | None:
+        """As `closest`, among all other namespaces: for the operator's eyes alone."""
+        others = [self.closest(one, tokens) for one in self._prompts if one != namespace]
+        found = [one for one in others if one is not None]
+        return max(found, key=lambda one: one.num_common, default=None)
+
+    def clear(self) -> None:
+        """Forget every prompt."""
+        self._recent.clear()
+        self._prompts.clear()
+        self._num_tokens = 0
+
+    def _remember(self, seen: Seen) -> None:
+        prompts = self._prompts.setdefault(seen.namespace, _Prompts())
+        key = _key(seen.tokens)
+        if key not in prompts.seen:
+            insort(prompts.keys, key)
+        prompts.seen[key] = seen
+        self._recent.append(seen)
+        self._num_tokens += len(seen.tokens)
+
+    def _forget(self, num_new: int) -> None:
+        """Make room for a prompt of so many tokens: the oldest go."""
+        while self._recent and (
+            len(self._recent) >= self._max_prompts or self._num_tokens + num_new > self._max_tokens
+        ):
+            seen = self._recent.popleft()
+            self._num_tokens -= len(seen.tokens)
+            prompts = self._prompts[seen.namespace]
+            key = _key(seen.tokens)
+            if prompts.seen.get(key) is seen:  # and not a later one of the same tokens
+                del prompts.seen[key]
+                del prompts.keys[bisect_left(prompts.keys, key)]
+                if not prompts.keys:
+                    del self._prompts[seen.namespace]
+
+
+_LOST = (MissReason.EVICTED, MissReason.UNSEEN, MissReason.TOKEN)
+_DIFFERENT = (MissReason.TOKEN, MissReason.ITEM, MissReason.UNSEEN)
+
+
+def _key(tokens: Tokens) -> bytes:
+    """Bytes in the order of the tokens."""
+    return tokens.astype(">u4").tobytes()
+
+
+def _without_history(seen: Seen) -> Seen:
+    """A prompt that keeps no earlier one alive."""
+    return Seen(
+        seen.request_id,
+        seen.namespace,
+        seen.tokens,
+        seen.time,
+        seen.num_cached,
+        seen.missed,
+        None,
+        seen.num_again,
+    )
+
+
+def count_common(left: Tokens, right: Tokens) -> int:
+    """Tokens that two prompts have in common from the first on."""
+    shorter = min(len(left), len(right))
+    different = np.flatnonzero(left[:shorter] != right[:shorter])
+    return int(different[0]) if len(different) else shorter
+
+
+def count_again(tokens: Tokens, earlier: Tokens) -> int:
+    """How many of `tokens` stand in `earlier` too, in runs of at least eight.
+
+    >>> count_again(np.arange(20, dtype=np.int32), np.arange(10, 40, dtype=np.int32))
+    10
+    """
+    if len(tokens) < _SPAN or len(earlier) < _SPAN:
+        return 0
+    mine, theirs = (np.lib.stride_tricks.sliding_window_view(t, _SPAN) for t in (tokens, earlier))
+    weights = np.array([31**n for n in range(_SPAN)], np.int64)
+    found = np.isin(mine.astype(np.int64) @ weights, theirs.astype(np.int64) @ weights)
+    covered = np.zeros(len(tokens), bool)
+    for shift in range(_SPAN):
+        covered[shift : len(tokens) - _SPAN + 1 + shift] |= found
+    return int(covered.sum())

@@ -1,0 +1,78 @@
+"""Watches every request that the server answers: for metrics, explanations and advice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from headstart.cache import MissExplanation, Namespace
+from headstart.server.cache.advice import Adviser, Explanation
+from headstart.server.cache.traffic import Seen, Traffic
+from headstart.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from headstart.engine.async_llm import AsyncLLM
+    from headstart.engine.outputs import RequestOutput
+    from headstart.engine.request import RequestGroup
+
+__all__ = ["Watch"]
+
+
+class Watch:
+    """Keeps what is told of requests later. May be used from several threads."""
+
+    def __init__(self, llm: AsyncLLM, name: str) -> None:
+        engine = llm.engine
+        self._tokenizer = engine.tokenizer
+        self.decode = self._decode if engine.tokenizer is not None else None
+        self._bytes_per_block = engine.kv_cache_bytes // engine.manager.config.num_blocks
+        self._lock = threading.Lock()
+        self._traffic = Traffic()
+        self._adviser = Adviser(self._traffic, self.decode, engine.manager.block_size)
+        self.metrics = Metrics(llm, name)
+
+    def finished(self, request: RequestGroup, output: RequestOutput) -> None:
+        """A request has its last token."""
+        with self._lock:
+            seen = self._traffic.add(
+                output.request_id,
+                request.namespace,
+                output.prompt_token_ids,
+                output.num_cached_tokens,
+                output.why_missed,
+            )
+            self.metrics.finished(output, _age(seen), _count_regretted(seen))
+
+    def explain(
+        self, namespace: Namespace, token_ids: Sequence[int], missed: MissExplanation
+    ) -> Explanation:
+        """See `Adviser.explain`."""
+        with self._lock:
+            return self._adviser.explain(namespace, token_ids, missed)
+
+    def advise(self) -> dict[str, Any]:
+        """See `Adviser.sum_up`."""
+        with self._lock:
+            return self._adviser.sum_up(self._bytes_per_block)
+
+    def clear(self) -> None:
+        """Forget the prompts of late."""
+        with self._lock:
+            self._traffic.clear()
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        return str(self._tokenizer.decode(list(token_ids)))
+
+
+def _age(seen: Seen) -> float | None:
+    """Seconds since the prompt that this one hit came, None if it hit none."""
+    if not seen.num_cached or seen.closest is None:
+        return None
+    return seen.time - seen.closest.seen.time
+
+
+def _count_regretted(seen: Seen) -> int:
+    """Tokens that were computed although they had been cached once."""
+    return seen.closest.num_lost(seen.num_cached, seen.missed) if seen.closest is not None else 0

@@ -1,0 +1,84 @@
+"""The prompts of late: the closest one is found, memory is bounded, differences have names."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headstart.cache import MissExplanation, MissReason, Namespace
+from headstart.server.cache.difference import describe_difference
+from headstart.server.cache.traffic import Traffic, count_again, count_common
+
+MISSED = MissExplanation(MissReason.TOKEN, 0)
+ORDER = "the same entries in another order"
+PLAIN = Namespace(None, None)
+prompts = st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=30)
+
+
+def common(left: list[int], right: list[int]) -> int:
+    count = 0
+    while count < min(len(left), len(right)) and left[count] == right[count]:
+        count += 1
+    return count
+
+
+@given(prompts, st.lists(st.integers(0, 2), max_size=8), st.integers(1, 30))
+def test_the_closest_of_the_last_prompts_is_found(
+    earlier: list[list[int]], prompt: list[int], most: int
+) -> None:
+    traffic = Traffic(max_prompts=most)
+    for at, tokens in enumerate(earlier):
+        traffic.add(str(at), PLAIN, tokens, 0, MISSED)
+        traffic.add("another tenant's", Namespace(None, "salt"), prompt, 0, MISSED)
+    known = [one.tokens.tolist() for one in traffic.recent if one.namespace == PLAIN]
+    assert len(traffic) <= most
+    found = traffic.closest(PLAIN, np.array(prompt, np.int32))
+    assert (found is None) == (not known)
+    if found is not None:
+        assert found.num_common == max(common(prompt, one) for one in known)
+        assert found.num_common == count_common(np.array(prompt), found.seen.tokens)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=20), max_size=30))
+def test_memory_is_bounded(earlier: list[list[int]]) -> None:
+    traffic = Traffic(max_tokens=50)
+    for at, tokens in enumerate(earlier):
+        traffic.add(str(at), PLAIN, tokens, 0, MISSED)
+        assert sum(len(one.tokens) for one in traffic.recent) <= 50
+    traffic.clear()
+    assert traffic.closest(PLAIN, np.zeros(1, np.int32)) is None
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(0, 3), max_size=40))
+def test_tokens_that_come_again(mine: list[int], theirs: list[int]) -> None:
+    runs = {tuple(theirs[at : at + 8]) for at in range(len(theirs) - 7)}
+    covered = set[int]()
+    for at in range(len(mine) - 7):
+        if tuple(mine[at : at + 8]) in runs:
+            covered.update(range(at, at + 8))
+    found = count_again(np.array(mine, np.int32), np.array(theirs, np.int32))
+    assert found == len(covered)
+
+
+@pytest.mark.parametrize(
+    ("before", "here", "there", "looks_like"),
+    [
+        ("Now: 2026-11-", "21\nHi", "22\nHi", "a date or time"),
+        ("The time is 10:3", "2 o'clock", "5 o'clock", "a date or time"),
+        ("It is ", "Monday, all day", "Tuesday, all day", "a date or time"),
+        ("Today: Nov", " 3, 2026", " 12, 2026", "a date or time"),
+        ("at 17000000", "01 s", "99 s", "a date or time"),
+        ("session ", "3f2a9c1e-77aa-4b", "c0ffee11-12ab-4c", "a random id"),
+        ("id=", "9f8e7d6c5b4a3f2e", "0a1b2c3d4e5f6a7b", "a random id"),
+        ("one two", "  three four five", "\nthree four five", "white space"),
+        ('{"', 'a": 1, "b": 2, "c": 3}', 'b": 2, "a": 1, "c": 3}', ORDER),
+        ("", "tool b\ntool a\ntool c\nend", "tool a\ntool b\ntool c\nend", ORDER),
+        ("page ", "7 of the book", "8 of the book", "a number"),
+        ("I like ", "apples a lot", "pears a lot", "another text"),
+        ("I like ", "", "pears", "one ends where the other goes on"),
+    ],
+)  # fmt: skip
+def test_what_a_difference_looks_like(before: str, here: str, there: str, looks_like: str) -> None:
+    assert describe_difference(before, here, there).looks_like == looks_like

@@ -1,0 +1,139 @@
+"""`/cache`: what the server tells of its pool, of misses, and what it advises."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.running import running
+
+PEOPLE = "Anna is 31 years old. Ben is 45 years old. Carl is 60 years old.\n" * 10
+
+
+@pytest.fixture
+def client() -> Iterator[httpx.Client]:
+    with (
+        running(num_blocks=128) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        yield client
+        blocks, free = server.pool()
+        assert blocks == free
+
+
+def ask(client: httpx.Client, prompt: str, **more: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0} | more
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_what_is_in_the_pool(client: httpx.Client) -> None:
+    empty = client.get("/cache").json()
+    assert (empty["held"], empty["cached"], empty["empty"]) == (0, 0, 128)
+    ask(client, PEOPLE + "How old is Ben?")
+    told = ask(client, PEOPLE + "How old is Anna?")
+    full = client.get("/cache").json()
+    assert full["cached"] + full["held"] + full["empty"] == 128
+    assert full["hit_tokens"] == cached(told) > 16
+    assert full["running"] == full["waiting"] == 0
+    assert full["owners"] == [{"salt": None, "adapter": None, "blocks": full["cached"], "held": 0}]
+    shared = full["prefixes"][0]
+    assert shared["parent"] is None and shared["text"].startswith("Anna is 31")
+    branches = [one for one in full["prefixes"] if one["parent"] == shared["id"]]
+    assert len(branches) == 2
+    assert sum(one["blocks"] for one in full["prefixes"]) == full["cached"]
+
+
+def test_why_a_prompt_hits_what_it_does(client: httpx.Client) -> None:
+    dated = "Today is 2026-11-21 10:32.\n" + PEOPLE
+    unseen = client.post("/cache/explain", json={"prompt": dated}).json()
+    assert (unseen["cached_tokens"], unseen["closest"]) == (0, None)
+    ask(client, dated)
+    other = client.post(
+        "/cache/explain", json={"prompt": dated.replace("11-21 10:32", "11-22 08:07")}
+    ).json()
+    assert other["reason"] == "token"
+    assert other["closest"]["looks_like"] == "a date or time"
+    assert other["closest"]["before"].endswith("2026-11-2")
+    assert other["closest"]["here"].startswith("2 08:07")
+    assert other["closest"]["there"].startswith("1 10:32")
+    assert other["position"] == other["closest"]["common_tokens"]
+    salted = client.post("/cache/explain", json={"prompt": dated, "cache_salt": "mine"}).json()
+    assert (salted["cached_tokens"], salted["closest"]) == (0, None)
+    same = client.post("/cache/explain", json={"prompt": dated}).json()
+    assert same["cached_tokens"] == same["prompt_tokens"] - 1 and same["reason"] == "none"
+
+
+def test_an_evicted_prompt_says_so(client: httpx.Client) -> None:
+    ask(client, PEOPLE)
+    for count in range(12):
+        ask(client, f"{count} " * 150)
+    evicted = client.post("/cache/explain", json={"prompt": PEOPLE + "And?"}).json()
+    assert evicted["reason"] == "evicted"
+    assert "were evicted: the pool lacked" in evicted["text"]
+    ask(client, PEOPLE + "And?")
+    advice = client.get("/cache/advice").json()
+    assert advice["memory"]["evicted_prompts"] == 1
+    assert advice["memory"]["more_blocks"] * 16 >= advice["memory"]["tokens_computed_again"] > 0
+    again = advice["memory"]["tokens_computed_again"]
+    [regretted] = re.findall(
+        r"headstart:regretted_tokens_total{.*} (.*)", client.get("/metrics").text
+    )
+    assert float(regretted) >= again
+
+
+def test_advice_names_the_fork_that_costs_most(client: httpx.Client) -> None:
+    computed = 0
+    for minute in range(5):
+        told = ask(client, f"It is 2026-11-22 10:{minute + 10}.\n{PEOPLE}")
+        computed += told["usage"]["prompt_tokens"] - cached(told)
+    for name in ("Zoe", "Yan"):
+        ask(client, f"A question for {name}: who are you?")
+    advice = client.get("/cache/advice").json()
+    assert advice["prompts"] == 7
+    fork = advice["forks"][0]
+    assert fork["looks_like"] == "a date or time"
+    assert 0 < fork["tokens_computed_again"] < computed
+    assert fork["prompts"] == 4
+    moved = told["usage"]["prompt_tokens"]
+    assert fork["tokens_computed_again"] > 0.8 * 4 * moved
+
+
+def test_a_prompt_is_computed_ahead(client: httpx.Client) -> None:
+    messages = [{"role": "user", "content": PEOPLE}]
+    first = client.post("/cache/prewarm", json={"messages": messages}).json()
+    assert first["computed_tokens"] == first["prompt_tokens"]
+    again = client.post("/cache/prewarm", json={"messages": messages}).json()
+    assert again["computed_tokens"] == 1
+    body = {"model": "tiny", "messages": messages, "max_tokens": 1}
+    usage = client.post("/v1/chat/completions", json=body).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= first["prompt_tokens"] - 1
+    unread = client.post("/v1/chat/completions", json=body | {"no_read": True}).json()["usage"]
+    assert unread["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_everything_is_forgotten(client: httpx.Client) -> None:
+    ask(client, PEOPLE)
+    assert client.post("/cache/reset").json() == {"reset": True}
+    assert client.get("/cache").json()["cached"] == 0
+    assert cached(ask(client, PEOPLE)) == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"prompt": "a", "messages": []}, {"prompt": ""}, {"prompt": [2**31]}, {"what": 1},
+     {"prompt": "a", "model": "b"}],
+)  # fmt: skip
+def test_no_prompt(client: httpx.Client, body: dict[str, Any]) -> None:
+    for path in ("/cache/explain", "/cache/prewarm"):
+        answer = client.post(path, json=body)
+        assert answer.status_code in (400, 404) and answer.json()["error"]["message"]

@@ -134,6 +134,10 @@ class KVCacheManager:
         """Every block of the pool as it is now, by block id; for those who draw it."""
         return self.pool.picture()
 
+    def held_blocks(self) -> list[int]:
+        """The ids of the blocks that some request holds; asks every block."""
+        return block_ids([block for block in self.pool.blocks if block.ref_cnt])
+
     def stretches(self) -> list[Stretch]:
         """The tree of cached prefixes from fork to fork; takes time with the number of blocks."""
         return self.pool.index.stretches()

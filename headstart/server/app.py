@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from headstart.server import health
+from headstart.server import health, page
 from headstart.server.cache import api as cache
 from headstart.server.errors import add_handlers
 from headstart.server.middleware import Frontdoor
@@ -39,6 +39,7 @@ def create_app(llm: AsyncLLM, name: str, options: ServerOptions | None = None) -
     app.state.service = Service(llm, name, options)
     for router in _ROUTERS:
         app.include_router(router)
+    page.mount(app)
     add_handlers(app)
     app.add_middleware(Frontdoor, max_bytes=options.max_request_bytes)
     return app

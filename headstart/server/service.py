@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from headstart.engine.params import RequestOutputKind, SamplingParams
 from headstart.errors import EngineError
+from headstart.server.cache.live import Live
 from headstart.server.errors import ApiError
 from headstart.server.options import ServerOptions
 from headstart.server.watch import Watch
@@ -37,6 +38,7 @@ class Service:
         self.name = options.served_model_name or name
         self.options = options
         self.watch = Watch(llm, self.name)
+        self.live = Live(llm, self.watch)
         self.is_draining = False
         self.num_open = 0
         self.started = int(time.time())

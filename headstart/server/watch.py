@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Watch"]
 
+_MOST_REQUESTS = 200  # told to pages
+
 
 class Watch:
     """Keeps what is told of requests later. May be used from several threads."""
@@ -30,6 +34,7 @@ class Watch:
         self._lock = threading.Lock()
         self._traffic = Traffic()
         self._adviser = Adviser(self._traffic, self.decode, engine.manager.block_size)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=_MOST_REQUESTS)
         self.metrics = Metrics(llm, name)
 
     def finished(self, request: RequestGroup, output: RequestOutput) -> None:
@@ -43,6 +48,7 @@ class Watch:
                 output.why_missed,
             )
             self.metrics.finished(output, _age(seen), _count_regretted(seen))
+            self._recent.append(_describe(output))
 
     def explain(
         self, namespace: Namespace, token_ids: Sequence[int], missed: MissExplanation
@@ -56,6 +62,11 @@ class Watch:
         with self._lock:
             return self._adviser.sum_up(self._bytes_per_block)
 
+    def recent_requests(self) -> list[dict[str, Any]]:
+        """The last requests that were answered, oldest first: counts and times, no text."""
+        with self._lock:
+            return list(self._recent)
+
     def clear(self) -> None:
         """Forget the prompts of late."""
         with self._lock:
@@ -64,6 +75,20 @@ class Watch:
     def _decode(self, token_ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
         return str(self._tokenizer.decode(list(token_ids)))
+
+
+def _describe(output: RequestOutput) -> dict[str, Any]:
+    missed = output.why_missed
+    return {
+        "id": output.request_id,
+        "time": round(time.time(), 3),
+        "prompt_tokens": len(output.prompt_token_ids),
+        "cached_tokens": output.num_cached_tokens,
+        "generated_tokens": sum(len(answer.token_ids) for answer in output.outputs),
+        "time_to_first_token": output.metrics.time_to_first_token,
+        "missed": missed.reason.name.lower() if missed is not None else None,
+        "why": str(missed) if missed is not None else None,
+    }
 
 
 def _age(seen: Seen) -> float | None:

@@ -104,7 +104,8 @@ class Adviser:
             elif seen.num_again:
                 head = seen.tokens[: seen.closest.num_common].tobytes()
                 forks[seen.namespace, head].append(seen)
-        most = sorted(forks.values(), key=lambda those: -sum(one.num_again for one in those))
+        again = [those for those in forks.values() if len(those) > 1]  # once is no habit
+        most = sorted(again, key=lambda those: -sum(one.num_again for one in those))
         return {
             "prompts": len(recent),
             "prompt_tokens": sum(len(seen.tokens) for seen in recent),

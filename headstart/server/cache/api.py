@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -15,6 +16,7 @@ from headstart.server.cache.state import describe_engine, describe_pool, describ
 from headstart.server.errors import ApiError, JsonResponse
 from headstart.server.openai.reading import read_salt
 from headstart.server.service import Service, service_of, unless_gone
+from headstart.server.sse import EventStream, frame
 
 if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup
@@ -98,6 +100,25 @@ async def advise(request: Request) -> Response:
     """What would have saved most tokens of the prompts of late."""
     watch = service_of(request).watch
     return JsonResponse(await asyncio.to_thread(watch.advise))
+
+
+@router.get("/live")
+async def stream_live(request: Request) -> Response:
+    """The pool and the traffic as events, about one a second."""
+    service = service_of(request)
+
+    async def events() -> AsyncGenerator[bytes]:
+        while not service.is_draining:
+            yield frame(await service.live.show())
+            await asyncio.sleep(service.live.pause)
+
+    return EventStream(events())
+
+
+@router.get("/blocks/{block_id}")
+async def show_block(block_id: int, request: Request) -> Response:
+    """The text in a block."""
+    return JsonResponse(await service_of(request).live.block_text(block_id))
 
 
 async def _prepare(service: Service, body: PromptBody, request: Request) -> RequestGroup:

@@ -79,7 +79,8 @@ def describe_prefixes(
         while at >= 0 and at not in chosen:
             chosen.add(at)
             at = stretches[at].parent
-    return [_describe(at, stretches[at], decode) for at in sorted(chosen)]
+    by_depth = sorted(chosen, key=lambda at: (stretches[at].start, -len(stretches[at].block_ids)))
+    return [_describe(at, stretches[at], decode) for at in by_depth]
 
 
 def _describe(at: int, stretch: Stretch, decode: Decode | None) -> dict[str, Any]:

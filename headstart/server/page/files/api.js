@@ -1,0 +1,65 @@
+// Requests to the server that this page came from, with the key that the user gave, if any.
+
+let key = sessionStorage.getItem("headstart-key") || "";
+
+function headers(more) {
+  return key ? { ...more, Authorization: `Bearer ${key}` } : more;
+}
+
+async function askForKey() {
+  const dialog = document.getElementById("ask-key");
+  if (!dialog.open) dialog.showModal();
+  await new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true }));
+  key = document.getElementById("key").value.trim();
+  sessionStorage.setItem("headstart-key", key);
+}
+
+// The response; asks for a key, and again, while the server wants one. Throws what went wrong.
+export async function request(path, options = {}) {
+  for (;;) {
+    const used = key;
+    const response = await fetch(path, { ...options, headers: headers(options.headers || {}) });
+    if (response.ok) return response;
+    if (response.status === 401) {
+      if (used === key) await askForKey();
+      continue;
+    }
+    let text = `${response.status} ${response.statusText}`;
+    try {
+      text = (await response.json()).error.message;
+    } catch { /* no body that says more */ }
+    throw new Error(text);
+  }
+}
+
+export async function get(path) {
+  return (await request(path)).json();
+}
+
+export async function post(path, body, signal) {
+  return request(path, {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+    signal,
+  });
+}
+
+// The events of a response as they come, each as parsed JSON; ends at "[DONE]".
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    rest += value;
+    const parts = rest.split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const line = part.split("\n").find((one) => one.startsWith("data: "));
+      if (!line) continue;
+      if (line === "data: [DONE]") return;
+      yield JSON.parse(line.slice(6));
+    }
+  }
+}

@@ -1,0 +1,65 @@
+// Time to first token of the requests of late, on a logarithmic scale, and the table below it.
+
+const NS = "http://www.w3.org/2000/svg";
+
+function add(svg, name, attributes, text) {
+  const node = document.createElementNS(NS, name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  if (text !== undefined) node.textContent = text;
+  svg.append(node);
+  return node;
+}
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 0.0995) return `${(value * 1000).toPrecision(2)} ms`;
+  return value < 0.9995 ? `${Math.round(value * 1000)} ms` : `${value.toPrecision(3)} s`;
+}
+
+export function isWarm(request) {
+  return 2 * request.cached_tokens >= request.prompt_tokens;
+}
+
+export function median(values) {
+  const sorted = values.toSorted((a, b) => a - b);
+  return sorted.length ? sorted[Math.floor(sorted.length / 2)] : null;
+}
+
+export function drawChart(svg, requests) {
+  const width = svg.clientWidth || 600, height = svg.clientHeight || 144;
+  svg.replaceChildren();
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  const timed = requests.filter((one) => one.time_to_first_token > 0);
+  if (!timed.length) {
+    add(svg, "text", { x: 8, y: 20 }, "No request yet.");
+    return;
+  }
+  const times = timed.map((one) => one.time_to_first_token);
+  const low = Math.floor(Math.log10(Math.min(...times))), high = Math.max(low + 1, Math.ceil(Math.log10(Math.max(...times))));
+  const left = 52, bottom = height - 8;
+  const y = (value) => bottom - ((Math.log10(value) - low) / (high - low)) * (bottom - 10);
+  for (let power = low; power <= high; power += 1) {
+    const at = y(10 ** power);
+    add(svg, "line", { x1: left, x2: width, y1: at, y2: at, stroke: "var(--line)" });
+    add(svg, "text", { x: left - 6, y: at + 4, "text-anchor": "end" }, seconds(10 ** power));
+  }
+  timed.forEach((one, at) => {
+    const x = left + 8 + (at / Math.max(1, timed.length - 1)) * (width - left - 16);
+    const dot = add(svg, "circle", {
+      cx: x, cy: y(one.time_to_first_token), r: 4,
+      fill: isWarm(one) ? "var(--warm)" : "var(--cold)",
+    });
+    add(dot, "title", {}, `${one.cached_tokens} of ${one.prompt_tokens} tokens cached, ${seconds(one.time_to_first_token)}`);
+  });
+  svg.setAttribute("aria-label", `Time to first token of ${timed.length} requests, from ${seconds(Math.min(...times))} to ${seconds(Math.max(...times))}`);
+}
+
+export function fillTable(body, requests) {
+  body.replaceChildren(...requests.slice(-50).reverse().map((one) => {
+    const row = document.createElement("tr");
+    const cells = [one.id.split("-").at(-1).slice(0, 8), one.prompt_tokens.toLocaleString("en"),
+      one.cached_tokens.toLocaleString("en"), seconds(one.time_to_first_token), one.why || ""];
+    for (const text of cells) row.insertCell().textContent = text;
+    return row;
+  }));
+}

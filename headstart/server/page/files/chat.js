@@ -1,0 +1,95 @@
+// The chat: a conversation in this tab, each reply with what was cached and what that saved.
+
+import { events, post } from "./api.js";
+import { seconds } from "./chart.js";
+
+export class Chat {
+  constructor(elements, modelName) {
+    Object.assign(this, elements);
+    this.modelName = modelName;
+    this.messages = [];
+    this.coldRate = null; // prompt tokens computed a second, of the last reply that computed some
+    this.form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.send();
+    });
+    this.message.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        this.form.requestSubmit();
+      }
+    });
+    this.stop.addEventListener("click", () => this.abort.abort());
+    this.anew.addEventListener("click", () => {
+      this.messages = [];
+      this.turns.replaceChildren();
+      this.message.focus();
+    });
+  }
+
+  add(kind, text) {
+    const turn = document.createElement("div");
+    turn.className = `turn ${kind}`;
+    turn.textContent = text;
+    this.turns.append(turn);
+    this.turns.scrollTop = this.turns.scrollHeight;
+    return turn;
+  }
+
+  async send() {
+    const content = this.message.value;
+    if (!content.trim() || this.abort) return;
+    this.add("user", content);
+    this.message.value = "";
+    const reply = this.add("reply", "");
+    const asked = [...this.messages, { role: "user", content }];
+    this.abort = new AbortController();
+    this.stop.hidden = false;
+    let text = "", first = null, usage = null, problem = null;
+    const start = performance.now();
+    try {
+      const body = { model: this.modelName(), messages: asked, stream: true,
+        stream_options: { include_usage: true } };
+      const response = await post("v1/chat/completions", body, this.abort.signal);
+      for await (const event of events(response)) {
+        if (event.error) throw new Error(event.error.message);
+        usage = event.usage || usage;
+        const delta = event.choices[0]?.delta?.content;
+        if (!delta) continue;
+        first ??= (performance.now() - start) / 1000;
+        text += delta;
+        reply.textContent = text;
+        this.turns.scrollTop = this.turns.scrollHeight;
+      }
+    } catch (error) {
+      problem = error.name === "AbortError" ? "stopped" : error.message;
+    }
+    this.abort = null;
+    this.stop.hidden = true;
+    if (text) this.messages = [...asked, { role: "assistant", content: text }];
+    else this.message.value ||= content; // nothing is lost
+    this.tell(reply, usage, first, problem);
+    this.message.focus();
+  }
+
+  tell(reply, usage, first, problem) {
+    const cost = document.createElement("span");
+    cost.className = "cost";
+    const parts = [];
+    if (usage) {
+      const cached = usage.prompt_tokens_details.cached_tokens;
+      const computed = usage.prompt_tokens - cached;
+      parts.push(`${cached.toLocaleString("en")} of ${usage.prompt_tokens.toLocaleString("en")} prompt tokens were cached`);
+      if (first !== null) parts.push(`first token after ${seconds(first)}`);
+      if (first !== null && computed > 64) this.coldRate = computed / first;
+      if (this.coldRate && cached > 16) parts.push(`saved about ${seconds(cached / this.coldRate)}`);
+    }
+    if (problem) {
+      parts.push(problem);
+      if (problem !== "stopped") reply.classList.add("error");
+    }
+    cost.textContent = parts.join(" · ");
+    reply.append(cost);
+    this.turns.scrollTop = this.turns.scrollHeight;
+  }
+}

@@ -1,0 +1,104 @@
+// The page: one stream of looks at the pool fills every part of it.
+
+import { events, get, post, request } from "./api.js";
+import { Chat } from "./chat.js";
+import { drawChart, fillTable, isWarm, median, seconds } from "./chart.js";
+import { PoolMap } from "./map.js";
+import { colourFor, fillBars, fillTree } from "./tree.js";
+
+const $ = (id) => document.getElementById(id);
+const count = (value) => value.toLocaleString("en");
+let model = "";
+let colours = new Map();
+
+const styles = getComputedStyle(document.documentElement);
+const plain = () => styles.getPropertyValue("--quiet");
+const resolve = (colour) => colour.replace("var(--saturation)", styles.getPropertyValue("--saturation"))
+  .replace("var(--lightness)", styles.getPropertyValue("--lightness"));
+const map = new PoolMap($("pool"), $("block"), (prefix) => colours.has(prefix) ? resolve(colours.get(prefix)) : plain());
+
+new Chat({ form: $("ask"), message: $("message"), stop: $("stop"), anew: $("anew"), turns: $("turns") }, () => model);
+
+const MISSED = {
+  disabled: "caching is off", not_read: "asked not to read", unseen: "nothing like it seen",
+  evicted: "evicted since", token: "differs at a token", adapter: "another adapter",
+  salt: "another salt", item: "another image or sound", short: "less than a block is new",
+  in_progress: "being computed", outputs: "not the outputs wanted",
+};
+
+function ownerName(owner) {
+  const adapter = owner.adapter ? `adapter ${owner.adapter.slice(0, 8)}` : "the model";
+  return owner.salt ? `${adapter}, salt ${owner.salt.slice(0, 12)}` : adapter;
+}
+
+let shownRequests = "";
+
+function show(look) {
+  const { engine, pool, prefixes, traffic } = look;
+  $("hit-rate").textContent = engine.queried_tokens ? `${(100 * engine.hit_rate).toFixed(1)} %` : "–";
+  $("saved").textContent = count(engine.hit_tokens);
+  const [warm, cold] = [true, false].map((kind) => median(traffic.filter((one) => isWarm(one) === kind)
+    .map((one) => one.time_to_first_token).filter((time) => time !== null)));
+  $("first").textContent = `${seconds(warm)} · ${seconds(cold)}`;
+  $("running").textContent = count(engine.running);
+  $("waiting").textContent = engine.waiting ? `${count(engine.waiting)} waiting` : "none waits";
+  $("pool-counts").textContent = `${count(pool.num_blocks)} blocks of ${pool.block_size} tokens: ${count(pool.held)} held, ${count(pool.cached)} cached, ${count(pool.empty)} empty`;
+  colours = new Map(prefixes.map((prefix) => [prefix.id, colourFor(prefix)]));
+  map.show(look.cells, pool.num_blocks);
+  fillTree($("tree"), prefixes);
+  fillBars($("missed"), Object.entries(engine.missed).filter(([name]) => name !== "none")
+    .sort((a, b) => b[1] - a[1]).map(([name, value]) => [MISSED[name] || name, value]));
+  fillBars($("owners"), pool.owners.slice(0, 12).map((owner) => [ownerName(owner), owner.blocks]));
+  const last = traffic.at(-1)?.id + traffic.length;
+  if (last === shownRequests) return;
+  shownRequests = last;
+  drawChart($("chart"), traffic);
+  fillTable($("requests"), traffic);
+  showAdvice();
+}
+
+async function showAdvice() {
+  try {
+    const told = await get("cache/advice");
+    const items = told.forks.slice(0, 3).map((fork) => fork.advice);
+    if (told.memory.evicted_prompts) {
+      items.push(`${told.memory.evicted_prompts} prompts found their beginning evicted: ${count(told.memory.more_blocks)} more blocks would have kept it`);
+    }
+    if (!items.length) return;
+    $("advice").replaceChildren(...items.map((text) => Object.assign(document.createElement("li"), { textContent: text })));
+  } catch { /* for administrators */ }
+}
+
+function connected(isLive) {
+  $("connection").textContent = isLive ? "live" : "not connected: trying again";
+  $("connection").classList.toggle("live", isLive);
+}
+
+async function watch() {
+  for (;;) {
+    try {
+      const models = await get("v1/models");
+      model = models.data[0].id;
+      $("model").textContent = `${model} · context of ${count(models.data[0].max_model_len)} tokens`;
+      const response = await request("cache/live");
+      connected(true);
+      for await (const look of events(response)) show(look);
+    } catch (error) {
+      console.warn(error);
+    }
+    connected(false);
+    await new Promise((resolve) => setTimeout(resolve, 1500));
+  }
+}
+
+$("reset").addEventListener("click", async () => {
+  try {
+    await post("cache/reset", {});
+    $("block").textContent = "Everything cached is forgotten.";
+  } catch (error) {
+    $("block").textContent = error.message;
+  }
+});
+
+new ResizeObserver(() => { shownRequests = ""; }).observe($("chart"));
+watch();

@@ -1,0 +1,99 @@
+// The pool as a map on a canvas. One image of at most 8,192 cells is drawn for each look at the
+// pool, whatever the pool's size, so a hundred thousand blocks cost as little as a thousand.
+
+import { get } from "./api.js";
+
+const EMPTY = 0, HELD = 2;
+
+export class PoolMap {
+  constructor(canvas, caption, colourOf) {
+    this.canvas = canvas;
+    this.caption = caption;
+    this.colourOf = colourOf;
+    this.cells = [];
+    this.perCell = 1;
+    this.cursor = -1; // no cell yet
+    this.asked = 0;
+    canvas.addEventListener("pointermove", (event) => this.point(event));
+    canvas.addEventListener("click", (event) => this.point(event));
+    canvas.addEventListener("keydown", (event) => this.move(event));
+    new ResizeObserver(() => this.draw()).observe(canvas);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+  }
+
+  show(cells, numBlocks) {
+    this.numBlocks = numBlocks;
+    this.perCell = cells.blocks_per_cell;
+    this.cells = cells.runs.flatMap(([count, state, prefix]) => Array(count).fill([state, prefix]));
+    this.draw();
+  }
+
+  draw() {
+    const width = this.canvas.clientWidth;
+    if (!width || !this.cells.length) return;
+    const count = this.cells.length;
+    const size = Math.max(4, Math.min(16, Math.floor(Math.sqrt((width * 260) / count))));
+    this.columns = Math.max(1, Math.floor(width / size));
+    this.size = size;
+    const rows = Math.ceil(count / this.columns);
+    const scale = window.devicePixelRatio || 1;
+    this.canvas.style.height = `${rows * size}px`;
+    this.canvas.width = Math.round(width * scale);
+    this.canvas.height = Math.round(rows * size * scale);
+    const pen = this.canvas.getContext("2d");
+    pen.scale(scale, scale);
+    const empty = getComputedStyle(document.documentElement).getPropertyValue("--empty");
+    const gap = size > 6 ? 1 : 0.5;
+    this.cells.forEach(([state, prefix], at) => {
+      pen.globalAlpha = state === EMPTY || state === HELD ? 1 : 0.5;
+      pen.fillStyle = state === EMPTY ? empty : this.colourOf(prefix);
+      const x = (at % this.columns) * size, y = Math.floor(at / this.columns) * size;
+      pen.fillRect(x, y, size - gap, size - gap);
+    });
+    pen.globalAlpha = 1;
+    if (document.activeElement === this.canvas && this.cursor >= 0) this.mark(pen);
+  }
+
+  mark(pen) {
+    const x = (this.cursor % this.columns) * this.size;
+    const y = Math.floor(this.cursor / this.columns) * this.size;
+    pen.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue("--text");
+    pen.lineWidth = 2;
+    pen.strokeRect(x, y, this.size - 1, this.size - 1);
+  }
+
+  point(event) {
+    const box = this.canvas.getBoundingClientRect();
+    const column = Math.floor((event.clientX - box.left) / this.size);
+    const at = Math.floor((event.clientY - box.top) / this.size) * this.columns + column;
+    if (column < this.columns && at < this.cells.length && at !== this.cursor) this.tell(at);
+  }
+
+  move(event) {
+    const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.columns, ArrowDown: this.columns,
+      Home: -this.cursor, End: this.cells.length - 1 - this.cursor, }[event.key];
+    if (step === undefined) return;
+    event.preventDefault();
+    const at = Math.max(0, this.cursor + step);
+    if (at < this.cells.length) this.tell(at);
+    this.draw();
+  }
+
+  async tell(at) {
+    this.cursor = at;
+    const first = at * this.perCell;
+    const [state] = this.cells[at];
+    const name = this.perCell > 1 ? `Blocks ${first} to ${Math.min(first + this.perCell, this.numBlocks) - 1}` : `Block ${first}`;
+    const stateName = ["empty", "cached", "held"][state];
+    this.caption.textContent = `${name}: ${stateName}`;
+    if (state === EMPTY) return;
+    const asked = ++this.asked;
+    await new Promise((resolve) => setTimeout(resolve, 60));
+    if (asked !== this.asked) return; // the pointer went on
+    try {
+      const told = await get(`cache/blocks/${first}`);
+      if (asked !== this.asked || told.text === null) return;
+      this.caption.textContent = `${name}: ${stateName}, ${told.tokens} tokens: “${told.text}”`;
+    } catch { /* texts are for administrators */ }
+  }
+}

@@ -1,0 +1,59 @@
+// The tree of cached prefixes, and bars of counts.
+
+// A colour that stays with a prefix from look to look.
+export function colourFor(prefix) {
+  const name = `${prefix.salt}|${prefix.adapter}|${prefix.first_block}|${prefix.text}`;
+  let hash = 2166136261;
+  for (const character of name) hash = Math.imul(hash ^ character.codePointAt(0), 16777619);
+  const mixed = Math.imul(hash ^ (hash >>> 15), 2246822519);
+  return `hsl(${((mixed ^ (mixed >>> 13)) >>> 0) % 360} var(--saturation) var(--lightness))`;
+}
+
+function line(prefix) {
+  const row = document.createElement("div");
+  const swatch = document.createElement("span");
+  swatch.className = "swatch";
+  swatch.style.background = colourFor(prefix);
+  const text = document.createElement("span");
+  text.className = "text";
+  text.textContent = prefix.text === null ? "(text not shown)" : prefix.text.replace(/\s+/g, " ");
+  text.title = prefix.text || "";
+  const count = document.createElement("span");
+  count.className = "count";
+  const held = prefix.held ? `, ${prefix.held} held` : "";
+  count.textContent = `${prefix.blocks.toLocaleString("en")} blocks${held}`;
+  row.append(swatch, text, count);
+  return row;
+}
+
+export function fillTree(list, prefixes) {
+  const items = new Map();
+  const roots = [];
+  for (const prefix of prefixes) {
+    const item = document.createElement("li");
+    item.append(line(prefix));
+    items.set(prefix.id, item);
+    const parent = prefix.parent === null ? undefined : items.get(prefix.parent);
+    if (parent === undefined) {
+      roots.push(item);
+      continue;
+    }
+    if (parent.lastElementChild.tagName !== "UL") parent.append(document.createElement("ul"));
+    parent.lastElementChild.append(item);
+  }
+  list.replaceChildren(...roots);
+}
+
+export function fillBars(list, counts) {
+  const most = Math.max(1, ...counts.map(([, count]) => count));
+  list.replaceChildren(...counts.flatMap(([name, count]) => {
+    const term = document.createElement("dt");
+    term.textContent = name;
+    const value = document.createElement("dd");
+    const bar = document.createElement("span");
+    bar.className = "bar";
+    bar.style.width = `${Math.round((70 * count) / most)}%`;
+    value.append(bar, count.toLocaleString("en"));
+    return [term, value];
+  }));
+}

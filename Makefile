@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python 3.11+, pip and make, nothing else. Both keep their
+# `make demo`, `make serve` and `make test` need Python 3.11+, pip and make, nothing else. All keep their
 # environment in .venv, made anew only when requirements.lock or pyproject.toml change. Where there
 # is a C++ compiler the kernels in headstart/native are built too, anew when they change.
 
@@ -13,10 +13,11 @@ CODE := headstart tests examples $(wildcard bench tools recipes docs/figures_src
 TYPED := headstart $(wildcard bench tools recipes docs/figures_src)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: help demo test lint types unit unit-portable sanitize figures bench curves clean
+.PHONY: help demo serve test lint types unit unit-portable sanitize figures bench curves clean
 
 help:
 	@echo "make demo    two questions about one long document, the second from the cache"
+	@echo "make serve   the embedded model behind OpenAI's API, and a page that shows its cache"
 	@echo "make test    style, types, then all tests"
 	@echo "make lint | types | unit | unit-portable    one part of make test"
 	@echo "make sanitize the kernels' tests over a build that watches memory (minutes; GCC on Linux)"
@@ -27,6 +28,9 @@ help:
 
 demo: $(READY)
 	@$(BIN)/headstart demo
+
+serve: $(READY)
+	@$(BIN)/headstart serve
 
 test: lint types unit unit-portable
 

@@ -4,6 +4,7 @@ Python blocks of a page run from top to bottom in one namespace, as a reader wou
 An HTML comment on the line above a block says what it needs:
 
     <!-- demo model: Qwen/Qwen2.5-0.5B-Instruct -->    the demo model stands in for this name
+    <!-- server: http://127.0.0.1:8000 -->             a server of headstart-tiny stands in for this
     <!-- output -->                                    (above a text block) what the Python block
                                                        before it prints; `...` matches anything
 
@@ -15,6 +16,7 @@ import doctest
 import re
 import shlex
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -24,12 +26,13 @@ import pytest
 
 from headstart.cli.main import main
 from tests.house.source import ROOT, read_modules
+from tests.server.running import running
 
 BLOCK = re.compile(
     r"^(?:<!-- (?P<note>.*?) -->\n)?```(?P<language>\w*)\n(?P<body>.*?)^```$", re.M | re.S
 )
 LANGUAGES = {"python", "sh", "text", "json"}
-STAND_IN = "demo model: "
+STAND_IN, SERVER = "demo model: ", "server: "
 
 
 @dataclass(frozen=True)
@@ -64,18 +67,23 @@ def pages_with(language: str) -> list[str]:
     return [name for name, blocks in PAGES.items() if any(b.language == language for b in blocks)]
 
 
-def run_python(blocks: list[Block], page: str, model: Path, read: Callable[[], str]) -> list[str]:
-    """Run a page's blocks; returns where what was printed is not what the page says."""
+def run_python(
+    blocks: list[Block], page: str, stand_in: Callable[[str], str], read: Callable[[], str]
+) -> list[str]:
+    """Run a page's blocks; returns where what was printed is not what the page says.
+
+    stand_in: what stands in for the name in a note.
+    """
     namespace: dict[str, object] = {"__name__": "__page__"}
     wrong, printed = [], ""
     checker, options = doctest.OutputChecker(), doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     for block in blocks:
         if block.language == "python":
             code = block.body
-            if block.note.startswith(STAND_IN):
-                name = block.note.removeprefix(STAND_IN)
+            if block.note.startswith((STAND_IN, SERVER)):
+                name = block.note.partition(": ")[2]
                 assert name in code, f"{page}:{block.line}: {name} is not in the block"
-                code = code.replace(name, model.as_posix())
+                code = code.replace(name, stand_in(block.note))
             lines = "\n" * (block.line - 1)  # so that a traceback names the page's own line
             exec(compile(lines + code, page, "exec"), namespace)
             printed = read()
@@ -97,7 +105,7 @@ def parse_command(line: str) -> None:
     elif program in ("python", ".venv/bin/python"):
         assert arguments[0] == "-m" or (ROOT / arguments[0]).is_file(), f"no {arguments[0]}"
     else:
-        assert program in ("git", "cd", "pip", "echo", "cat"), f"what is {program}?"
+        assert program in ("git", "cd", "pip", "echo", "cat", "curl"), f"what is {program}?"
 
 
 def parse_arguments(command: click.Command, arguments: list[str]) -> None:
@@ -127,7 +135,14 @@ def test_every_block_has_a_language_we_check(page: str) -> None:
 
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python_blocks_run(page: str, demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_python(PAGES[page], page, demo_model, lambda: capsys.readouterr().out) == []
+    with ExitStack() as open_things:
+
+        def stand_in(note: str) -> str:
+            if note.startswith(STAND_IN):
+                return demo_model.as_posix()
+            return open_things.enter_context(running(name="headstart-tiny")).url
+
+        assert run_python(PAGES[page], page, stand_in, lambda: capsys.readouterr().out) == []
 
 
 @pytest.mark.parametrize(

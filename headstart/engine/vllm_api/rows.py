@@ -94,7 +94,8 @@ class Names:
 
     def _unknown(self, name: str) -> str:
         known = [*self._own, *self.rows]
-        near = get_close_matches(name, known, 1, 0.5)
+        # copy and pickle ask for names like __setstate__, a copy of parameters for each request.
+        near = [] if name.startswith("__") else get_close_matches(name, known, 1, 0.5)
         hint = f"; the nearest is {near[0]}" if near else ""
         return f"{self.owner} knows no {name!r}{hint}"
 

@@ -16,7 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from headstart.errors import UnsupportedModelError
 from headstart.models.checkpoint import check_decoder
-from headstart.models.compatibility.paged_kv import check_config, probe_model
+from headstart.models.compatibility.paged_kv import check_config
+from headstart.models.compatibility.proven import probe_once, stamp_files
 from headstart.models.decoder import DecoderModel
 from headstart.models.files import check_files, find_folder
 from headstart.models.prefetch import ReadyMemory
@@ -51,6 +52,7 @@ def load_model(
     weights_dtype, wanted = find_dtype(dtype), find_device(device)
     folder = find_folder(model)
     check_files(folder)
+    files = stamp_files(folder)
     weights_dtype = fast_dtype(weights_dtype, folder, wanted)
     with silence_transformers():
         config = load_config(folder)
@@ -63,7 +65,7 @@ def load_model(
         loaded = _load_weights(folder, config, weights_dtype)
         loaded = loaded.to(wanted).eval()  # type: ignore[arg-type]
         fusion = accelerate(loaded, ready_memory)
-        decoder = DecoderModel(loaded, probe_model(loaded), folder, fusion)
+        decoder = DecoderModel(loaded, probe_once(loaded, files), folder, fusion)
         simplify(decoder)
     return decoder
 

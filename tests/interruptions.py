@@ -22,7 +22,7 @@ class Interrupted(BaseException):
 class Interruption:
     """Raises `error` before the line with number `at`, from 0 on, that runs inside it.
 
-    `lines` has the places of all lines that ran; without an error it only counts. `within`: the
+    Without an error it only notes the places of all lines that ran, in `lines`. `within`: the
     modules whose lines count, a package standing for all that is in it.
     """
 
@@ -30,11 +30,16 @@ class Interruption:
         self, at: int = -1, error: BaseException | None = None, *within: ModuleType
     ) -> None:
         self.lines: list[Line] = []
-        self.raised = False
-        self._at = at
-        self._error = error
-        self._files = tuple(map(_files, within or (headstart,)))
+        self._raised: list[BaseException] = []
+        if error is not None:
+            self.line = _countdown(at, error, self._raised)  # type: ignore[method-assign]
+        self._tracers = _Tracers(self.line, tuple(map(_files, within or (headstart,))))
         self._before: Tracer | None = None
+
+    @property
+    def raised(self) -> bool:
+        """Whether so many lines ran."""
+        return bool(self._raised)
 
     def __enter__(self) -> "Interruption":
         self._before = sys.gettrace()
@@ -46,16 +51,41 @@ class Interruption:
 
     def trace(self, frame: FrameType, event: str, arg: object) -> Tracer | None:
         """A trace function; for another thread than the one that enters."""
-        return self.line if frame.f_code.co_filename.startswith(self._files) else None
+        return self._tracers[frame.f_code.co_filename]
 
     def line(self, frame: FrameType, event: str, arg: object) -> Tracer:
         """The trace function of a frame whose lines count."""
         if event == "line":
             self.lines.append((frame.f_code.co_filename, frame.f_lineno))
-            if self._error is not None and len(self.lines) - 1 == self._at:
-                self.raised = True
-                raise self._error
         return self.line
+
+
+class _Tracers(dict[str, Tracer | None]):
+    """The trace function of the frames of each file: `line` if it is one of these, else none."""
+
+    def __init__(self, line: Tracer, files: tuple[str, ...]) -> None:
+        self._line = line
+        self._files = files
+
+    def __missing__(self, file: str) -> Tracer | None:
+        self[file] = self._line if file.startswith(self._files) else None
+        return self[file]
+
+
+def _countdown(at: int, error: BaseException, raised: list[BaseException]) -> Tracer:
+    """A trace function that raises at the line with this number. It runs at every line: be fast."""
+    left = at
+
+    def line(frame: FrameType, event: str, arg: object) -> Tracer:
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if left == -1:
+                raised.append(error)
+                raise error
+        return line
+
+    return line
 
 
 def _files(module: ModuleType) -> str:

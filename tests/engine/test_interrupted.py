@@ -38,27 +38,31 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> list[list[int]]:
     """What an engine answers that was never interrupted, and nothing cached."""
-    return [_answer(llm.engine, at) for at in range(len(PROMPTS))]
+    engine = llm.engine
+    answers = []
+    for at in range(len(PROMPTS)):
+        group = _submit(engine, at)
+        answers += _answers(engine, [group])
+        assert engine.reset_prefix_cache()
+    return answers
 
 
-def _params(at: int) -> SamplingParams:
-    return DRAWN if at else PARAMS
-
-
-def _answer(engine: Engine, at: int) -> list[int]:
-    group = engine.prepare(PROMPTS[at], _params(at))
+def _submit(engine: Engine, at: int) -> RequestGroup:
+    group = engine.prepare(PROMPTS[at], DRAWN if at else PARAMS)
     engine.submit(group)
+    return group
+
+
+def _answers(engine: Engine, groups: list[RequestGroup]) -> list[list[int]]:
     while engine.has_unfinished:
         engine.step()
-    return group.output().outputs[0].token_ids
+    return [group.output().outputs[0].token_ids for group in groups]
 
 
 def _begin(engine: Engine, steps: int) -> list[RequestGroup]:
     """Both requests, after so many steps, with nothing in the cache before."""
     assert engine.reset_prefix_cache()
-    groups = [engine.prepare(prompt, _params(at)) for at, prompt in enumerate(PROMPTS)]
-    for group in groups:
-        engine.submit(group)
+    groups = [_submit(engine, at) for at in range(len(PROMPTS))]
     for _ in range(steps):
         engine.step()
     return groups
@@ -83,7 +87,7 @@ def _finish(engine: Engine, groups: list[RequestGroup], expected: list[list[int]
                 == expected[PROMPTS.index(group.prompt_token_ids)]
             )
     assert engine.manager.num_free_blocks == NUM_BLOCKS
-    assert [_answer(engine, at) for at in range(len(PROMPTS))] == expected
+    assert _answers(engine, [_submit(engine, at) for at in range(len(PROMPTS))]) == expected
 
 
 def _check(engine: Engine) -> None:

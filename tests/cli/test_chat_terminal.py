@@ -82,7 +82,8 @@ def no_child_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_lines_are_edited_pasted_and_remembered(tmp_path: Path) -> None:
-    terminal = Terminal(tmp_path, columns=80)
+    # The model has no answer to the long paste, and would go on for a thousand tokens.
+    terminal = Terminal(tmp_path, "--max-tokens", "32", columns=80)
     short, _ = terminal.ask("Hi")
     terminal.send("Hix" + LEFT * 1 + "\x1b[3~" + "\r")  # the delete key takes the x
     edited, cached = terminal.cost()

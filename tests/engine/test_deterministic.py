@@ -17,7 +17,7 @@ ARCHITECTURES = ("llama", "qwen3_moe", "gemma2", "gpt_oss")
 DTYPES = ("float32", "bfloat16")
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     save_tiny(request.param, path)

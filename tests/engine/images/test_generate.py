@@ -31,6 +31,7 @@ class Oracle:
         self.processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.token = self.model.config.image_token_id
+        self._answers: dict[tuple[object, ...], list[int]] = {}
 
     def inputs(self, images: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
         """The vision tower's inputs, and what stands in the text for each image."""
@@ -59,7 +60,13 @@ class Oracle:
         return "".join(lines) + ("\n" if rows else "") + end
 
     def answer(self, text: str, images: list[Image.Image]) -> list[int]:
-        """Greedy tokens."""
+        """Greedy tokens, computed once for each prompt."""
+        prompt = (text, *((image.size, image.tobytes()) for image in images))
+        if prompt not in self._answers:
+            self._answers[prompt] = self._generate(text, images)
+        return self._answers[prompt]
+
+    def _generate(self, text: str, images: list[Image.Image]) -> list[int]:
         inputs, expansions = self.inputs(images) if images else ({}, [])
         token = self.tokenizer.convert_ids_to_tokens(self.token)
         first, *others = text.split(token)

@@ -1,11 +1,11 @@
-"""What this machine has: the instruction sets of its CPU, and free memory. Needs no torch."""
+"""What this machine has: its CPU's instruction sets, free memory, a place for data. No torch."""
 
 import os
 import platform
 from functools import cache
 from pathlib import Path
 
-__all__ = ["X86", "available_memory", "cpu_flags", "multiplies_bfloat16"]
+__all__ = ["X86", "available_memory", "cpu_flags", "data_folder", "multiplies_bfloat16"]
 
 X86 = ("x86_64", "AMD64")
 """What `platform.machine` says on x86 in 64 bits."""
@@ -54,3 +54,12 @@ def available_memory() -> int:
     except OSError:
         pass  # not Linux
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def data_folder() -> Path:
+    """Where headstart keeps a user's own data, by the XDG base directories. May not exist yet.
+
+    Raises RuntimeError if the user has no home.
+    """
+    folder = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(folder).expanduser() / "headstart"

@@ -1,4 +1,4 @@
-"""The command line: `headstart run`, `chat`, `serve`, `models`, `demo`, `completion`.
+"""The command line: `headstart run`, `chat`, `serve`, `keys`, `models`, `demo`, `completion`.
 
 Everything that headstart raises on purpose ends as one line on stderr and exit status 2; usage
 errors do so too. Replies go to stdout, the figures of `run` and `chat` to stderr, so that a
@@ -20,6 +20,7 @@ from headstart.cli.demo.images import show_images
 from headstart.cli.demo.omni import show_omni_demo
 from headstart.cli.demo.table import show_demo
 from headstart.cli.help import GroupedCommand, GroupedOption
+from headstart.cli.keys import keys
 from headstart.cli.models import models
 from headstart.cli.opening import announce_and_open, folder_of
 from headstart.cli.options import (
@@ -174,6 +175,7 @@ def serve(model: str, **options: Any) -> None:
 
 
 main.add_command(models)
+main.add_command(keys)
 
 
 @main.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -38,11 +38,13 @@ def run_server(model: str, engine: Mapping[str, Any], options: ServerOptions) ->
     """
     launch = _import_launch()
     with closing(launch.listen(options)) as at:  # a port in use is told before seconds of loading
+        tenants = launch.open_tenants(options, at.getsockname()[0])
         with waiting(announce(model)):
             async_llm = load_module("headstart.engine.async_llm").AsyncLLM
             llm = async_llm(resolve_model(model), **engine)
         with closing(llm):
-            launch.serve(llm, model, options, at, lambda: _tell(at, options, model))
+            said = _Address(at, options, model, with_key=tenants.ask_for_keys)
+            launch.serve(llm, model, options, tenants, at, said.tell)
     note("Stopped.")
 
 
@@ -55,13 +57,26 @@ def _import_launch() -> Any:
         ) from error
 
 
-def _tell(at: socket.socket, options: ServerOptions, model: str) -> None:
-    host, port = at.getsockname()[:2]
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    name = options.served_model_name or model
-    question = "What is 2 + 2?" if model == RANDOM_MODEL else "Who are you?"
-    body = {"model": name, "messages": [{"role": "user", "content": question}]}
-    click.echo(f"Serving {name} at {address}")
-    note(f"\ncurl {address}/v1/chat/completions -H 'Content-Type: application/json' \\")
-    note(f"  -d '{json.dumps(body)}'")
-    note(f'\nOpenAI(base_url="{address}/v1", api_key="none")   # Ctrl-C stops\n')
+@dataclass(frozen=True)
+class _Address:
+    """Where a server is reached, and how it is asked."""
+
+    at: socket.socket
+    options: ServerOptions
+    model: str
+    with_key: bool
+
+    def tell(self) -> None:
+        """Print it for the user."""
+        host, port = self.at.getsockname()[:2]
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        name = self.options.served_model_name or self.model
+        question = "What is 2 + 2?" if self.model == RANDOM_MODEL else "Who are you?"
+        body = {"model": name, "messages": [{"role": "user", "content": question}]}
+        click.echo(f"Serving {name} at {address}")
+        note(f"\ncurl {address}/v1/chat/completions -H 'Content-Type: application/json' \\")
+        if self.with_key:
+            note('  -H "Authorization: Bearer $HEADSTART_KEY" \\')
+        note(f"  -d '{json.dumps(body)}'")
+        key = 'os.environ["HEADSTART_KEY"]' if self.with_key else '"none"'
+        note(f'\nOpenAI(base_url="{address}/v1", api_key={key})   # Ctrl-C stops\n')

@@ -13,6 +13,7 @@ from headstart.server.middleware import Frontdoor
 from headstart.server.openai import chat, completions, models
 from headstart.server.options import ServerOptions
 from headstart.server.service import Service
+from headstart.server.tenants import Tenants, open_tenants
 from headstart.version import __version__
 
 if TYPE_CHECKING:
@@ -29,17 +30,24 @@ _ROUTERS = (
 )
 
 
-def create_app(llm: AsyncLLM, name: str, options: ServerOptions | None = None) -> FastAPI:
+def create_app(
+    llm: AsyncLLM,
+    name: str,
+    options: ServerOptions | None = None,
+    tenants: Tenants | None = None,
+) -> FastAPI:
     """An ASGI application that answers with a model; `name` is the model's in the API.
 
-    Whoever made `llm` closes it.
+    tenants: None for those that the options and the API keys on this machine make. Whoever made
+    `llm` closes it. Raises ConfigError.
     """
     options = options or ServerOptions()
+    tenants = tenants or open_tenants(options)
     app = FastAPI(title="headstart", version=__version__, redoc_url=None)
-    app.state.service = Service(llm, name, options)
+    app.state.service = Service(llm, name, options, tenants)
     for router in _ROUTERS:
         app.include_router(router)
     page.mount(app)
     add_handlers(app)
-    app.add_middleware(Frontdoor, max_bytes=options.max_request_bytes)
+    app.add_middleware(Frontdoor, tenants=tenants, max_bytes=options.max_request_bytes)
     return app

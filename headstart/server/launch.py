@@ -15,11 +15,12 @@ from headstart.errors import ConfigError
 from headstart.server.app import create_app
 from headstart.server.options import ServerOptions
 from headstart.server.service import Service
+from headstart.server.tenants import Tenants, open_tenants
 
 if TYPE_CHECKING:
     from headstart.engine.async_llm import AsyncLLM
 
-__all__ = ["listen", "serve"]
+__all__ = ["listen", "open_tenants", "serve"]
 
 
 def listen(options: ServerOptions) -> socket.socket:
@@ -37,6 +38,7 @@ def serve(
     llm: AsyncLLM,
     name: str,
     options: ServerOptions,
+    tenants: Tenants,
     at: socket.socket,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
@@ -45,7 +47,7 @@ def serve(
     Then nothing new is taken, and what runs has `drain_seconds` to end. A second signal ends it at
     once. Whoever made `llm` closes it.
     """
-    app = create_app(llm, name, options)
+    app = create_app(llm, name, options, tenants)
     config = uvicorn.Config(
         app,
         log_config=None,

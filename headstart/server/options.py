@@ -29,5 +29,11 @@ class ServerOptions:
         30.0, "seconds that running requests have when the server is stopped", Number(float, 0)
     )
 
+    api_keys: bool | None = option(
+        None,
+        "ask for a key; default: if there are keys, and always on addresses that others can reach",
+    )
+    keys_folder: str | None = option(None, "folder of the keys; default: below your data folder")
+
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)

@@ -16,6 +16,7 @@ from headstart.errors import EngineError
 from headstart.server.cache.live import Live
 from headstart.server.errors import ApiError
 from headstart.server.options import ServerOptions
+from headstart.server.tenants import Tenants, tenant_of
 from headstart.server.watch import Watch
 
 if TYPE_CHECKING:
@@ -33,10 +34,11 @@ _GONE = 499  # nginx's status for a client that closed the connection; nobody re
 class Service:
     """One model behind the server, and how many requests are under way."""
 
-    def __init__(self, llm: AsyncLLM, name: str, options: ServerOptions) -> None:
+    def __init__(self, llm: AsyncLLM, name: str, options: ServerOptions, tenants: Tenants) -> None:
         self.llm = llm
         self.name = options.served_model_name or name
         self.options = options
+        self.tenants = tenants
         self.watch = Watch(llm, self.name)
         self.live = Live(llm, self.watch)
         self.is_draining = False
@@ -69,8 +71,8 @@ class Service:
         return f"{kind}-{uuid.uuid4().hex}"
 
     def salt(self, request: Request, asked: str | None) -> str | None:
-        """The cache salt of a request whose body asks for one."""
-        return asked
+        """The cache salt of a request: its tenant's, narrowed by what its body asks for."""
+        return self.tenants.salt(tenant_of(request), asked)
 
     def check_open(self) -> None:
         """Raise ApiError if no further request can be taken now."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from headstart import AsyncLLM
 from headstart.server.app import create_app
@@ -23,10 +24,11 @@ __all__ = ["Running", "running"]
 class Running:
     """An address that answers, and the engine behind it."""
 
-    def __init__(self, url: str, llm: AsyncLLM, service: Service) -> None:
+    def __init__(self, url: str, llm: AsyncLLM, app: FastAPI) -> None:
         self.url = url
         self.llm = llm
-        self.service = service
+        self.app = app
+        self.service: Service = app.state.service
 
     def pool(self) -> tuple[int, int]:
         """Blocks in all, and those that nobody holds; the pool has checked itself."""
@@ -45,7 +47,8 @@ def running(
 ) -> Iterator[Running]:
     """Serve a model; `options` are the server's and the engine's."""
     names = set(ServerOptions.__dataclass_fields__)
-    server = {key: options.pop(key) for key in list(options) if key in names}
+    # Without keys, whatever keys the user of this machine may have.
+    server = {"api_keys": False} | {k: options.pop(k) for k in list(options) if k in names}
     llm = AsyncLLM(model, **{"num_blocks": 256, "dtype": "float32", **options})
     app = create_app(llm, name, ServerOptions(**server))
     listener = socket.create_server(("127.0.0.1", 0))
@@ -65,7 +68,7 @@ def running(
     try:
         assert started.wait(30)
         port = listener.getsockname()[1]
-        yield Running(f"http://127.0.0.1:{port}", llm, app.state.service)
+        yield Running(f"http://127.0.0.1:{port}", llm, app)
     finally:
         runner.should_exit = runner.force_exit = True
         thread.join(30)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import click
 from prompt_toolkit import PromptSession
@@ -26,6 +25,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 
 from headstart.cli.streams import reading_stdin
+from headstart.machine import data_folder
 
 __all__ = ["piped_messages", "terminal_messages"]
 
@@ -138,9 +138,8 @@ class _CommandCompleter(Completer):
 
 def _history() -> History:
     """Messages of earlier chats, in a file that this user alone may read."""
-    folder = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    file = Path(folder).expanduser() / "headstart" / "chat_history"
     try:
+        file = data_folder() / "chat_history"
         file.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
         file.chmod(0o600)

@@ -1,0 +1,65 @@
+"""`headstart keys`: who may ask a server, and whose cache is whose."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import click
+
+from headstart.cli.notes import note
+from headstart.server.keys import KeyFolder
+
+__all__ = ["keys"]
+
+_folder = partial(
+    click.option,
+    "--keys-folder",
+    "folder",
+    envvar="HEADSTART_KEYS_FOLDER",
+    help="Folder of the keys; default: below your data folder.",
+)
+
+
+@click.group()
+def keys() -> None:
+    """API keys of a server: add, list, remove. A running server knows of changes at once."""
+
+
+@keys.command()
+@click.argument("name")
+@click.option("--group", help="Keys of one group are one tenant, and share what is cached.")
+@click.option("--weight", type=float, default=1.0, show_default=True, help="Share when it is full.")
+@click.option("--admin", is_flag=True, help="It may also manage the server.")
+@_folder()
+def add(name: str, group: str | None, weight: float, admin: bool, folder: str | None) -> None:
+    """Make a key. It is shown once: only its hash is kept."""
+    kept = KeyFolder(folder)
+    key = kept.add(name, group=group, weight=weight, admin=admin)
+    note(f"{name} may ask with this key; it is shown once, and {kept.file} has its hash alone:")
+    click.echo(key)
+
+
+@keys.command(name="list")
+@_folder()
+def list_keys(folder: str | None) -> None:
+    """List who has a key."""
+    found = KeyFolder(folder).read()
+    if not found:
+        note("there are no keys; headstart keys add NAME makes one")
+        return
+    width = max(len(key.name) for key in found)
+    groups = max(len(key.group or "-") for key in found)
+    for key in found:
+        made = time.strftime("%Y-%m-%d", time.localtime(key.created))
+        line = f"{key.name:<{width}}  {key.group or '-':<{groups}}  weight {key.weight:g}  {made}"
+        click.echo(f"{line}  admin" if key.admin else line)
+
+
+@keys.command()
+@click.argument("name")
+@_folder()
+def rm(name: str, folder: str | None) -> None:
+    """Remove a key: a running server refuses it from now on."""
+    KeyFolder(folder).remove(name)
+    note(f"{name} is removed")

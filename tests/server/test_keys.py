@@ -1,0 +1,254 @@
+"""API keys: on disk, on the command line, and at the door of a running server."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from click.testing import CliRunner, Result
+from starlette.routing import Route
+
+from headstart.cli.main import main
+from headstart.errors import ConfigError
+from headstart.server.keys import KeyFolder, KeyRing
+from headstart.server.options import ServerOptions
+from headstart.server.tenants import Tenants, open_tenants
+from tests.server.running import Running, running
+
+BODY = {"model": "tiny", "prompt": "one two three", "max_tokens": 1}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> KeyFolder:
+    return KeyFolder(tmp_path / "keys")
+
+
+def test_only_a_hash_is_kept_and_only_its_owner_may_read_it(folder: KeyFolder) -> None:
+    before = os.umask(0)
+    try:
+        key = folder.add("alice", group="team", weight=2, admin=True)
+    finally:
+        os.umask(before)
+    files = list(folder.folder.iterdir())
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    assert folder.folder.stat().st_mode & 0o077 == 0
+    assert all(key not in file.read_text() and key[3:] not in file.read_text() for file in files)
+    [entry] = folder.read()
+    assert (entry.name, entry.group, entry.weight, entry.admin) == ("alice", "team", 2, True)
+
+
+def test_a_write_that_fails_leaves_the_keys_as_they_were(
+    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.add("alice")
+    before = sorted(file.read_bytes() for file in folder.folder.iterdir())
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        folder.add("bob")
+    assert sorted(file.read_bytes() for file in folder.folder.iterdir()) == before
+
+
+def test_keys_that_are_added_at_once_are_all_there(folder: KeyFolder) -> None:
+    names = [f"user-{number}" for number in range(16)]
+    threads = [threading.Thread(target=folder.add, args=[name]) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(key.name for key in folder.read()) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("", {}, "name is ''"),
+        ("a b", {}, "1 to 64 letters"),
+        ("x" * 65, {}, "1 to 64 letters"),
+        ("\udcff", {}, "1 to 64 letters"),
+        ("alice", {}, "already"),
+        ("bob", {"group": "a/b"}, "group is 'a/b'"),
+        ("bob", {"weight": 0}, "weight is 0"),
+        ("bob", {"weight": float("nan")}, "weight is nan"),
+    ],
+)
+def test_what_cannot_be_added(
+    folder: KeyFolder, name: str, options: dict[str, object], says: str
+) -> None:
+    folder.add("alice")
+    with pytest.raises(ConfigError, match=says):
+        folder.add(name, **options)  # type: ignore[arg-type]
+    assert [key.name for key in folder.read()] == ["alice"]
+
+
+DAMAGED = ["{", "[]", "7", '{"keys": 7}', '{"keys": [{}]}', '{"keys": [{"name": 1}]}', "[" * 10**5]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_file_lets_nobody_in(folder: KeyFolder, text: str) -> None:
+    key = folder.add("alice").encode()
+    told: list[ConfigError] = []
+    ring = KeyRing(folder, told.append)
+    assert ring.find(key) is not None
+    whole = folder.file.read_text()
+    folder.file.write_text(text)
+    assert ring.find(key) is None
+    assert ring.find(key) is None and len(told) == 1 and "damaged" in str(told[0])
+    folder.file.write_text(whole)
+    assert ring.find(key) is not None
+    folder.file.unlink()
+    assert ring.find(key) is None
+    folder.file.write_text(text)
+    with pytest.raises(ConfigError, match="damaged"):
+        KeyRing(folder, told.append)
+
+
+# On the command line
+
+
+def call(folder: KeyFolder, *words: str) -> Result:
+    where = {"HEADSTART_KEYS_FOLDER": str(folder.folder)}
+    result = CliRunner().invoke(main, ["keys", *words], env=where)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
+
+
+def test_keys_are_made_listed_and_removed(folder: KeyFolder) -> None:
+    assert "no keys" in call(folder, "list").stderr
+    made = call(folder, "add", "alice", "--group", "team", "--weight", "2", "--admin")
+    entry = KeyRing(folder, print).find(made.stdout.strip().encode())
+    assert entry is not None and (entry.name, entry.group, entry.admin) == ("alice", "team", True)
+    assert call(folder, "list").stdout.split()[:4] == ["alice", "team", "weight", "2"]
+    assert call(folder, "rm", "bob").exit_code == 2
+    assert call(folder, "rm", "alice").exit_code == 0 and folder.read() == []
+
+
+@pytest.mark.parametrize("keys", [(), ("--no-api-keys",)])
+def test_others_are_not_let_in_without_keys(folder: KeyFolder, keys: tuple[str, ...]) -> None:
+    """Refused before the model is looked for, which is not there."""
+    where = ["--port", "0", "--keys-folder", str(folder.folder)]
+    open_to_all = ["serve", "--model", "/no/such/model", "--host", "0.0.0.0", *where, *keys]
+    result = CliRunner().invoke(main, open_to_all)
+    assert result.exit_code == 2 and "others can reach host '0.0.0.0'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "address", "made", "asked"),
+    [
+        (None, "127.0.0.1", False, False),
+        (None, "::1", False, False),
+        (None, "127.0.0.1", True, True),
+        (False, "127.0.0.1", True, False),
+        (True, "127.0.0.1", True, True),
+        (None, "0.0.0.0", True, True),
+        (None, "::", True, True),
+        (None, "fe80::1%eth0", True, True),
+    ],
+)
+def test_when_keys_are_asked_for(
+    folder: KeyFolder, given: bool | None, address: str, made: bool, asked: bool
+) -> None:
+    if made:
+        folder.add("alice")
+    options = ServerOptions(api_keys=given, keys_folder=str(folder.folder))
+    assert open_tenants(options, address).ask_for_keys is asked
+
+
+# At a running server
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> KeyFolder:
+    return KeyFolder(tmp_path_factory.mktemp("keys"))
+
+
+@pytest.fixture(scope="module")
+def key(kept: KeyFolder) -> str:
+    return kept.add("alice")
+
+
+@pytest.fixture(scope="module")
+def server(kept: KeyFolder, key: str) -> Iterator[Running]:
+    with running(api_keys=None, keys_folder=str(kept.folder)) as server:
+        yield server
+
+
+def ask(server: Running, **headers: str) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json=BODY, headers=headers, timeout=60)
+
+
+def test_clients_with_a_key_are_answered(server: Running, key: str) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
+        assert client.completions.create(**BODY).choices  # type: ignore[call-overload]
+    assert ask(server, **{"x-api-key": key}).status_code == 200
+    assert ask(server, Authorization=f"bEARER {key}").status_code == 200
+
+
+@pytest.mark.parametrize("given", ["", "Bearer", "Bearer x", "Basic {}", "Bearer {}x"])
+def test_without_a_good_key_nothing_is_read(server: Running, key: str, given: str) -> None:
+    headers = {"Authorization": given.format(key)} if given else {}
+    answer = ask(server, **headers)
+    assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+    assert answer.json()["error"]["type"] == "authentication_error"
+    assert key not in answer.text and answer.headers["x-request-id"]
+    claude = httpx.post(f"{server.url}/v1/messages", content=b"{", headers=headers)
+    assert claude.status_code == 401
+    assert claude.json()["error"]["type"] == "authentication_error"
+
+
+def test_every_path_but_the_probes_asks_for_a_key(server: Running) -> None:
+    own = {route.path for route in server.app.routes if isinstance(route, Route)}
+    paths = own | set(server.app.openapi()["paths"])
+    assert {"/v1/models", "/v1/completions", "/health"} <= paths
+    answers = {path: httpx.get(server.url + path).status_code for path in paths}
+    assert {path for path, status in answers.items() if status != 401} == {"/health", "/ready"}
+
+
+def test_changes_are_seen_without_a_restart(server: Running, kept: KeyFolder) -> None:
+    key = kept.add("bob")
+    assert ask(server, **{"x-api-key": key}).status_code == 200
+    kept.remove("bob")
+    assert ask(server, **{"x-api-key": key}).status_code == 401
+
+
+# Salts
+
+
+def test_a_salt_is_one_tenants_and_stays_his(folder: KeyFolder) -> None:
+    keys = {
+        "alice": folder.add("alice"),
+        "team": folder.add("team"),
+        "bob": folder.add("bob", group="team", weight=2),
+        "carl": folder.add("carl", group="team", weight=3),
+    }
+    options = ServerOptions(keys_folder=str(folder.folder))
+    tenants, later = open_tenants(options), open_tenants(options)
+    found = {name: tenants.of({b"x-api-key": key.encode()}) for name, key in keys.items()}
+    assert found["bob"] == found["carl"] and found["bob"].weight == 5
+    salts = {
+        tenants.salt(found[name], asked)
+        for name in ("alice", "team", "bob")
+        for asked in (None, "x", "team", "key", found["alice"].salt)
+    }
+    assert len(salts) == 15 and None not in salts
+    for name, key in keys.items():
+        again = later.of({b"x-api-key": key.encode()})
+        assert again == found[name] and later.salt(again, "x") == tenants.salt(found[name], "x")
+    secret = json.loads(folder.file.read_text())
+    assert not any(salt in json.dumps(secret) for salt in salts if salt)
+
+
+def test_without_keys_the_bodys_salt_is_all() -> None:
+    tenants = Tenants()
+    everybody = tenants.of({})
+    assert [tenants.salt(everybody, asked) for asked in (None, "x")] == [None, "x"]
+    assert everybody.is_admin

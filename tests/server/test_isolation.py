@@ -1,0 +1,177 @@
+"""What one tenant learns of another's prompts: nothing with keys, everything without.
+
+A prober asks for prompts of which a victim has sent every other one, and looks at what the server
+tells of its cache. AUC is the chance that a sent prompt looks more cached than another: 0.5 is
+guessing. The same attack on a server without keys must succeed, so that these tests can fail.
+`bench/tenants.py` does it with a clock.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from headstart.models.demo.vision import demo_vision_path
+from headstart.server.keys import KeyFolder
+from tests.server.running import Running, running
+
+PROMPTS = 8
+GUESSING, CERTAIN = 0.55, 0.95
+Asked = Callable[[str, int], int]
+"""Asks for prompt `n` as a tenant; returns the cached tokens that the answer tells."""
+
+
+def auc(sent: Sequence[int], others: Sequence[int]) -> float:
+    """The chance that one of `sent` is greater than one of `others`; a tie is half of it."""
+    pairs = list(itertools.product(sent, others))
+    return sum((a > b) + (a == b) / 2 for a, b in pairs) / len(pairs)
+
+
+def attack(ask: Asked, prober: str = "bob") -> float:
+    """The better of AUC and its opposite, since less may tell as much as more."""
+    ask(prober, -1)  # so that what every prompt begins with is cached for both kinds
+    for number in range(0, 2 * PROMPTS, 2):
+        ask("alice", number)
+    told = [ask(prober, number) for number in range(2 * PROMPTS)]
+    found = auc(told[::2], told[1::2])
+    return max(found, 1 - found)
+
+
+@contextmanager
+def serving(folder: Path, model: str | Path, *, keys: bool) -> Iterator[tuple[Running, Headers]]:
+    """A server with the keys of alice, of bob, and of dora and eve, who are one group."""
+    kept = KeyFolder(folder)
+    names = {"alice": None, "bob": None, "dora": "team", "eve": "team"}
+    made = {name: kept.add(name, group=group) for name, group in names.items()}
+    with running(model, api_keys=keys, keys_folder=str(folder), num_blocks=512) as server:
+        yield server, lambda name: {"Authorization": f"Bearer {made[name]}"}
+
+
+Headers = Callable[[str], dict[str, str]]
+
+
+def cached(server: Running, path: str, body: dict[str, object], headers: dict[str, str]) -> int:
+    body = {"model": "tiny", "max_tokens": 1, **body}
+    answer = httpx.post(server.url + path, json=body, headers=headers, timeout=120)
+    assert answer.status_code == 200, answer.text
+    count = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert isinstance(count, int)
+    return count
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["keys", "open"])
+def texts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Running, Headers]]:
+    folder = tmp_path_factory.mktemp("keys")
+    with serving(folder, "headstart-tiny", keys=request.param) as server:
+        yield server
+
+
+def judge(found: float, server: Running) -> None:
+    if server.service.tenants.ask_for_keys:
+        assert found <= GUESSING
+    else:
+        assert found >= CERTAIN
+
+
+def test_prompts_of_another_tenant(texts: tuple[Running, Headers]) -> None:
+    server, headers = texts
+    rng = random.Random(1)
+    prompts = {n: [rng.randrange(40, 240) for _ in range(50)] for n in range(-1, 2 * PROMPTS)}
+
+    def ask(name: str, number: int) -> int:
+        return cached(server, "/v1/completions", {"prompt": prompts[number]}, headers(name))
+
+    judge(attack(ask), server)
+
+
+def test_chats_of_another_tenant(texts: tuple[Running, Headers]) -> None:
+    """The second turn, with the answer of the first."""
+    server, headers = texts
+
+    def ask(name: str, number: int) -> int:
+        question = f"{number} people live here. Who is number {number * 7}? " * 3
+        messages = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": f"Number {number}."},
+            {"role": "user", "content": "Why?"},
+        ]
+        return cached(server, "/v1/chat/completions", {"messages": messages}, headers(name))
+
+    judge(attack(ask), server)
+
+
+def test_no_salt_of_a_body_opens_another_tenants_cache(texts: tuple[Running, Headers]) -> None:
+    """Also for who knows the salt itself."""
+    server, headers = texts
+    rng = random.Random(2)
+    prompts = {n: [rng.randrange(40, 240) for _ in range(50)] for n in range(-1, 2 * PROMPTS)}
+    tenants = server.service.tenants
+    key = headers("alice")["Authorization"].encode()
+    salt = tenants.of({b"authorization": key}).salt or "shared"
+
+    def ask(name: str, number: int) -> int:
+        body: dict[str, object] = {"prompt": prompts[number]}
+        if name == "bob" or not tenants.ask_for_keys:
+            body["cache_salt"] = salt
+        return cached(server, "/v1/completions", body, headers(name))
+
+    judge(attack(ask), server)
+
+
+def test_a_group_shares_and_its_salts_divide_it(tmp_path: Path) -> None:
+    with serving(tmp_path, "headstart-tiny", keys=True) as (server, headers):
+        prompt = list(range(40, 90))
+
+        def ask(name: str, **body: object) -> int:
+            return cached(server, "/v1/completions", {"prompt": prompt, **body}, headers(name))
+
+        assert [ask("dora"), ask("eve"), ask("alice")] == [0, 49, 0]
+        assert [ask("dora", cache_salt="x"), ask("eve", cache_salt="x")] == [0, 49]
+        assert [ask("alice", cache_salt="x"), ask("eve", prompt_cache_key="x")] == [0, 0]
+
+
+@pytest.mark.parametrize("keys", [True, False], ids=["keys", "open"])
+def test_images_of_another_tenant(
+    keys: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what of the prompt was cached, nor whether the image was encoded anew."""
+    monkeypatch.setenv("HEADSTART_CACHE_DIR", str(tmp_path))
+    with serving(tmp_path / "keys", demo_vision_path(), keys=keys) as (server, headers):
+        assert server.llm.engine.images is not None
+        encoder = server.llm.engine.images.cache
+        encoded: list[int] = []
+
+        def ask(name: str, number: int) -> int:
+            content = [
+                {"type": "image_url", "image_url": {"url": picture(number)}},
+                {"type": "text", "text": "?"},
+            ]
+            body: dict[str, object] = {"messages": [{"role": "user", "content": content}]}
+            before = encoder.num_encoded
+            told = cached(server, "/v1/chat/completions", body, headers(name))
+            encoded.append(encoder.num_encoded - before)
+            return told
+
+        judge(attack(ask), server)
+        probes = encoded[-2 * PROMPTS :]
+        sent = [-count for count in probes[::2]]
+        judge(auc(sent, [-count for count in probes[1::2]]), server)
+
+
+def picture(number: int) -> str:
+    pixels = np.random.default_rng(number + 1).integers(0, 256, (32, 32, 3), np.uint8)
+    data = io.BytesIO()
+    Image.fromarray(pixels).save(data, "PNG")
+    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()

@@ -1,0 +1,79 @@
+"""A server in a process of its own, for benchmarks that ask it over a socket."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from headstart.server.keys import KeyFolder
+
+__all__ = ["Answer", "Server", "serving"]
+
+
+class Answer(NamedTuple):
+    """What was seen of a streamed answer: seconds to its first event, and the cached tokens."""
+
+    first_token: float
+    cached: int
+    prompt: int
+
+
+class Server:
+    """An address, and the key of every tenant."""
+
+    def __init__(self, url: str, keys: Mapping[str, str]) -> None:
+        self.url = url
+        self._keys = keys
+        self._client = httpx.Client(base_url=url, timeout=600)
+
+    def ask(self, tenant: str, path: str, body: Mapping[str, Any]) -> Answer:
+        """Ask as a tenant and read the answer to its end."""
+        headers = {"Authorization": f"Bearer {self._keys.get(tenant, 'none')}"}
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        first: float | None = None
+        usage: dict[str, Any] = {}
+        start = time.perf_counter()
+        with self._client.stream("POST", path, json=body, headers=headers) as answer:
+            if answer.status_code != 200:
+                raise RuntimeError(answer.read().decode())
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    first = first or time.perf_counter() - start
+                    usage = json.loads(line[6:]).get("usage") or usage
+        assert first is not None
+        details = usage["prompt_tokens_details"]
+        return Answer(first, details["cached_tokens"], usage["prompt_tokens"])
+
+
+@contextmanager
+def serving(
+    model: str, tenants: Sequence[str] = (), options: Sequence[str] = ()
+) -> Iterator[Server]:
+    """Serve a model, with a key for each tenant; without tenants, without keys."""
+    with tempfile.TemporaryDirectory() as folder:
+        kept = KeyFolder(folder)
+        keys = {name: kept.add(name) for name in tenants}
+        ask_for = "--api-keys" if keys else "--no-api-keys"
+        command = [sys.executable, "-m", "headstart", "serve", "--model", model, "--port", "0"]
+        process = subprocess.Popen(
+            [*command, "--keys-folder", str(Path(folder)), ask_for, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"the server of {model} did not start")
+            yield Server(line.split()[-1], keys)
+        finally:
+            process.terminate()
+            process.wait()

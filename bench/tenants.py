@@ -1,0 +1,120 @@
+"""What a clock tells one tenant of another's prompts.
+
+    python bench/tenants.py [--prompts 300] [--images 100]
+
+A victim sends every other one of a set of prompts, or of images. A prober then sends all of them in
+random order and guesses which were sent before, once by the time to the first token and once by
+the `cached_tokens` of the answer. AUC is the chance that a sent prompt looks more cached than
+another, or less if that tells more: 0.5 is guessing, 1 is certainty. With keys both AUCs must stay
+under 0.55, without keys, where all share one cache, they must be over 0.95, or the attack itself
+is no good. All over a socket, to a server in a process of its own.
+
+What limits it: guessing has a standard error, which is printed; with 300 + 300 prompts it is 0.024.
+Ends in one JSON line.
+"""
+
+import argparse
+import base64
+import io
+import itertools
+import json
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from serving import Answer, Server, serving
+
+from headstart.models.demo.vision import demo_vision_path
+
+GUESSING, CERTAIN = 0.55, 0.95
+TOKENS = 256
+Ask = Callable[[Server, str, int], Answer]
+
+
+def auc(sent: Sequence[float], others: Sequence[float]) -> float:
+    """The chance that one of `sent` is greater than one of `others`, or the opposite's if more."""
+    pairs = list(itertools.product(sent, others))
+    found = sum((a > b) + (a == b) / 2 for a, b in pairs) / len(pairs)
+    return max(found, 1 - found)
+
+
+def standard_error(count: int) -> float:
+    """Of the AUC of guessing, for two samples of this size (Mann and Whitney, 1947)."""
+    return float(((2 * count + 1) / (12 * count * count)) ** 0.5)
+
+
+def ask_text(server: Server, tenant: str, number: int) -> Answer:
+    """Ask for a text of random words."""
+    rng = random.Random(number)
+    text = "".join(chr(rng.randrange(97, 123)) for _ in range(TOKENS))
+    body = {"model": "demo", "prompt": text, "max_tokens": 1}
+    return server.ask(tenant, "/v1/completions", body)
+
+
+def ask_image(server: Server, tenant: str, number: int) -> Answer:
+    """Ask about an image of noise."""
+    pixels = np.random.default_rng(number + 1).integers(0, 256, (224, 224, 3), np.uint8)
+    data = io.BytesIO()
+    Image.fromarray(pixels).save(data, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}]
+    messages = [{"role": "user", "content": content}]
+    body: dict[str, Any] = {"model": "tiny-eyes", "messages": messages, "max_tokens": 1}
+    return server.ask(tenant, "/v1/chat/completions", body)
+
+
+def attack(server: Server, ask: Ask, count: int, progress: Progress) -> dict[str, float]:
+    """The AUCs of one attack. Sent and other prompts are asked in one random order."""
+    for tenant, number in (("victim", 10**6), ("prober", 10**6 + 1)):
+        ask(server, tenant, number)  # threads started, pages touched, the common head cached
+    for number in progress.track(range(count), description="the victim asks"):
+        ask(server, "victim", number)
+    order = list(range(2 * count))
+    random.Random(0).shuffle(order)
+    told = {
+        number: ask(server, "prober", number)
+        for number in progress.track(order, description="the prober asks")
+    }
+    sent, others = range(count), range(count, 2 * count)
+    times = auc([-told[n].first_token for n in sent], [-told[n].first_token for n in others])
+    tokens = auc([told[n].cached for n in sent], [told[n].cached for n in others])
+    return {"time": round(times, 3), "cached_tokens": round(tokens, 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=300, help="texts of each kind")
+    parser.add_argument("--images", type=int, default=100, help="images of each kind")
+    options = parser.parse_args()
+    kinds: list[tuple[str, str, Ask, int, list[str]]] = [
+        ("texts", "demo", ask_text, options.prompts, []),
+        (
+            *("images", str(demo_vision_path()), ask_image, options.images),
+            ["--served-model-name", "tiny-eyes", "--encoder-cache-rows", "100000"],
+        ),
+    ]
+    table = Table("", "tenants", "by", "AUC", "limit", "standard error of guessing")
+    figures: dict[str, float] = {}
+    right = True
+    with Progress(console=Console(stderr=True)) as progress:
+        for (name, model, ask, count, more), keys in itertools.product(kinds, (True, False)):
+            tenants = ("victim", "prober") if keys else ()
+            with serving(model, tenants, ["--num-blocks", "16384", *more]) as server:
+                found = attack(server, ask, count, progress)
+            for by, value in found.items():
+                mode = "with keys" if keys else "without keys"
+                limit = f"<= {GUESSING}" if keys else f">= {CERTAIN}"
+                right &= value <= GUESSING if keys else value >= CERTAIN
+                table.add_row(name, mode, by, f"{value:.3f}", limit, f"{standard_error(count):.3f}")
+                figures[f"{name}_{'keys' if keys else 'open'}_{by}"] = value
+    Console().print(table)
+    print(json.dumps(figures | {"within_limits": right}))
+
+
+if __name__ == "__main__":
+    main()

@@ -69,7 +69,8 @@ class _Address:
     def tell(self) -> None:
         """Print it for the user."""
         host, port = self.at.getsockname()[:2]
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "http" if self.options.tls_cert is None else "https"
+        address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         name = self.options.served_model_name or self.model
         question = "What is 2 + 2?" if self.model == RANDOM_MODEL else "Who are you?"
         body = {"model": name, "messages": [{"role": "user", "content": question}]}

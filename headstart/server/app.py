@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from headstart.server import health, page
 from headstart.server.cache import api as cache
@@ -49,5 +50,13 @@ def create_app(
         app.include_router(router)
     page.mount(app)
     add_handlers(app)
-    app.add_middleware(Frontdoor, tenants=tenants, max_bytes=options.max_request_bytes)
+    app.add_middleware(Frontdoor, service=app.state.service)
+    if options.cors_origin is not None:  # outermost, since browsers ask first, without a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[one.strip() for one in options.cors_origin.split(",")],
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     return app

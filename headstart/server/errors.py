@@ -9,13 +9,13 @@ status  OpenAI's type          Anthropic's type
 429     rate_limit_error       rate_limit_error
 500     api_error              api_error
 503     overloaded_error       overloaded_error
+504     timeout_error          timeout_error
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -27,7 +27,7 @@ from starlette.responses import Response
 from headstart.errors import EngineError, HeadstartError, RequestError
 from headstart.validation import shorten
 
-__all__ = ["ApiError", "JsonResponse", "add_handlers", "as_api_error", "body_of"]
+__all__ = ["ApiError", "JsonResponse", "add_handlers", "as_api_error", "body_of", "headers_of"]
 
 _LOG = logging.getLogger("headstart.server")
 _TYPES = {
@@ -37,6 +37,7 @@ _TYPES = {
     429: "rate_limit_error",
     500: "api_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 _ANTHROPIC = _TYPES | {413: "request_too_large"}
 
@@ -110,18 +111,23 @@ def body_of(error: ApiError, path: str = "", request_id: str = "") -> dict[str, 
     return {"error": told}
 
 
+def headers_of(error: ApiError) -> dict[str, str]:
+    """The headers that come with an error."""
+    if error.status == 401:
+        return {"WWW-Authenticate": "Bearer"}
+    return {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+
+
 async def _answer(request: Request, error: Exception) -> Response:
     told = as_api_error(error)
     request_id = getattr(request.state, "request_id", "")
     if told.status >= 500:
         _LOG.error("request %s failed: %s", request_id, error, exc_info=error)
-    headers: Mapping[str, str] = {}
-    if told.retry_after is not None:
-        headers = {"Retry-After": str(told.retry_after)}
+    headers = headers_of(told)
     if isinstance(error, HTTPException) and error.headers:
         headers = {**headers, **error.headers}
     body = body_of(told, request.url.path, request_id)
-    return JsonResponse(body, status_code=told.status, headers=dict(headers))
+    return JsonResponse(body, status_code=told.status, headers=headers)
 
 
 def add_handlers(app: FastAPI) -> None:

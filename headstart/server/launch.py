@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -24,13 +25,30 @@ __all__ = ["listen", "open_tenants", "serve"]
 
 
 def listen(options: ServerOptions) -> socket.socket:
-    """A socket at the server's address. Raises ConfigError if it cannot be had."""
+    """A socket at the server's address.
+
+    Raises ConfigError if it cannot be had, or if the certificate for it cannot be used.
+    """
+    _check_tls(options)
     try:
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((options.host, options.port), family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"host {options.host!r} and port {options.port} cannot be listened on: {error}"
+        ) from error
+
+
+def _check_tls(options: ServerOptions) -> None:
+    if options.tls_cert is None or options.tls_key is None:
+        return
+    try:
+        # A password that is none, or an encrypted key would have OpenSSL ask for one.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(options.tls_cert, options.tls_key, password="")
+    except (OSError, ValueError) as error:  # of which SSLError is one
+        raise ConfigError(
+            f"tls_cert {options.tls_cert!r} and tls_key {options.tls_key!r} cannot be used: {error}"
         ) from error
 
 
@@ -53,6 +71,8 @@ def serve(
         log_config=None,
         access_log=False,
         lifespan="off",
+        ssl_certfile=options.tls_cert,
+        ssl_keyfile=options.tls_key,
         timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
     )
     server = _Server(config, app.state.service, ready)

@@ -1,7 +1,8 @@
-"""What happens to every request before an API sees it: its id, whose it is, its greatest size."""
+"""What happens to every request before an API sees it: its id, whose it is, its bounds."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import uuid
 from collections.abc import Mapping
@@ -9,28 +10,28 @@ from collections.abc import Mapping
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headstart.server.errors import ApiError, JsonResponse, body_of
-from headstart.server.tenants import Tenants
+from headstart.server.errors import ApiError, JsonResponse, body_of, headers_of
+from headstart.server.service import Service, too_late
 
 __all__ = ["Frontdoor"]
 
 _PROBES = ("/health", "/ready")
 _NAME = re.compile(rb"[\w.-]{1,128}", re.ASCII)
+_GRACE = 5.0  # seconds in which an answer that came too late is told to be so
 
 
 class Frontdoor:
-    """Names each request; refuses those without a good key, and bodies that are too large.
-
-    Probes (`/health`, `/ready`) need no key.
+    """Names each request; refuses one without a good key, or a place, or with too large a body.
 
     A client may name its request itself in the header `X-Request-Id`; the answer has the name in
-    the header of both OpenAI's and Anthropic's spelling.
+    the header of both OpenAI's and Anthropic's spelling. Probes (`/health`, `/ready`) need no key.
+    Whatever is posted below `/v1/` is a call: see `calls`.
     """
 
-    def __init__(self, app: ASGIApp, tenants: Tenants, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
-        self._tenants = tenants
-        self._max_bytes = max_bytes
+        self._service = service
+        self._max_bytes = service.options.max_request_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -42,25 +43,38 @@ class Frontdoor:
         state = scope.setdefault("state", {})
         state["request_id"] = name
         told = [(b"x-request-id", name.encode()), (b"request-id", name.encode())]
+        begun = False
 
         async def send_named(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 message = {**message, "headers": [*message["headers"], *told]}
             await send(message)
 
         try:
             if scope["path"] not in _PROBES:
-                state["tenant"] = self._tenants.of(headers)
+                state["tenant"] = self._service.tenants.of(headers)
             self._check_size(headers)
+            await self._pass_on(scope, self._bounded(receive), send_named)
         except ApiError as error:
-            response = JsonResponse(
-                body_of(error, scope["path"], name),
-                status_code=error.status,
-                headers={"WWW-Authenticate": "Bearer"} if error.status == 401 else None,
-            )
+            if begun:  # nothing can be said any more: the connection is closed
+                return
+            body = body_of(error, scope["path"], name)
+            response = JsonResponse(body, status_code=error.status, headers=headers_of(error))
             await response(scope, receive, send_named)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
             return
-        await self._app(scope, self._bounded(receive), send_named)
+        self._service.check_ready()
+        with self._service.calls.call(scope["state"]["tenant"]) as call:
+            try:
+                async with asyncio.timeout_at(call.deadline + _GRACE):
+                    await self._app(scope, receive, send)
+            except TimeoutError as error:  # its body did not come, or its answer is not read
+                raise too_late(self._service.options) from error
 
     def _check_size(self, headers: Mapping[bytes, bytes]) -> None:
         size = headers.get(b"content-length", b"0")

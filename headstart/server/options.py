@@ -22,6 +22,12 @@ class ServerOptions:
     max_waiting: int = option(
         256, "requests that wait at the most; further ones are refused with status 429", _COUNTS
     )
+    max_requests_per_tenant: int | None = option(
+        None, "requests of one tenant under way at the most; default: half of all", _COUNTS
+    )
+    request_timeout: float = option(
+        600.0, "seconds that a request may take, waiting included", Number(float, 0, above_low=True)
+    )
     max_request_bytes: int = option(
         32 * 2**20, "bytes of a request's body at the most", Number(int, 1024)
     )
@@ -35,5 +41,13 @@ class ServerOptions:
     )
     keys_folder: str | None = option(None, "folder of the keys; default: below your data folder")
 
+    tls_cert: str | None = option(None, "file with the certificate chain, for https; PEM")
+    tls_key: str | None = option(None, "file with the certificate's private key; PEM")
+    cors_origin: str | None = option(
+        None, "origins whose pages may ask, such as https://a.example; several with commas, or *"
+    )
+
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_cert and tls_key are for each other; allowed: both or none")

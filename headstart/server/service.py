@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
@@ -14,6 +14,7 @@ from starlette.requests import Request
 from headstart.engine.params import RequestOutputKind, SamplingParams
 from headstart.errors import EngineError
 from headstart.server.cache.live import Live
+from headstart.server.calls import Calls, current_deadline
 from headstart.server.errors import ApiError
 from headstart.server.options import ServerOptions
 from headstart.server.tenants import Tenants, tenant_of
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
 
-__all__ = ["Service", "service_of", "unless_gone"]
+__all__ = ["Service", "service_of", "too_late", "unless_gone"]
 
 Answer = TypeVar("Answer")
 _GONE = 499  # nginx's status for a client that closed the connection; nobody reads it
 
 
 class Service:
-    """One model behind the server, and how many requests are under way."""
+    """One model behind the server, and the calls under way."""
 
     def __init__(self, llm: AsyncLLM, name: str, options: ServerOptions, tenants: Tenants) -> None:
         self.llm = llm
@@ -42,7 +43,9 @@ class Service:
         self.watch = Watch(llm, self.name)
         self.live = Live(llm, self.watch)
         self.is_draining = False
-        self.num_open = 0
+        most = llm.engine.config.max_num_seqs + options.max_waiting
+        of_tenant = options.max_requests_per_tenant or max(1, most // 2)
+        self.calls = Calls(most, of_tenant, options.request_timeout)
         self.started = int(time.time())
 
     @property
@@ -74,31 +77,22 @@ class Service:
         """The cache salt of a request: its tenant's, narrowed by what its body asks for."""
         return self.tenants.salt(tenant_of(request), asked)
 
-    def check_open(self) -> None:
-        """Raise ApiError if no further request can be taken now."""
+    def check_ready(self) -> None:
+        """Raise ApiError (503) if no request is taken any more."""
         if not self.is_ready:
             raise ApiError(503, "the server is stopping", retry_after=5)
-        most = self.llm.engine.config.max_num_seqs + self.options.max_waiting
-        if self.num_open >= most:
-            raise ApiError(
-                429,
-                f"{self.num_open} requests are under way; allowed: {most}",
-                code="rate_limit_exceeded",
-                retry_after=1,
-            )
 
     async def run(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:
-        """The outputs of a prepared request; it is counted while it lasts."""
-        self.check_open()
-        self.num_open += 1
-        try:
-            async with aclosing(self.llm.outputs(request)) as outputs:
-                async for output in outputs:
-                    if output.finished:
-                        await asyncio.to_thread(self.watch.finished, request, output)
-                    yield output
-        finally:
-            self.num_open -= 1
+        """The outputs of a prepared request. Raises ApiError (504) when its time is over."""
+        async with aclosing(self.llm.outputs(request)) as outputs:
+            while True:
+                async with self._in_time():
+                    output = await anext(outputs, None)
+                if output is None:
+                    return
+                if output.finished:
+                    await asyncio.to_thread(self.watch.finished, request, output)
+                yield output
 
     async def answer(self, request: RequestGroup) -> RequestOutput:
         """The whole answer to a prepared request."""
@@ -125,15 +119,35 @@ class Service:
         self, prompt: Prompt, params: SamplingParams, request_id: str, **options: Any
     ) -> RequestGroup:
         """A request of a prompt; see `AsyncLLM.prepare`."""
-        self.check_open()
-        return await self.llm.prepare(prompt, params, request_id, **options)
+        self._admit()
+        async with self._in_time():
+            return await self.llm.prepare(prompt, params, request_id, **options)
 
     async def prepare_chat(
         self, messages: Any, params: SamplingParams, request_id: str, **options: Any
     ) -> RequestGroup:
         """A request of a conversation; see `AsyncLLM.prepare_chat`."""
-        self.check_open()
-        return await self.llm.prepare_chat(messages, params, request_id, **options)
+        self._admit()
+        async with self._in_time():
+            return await self.llm.prepare_chat(messages, params, request_id, **options)
+
+    def _admit(self) -> None:
+        self.check_ready()
+        self.calls.count_prompt()
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        """Raise ApiError (504) in what waits inside when the call's time is over."""
+        try:
+            async with asyncio.timeout_at(current_deadline()):
+                yield
+        except TimeoutError as error:
+            raise too_late(self.options) from error
+
+
+def too_late(options: ServerOptions) -> ApiError:
+    """The error of a request that took too long."""
+    return ApiError(504, f"the request took longer than {options.request_timeout:g} s")
 
 
 def service_of(request: Request) -> Service:

@@ -45,6 +45,11 @@ class Tenant(NamedTuple):
     weight: float = 1.0
     is_admin: bool = False
 
+    @property
+    def key(self) -> str:
+        """Tells tenants apart: a group from a key of the same name, too."""
+        return f"{self.kind} {self.name}"
+
 
 EVERYBODY = Tenant("everybody", "all", None, is_admin=True)
 """The one tenant of a server without keys."""

@@ -43,15 +43,24 @@ class Running:
 
 @contextmanager
 def running(
-    model: str | Path = "headstart-tiny", *, name: str = "tiny", **options: Any
+    model: str | Path = "headstart-tiny",
+    *,
+    name: str = "tiny",
+    send_buffer: int = 0,
+    **options: Any,
 ) -> Iterator[Running]:
-    """Serve a model; `options` are the server's and the engine's."""
+    """Serve a model; `options` are the server's and the engine's.
+
+    send_buffer: bytes that the kernel takes for a client that does not read.
+    """
     names = set(ServerOptions.__dataclass_fields__)
     # Without keys, whatever keys the user of this machine may have.
     server = {"api_keys": False} | {k: options.pop(k) for k in list(options) if k in names}
     llm = AsyncLLM(model, **{"num_blocks": 256, "dtype": "float32", **options})
     app = create_app(llm, name, ServerOptions(**server))
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer:  # connections have the listener's
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     runner = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
     started = threading.Event()
     startup = runner.startup

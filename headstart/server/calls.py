@@ -1,0 +1,98 @@
+"""Calls under way: how many there are, whose they are, and how long they may take.
+
+    arrives ──place──▶ body read, prompts prepared, queued, computed, sent ──▶ place given back
+
+A call has its place from before its body is read until its answer is sent or its client is gone,
+so whatever holds memory for it is counted. A call of several prompts has a place for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from headstart.server.errors import ApiError
+from headstart.server.tenants import EVERYBODY, Tenant
+
+__all__ = ["Call", "Calls", "current_deadline"]
+
+_RETRY_AFTER = 1  # seconds; places come free one by one
+_CALL: ContextVar[Call | None] = ContextVar("call", default=None)
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One call: its tenant, its places, and when it must be done, in the event loop's time."""
+
+    tenant: Tenant
+    deadline: float
+    num_places: int = 1
+    num_prompts: int = 0
+
+
+class Calls:
+    """All calls under way, of one event loop.
+
+    most: places in all. most_of_tenant: places of one tenant; None for no such limit. seconds:
+    how long a call may take.
+    """
+
+    def __init__(self, most: int, most_of_tenant: int | None, seconds: float) -> None:
+        self._most = most
+        self._most_of_tenant = most_of_tenant
+        self._seconds = seconds
+        self._places: Counter[str] = Counter()  # by tenant
+
+    @property
+    def num_places(self) -> int:
+        """Places that are taken."""
+        return self._places.total()
+
+    @contextmanager
+    def call(self, tenant: Tenant) -> Iterator[Call]:
+        """Have a place for what is done inside. Raises ApiError (429) if there is none."""
+        self._take(tenant)
+        call = Call(tenant, asyncio.get_running_loop().time() + self._seconds)
+        token = _CALL.set(call)
+        try:
+            yield call
+        finally:
+            _CALL.reset(token)
+            self._places[tenant.key] -= call.num_places
+            self._places += Counter()  # drops tenants without any
+
+    def count_prompt(self) -> None:
+        """The call under way has one more prompt; all but the first need a place of their own.
+
+        Raises ApiError (429) if there is none. Does nothing outside calls.
+        """
+        call = _CALL.get()
+        if call is None:
+            return
+        if call.num_prompts:
+            self._take(call.tenant)
+            call.num_places += 1
+        call.num_prompts += 1
+
+    def _take(self, tenant: Tenant) -> None:
+        taken = self.num_places
+        if taken >= self._most:
+            raise _full(f"{taken} requests are under way; allowed: {self._most}")
+        own, most = self._places[tenant.key], self._most_of_tenant
+        if most is not None and tenant is not EVERYBODY and own >= most:
+            raise _full(f"{own} requests of {tenant.name!r} are under way; allowed: {most}")
+        self._places[tenant.key] += 1
+
+
+def current_deadline() -> float | None:
+    """When the call under way must be done, in the event loop's time; None outside calls."""
+    call = _CALL.get()
+    return call.deadline if call is not None else None
+
+
+def _full(text: str) -> ApiError:
+    return ApiError(429, text, code="rate_limit_exceeded", retry_after=_RETRY_AFTER)

@@ -1,0 +1,172 @@
+"""`headstart serve` as a process: it starts, stops in order, is killed, and starts again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from headstart.cli.main import main
+from headstart.server.keys import KeyFolder
+from tests.house.source import ROOT
+from tests.server.running import running
+
+SECONDS = 60
+BODY = {"model": "tiny", "prompt": "one two three", "max_tokens": 4, "ignore_eos": True}
+TLS = ROOT / "tests" / "data" / "tls"
+WITH_TLS = ("--tls-cert", str(TLS / "certificate.pem"), "--tls-key", str(TLS / "key.pem"))
+
+
+class Process:
+    """A server, and its address once it has said it."""
+
+    def __init__(self, *options: str, folder: Path) -> None:
+        command = [sys.executable, "-m", "headstart", "serve", "--num-blocks", "512"]
+        command += ["--served-model-name", "tiny", "--keys-folder", str(folder)]
+        self.process = subprocess.Popen(
+            [*command, *options],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().split()[-1]
+
+    def ask(self) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json=BODY, timeout=SECONDS)
+
+    @contextmanager
+    def stream(self, tokens: int) -> Iterator[Iterator[str]]:
+        """The lines of a long answer, of which the first is there."""
+        body = BODY | {"max_tokens": tokens, "stream": True}
+        url = f"{self.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=SECONDS) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            yield lines
+
+
+@contextmanager
+def process(folder: Path, *options: str) -> Iterator[Process]:
+    server = Process(*options, folder=folder)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.communicate()
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_what_runs_is_answered_before_the_end(kind: signal.Signals, tmp_path: Path) -> None:
+    with process(tmp_path, "--port", "0") as server:
+        with server.stream(100) as lines:
+            server.process.send_signal(kind)
+            *_, last = filter(None, lines)
+            assert last == "data: [DONE]"
+        assert server.process.wait(SECONDS) == 0
+        assert server.process.stderr is not None
+        assert server.process.stderr.read().endswith("Stopped.\n")
+
+
+def test_an_answer_that_takes_too_long_is_cut_off(tmp_path: Path) -> None:
+    """More tokens than a second makes."""
+    with process(tmp_path, "--port", "0", "--drain-seconds", "0") as server:
+        with server.stream(8000) as lines:
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.RemoteProtocolError):
+                assert "data: [DONE]" not in list(lines)
+        assert server.process.wait(SECONDS) == 0
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    with process(tmp_path, "--port", "0", "--drain-seconds", "600") as server:
+        with server.stream(8000) as lines:
+            server.process.send_signal(signal.SIGINT)
+            for line in lines:  # the first was seen: what comes anew is refused
+                assert line != "data: [DONE]"
+                try:
+                    server.ask()
+                except httpx.ConnectError:
+                    break
+            server.process.send_signal(signal.SIGINT)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+        assert server.process.wait(SECONDS) == 0
+
+
+def test_after_a_kill_it_serves_again(tmp_path: Path) -> None:
+    """At the same port, to the same key, whose salt is the same."""
+    key = KeyFolder(tmp_path).add("alice")
+    headers = {"x-api-key": key}
+    port, said = "0", []
+    for _ in range(2):
+        with process(tmp_path, "--port", port) as server:
+            port = server.url.rpartition(":")[2]
+            url = f"{server.url}/v1/completions"
+            assert server.ask().status_code == 401
+            answer = httpx.post(url, json=BODY, headers=headers, timeout=SECONDS)
+            said.append(answer.json()["choices"][0]["text"])
+            with httpx.stream(
+                "POST", url, json=BODY | {"max_tokens": 8000, "stream": True}, headers=headers
+            ) as streamed:
+                assert next(streamed.iter_lines()).startswith("data: ")
+                server.process.kill()
+            assert server.process.wait(SECONDS) == -signal.SIGKILL
+    assert said[0] == said[1]
+
+
+def test_https_with_a_certificate(tmp_path: Path) -> None:
+    context = ssl.create_default_context(cafile=str(TLS / "certificate.pem"))
+    with process(tmp_path, "--port", "0", "--host", "localhost", *WITH_TLS) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        url = server.url.replace("127.0.0.1", "localhost")
+        assert httpx.get(f"{url}/health", verify=context).json() == {"status": "ok"}
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(f"{url}/health")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (WITH_TLS[:2], "allowed: both or none"),
+        ((*WITH_TLS[:3], "/no/such/file"), "No such file"),
+        ((*WITH_TLS[:3], WITH_TLS[1]), "cannot be used"),
+        ((*WITH_TLS[:3], str(TLS / "encrypted.pem")), "cannot be used"),
+        (("--request-timeout", "0"), "request_timeout is 0"),
+        (("--max-requests-per-tenant", "0"), "max_requests_per_tenant is 0"),
+    ],
+)
+def test_wrong_options_are_told_before_the_model_is_loaded(
+    options: tuple[str, ...], says: str
+) -> None:
+    command = ["serve", "--model", "/no/such/model", "--port", "0", *options]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 2 and says in result.stderr
+
+
+def test_pages_of_other_origins_may_ask_only_if_they_are_named() -> None:
+    ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    ask["Access-Control-Request-Headers"] = "authorization,content-type"
+    named = "access-control-allow-origin"
+    with running(cors_origin="https://a.example, https://b.example") as server:
+        url = f"{server.url}/v1/completions"
+        allowed = httpx.options(url, headers=ask)
+        assert allowed.status_code == 200 and allowed.headers[named] == "https://a.example"
+        refused = httpx.options(url, headers=ask | {"Origin": "https://c.example"})
+        assert refused.status_code == 400 and named not in refused.headers
+        answer = httpx.post(url, json={}, headers={"Origin": "https://b.example"})
+        assert answer.status_code == 400 and answer.headers[named] == "https://b.example"
+    with running() as server:
+        answer = httpx.options(f"{server.url}/v1/completions", headers=ask)
+        assert answer.status_code == 405 and named not in answer.headers
+        assert json.loads(answer.text)["error"]

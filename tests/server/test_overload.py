@@ -1,0 +1,248 @@
+"""More than the server can take: refused at the door, ended in time, and nobody else waits."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from headstart.server.calls import Call
+from headstart.server.keys import KeyFolder
+from headstart.server.tenants import Tenant
+from tests.server.running import Running, running
+from tests.server.test_isolation import picture
+from tests.tiny_vision import save_tiny_vision
+
+PATH = "/v1/completions"
+PROMPT = list(range(40, 90))
+SECONDS = 60
+
+
+class Watch:
+    """Waits for calls to come and go."""
+
+    def __init__(self, server: Running) -> None:
+        self._server = server
+        self._open = server.service.calls.call
+        self._changed = threading.Condition()
+        self._count = 0
+        server.service.calls.call = self._call  # type: ignore[method-assign]
+
+    @contextmanager
+    def _call(self, tenant: Tenant) -> Iterator[Call]:
+        place = self._open(tenant)
+        call = place.__enter__()  # a call that is refused ends here
+        self._add(1)
+        try:
+            yield call
+        finally:
+            place.__exit__(None, None, None)
+            self._add(-1)
+
+    def _add(self, change: int) -> None:
+        with self._changed:
+            self._count += change
+            self._changed.notify()
+
+    def until(self, count: int) -> bool:
+        """True as soon as so many calls are under way."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._count == count, SECONDS)
+
+    def all_free(self) -> bool:
+        """No call is under way, and nothing is held any more."""
+        if not self.until(0):
+            return False
+        blocks, free = self._server.pool()
+        return blocks == free and self._server.service.calls.num_places == 0
+
+
+def body(**change: object) -> bytes:
+    return json.dumps({"model": "tiny", "prompt": PROMPT, "max_tokens": 1, **change}).encode()
+
+
+def connect(server: Running, small: bool = False) -> socket.socket:
+    url = httpx.URL(server.url)
+    made = socket.socket()
+    if small:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    made.settimeout(SECONDS)
+    made.connect((url.host, url.port))
+    return made
+
+
+def send(to: socket.socket, content: bytes, key: str = "", *, whole: bool = True) -> None:
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"x-api-key: {key}\r\nContent-Length: {len(content)}\r\n\r\n"
+    to.sendall(head.encode() + (content if whole else content[:5]))
+
+
+def ask(server: Running, key: str = "", **change: object) -> httpx.Response:
+    headers = {"x-api-key": key, "Content-Type": "application/json"}
+    return httpx.post(server.url + PATH, content=body(**change), headers=headers, timeout=SECONDS)
+
+
+@contextmanager
+def held(server: Running) -> Iterator[None]:
+    """The engine takes no step meanwhile."""
+    gate, inside = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        inside.set()
+        gate.wait(SECONDS)
+
+    thread = threading.Thread(target=server.llm._driver.call, args=[wait])
+    thread.start()
+    assert inside.wait(SECONDS)
+    try:
+        yield
+    finally:
+        gate.set()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Any, Watch]]:
+    """Four places in all, two for a tenant."""
+    kept = KeyFolder(tmp_path_factory.mktemp("keys"))
+    made = {name: kept.add(name) for name in ("alice", "bob", "carl")}
+    options = {"max_num_seqs": 1, "max_waiting": 3, "keys_folder": str(kept.folder)}
+    with running(api_keys=True, **options) as server:
+        yield server, made, Watch(server)
+
+
+def test_places_are_bounded_in_all_and_for_each_tenant(keys: tuple[Running, Any, Watch]) -> None:
+    """Taken by requests whose bodies have not even come."""
+    server, key, watch = keys
+    with ExitStack() as open_ones:
+        for count, name in enumerate(("alice", "alice", "bob", "bob"), 1):
+            if name == "bob":
+                refused = ask(server, key["alice"])
+                assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+                assert "2 requests of 'alice'" in refused.json()["error"]["message"]
+                assert refused.json()["error"]["type"] == "rate_limit_error"
+            send(open_ones.enter_context(connect(server)), body(), key[name], whole=False)
+            assert watch.until(count)
+        refused = ask(server, key["carl"])
+        assert refused.status_code == 429 and "4 requests are" in refused.json()["error"]["message"]
+        assert httpx.get(server.url + "/health").status_code == 200
+    assert watch.until(0)
+    assert ask(server, key["alice"]).status_code == 200 and watch.all_free()
+
+
+def test_each_prompt_of_a_call_has_a_place(keys: tuple[Running, Any, Watch]) -> None:
+    server, key, watch = keys
+    assert ask(server, key["alice"], prompt=[PROMPT] * 2).status_code == 200
+    for stream in (False, True):
+        refused = ask(server, key["alice"], prompt=[PROMPT] * 3, stream=stream)
+        assert refused.status_code == 429 and watch.all_free()
+
+
+def test_a_request_ends_when_its_time_is_over() -> None:
+    with running(request_timeout=0.2) as server:
+        watch = Watch(server)
+        with held(server):
+            whole, stream = ask(server), ask(server, stream=True)
+        assert whole.status_code == 504
+        assert whole.json()["error"]["type"] == "timeout_error"
+        event = stream.text.strip().removeprefix("data: ")
+        assert json.loads(event)["error"]["message"] == "the request took longer than 0.2 s"
+        assert watch.all_free()
+
+
+def test_a_body_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.server.middleware._GRACE", 0.0)
+    with running(request_timeout=0.2) as server, connect(server) as slow:
+        watch = Watch(server)
+        send(slow, body(), whole=False)
+        assert slow.recv(1000).startswith(b"HTTP/1.1 504")
+        assert watch.all_free()
+
+
+def test_a_slow_reader_holds_up_nobody() -> None:
+    """More is answered than buffers take, to a client that does not read."""
+    with running(send_buffer=4096) as server, connect(server, small=True) as slow:
+        watch = Watch(server)
+        many = {"max_tokens": 100, "n": 16, "logprobs": 20, "ignore_eos": True, "stream": True}
+        expected = ask(server, max_tokens=8).json()["choices"]
+        assert watch.until(0)
+        send(slow, body(**many))
+        assert watch.until(1)
+        others = 0
+        while others < 3 or server.llm._driver.call(lambda: server.llm.engine.has_unfinished):
+            assert ask(server, max_tokens=8).json()["choices"] == expected
+            others += 1
+        assert watch.until(1) and server.service.calls.num_places == 1, "nobody read the answer"
+        slow.close()
+        assert watch.all_free()
+
+
+class Steps:
+    """Counts an engine's steps, and notes when a request was cancelled and when it was gone."""
+
+    def __init__(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine, driver = server.llm.engine, server.llm._driver
+        self.count = self.cancelled_at = self.gone_at = 0
+        self.queued, self.gone = threading.Semaphore(0), threading.Event()
+        step, submit, abort, cancel = engine.step, engine.submit, engine.abort, driver.cancel
+
+        def count() -> object:
+            self.count += 1
+            return step()
+
+        def note_queued(group: Any) -> None:
+            submit(group)
+            self.queued.release()
+
+        def note_cancelled(groups: Any, *, wait: bool = True) -> None:
+            self.cancelled_at = self.count
+            cancel(groups, wait=wait)
+
+        def note_gone(request_id: str) -> object:
+            output = abort(request_id)
+            self.gone_at, self.waiting = self.count, engine.num_requests[1]
+            self.gone.set()
+            return output
+
+        monkeypatch.setattr(engine, "step", count)
+        monkeypatch.setattr(engine, "submit", note_queued)
+        monkeypatch.setattr(engine, "abort", note_gone)
+        monkeypatch.setattr(driver, "cancel", note_cancelled)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_the_queue_is_gone_after_one_step(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(max_num_seqs=1) as server, connect(server) as runs:
+        steps, watch = Steps(server, monkeypatch), Watch(server)
+        send(runs, body(max_tokens=4000, ignore_eos=True, stream=True))
+        assert b"data: " in runs.recv(65_536) + runs.recv(65_536) and steps.queued.acquire()
+        with connect(server) as waits:
+            send(waits, body(stream=stream))
+            assert steps.queued.acquire(timeout=SECONDS)
+        assert steps.gone.wait(SECONDS)
+        assert steps.waiting == 0 and steps.gone_at - steps.cancelled_at <= 1
+        steps.gone.clear()
+        runs.close()
+        assert steps.gone.wait(SECONDS)
+        assert ask(server).status_code == 200 and watch.all_free()
+
+
+def test_prompts_and_images_have_their_greatest_size(tmp_path: Path) -> None:
+    model = save_tiny_vision("llava", tmp_path)
+    with running(model, max_model_len=100, max_image_pixels=1000) as server:
+        refused = ask(server, prompt=[5] * 100)
+        assert refused.status_code == 400 and "the prompt has 100 tokens" in refused.text
+        content = [{"type": "image_url", "image_url": {"url": picture(1)}}]
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
+        refused = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=SECONDS)
+        assert refused.status_code == 400 and "max_image_pixels" in refused.text
+        assert server.pool()[0] == server.pool()[1]

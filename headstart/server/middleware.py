@@ -15,7 +15,10 @@ from headstart.server.service import Service, too_late
 
 __all__ = ["Frontdoor"]
 
-_PROBES = ("/health", "/ready")
+# Without a key: probes, and the page, which is the same for everybody and asks for a key itself.
+_OPEN = re.compile(r"/|/health|/ready|/page/.*", re.DOTALL)
+# Across tenants: what shows or changes more than the asker's own.
+_FOR_ADMINS = re.compile(r"/metrics|/cache(?!/explain$|/prewarm$)(/.*)?", re.DOTALL)
 _NAME = re.compile(rb"[\w.-]{1,128}", re.ASCII)
 _GRACE = 5.0  # seconds in which an answer that came too late is told to be so
 
@@ -24,8 +27,8 @@ class Frontdoor:
     """Names each request; refuses one without a good key, or a place, or with too large a body.
 
     A client may name its request itself in the header `X-Request-Id`; the answer has the name in
-    the header of both OpenAI's and Anthropic's spelling. Probes (`/health`, `/ready`) need no key.
-    Whatever is posted below `/v1/` is a call: see `calls`.
+    the header of both OpenAI's and Anthropic's spelling. Whatever is posted is a call: see
+    `calls`; but what an administrator orders needs no place.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -53,8 +56,11 @@ class Frontdoor:
             await send(message)
 
         try:
-            if scope["path"] not in _PROBES:
+            path = scope["path"]
+            if not _OPEN.fullmatch(path):
                 state["tenant"] = self._service.tenants.of(headers)
+                if _FOR_ADMINS.fullmatch(path) and not state["tenant"].is_admin:
+                    raise ApiError(403, f"{path} needs a key that was made with --admin")
             self._check_size(headers)
             await self._pass_on(scope, self._bounded(receive), send_named)
         except ApiError as error:
@@ -65,7 +71,8 @@ class Frontdoor:
             await response(scope, receive, send_named)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
+        path = scope["path"]
+        if scope["method"] != "POST" or _OPEN.fullmatch(path) or _FOR_ADMINS.fullmatch(path):
             await self._app(scope, receive, send)
             return
         self._service.check_ready()

@@ -31,7 +31,7 @@ from headstart.server.keys import KeyFolder, KeyRing
 from headstart.server.options import ServerOptions
 from headstart.validation import check_utf8, describe
 
-__all__ = ["EVERYBODY", "Tenant", "Tenants", "open_tenants", "require_admin", "tenant_of"]
+__all__ = ["EVERYBODY", "Tenant", "Tenants", "open_tenants", "tenant_of"]
 
 _LOG = logging.getLogger("headstart.server")
 
@@ -134,9 +134,3 @@ def tenant_of(request: Request) -> Tenant:
     """Whose request it is."""
     tenant: Tenant = request.state.tenant
     return tenant
-
-
-def require_admin(request: Request) -> None:
-    """Raise ApiError (403) unless the request's key may manage the server."""
-    if not tenant_of(request).is_admin:
-        raise ApiError(403, "this needs a key that was made with --admin")

@@ -205,12 +205,30 @@ def test_without_a_good_key_nothing_is_read(server: Running, key: str, given: st
     assert claude.json()["error"]["type"] == "authentication_error"
 
 
-def test_every_path_but_the_probes_asks_for_a_key(server: Running) -> None:
+OPEN = {"/", "/health", "/ready"}
+OF_A_TENANT = {"/cache/explain", "/cache/prewarm"}
+
+
+def test_paths_without_a_key_and_those_for_administrators(
+    server: Running, kept: KeyFolder, key: str
+) -> None:
     own = {route.path for route in server.app.routes if isinstance(route, Route)}
     paths = own | set(server.app.openapi()["paths"])
-    assert {"/v1/models", "/v1/completions", "/health"} <= paths
+    assert {"/v1/models", "/v1/completions", "/metrics", "/cache", "/cache/reset"} <= paths
     answers = {path: httpx.get(server.url + path).status_code for path in paths}
-    assert {path for path, status in answers.items() if status != 401} == {"/health", "/ready"}
+    assert {path for path, status in answers.items() if status != 401} == OPEN
+    for path in ("/cache/", "/cache/explain/", "/cache/explain%0a", "/cache/../cache"):
+        assert httpx.get(server.url + path).status_code == 401
+    across = {path for path in paths if path.startswith(("/cache", "/metrics"))} - OF_A_TENANT
+    admin = {"x-api-key": kept.add("monitor", admin=True)}
+    for path in across - {"/cache/live"}:  # which has no end
+        told = httpx.get(server.url + path, headers={"x-api-key": key})
+        assert told.status_code == 403 and told.json()["error"]["type"] == "permission_error"
+        assert httpx.get(server.url + path, headers=admin).status_code not in (401, 403)
+    assert httpx.get(f"{server.url}/cache/live", headers={"x-api-key": key}).status_code == 403
+    for path in OF_A_TENANT:
+        told = httpx.post(server.url + path, json={"prompt": "x"}, headers={"x-api-key": key})
+        assert told.status_code == 200
 
 
 def test_changes_are_seen_without_a_restart(server: Running, kept: KeyFolder) -> None:

@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from headstart.server import health, page
 from headstart.server.cache import api as cache
 from headstart.server.errors import add_handlers
+from headstart.server.logs import RequestLog
 from headstart.server.middleware import Frontdoor
 from headstart.server.openai import chat, completions, models
 from headstart.server.options import ServerOptions
@@ -51,6 +52,7 @@ def create_app(
     page.mount(app)
     add_handlers(app)
     app.add_middleware(Frontdoor, service=app.state.service)
+    app.add_middleware(RequestLog)
     if options.cors_origin is not None:  # outermost, since browsers ask first, without a key
         app.add_middleware(
             CORSMiddleware,

@@ -119,7 +119,7 @@ def headers_of(error: ApiError) -> dict[str, str]:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    told = as_api_error(error)
+    told = request.state.error = as_api_error(error)
     request_id = getattr(request.state, "request_id", "")
     if told.status >= 500:
         _LOG.error("request %s failed: %s", request_id, error, exc_info=error)

@@ -14,6 +14,7 @@ import uvicorn
 
 from headstart.errors import ConfigError
 from headstart.server.app import create_app
+from headstart.server.logs import set_up_logs
 from headstart.server.options import ServerOptions
 from headstart.server.service import Service
 from headstart.server.tenants import Tenants, open_tenants
@@ -65,6 +66,7 @@ def serve(
     Then nothing new is taken, and what runs has `drain_seconds` to end. A second signal ends it at
     once. Whoever made `llm` closes it.
     """
+    set_up_logs(options.log_format)
     app = create_app(llm, name, options, tenants)
     config = uvicorn.Config(
         app,

@@ -64,6 +64,7 @@ class Frontdoor:
             self._check_size(headers)
             await self._pass_on(scope, self._bounded(receive), send_named)
         except ApiError as error:
+            state["error"] = error
             if begun:  # nothing can be said any more: the connection is closed
                 return
             body = body_of(error, scope["path"], name)

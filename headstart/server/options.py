@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from headstart.errors import ConfigError
-from headstart.validation import Number, check_fields, option
+from headstart.validation import Number, OneOf, check_fields, option
 
 __all__ = ["ServerOptions"]
 
@@ -33,6 +33,10 @@ class ServerOptions:
     )
     drain_seconds: float = option(
         30.0, "seconds that running requests have when the server is stopped", Number(float, 0)
+    )
+
+    log_format: str = option(
+        "text", "a line for each request: text, or json", OneOf(("text", "json"))
     )
 
     api_keys: bool | None = option(

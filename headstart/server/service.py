@@ -16,6 +16,7 @@ from headstart.errors import EngineError
 from headstart.server.cache.live import Live
 from headstart.server.calls import Calls, current_deadline
 from headstart.server.errors import ApiError
+from headstart.server.logs import note_output
 from headstart.server.options import ServerOptions
 from headstart.server.tenants import Tenants, tenant_of
 from headstart.server.watch import Watch
@@ -91,7 +92,9 @@ class Service:
                 if output is None:
                     return
                 if output.finished:
-                    await asyncio.to_thread(self.watch.finished, request, output)
+                    whole = request.output()  # of a stream the last output has what is new
+                    note_output(whole)
+                    await asyncio.to_thread(self.watch.finished, request, whole)
                 yield output
 
     async def answer(self, request: RequestGroup) -> RequestOutput:

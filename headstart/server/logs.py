@@ -1,0 +1,148 @@
+"""A line for each request that was answered: who asked for what, how long it took, what was cached.
+
+Texts of prompts and answers are in no line. As text for people, or as JSON, one object a line, for
+programs. Lines go to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headstart.validation import shorten
+
+if TYPE_CHECKING:
+    from headstart.engine.outputs import RequestOutput
+
+__all__ = ["RequestLog", "note_output", "set_up_logs"]
+
+_LOG = logging.getLogger("headstart.server.requests")
+_QUIET = ("/health", "/ready", "/metrics")
+
+
+@dataclass(slots=True)
+class _Line:
+    """What a line tells. seconds: until the last byte of the answer was sent."""
+
+    request_id: str
+    method: str
+    path: str
+    status: int = 0
+    seconds: float = 0.0
+    tenant: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    time_to_first_token: float | None = None
+    missed: str | None = None
+    error: str | None = None
+
+
+_LINE: ContextVar[_Line | None] = ContextVar("line", default=None)
+
+
+def note_output(output: RequestOutput) -> None:
+    """The request under way has this answer; one of several prompts has several."""
+    line = _LINE.get()
+    if line is None:
+        return
+    line.prompt_tokens += len(output.prompt_token_ids)
+    line.cached_tokens += output.num_cached_tokens
+    line.generated_tokens += sum(len(answer.token_ids) for answer in output.outputs)
+    first = output.metrics.time_to_first_token
+    line.time_to_first_token = None if first is None else round(first, 6)
+    line.missed = None if output.why_missed is None else output.why_missed.reason.name.lower()
+
+
+class RequestLog:
+    """Writes the line of each request when it is over, also of one whose client went away."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _QUIET:
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        with _line_of(scope) as line:
+
+            async def send_noted(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    line.status = message["status"]
+                await send(message)
+
+            try:
+                await self._app(scope, receive, send_noted)
+            finally:
+                line.request_id = state.get("request_id", "")
+                tenant = state.get("tenant")
+                line.tenant = tenant.name if tenant is not None else None
+                failed = state.get("error")
+                line.error = shorten(str(failed)) if failed is not None else None
+
+
+@contextmanager
+def _line_of(scope: Scope) -> Iterator[_Line]:
+    line = _Line("", scope["method"], shorten(scope["path"]))
+    token = _LINE.set(line)
+    start = time.perf_counter()
+    try:
+        yield line
+    finally:
+        _LINE.reset(token)
+        line.seconds = round(time.perf_counter() - start, 6)
+        _LOG.info("%s %s %d", line.method, line.path, line.status, extra={"line": line})
+
+
+class _AsText(logging.Formatter):
+    """`10:15:02 POST /v1/chat/completions 200 0.31 s, 1,396 of 1,421 tokens cached, 8 generated`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = time.strftime("%H:%M:%S", time.localtime(record.created))
+        text = f"{at} {super().format(record)}"
+        line: _Line | None = getattr(record, "line", None)
+        if line is None:
+            return text
+        text += f" {line.seconds:.3g} s"
+        if line.prompt_tokens:
+            text += f", {line.cached_tokens:,} of {line.prompt_tokens:,} tokens cached"
+            text += f", {line.generated_tokens:,} generated"
+        if line.tenant not in (None, "everybody"):
+            text += f", {line.tenant}"
+        return f"{text}, {line.error}" if line.error else text
+
+
+class _AsJson(logging.Formatter):
+    """One object a line, in ASCII."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        told: dict[str, object] = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+        }
+        line: _Line | None = getattr(record, "line", None)
+        if line is not None:
+            return json.dumps(told | {k: v for k, v in asdict(line).items() if v is not None})
+        return json.dumps(told | {"logger": record.name, "message": super().format(record)})
+
+
+def set_up_logs(kind: str) -> None:
+    """Write the server's lines, and uvicorn's warnings, to stderr. kind: "text" or "json"."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_AsJson() if kind == "json" else _AsText("%(message)s"))
+    for name in ("headstart", "uvicorn"):
+        log = logging.getLogger(name)
+        log.handlers[:] = [handler]
+        log.setLevel(logging.WARNING)
+        log.propagate = False
+    logging.getLogger("headstart.server").setLevel(logging.INFO)

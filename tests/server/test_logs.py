@@ -1,0 +1,86 @@
+"""A line for each request: what it cost and whose it was, and none of its text."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+
+from headstart.server.logs import set_up_logs
+from tests.server.running import Running
+
+SECRET = "The treasure lies below the third oak"
+
+
+class Written:
+    """What is written to a log, line by line, waited for: a line comes after its answer."""
+
+    def __init__(self) -> None:
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def write(self, text: str) -> None:
+        for line in text.splitlines():
+            self.lines.put(line)
+
+    def flush(self) -> None:
+        pass
+
+    def read(self) -> str:
+        return self.lines.get(timeout=30)
+
+
+@pytest.fixture
+def written() -> Iterator[Callable[[str], Written]]:
+    """Sets the form of lines; returns where they are written to."""
+    loggers = [logging.getLogger(name) for name in ("headstart", "uvicorn", "headstart.server")]
+    before = [(log, log.handlers[:], log.level, log.propagate) for log in loggers]
+
+    def set_up(kind: str) -> Written:
+        set_up_logs(kind)
+        [handler] = logging.getLogger("headstart").handlers
+        assert isinstance(handler, logging.StreamHandler)
+        written = Written()
+        handler.setStream(written)
+        return written
+
+    yield set_up
+    for log, handlers, level, propagate in before:
+        log.handlers[:], log.propagate = handlers, propagate
+        log.setLevel(level)
+
+
+def ask(server: Running, **more: object) -> httpx.Response:
+    body = {"model": "tiny", "prompt": SECRET, "max_tokens": 3, "ignore_eos": True}
+    return httpx.post(
+        f"{server.url}/v1/completions", json=body | more, headers={"X-Request-Id": "mine"}
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_line_of_json(server: Running, written: Callable[[str], Written], stream: bool) -> None:
+    lines = written("json")
+    asked = ask(server, prompt=[SECRET, SECRET + "!"], stream=stream)
+    assert asked.status_code == 200
+    line = lines.read()
+    told = json.loads(line)
+    assert (told["request_id"], told["method"]) == ("mine", "POST")
+    assert (told["path"], told["status"]) == ("/v1/completions", 200)
+    assert (told["tenant"], told["generated_tokens"]) == ("everybody", 6)
+    assert told["prompt_tokens"] > told["cached_tokens"] and told["seconds"] > 0
+    assert "treasure" not in line and "error" not in told
+
+
+def test_a_line_for_people(server: Running, written: Callable[[str], Written]) -> None:
+    lines = written("text")
+    ask(server)
+    good = lines.read()
+    httpx.get(f"{server.url}/health")  # asked every second: no line
+    ask(server, temperature=-1)
+    bad = lines.read()
+    assert "POST /v1/completions 200" in good and "3 generated" in good
+    assert "POST /v1/completions 400" in bad and "temperature is -1" in bad
+    assert "treasure" not in good + bad

@@ -121,6 +121,7 @@ def demo(svg: Path | None, wav_folder: Path | None, model: str, **options: Any) 
 @_option("--image", "images", multiple=True, metavar="PATH", help="An image to ask about.")
 @_option("--system", metavar="TEXT", help="The system message.")
 @_option("--raw", is_flag=True, help="Complete the prompts as they are, without a chat template.")
+@_option("--json", metavar="PATH", help="Answer in JSON that is valid by the schema in this file.")
 @_option("--plain", is_flag=True, help="Show replies as they are, not as Markdown.")
 @_model_option
 @sampling_options(RUN_SAMPLING)
@@ -135,8 +136,10 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
     questions = read_questions(prompts, options)
     chosen = sort_options(options)
     with closing(announce_and_open(model, chosen.engine)) as llm:
-        for stream in questions.streams(llm, chosen.sampling):
-            print_reply(stream, plain=plain)
+        streams = questions.streams(llm, chosen.sampling)
+        is_text = questions.form is None
+        answers = [print_reply(stream, plain=plain, is_text=is_text) for stream in streams]
+    questions.check(answers)
 
 
 @main.command(cls=GroupedCommand)

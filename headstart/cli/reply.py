@@ -44,10 +44,15 @@ class Writer(Protocol):
         """Show the text so far; the text of the call before is its beginning."""
 
 
-def print_reply(stream: RequestStream, *, plain: bool = False) -> RequestOutput:
-    """Print a reply as it grows, then its figures on stderr; returns its last output."""
+def print_reply(
+    stream: RequestStream, *, plain: bool = False, is_text: bool = True
+) -> RequestOutput:
+    """Print a reply as it grows, then its figures on stderr; returns its last output.
+
+    is_text: it is a text for people, in which lines may be broken.
+    """
     output = wait_for_first(stream)
-    with make_writer(plain) as writer:
+    with make_writer(plain, is_text=is_text) as writer:
         writer.write(output.outputs[0].text)
         for output in stream:
             writer.write(output.outputs[0].text)
@@ -61,11 +66,16 @@ def wait_for_first(stream: RequestStream) -> RequestOutput:
         return next(stream)
 
 
-def make_writer(plain: bool) -> AbstractContextManager[Writer]:
-    """What shows a reply on stdout: Markdown in a terminal, unless `plain` asks for the text."""
+def make_writer(plain: bool, *, is_text: bool = True) -> AbstractContextManager[Writer]:
+    """What shows a reply on stdout: Markdown in a terminal, unless `plain` asks for the text.
+
+    What is no text for people is shown as it is in any case.
+    """
     console = Console(highlight=False)
     if not console.is_terminal:
         return RawWriter()
+    if not is_text:
+        return UnbrokenWriter()
     if plain or console.is_dumb_terminal:
         return WrappingWriter(console.width)
     # rich's Markdown takes half a second to import, for terminals alone.
@@ -96,6 +106,14 @@ class RawWriter:
 
     def write(self, text: str) -> None:
         click.echo(text[self._printed :], nl=False)
+        self._printed = len(text)
+
+
+class UnbrokenWriter(RawWriter):
+    """The text with marks for control characters, and lines as long as they are."""
+
+    def write(self, text: str) -> None:
+        click.echo(printable(text[self._printed :]), nl=False)
         self._printed = len(text)
 
 

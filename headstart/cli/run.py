@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.cli.contents import join_content, read_document, read_image
+from headstart.cli.contents import join_content, read_document, read_image, read_text
 from headstart.cli.streams import as_typed, reading_stdin
+from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.errors import RequestError
+from headstart.imports import load_module
 
 if TYPE_CHECKING:
     from headstart.engine.llm import LLM
+    from headstart.engine.outputs import RequestOutput
     from headstart.engine.params import SamplingParams
     from headstart.engine.streams import RequestStream
 
@@ -26,7 +30,8 @@ STDIN = "-"
 class Questions:
     """Texts to answer one after another, all about the same documents and images.
 
-    raw: the texts are completed as they are, without the model's chat template.
+    raw: the texts are completed as they are, without the model's chat template. form: what the
+    answers must be, None for any text.
     """
 
     texts: tuple[str, ...]
@@ -34,9 +39,11 @@ class Questions:
     images: tuple[dict[str, Any], ...] = ()
     system: str | None = None
     raw: bool = False
+    form: StructuredOutputsParams | None = None
 
     def streams(self, llm: LLM, params: SamplingParams) -> Iterator[RequestStream]:
         """A request for each text. Raises RequestError."""
+        params = replace(params, structured_outputs=self.form)
         tokenizer = llm.get_tokenizer()
         is_chat = not self.raw and tokenizer is not None and bool(tokenizer.chat_template)
         if not is_chat and (self.system is not None or self.images):
@@ -46,6 +53,20 @@ class Questions:
                 yield llm.stream_chat(self._messages(text), params)
             else:
                 yield llm.stream("".join([*self.documents, text]), params)
+
+    def check(self, answers: Sequence[RequestOutput]) -> None:
+        """Raise RequestError for an answer that was cut before it had its form."""
+        if self.form is None:
+            return
+        for number, answer in enumerate(answers, start=1):
+            text = answer.outputs[0].text
+            try:
+                json.loads(text, parse_int=str)  # int() refuses more than 4,300 digits
+            except ValueError as error:
+                raise RequestError(
+                    f"answer {number} was cut and is no whole JSON; allowed: a higher --max-tokens "
+                    f"than {len(answer.outputs[0].token_ids)}, no --stop"
+                ) from error
 
     def _messages(self, text: str) -> list[dict[str, Any]]:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -59,7 +80,7 @@ def read_questions(prompts: Sequence[str], options: dict[str, Any]) -> Questions
     Raises RequestError.
     """
     files, images = options.pop("files"), options.pop("images")
-    system, raw = options.pop("system"), options.pop("raw")
+    system, raw, schema = options.pop("system"), options.pop("raw"), options.pop("json")
     if raw and (images or system is not None):
         raise RequestError("--raw takes no chat template, which --system and --image need")
     if [*prompts, *files].count(STDIN) > 1:
@@ -76,8 +97,29 @@ def read_questions(prompts: Sequence[str], options: dict[str, Any]) -> Questions
         raise RequestError("a prompt is empty; allowed: a text")
     shown = tuple(read_image(Path(as_typed(image))) for image in images)
     return Questions(
-        texts or ("",), documents, shown, None if system is None else as_typed(system), raw
+        texts or ("",),
+        documents,
+        shown,
+        None if system is None else as_typed(system),
+        raw,
+        None if schema is None else _read_schema(Path(as_typed(schema))),
     )
+
+
+def _read_schema(path: Path) -> StructuredOutputsParams:
+    """The form of answers that are JSON by a file's schema. Raises RequestError.
+
+    White space between JSON's tokens is left out: small models like to write nothing else.
+    """
+    text = read_text(path)
+    try:
+        form = StructuredOutputsParams(json=text, disable_any_whitespace=True)
+        # What compiles a schema brings torch with it, which is loaded for the model in any case.
+        load_module("headstart.engine.structured.grammar").check_form(form.form)
+    except RequestError as error:
+        told = str(error).replace("structured_outputs.json", str(path))
+        raise RequestError(f"--json: {told}") from error
+    return form
 
 
 def _read_stdin() -> str:

@@ -9,7 +9,7 @@ compiled one, which takes microseconds.
 import functools
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,9 +21,11 @@ from headstart.errors import RequestError
 from headstart.validation import shorten
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-__all__ = ["INSTALL", "GrammarCompiler", "TokenMasks", "one_line"]
+__all__ = ["INSTALL", "GrammarCompiler", "TokenMasks", "check_form", "one_line"]
+
+Found = TypeVar("Found")
 
 INSTALL = "pip install 'headstart[structured]'"
 _REMEMBERED = 64  # compiled forms
@@ -103,7 +105,7 @@ class GrammarCompiler:
         try:
             return TokenMasks(tokenizer, self._vocabulary)
         except ImportError as error:
-            raise RequestError(f"structured_outputs needs llguidance: {INSTALL}") from error
+            raise _not_installed() from error
         except Exception as error:  # whatever llguidance says of a tokenizer that it cannot read
             raise RequestError(
                 f"structured_outputs cannot use the model's tokenizer: {one_line(error)}"
@@ -129,29 +131,59 @@ def _library() -> Any:
     return llguidance
 
 
-def _build(form: Form, masks: TokenMasks) -> "LLMatcher":
+def check_form(form: Form) -> None:
+    """Raise RequestError for a form that no model's tokens can follow; needs no model."""
+    try:
+        library = _library()
+    except ImportError as error:
+        raise _not_installed() from error
+
+    def check() -> tuple[bool, list[str]]:
+        said: tuple[bool, list[str]] = library.LLMatcher.validate_grammar_with_warnings(
+            _grammar(form), limits=_limits()
+        )
+        return said
+
+    found = _with_deep_stack(check)
+    if isinstance(found, Exception):
+        raise _refusal(form, found) from found
+    is_wrong, messages = found
+    if is_wrong:
+        raise _refusal(form, messages[0])
+
+
+def _grammar(form: Form) -> str:
+    """A form in llguidance's own notation."""
     library = _library()
-    if form.kind == "json":
-        options: dict[str, object] = {"whitespace_flexible": form.whitespace != ""}
-        if form.whitespace:
-            options["whitespace_pattern"] = form.whitespace
-        grammar = library.LLMatcher.grammar_from_json_schema(form.text, defaults=options)
-    else:
-        grammar = library.grammar_from(form.kind, form.text)
-    limits = library.LLParserLimits(verbose_errors=False)
-    matcher: LLMatcher = library.LLMatcher(masks.tokenizer, grammar, log_level=0, limits=limits)
+    if form.kind != "json":
+        return str(library.grammar_from(form.kind, form.text))
+    options: dict[str, object] = {"whitespace_flexible": form.whitespace != ""}
+    if form.whitespace:
+        options["whitespace_pattern"] = form.whitespace
+    return str(library.LLMatcher.grammar_from_json_schema(form.text, defaults=options))
+
+
+def _limits() -> "LLParserLimits":
+    limits: LLParserLimits = _library().LLParserLimits(verbose_errors=False)
+    return limits
+
+
+def _build(form: Form, masks: TokenMasks) -> "LLMatcher":
+    matcher: LLMatcher = _library().LLMatcher(
+        masks.tokenizer, _grammar(form), log_level=0, limits=_limits()
+    )
     if not matcher.is_error():
         masks.compute([matcher])
     return matcher
 
 
-def _with_deep_stack(work: Callable[[], "LLMatcher"]) -> "LLMatcher | Exception":
+def _with_deep_stack(work: Callable[[], Found]) -> Found | Exception:
     """What `work` returns or raises, run where there is stack for it.
 
     llguidance follows rules and `$ref`s by calling itself: at 64 kB of them an ordinary stack of
     8 MB overflows, which would end the process.
     """
-    found: list[LLMatcher | Exception] = []
+    found: list[Found | Exception] = []
 
     def run() -> None:
         try:
@@ -167,6 +199,10 @@ def _with_deep_stack(work: Callable[[], "LLMatcher"]) -> "LLMatcher | Exception"
         threading.stack_size(before)
     thread.join()
     return found[0]
+
+
+def _not_installed() -> RequestError:
+    return RequestError(f"structured_outputs needs llguidance: {INSTALL}")
 
 
 def _refuse_special(form: Form, masks: TokenMasks) -> None:

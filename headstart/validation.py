@@ -30,6 +30,7 @@ __all__ = [
     "OneOf",
     "Number",
     "check_fields",
+    "check_flag",
     "check_name",
     "check_utf8",
     "describe",
@@ -97,6 +98,13 @@ def check_name(what: str, name: object) -> None:
             "least one character"
         )
     check_utf8(what, name)
+
+
+def check_flag(what: str, value: object) -> bool:
+    """A value that is True or False. Raises RequestError for any other."""
+    if not isinstance(value, bool):
+        raise RequestError(f"{what} is {describe(value)}; allowed: True or False")
+    return value
 
 
 class Allowed(Protocol):

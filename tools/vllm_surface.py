@@ -21,7 +21,8 @@ CALLS = {
     "AsyncLLM": ("generate", "reset_prefix_cache"),
 }
 FIELDS = ("EngineArgs", "SamplingParams", "BeamSearchParams", "LoRARequest", "TextPrompt",
-          "TokensPrompt", "CompletionOutput", "Logprob", "RequestOutputKind")  # fmt: skip
+          "TokensPrompt", "CompletionOutput", "Logprob", "RequestOutputKind",
+          "StructuredOutputsParams")  # fmt: skip
 METHODS = ("LLM", "AsyncLLM", "SamplingParams", "CompletionOutput")
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef

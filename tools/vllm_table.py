@@ -19,6 +19,7 @@ SECTIONS: Mapping[str, Names] = {
     "LLM(...), EngineArgs(...)": ENGINE,
     "SamplingParams(...)": sampling.SAMPLING,
     "SamplingParams": members.PARAMS,
+    "StructuredOutputsParams(...)": sampling.STRUCTURED,
     "LLM.generate(...)": calls.GENERATE,
     "LLM.chat(...)": calls.CHAT,
     "LLM.beam_search(...)": calls.BEAM_SEARCH_CALL,

@@ -17,6 +17,7 @@ from headstart.engine.adapters.request import LoRARequest
 from headstart.engine.outputs import ShownOutputs
 from headstart.engine.params import SamplingParams
 from headstart.engine.startup.start import start_engine
+from headstart.engine.vllm_api.arg_utils import EngineArgs, require_engine_args
 from headstart.engine.vllm_api.call_options import (
     StreamChatOptions,
     StreamOptions,
@@ -26,7 +27,9 @@ from headstart.engine.vllm_api.call_options import (
 )
 from headstart.engine.vllm_api.calls import ASYNC_CHAT, ASYNC_GENERATE
 from headstart.engine.vllm_api.members import ASYNC_LLM
-from headstart.errors import EngineError
+from headstart.engine.vllm_api.signatures import check_calls
+from headstart.errors import ConfigError, EngineError
+from headstart.validation import check_flag
 
 # What brings torch with it waits until the model's name is known: see `start_engine`.
 if TYPE_CHECKING:
@@ -37,11 +40,11 @@ if TYPE_CHECKING:
     from headstart.engine.inputs import Prompt
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
-    from headstart.engine.vllm_api.arg_utils import EngineArgs
 
 Answer = TypeVar("Answer")
 
 
+@check_calls(ConfigError)
 class AsyncLLM:
     """Streams token by token for many callers at once.
 
@@ -59,7 +62,8 @@ class AsyncLLM:
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
         """As `AsyncLLM(...)`, with vLLM's object of arguments."""
-        return cls(engine_args.model, **engine_args.options)
+        given = require_engine_args(engine_args)
+        return cls(given.model, **given.options)
 
     async def generate(
         self,
@@ -201,7 +205,7 @@ class AsyncLLM:
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """As `LLM.reset_prefix_cache`."""
-        again = bool(reset_running_requests)
+        again = check_flag("reset_running_requests", reset_running_requests)
         return await asyncio.to_thread(
             self._driver.call, lambda: self.engine.reset_prefix_cache(reset_running_requests=again)
         )

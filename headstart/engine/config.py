@@ -73,7 +73,7 @@ class EngineConfig(CacheOptions):
 def make_config(options: dict[str, Any]) -> EngineConfig:
     """The configuration of these options. Raises ConfigError, also for one that there is not."""
     known = {field.name for field in fields(EngineConfig)}
-    unknown = sorted(set(options) - known)
+    unknown = sorted(map(str, options.keys() - known))
     if unknown:
         raise ConfigError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     return EngineConfig(**options)

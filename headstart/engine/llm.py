@@ -21,6 +21,7 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.sampling.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from headstart.engine.startup.start import start_engine
 from headstart.engine.streams import RequestStream
+from headstart.engine.vllm_api.arg_utils import EngineArgs, require_engine_args
 from headstart.engine.vllm_api.call_options import (
     CallOptions,
     StreamChatOptions,
@@ -32,6 +33,9 @@ from headstart.engine.vllm_api.call_options import (
 from headstart.engine.vllm_api.calls import BEAM_SEARCH_CALL, CHAT, GENERATE, STREAM, STREAM_CHAT
 from headstart.engine.vllm_api.members import LLM as MEMBERS
 from headstart.engine.vllm_api.metrics import Metric, read_metrics
+from headstart.engine.vllm_api.signatures import check_calls
+from headstart.errors import ConfigError
+from headstart.validation import check_flag
 
 # What brings torch with it waits until the model's name is known: see `start_engine`.
 if TYPE_CHECKING:
@@ -42,9 +46,9 @@ if TYPE_CHECKING:
     from headstart.engine.inputs import Prompt
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
-    from headstart.engine.vllm_api.arg_utils import EngineArgs
 
 
+@check_calls(ConfigError)
 class LLM:
     """A model that answers prompts and keeps what it computed for the next one.
 
@@ -71,7 +75,8 @@ class LLM:
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
         """As `LLM(...)`, with vLLM's object of arguments."""
-        return cls(engine_args.model, **engine_args.options)
+        given = require_engine_args(engine_args)
+        return cls(given.model, **given.options)
 
     def generate(
         self,
@@ -230,7 +235,7 @@ class LLM:
         reset_running_requests: those that run are computed anew, instead. reset_connector: there
         is none.
         """
-        again = bool(reset_running_requests)
+        again = check_flag("reset_running_requests", reset_running_requests)
         return self._driver.call(
             lambda: self.engine.reset_prefix_cache(reset_running_requests=again)
         )

@@ -149,7 +149,8 @@ class SamplingParams:
 
     def _check(self) -> None:
         check_fields(self, RequestError)
-        if self.stop and not self.detokenize:
+        _check_stops(self.stop)
+        if self.stop_strings and not self.detokenize:
             raise RequestError(
                 f"stop is {describe(self.stop)} and detokenize False; allowed: stop strings with "
                 "detokenize, or stop_token_ids"
@@ -159,7 +160,6 @@ class SamplingParams:
                 f"min_tokens is {describe(self.min_tokens)}; allowed: from 0 to max_tokens, "
                 f"which is {describe(self.max_tokens)}"
             )
-        _check_stops(self.stop)
         _check_stop_ids(self.stop_token_ids)
         check_bias(self.logit_bias)
         check_ids(self.allowed_token_ids)

@@ -46,12 +46,12 @@ def find_folder(model: str | Path) -> Path:
     `headstart-tiny` is the model that comes with the package. A hub name is first looked up in the
     local download cache, then on the network. Raises `ModelNotFoundError`.
     """
-    if model == BUILT_IN:
-        return _built_in_folder()
     if not isinstance(model, (str, os.PathLike)) or not str(model):
         raise ModelNotFoundError(
             f"the model is {describe(model)}; allowed: a folder's path or a hub name (owner/name)"
         )
+    if model == BUILT_IN:
+        return _built_in_folder()
     try:
         path = Path(model).expanduser()
         if path.is_dir():

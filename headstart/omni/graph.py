@@ -26,6 +26,7 @@ from headstart.errors import ConfigError
 from headstart.omni.outputs import Output, parse_alignment
 from headstart.omni.pipeline import Pipeline
 from headstart.omni.stage import Input, Stage, StageSpec
+from headstart.validation import describe
 
 __all__ = ["Factory", "Graph", "StageNode", "read_graph"]
 
@@ -83,6 +84,8 @@ class Graph:
 
 def read_graph(text: str) -> Graph:
     """Read a graph from TOML. Raises ConfigError that names the wrong entry."""
+    if not isinstance(text, str):
+        raise ConfigError(f"the pipeline is {describe(text)}; allowed: a text in TOML")
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -16,7 +16,8 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.streams import OutputStream
 from headstart.engine.text.max_length import TextLimit
-from headstart.errors import RequestError, UnsupportedModelError
+from headstart.engine.vllm_api.signatures import check_calls
+from headstart.errors import ConfigError, RequestError, UnsupportedModelError
 from headstart.models.files import find_folder, read_json
 from headstart.models.omni.qwen2_5 import Qwen25Omni
 from headstart.models.omni.qwen3 import Qwen3Omni
@@ -58,6 +59,7 @@ class _Stages(Protocol):
     ) -> SpokenPrompt: ...
 
 
+@check_calls(ConfigError)
 class Omni:
     """A pipeline of a thinker, a talker and a vocoder that cache each stage's work.
 
@@ -80,6 +82,8 @@ class Omni:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """Load a model from its folder or hub name. Raises ConfigError, ModelError."""
+        if not (options is None or isinstance(options, Mapping)):
+            raise ConfigError(f"options is {describe(options)}; allowed: a dict or None")
         told = dict(options or {})
         check_options(told)
         written = None if pipeline is None else read_graph(pipeline)
@@ -123,10 +127,7 @@ class Omni:
         if any prompt is bad; EngineError if a stage failed, and after `close`.
         """
         self.pipeline.require_open()
-        requests = [
-            self._request(prompt, params or OmniParams(), cache_salt)
-            for prompt in _as_list(prompts)
-        ]
+        requests = [self._request(prompt, params, cache_salt) for prompt in _as_list(prompts)]
         try:
             return self._answer(requests)
         finally:
@@ -158,7 +159,7 @@ class Omni:
         aborts the request. Raises the same errors as `generate`.
         """
         self.pipeline.require_open()
-        request = self._request(prompt, params or OmniParams(), cache_salt)
+        request = self._request(prompt, params, cache_salt)
         return _Stream(self.pipeline, request, self._output)
 
     def reset_cache(self) -> bool:
@@ -179,7 +180,10 @@ class Omni:
         """Free the memory; every later call raises EngineError."""
         self.pipeline.close()
 
-    def _request(self, prompt: OmniPrompt, params: OmniParams, salt: str | None) -> OmniRequest:
+    def _request(
+        self, prompt: OmniPrompt, params: OmniParams | None, salt: str | None
+    ) -> OmniRequest:
+        params = OmniParams() if params is None else params
         if not isinstance(params, OmniParams):
             raise RequestError(f"the parameters are {describe(params)}; allowed: an OmniParams")
         media: dict[str, Any] = {}

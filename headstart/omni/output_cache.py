@@ -30,9 +30,11 @@ from torch import Tensor
 
 from headstart.cache import BlockKey, Namespace, PrefixNode, PrefixTree
 from headstart.errors import ConfigError
+from headstart.validation import Number, describe
 
 __all__ = ["ENTRY_BYTES", "BlockPath", "OutputCache", "OutputCacheStats"]
 
+_BYTES = Number(int, 0)
 ENTRY_BYTES = 1024
 """Bytes of an entry besides its rows: its node, two tensor headers and its place in the order."""
 
@@ -77,8 +79,8 @@ class OutputCache:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        if max_bytes < 0:
-            raise ConfigError(f"max_bytes is {max_bytes}; it must be at least 0")
+        if max_bytes not in _BYTES:
+            raise ConfigError(f"cache_bytes is {describe(max_bytes)}; allowed: {_BYTES}")
         self.max_bytes = max_bytes
         self._tree = PrefixTree()  # a stage is a namespace's child
         self._order: OrderedDict[tuple[_Node, str], int] = OrderedDict()  # to bytes; oldest first

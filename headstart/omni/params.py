@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headstart.engine.params import SEEDS, SamplingParams
 from headstart.engine.prompt import PreparedPrompt
+from headstart.engine.vllm_api.signatures import check_calls
 from headstart.errors import RequestError
 from headstart.omni.audio import pcm16, save_wav, wav_bytes
 from headstart.omni.stage import StageMetrics
@@ -23,6 +24,7 @@ OmniPrompt = str | Sequence[int] | Mapping[str, Any]
 `[samples]`: floats from -1 to 1, int16 or int32. Images are Pillow's."""
 
 
+@check_calls(RequestError)
 @dataclass(frozen=True, kw_only=True)
 class OmniParams:
     """The parameters of one request.

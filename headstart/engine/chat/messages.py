@@ -35,10 +35,12 @@ def read_tool_calls(message: Message) -> Message:
     Raises RequestError for arguments that are no JSON.
     """
     calls = message.get("tool_calls")
-    if not calls:
+    if calls is None:
         return message
     if not isinstance(calls, (list, tuple)):
         raise RequestError(f"tool_calls are {describe(calls)}; allowed: a list of dicts")
+    if not calls:
+        return message
     return {
         **message,
         "content": message.get("content") or "",

@@ -108,7 +108,8 @@ def search_beams(
     if not isinstance(params, BeamSearchParams):
         raise RequestError(f"params are {describe(params)}; allowed: a BeamSearchParams")
     for prompt in prompts:
-        if isinstance(prompt, dict) and prompt.get("multi_modal_data"):
+        media = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
+        if not (media is None or (isinstance(media, dict) and not media)):
             raise RequestError("beam search takes texts and token ids, and a prompt has images")
     searches = [
         _Search(prompt, adapter, priority, [BeamSearchSequence([])])

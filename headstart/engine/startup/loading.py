@@ -8,6 +8,7 @@ import torch
 from headstart.engine.config import make_config
 from headstart.engine.engine import Engine
 from headstart.engine.startup.threads import count_cores
+from headstart.errors import ConfigError
 from headstart.models.loader import load_model
 from headstart.models.prefetch import ReadyMemory
 from headstart.models.tokenizer import load_tokenizer
@@ -16,18 +17,25 @@ __all__ = ["load_engine"]
 
 
 def load_engine(
-    model: str | Path, *, ready_memory: ReadyMemory | None = None, **options: Any
+    model: str | Path,
+    *,
+    tokenizer_folder: Path | None = None,
+    ready_memory: ReadyMemory | None = None,
+    **options: Any,
 ) -> Engine:
     """An engine for a model by path or name; `options` are the fields of `EngineConfig`.
 
-    Packed weights lie in `ready_memory` if that is given and fits them. Raises ConfigError,
-    ModelError or OutOfMemoryError; nothing is left behind.
+    The tokenizer is the model's own unless another folder is given. Packed weights lie in
+    `ready_memory` if that is given and fits them. Raises ConfigError, ModelError or
+    OutOfMemoryError; nothing is left behind.
     """
     config = make_config(options)
     # Nothing else computes yet, and getting memory for the weights keeps every core busy.
     torch.set_num_threads(max(config.threads, count_cores()))
     try:
-        tokenizer = load_tokenizer(model)
+        tokenizer = load_tokenizer(tokenizer_folder or model)
+        if tokenizer is None and tokenizer_folder is not None:
+            raise ConfigError(f"tokenizer is {tokenizer_folder}, a folder without one")
         decoder = load_model(model, config.dtype, config.device, ready_memory)
     finally:
         torch.set_num_threads(config.threads)

@@ -41,7 +41,9 @@ def start_engine(model: str | Path, options: dict[str, Any]) -> Started:
     config = make_config(read.config)
     memory = read_ahead(model, config.dtype, config.device)
     loading = load_module("headstart.engine.startup.loading")
-    engine = loading.load_engine(model, ready_memory=memory, **read.config)
+    engine = loading.load_engine(
+        model, tokenizer_folder=read.tokenizer, ready_memory=memory, **read.config
+    )
     chats = load_module("headstart.engine.chat.requests").ChatRequests(engine, read.chat_template)
     driver = load_module("headstart.engine.driver").Driver(engine)
     return Started(engine, chats, driver, read.sampling)

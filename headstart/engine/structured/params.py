@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from headstart.engine.vllm_api.sampling import STRUCTURED, take_vllm_names
 from headstart.errors import RequestError
 from headstart.validation import check_utf8, describe, shorten
 
@@ -27,6 +28,7 @@ class Form(NamedTuple):
     whitespace: str | None = None
 
 
+@take_vllm_names(STRUCTURED, *_KINDS)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """The form of an answer: exactly one of the first five. Raises RequestError.
@@ -35,7 +37,8 @@ class StructuredOutputsParams:
     the whole answer matches; choice: texts of which the answer is one; grammar: a context-free
     grammar in Lark's or GBNF's notation; json_object=True: any JSON object.
     disable_any_whitespace leaves out white space between JSON's tokens, whitespace_pattern is a
-    regular expression for it.
+    regular expression for it. disable_additional_properties allows an object whose properties the
+    schema names no other, where it does not say whether there may be.
 
     >>> StructuredOutputsParams(choice=["yes", "no"]).form.text
     '["yes", "no"]'
@@ -47,6 +50,7 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
@@ -60,11 +64,12 @@ class StructuredOutputsParams:
             raise RequestError(
                 f"structured_outputs.json_object is {describe(self.json_object)}; allowed: True"
             )
-        if not isinstance(self.disable_any_whitespace, bool):
-            raise RequestError(
-                "structured_outputs.disable_any_whitespace is "
-                f"{describe(self.disable_any_whitespace)}; allowed: True or False"
-            )
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(
+                    f"structured_outputs.{name} is {describe(getattr(self, name))}; allowed: True "
+                    "or False"
+                )
         for field in fields(self):
             if field.name in ("regex", "grammar", "whitespace_pattern"):
                 _check_pattern(field.name, getattr(self, field.name))
@@ -82,7 +87,8 @@ class StructuredOutputsParams:
         if self.json_object is not None:
             return Form("json", _ANY_OBJECT, whitespace)
         if self.json is not None:
-            return Form("json", _schema_text(self.json), whitespace)
+            closed = self.disable_additional_properties
+            return Form("json", _schema_text(self.json, closed=closed), whitespace)
         if self.regex is not None:
             return Form("regex", self.regex)
         if self.choice is not None:
@@ -91,14 +97,18 @@ class StructuredOutputsParams:
         return Form("grammar", self.grammar)
 
 
-def _schema_text(schema: Any) -> str:
-    """A JSON schema as text. Raises RequestError for what is none by its type."""
+def _schema_text(schema: Any, *, closed: bool) -> str:
+    """A JSON schema as text. Raises RequestError for what is none by its type.
+
+    closed: its objects have the properties that it names, and no others.
+    """
     try:
         if isinstance(schema, str):
             parsed = json_text.loads(schema)
         else:
             describes_itself = getattr(schema, "model_json_schema", None)  # pydantic's models
             parsed = describes_itself() if callable(describes_itself) else schema
+        parsed = _close(parsed) if closed else parsed
         text = json_text.dumps(parsed, ensure_ascii=False, allow_nan=False)
     except Exception as error:  # RecursionError, and whatever a class raises
         raise RequestError(
@@ -111,6 +121,28 @@ def _schema_text(schema: Any) -> str:
             "object"
         )
     return text
+
+
+# Of a schema's keywords: those whose values are no schemas, and those that hold them by name.
+_DATA = ("const", "default", "enum", "examples")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+def _close(schema: Any) -> Any:
+    """The schema with `additionalProperties: false` where it names properties and does not say."""
+    if isinstance(schema, (list, tuple)):
+        return [_close(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    closed: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, Mapping):
+            closed[key] = {name: _close(one) for name, one in value.items()}
+        else:
+            closed[key] = value if key in _DATA else _close(value)
+    if {"properties", "patternProperties"} & closed.keys():
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def _check_pattern(name: str, pattern: object) -> None:

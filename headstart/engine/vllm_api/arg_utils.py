@@ -4,10 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from headstart.engine.vllm_api.options import ENGINE, read_options
+from headstart.engine.vllm_api.signatures import check_calls
+from headstart.errors import ConfigError
+from headstart.validation import describe
 
-__all__ = ["AsyncEngineArgs", "EngineArgs"]
+__all__ = ["AsyncEngineArgs", "EngineArgs", "require_engine_args"]
 
 
+@check_calls(ConfigError)
 class EngineArgs:
     """A model and its options, for `LLM.from_engine_args`.
 
@@ -28,3 +32,10 @@ class EngineArgs:
 
 class AsyncEngineArgs(EngineArgs):
     """As `EngineArgs`, for `AsyncLLM.from_engine_args`."""
+
+
+def require_engine_args(given: object) -> EngineArgs:
+    """What is given if that is an `EngineArgs`. Raises ConfigError."""
+    if not isinstance(given, EngineArgs):
+        raise ConfigError(f"engine_args is {describe(given)}; allowed: an EngineArgs")
+    return given

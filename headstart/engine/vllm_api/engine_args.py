@@ -5,6 +5,7 @@ from typing import Any
 
 WORKS: Mapping[str, str] = {
     "model": "a folder or a name on the Hugging Face hub",
+    "tokenizer": "a folder with one, in place of the model's own",
     "dtype": 'also `torch.bfloat16`, `"half"`, `"float"`',
     "seed": "seed of requests that bring none",
     "max_model_len": '`None`, `-1` and `"auto"`: what model and memory allow',
@@ -196,8 +197,7 @@ REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "model_weights": ("",),
         "hf_config_path": (),
     },
-    "the tokenizer is the model's: put its files into the model's folder": {
-        "tokenizer": (),
+    "a tokenizer is read as its folder says": {
         "tokenizer_mode": ("auto", "slow", "hf", "fast"),
     },
     "leave it out; give `prompt_token_ids` and `detokenize=False`": {

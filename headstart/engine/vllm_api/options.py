@@ -38,49 +38,63 @@ _GENERATION = {
 
 
 class EngineOptions(NamedTuple):
-    """config: fields of `EngineConfig`. sampling: for calls that bring no parameters.
-    chat_template: for chats that bring none, None for the tokenizer's."""
+    """config: fields of `EngineConfig`. tokenizer: its folder, None for the model's own. sampling:
+    for calls that bring no parameters. chat_template: for chats that bring none, None for the
+    tokenizer's."""
 
     config: dict[str, Any]
+    tokenizer: Path | None
     sampling: SamplingParams
     chat_template: str | None
 
 
 def read_options(model: str | Path, options: Mapping[str, Any]) -> EngineOptions:
     """The options, sorted. Raises ConfigError for one that cannot be followed; ModelError."""
-    given = {name: value for name, value in options.items() if not _is_model(name, value, model)}
-    config = ENGINE.read(given)
+    config = ENGINE.read(options)
     config = {
         name: value
         for name, value in config.items()
         if value is not None or name not in ENGINE.rows
     }
+    tokenizer = _read_tokenizer(config.pop("tokenizer", None), model)
     source = config.pop("generation_config", "auto")
     sampling = _read_sampling(model, source, config.pop("override_generation_config", {}))
     template = _read_template(config.pop("chat_template", None))
     policy = config.pop("scheduling_policy", "fcfs")
-    if policy not in ("fcfs", "priority"):
+    if not isinstance(policy, str) or policy not in ("fcfs", "priority"):
         raise ConfigError(f"scheduling_policy is {describe(policy)}; allowed: fcfs, priority")
     for name, convert in _CONVERTED.items():
         if name in config:
             config |= convert(config.pop(name))
     config = {_OUR_NAMES.get(name, name): value for name, value in config.items()}
-    return EngineOptions(config, sampling, template)
+    return EngineOptions(config, tokenizer, sampling, template)
 
 
-def _is_model(name: str, value: object, model: str | Path) -> bool:
-    """Whether the model itself is named as its tokenizer."""
-    return name == "tokenizer" and isinstance(value, str | Path) and str(value) == str(model)
+def _read_tokenizer(given: object, model: str | Path) -> Path | None:
+    """The folder of a tokenizer; None where it is the model that is named, or nothing."""
+    if given is None or (isinstance(given, str | Path) and str(given) == str(model)):
+        return None
+    if isinstance(given, str | Path) and str(given):
+        try:
+            folder = Path(given).expanduser()
+            if folder.is_dir():
+                return folder
+        except (OSError, RuntimeError, ValueError):
+            pass  # no name that a folder can have
+    raise ConfigError(f"tokenizer is {describe(given)}; allowed: the path of a folder with one")
 
 
 def _read_dtype(dtype: object) -> dict[str, Any]:
     """vLLM takes torch's dtypes, and two more names."""
+    if not isinstance(dtype, str) and type(dtype).__name__ != "dtype":
+        return {"dtype": dtype}  # which the engine refuses
     name = str(dtype).removeprefix("torch.")
     return {"dtype": {"half": "float16", "float": "float32"}.get(name, name)}
 
 
 def _read_length(length: object) -> dict[str, Any]:
-    return {} if length in (-1, "auto") else {"max_model_len": length}
+    is_auto = isinstance(length, int | str) and length in (-1, "auto")
+    return {} if is_auto else {"max_model_len": length}
 
 
 def _read_limits(limits: object) -> dict[str, Any]:

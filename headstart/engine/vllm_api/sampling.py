@@ -5,10 +5,11 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from headstart.engine.vllm_api.rows import Names, accepted, refused, works
+from headstart.engine.vllm_api.signatures import check_calls
 from headstart.errors import RequestError
 from headstart.validation import describe
 
-__all__ = ["BEAM_SEARCH", "SAMPLING", "take_vllm_names"]
+__all__ = ["BEAM_SEARCH", "SAMPLING", "STRUCTURED", "take_vllm_names"]
 
 Params = TypeVar("Params", bound=type)
 
@@ -108,6 +109,27 @@ BEAM_SEARCH = Names(
 )
 
 
+STRUCTURED = Names(
+    "StructuredOutputsParams",
+    works(
+        {
+            "json": "also a pydantic model",
+            "regex": "",
+            "choice": "",
+            "grammar": "",
+            "json_object": "",
+            "disable_any_whitespace": "",
+            "disable_additional_properties": "",
+            "whitespace_pattern": "",
+        }
+    )
+    | refused(
+        {"give the whole answer's form as `grammar`, or its JSON as `json`": {"structural_tag": ()}}
+    ),
+    RequestError,
+)
+
+
 def take_vllm_names(names: Names, *positional: str) -> Callable[[Params], Params]:
     """Let a dataclass be made with any name of vLLM's: those that need nothing are dropped.
 
@@ -115,7 +137,7 @@ def take_vllm_names(names: Names, *positional: str) -> Callable[[Params], Params
     """
 
     def decorate(kind: Params) -> Params:
-        make: Callable[..., None] = vars(kind)["__init__"]
+        make: Callable[..., None] = vars(check_calls(RequestError)(kind))["__init__"]
 
         @wraps(make)
         def init(self: Any, *args: Any, **given: Any) -> None:

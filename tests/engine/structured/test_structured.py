@@ -174,6 +174,29 @@ def test_a_schema_is_a_model_or_a_dict_or_a_text(schema: Any) -> None:
     assert json.loads(form.text) == Person.model_json_schema()
 
 
+def test_objects_may_be_closed() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "properties": {"type": "object", "properties": {"x": {}}},
+            "open": {"properties": {}, "additionalProperties": True},
+            "any": {"type": "object"},
+            "list": {"items": [{"patternProperties": {"a": {}}}]},
+        },
+        "enum": [{"properties": 1}],
+    }
+    closed = json.loads(
+        StructuredOutputsParams(json=schema, disable_additional_properties=True).form.text
+    )
+    assert closed.pop("additionalProperties") is False
+    assert closed["properties"].pop("properties").pop("additionalProperties") is False
+    assert closed["properties"]["list"]["items"][0].pop("additionalProperties") is False
+    assert closed["properties"]["open"] == schema["properties"]["open"]
+    assert closed["properties"]["any"] == {"type": "object"}
+    assert closed["enum"] == schema["enum"]
+    assert StructuredOutputsParams(json=schema).form.text == json.dumps(schema)
+
+
 def test_a_form_is_compiled_once_and_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(Vocabulary(TOKENIZER, 383, frozenset([END])))
     threads: list[str] = []

@@ -14,11 +14,13 @@ from headstart import LLM, AsyncLLM, ConfigError, HeadstartError, RequestError, 
 from headstart.engine.vllm_api import calls, members, sampling
 from headstart.engine.vllm_api.options import ENGINE, read_options
 from headstart.engine.vllm_api.rows import Names, Verdict
+from headstart.engine.vllm_api.signatures import check_calls
 from headstart.lora.request import LoRARequest
 from headstart.outputs import CompletionOutput, RequestOutput
-from headstart.sampling_params import BeamSearchParams
+from headstart.sampling_params import BeamSearchParams, StructuredOutputsParams
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.house.source import ROOT
+from tests.tiny_tokenizers import TINY_TOKENIZERS
 from tools.vllm_table import PAGE, all_tables
 
 SURFACE = json.loads((ROOT / "tests/data/vllm_surface.json").read_text(encoding="utf-8"))
@@ -33,6 +35,7 @@ TABLES: dict[str, list[Names]] = {
     "AsyncLLM.generate()": [calls.ASYNC_GENERATE],
     "AsyncLLM.reset_prefix_cache()": [calls.RESET],
     "SamplingParams": [sampling.SAMPLING],
+    "StructuredOutputsParams": [sampling.STRUCTURED],
     "BeamSearchParams": [sampling.BEAM_SEARCH],
     "LoRARequest": [calls.LORA],
     "TextPrompt": [calls.PROMPT],
@@ -128,6 +131,46 @@ def test_an_option_that_works_is_checked(name: str) -> None:
             LLM("headstart-tiny", **{name: Anything()})
 
 
+def test_a_call_that_does_not_fit_says_what_does(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match=r"missing .*'model'; allowed: LLM\(model, \*\*options\)"):
+        LLM()  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="LLM: too many positional arguments; allowed: LLM"):
+        LLM("headstart-tiny", "auto")  # type: ignore[call-arg]
+    with pytest.raises(RequestError, match=r"LLM.generate: .*'prompts'; allowed: .*params=None"):
+        llm.generate()  # type: ignore[call-arg]
+    with pytest.raises(RequestError, match=r"LoRARequest: .*'lora_name'; allowed: "):
+        LoRARequest()  # type: ignore[call-arg]
+
+
+def test_a_type_error_from_within_a_call_stays_one() -> None:
+    @check_calls(RequestError)
+    class Adder:
+        def add(self, one: object) -> object:
+            return one + 1  # type: ignore[operator]
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        Adder().add(None)
+    with pytest.raises(RequestError, match=r"Adder.add: .*; allowed: Adder.add\(one\)"):
+        Adder().add(1, 2)  # type: ignore[call-arg]
+
+
+def test_a_tokenizer_of_another_folder(tmp_path: Path) -> None:
+    tokenizer = TINY_TOKENIZERS["byte_level"]()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    model = save_smallest(tmp_path / "model")
+    llm = make_llm(model, tokenizer=str(tmp_path / "tokenizer"))
+    try:
+        [output] = llm.generate("BA", SamplingParams(temperature=0, max_tokens=1))
+        assert output.prompt_token_ids == tokenizer.encode("BA")
+    finally:
+        llm.close()
+    assert read_options(model, {"tokenizer": str(model)}).tokenizer is None
+    with pytest.raises(ConfigError, match="tokenizer is 'no/where'; allowed: the path of a folder"):
+        LLM(model, tokenizer="no/where")
+    with pytest.raises(ConfigError, match=r"tokenizer is .*, a folder without one"):
+        LLM("headstart-tiny", tokenizer=tmp_path)
+
+
 def test_an_unknown_option_is_told_the_nearest() -> None:
     with pytest.raises(ConfigError, match="LLM knows no 'max_modl_len'; the nearest is max_model"):
         LLM("headstart-tiny", max_modl_len=3)
@@ -138,6 +181,7 @@ def test_an_unknown_option_is_told_the_nearest() -> None:
     [
         (SamplingParams, sampling.SAMPLING, {}),
         (BeamSearchParams, sampling.BEAM_SEARCH, {"beam_width": 2, "max_tokens": 2}),
+        (StructuredOutputsParams, sampling.STRUCTURED, {"regex": "a"}),
         (LoRARequest, calls.LORA, {"lora_name": "a", "lora_int_id": 1, "lora_path": "b"}),
     ],
 )
@@ -150,10 +194,12 @@ def test_every_row_of_a_dataclass(kind: Any, table: Names, given: dict[str, Any]
         with pytest.raises(RequestError, match=f"{name} is .*; allowed: None"):
             kind(**given, **{name: Anything()})
     for name in names_of(table, Verdict.WORKS):
-        if name != "lora_int_id":
+        if name not in ("lora_int_id", *FORMS):
             with pytest.raises(RequestError, match=f"{name} (is|has) "):
                 kind(**{**given, name: Anything()})
 
+
+FORMS = ("json", "choice", "grammar", "json_object")  # not beside a regex: see the wrong values
 
 CALLS = {
     "generate": (calls.GENERATE, [5, 6]),

@@ -1,0 +1,58 @@
+"""Calls that do not fit a method's signature, as errors of our own in place of TypeError."""
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+from headstart.errors import HeadstartError, RequestError
+
+__all__ = ["check_calls"]
+
+Owner = TypeVar("Owner", bound=type)
+
+
+def check_calls(making: type[HeadstartError]) -> Callable[[Owner], Owner]:
+    """Have a class and its public methods say in one sentence how they are called.
+
+    Arguments that a signature does not take, or that it misses, raise `making` when an object is
+    made and RequestError in its methods. A TypeError from within a method stays as it is.
+    """
+
+    def decorate(kind: Owner) -> Owner:
+        for name, member in list(vars(kind).items()):
+            shown = f"{kind.__name__}.{name}"
+            if name == "__init__":
+                setattr(kind, name, _checked(member, kind.__name__, making))
+            elif isinstance(member, classmethod) and not name.startswith("_"):
+                setattr(kind, name, classmethod(_checked(member.__func__, shown, making)))
+            elif inspect.isfunction(member) and not name.startswith("_"):
+                setattr(kind, name, _checked(member, shown, RequestError))
+        return kind
+
+    return decorate
+
+
+def _checked(
+    function: Callable[..., Any], shown: str, error: type[HeadstartError]
+) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+    allowed = ", ".join(_spell(parameter) for parameter in list(signature.parameters.values())[1:])
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as wrong:
+                raise error(f"{shown}: {wrong}; allowed: {shown}({allowed})") from None
+            raise
+
+    return call
+
+
+def _spell(parameter: inspect.Parameter) -> str:
+    """A parameter without its annotation."""
+    return str(parameter.replace(annotation=inspect.Parameter.empty))

@@ -1,6 +1,6 @@
 """Keeps an answer within a grammar: masks the tokens that cannot come next."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,9 +40,8 @@ class GrammarMask(LogitsProcessor):
         self._matcher = matcher
         self._masks = masks
         self._ends = masks.pack(end_ids)
-        self._barred = masks.pack(masks.tokenizer.eos_tokens)
-        if not special:
-            self._barred = self._barred | masks.special
+        barred = masks.pack(masks.tokenizer.eos_tokens)
+        self._spellable = ~(barred if special else barred | masks.special)
         self.complete = False
 
     @classmethod
@@ -50,6 +49,7 @@ class GrammarMask(LogitsProcessor):
         """Mask all rows; the matchers' masks are computed in parallel."""
         masks: TokenMasks = rows[0][1]._masks
         computed = masks.compute([one._matcher for _, one in rows])
+        ban = _make_ban(logits)
         failed: Failures = {}
         for (row, one), mask in zip(rows, computed, strict=True):
             if one._matcher.is_error():
@@ -57,8 +57,7 @@ class GrammarMask(LogitsProcessor):
                     f"the answer's grammar failed: {one_line(one._matcher.get_error())}"
                 )
             one._finish(mask)
-            bound = _bounds(mask, logits.device)[: logits.shape[1]]
-            torch.minimum(logits[row], bound, out=logits[row])
+            ban(row, mask)
         return failed
 
     def accept(self, token_id: int) -> None:
@@ -71,15 +70,30 @@ class GrammarMask(LogitsProcessor):
         """Put the answer's own ends where llguidance has the tokenizer's."""
         place, bit = divmod(self._masks.end_bit, 8)
         may_end = mask[place] >> bit & 1
-        mask &= ~self._barred
+        np.bitwise_and(mask, self._spellable, out=mask)
         self.complete = not mask.any()
         if may_end:
             mask |= self._masks.ends if self.complete else self._ends
 
 
-def _bounds(mask: np.ndarray, device: torch.device) -> Tensor:
-    """Infinity for each token of a mask, minus infinity for all others, float32 `[tokens]`."""
-    if device.type == "cpu":  # numpy's `take` is five times as fast as torch's
-        return torch.from_numpy(_BOUNDS.take(mask, axis=0).reshape(-1))
-    table = torch.from_numpy(_BOUNDS).to(device)
-    return table[torch.from_numpy(mask).to(device).int()].reshape(-1)
+def _make_ban(logits: Tensor) -> Callable[[int, np.ndarray], object]:
+    """What bans the tokens in a row of `logits` that a mask has not."""
+    size = logits.shape[1]
+    if logits.device.type != "cpu":
+        table = torch.from_numpy(_BOUNDS).to(logits.device)
+
+        def ban(row: int, mask: np.ndarray) -> None:
+            bounds = table[torch.from_numpy(mask).to(logits.device).int()].reshape(-1)
+            torch.minimum(logits[row], bounds[:size], out=logits[row])
+
+        return ban
+    # numpy's `take` is five times as fast as torch's. One buffer serves all rows: new memory for
+    # each is half of the time.
+    values = logits.numpy()
+    buffer = np.empty(((size + 31) // 32 * 4, 8), dtype=np.float32)
+
+    def ban_on_cpu(row: int, mask: np.ndarray) -> None:
+        np.take(_BOUNDS, mask[: len(buffer)], axis=0, out=buffer, mode="clip")
+        np.minimum(values[row], buffer.reshape(-1)[:size], out=values[row])
+
+    return ban_on_cpu

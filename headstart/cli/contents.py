@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from headstart.engine.images.decoding import decode_image, file_limit
+from headstart.engine.images.files import read_source
 from headstart.errors import RequestError
 from headstart.validation import describe
 
@@ -34,16 +36,17 @@ def read_document(path: Path) -> str:
     return text
 
 
-def read_image(path: Path) -> dict[str, Any]:
-    """A file as OpenAI's part of a message; what is in it is looked at by the engine.
-
-    Raises RequestError.
-    """
+def read_image(path: Path, max_pixels: int) -> dict[str, Any]:
+    """A file as OpenAI's part of a message. Raises RequestError if it is no image."""
     kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
     try:
-        content = base64.b64encode(path.read_bytes()).decode()
+        data = read_source(path, file_limit(max_pixels))
+        decode_image(data, max_pixels)
     except OSError as error:
         raise _unreadable(path, error) from error
+    except RequestError as error:
+        raise RequestError(f"{path}: {error}") from error
+    content = base64.b64encode(data).decode()
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{content}"}}
 
 

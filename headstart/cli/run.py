@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.cli.contents import join_content, read_document, read_image, read_text
 from headstart.cli.streams import as_typed, reading_stdin
+from headstart.engine.config import EngineConfig
 from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.errors import RequestError
 from headstart.imports import load_module
@@ -95,7 +96,8 @@ def read_questions(prompts: Sequence[str], options: dict[str, Any]) -> Questions
         texts = (_read_stdin(),)
     if not all(text.strip() for text in texts):
         raise RequestError("a prompt is empty; allowed: a text")
-    shown = tuple(read_image(Path(as_typed(image))) for image in images)
+    limit = options["max_image_pixels"] or EngineConfig.max_image_pixels
+    shown = tuple(read_image(Path(as_typed(image)), limit) for image in images)
     return Questions(
         texts or ("",),
         documents,

@@ -75,7 +75,7 @@ def _file(chat: Chat, argument: str) -> None:
 
 def _image(chat: Chat, argument: str) -> None:
     path = _path(argument)
-    image = read_image(path)
+    image = read_image(path, chat.llm.engine.config.max_image_pixels)
     count = chat.count_image_tokens(image)
     chat.conversation.images.append(image)
     note(f"{path.name}: about {count:,} tokens, which go with your next message")

@@ -7,16 +7,15 @@ join what differs.
 """
 
 import hashlib
-import io
 import struct
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headstart.engine.images.decoding import decode_image
 from headstart.engine.images.encoder_cache import EncoderKey
-from headstart.engine.images.files import ImageSource, read_source
+from headstart.engine.images.files import ImageSource
 from headstart.engine.images.perceptual_hash import Look, look_of
 from headstart.errors import RequestError
 from headstart.models.vision import ProcessedImage, VisionModel
@@ -26,17 +25,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = ["NOBODY", "ImageReader", "ImageSource", "LoadedImage", "Tenant", "check_sources"]
-
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Formats that are read, in Pillow's names: none of them starts another program or reads a file."""
-
-MAX_ASPECT = 200
-"""The longer side over the shorter one, at most: the limit of Qwen2-VL's processor. Others scale
-the shorter side to a fixed length, which would make gigabytes of a strip of 1 × 30,000,000."""
-
-MAX_BYTES_PER_PIXEL = 4
-HEADER_BYTES = 2**20
-"""A file may have 4 bytes for each of `max_image_pixels`, and 1 MiB for what else it holds."""
 
 _SHAPES = 4096  # images whose shape is remembered
 
@@ -79,13 +67,12 @@ class ImageReader:
         # Of images that were processed, by salt and digest; the one seen last at the end.
         self._shapes: dict[EncoderKey, tuple[int, ...]] = {}
         self._lock = threading.Lock()
-        self._own_pictures = threading.Lock()
 
     def read(
         self, source: ImageSource, own_id: str | None = None, tenant: Tenant = NOBODY
     ) -> LoadedImage:
         """Read, check and process a tenant's image. Raises RequestError."""
-        image = self._open(source)
+        image = decode_image(source, self._max_pixels)
         digest = self._digest(image, own_id)
         look = look_of(image) if tenant.similar and own_id is None else None
         processed = self._process(image, EncoderKey(tenant.salt, digest))
@@ -116,49 +103,6 @@ class ImageReader:
             while len(self._shapes) > _SHAPES:
                 self._shapes.pop(next(iter(self._shapes)))
         return processed
-
-    def _open(self, source: ImageSource) -> "Image":
-        """The image in RGB, upright, as transformers' own loader makes it."""
-        from PIL import Image, ImageOps, UnidentifiedImageError
-
-        try:
-            if isinstance(source, Image.Image):
-                opened = source
-            else:
-                data = read_source(source, MAX_BYTES_PER_PIXEL * self._max_pixels + HEADER_BYTES)
-                opened = Image.open(io.BytesIO(data), formats=FORMATS)
-            self._check_size(*opened.size)
-            # A user's own picture, which may be in several prompts, is not decoded twice at once.
-            with self._own_pictures if opened is source else nullcontext():
-                upright = ImageOps.exif_transpose(opened)
-            return upright.convert("RGB")
-        except RequestError:
-            raise
-        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise RequestError(f"an image is too large: {error}") from error
-        except UnidentifiedImageError as error:
-            raise RequestError(
-                f"an image cannot be read: it is in no known format, or damaged; allowed: "
-                f"{', '.join(FORMATS)}"
-            ) from error
-        # Pillow raises OSError, SyntaxError, ValueError, struct.error, EOFError: by the format.
-        except Exception as error:
-            raise RequestError(
-                f"an image cannot be read: {type(error).__name__}: {shorten(str(error))}"
-            ) from error
-
-    def _check_size(self, width: int, height: int) -> None:
-        """Refuse a size that costs too much to decode or to scale. Raises RequestError."""
-        if width * height > self._max_pixels or not width * height:
-            raise RequestError(
-                f"an image has {width} × {height} pixels; allowed: 1 to {self._max_pixels:,} "
-                "(max_image_pixels)"
-            )
-        if max(width, height) > MAX_ASPECT * min(width, height):
-            raise RequestError(
-                f"an image has {width} × {height} pixels; allowed: the longer side up to "
-                f"{MAX_ASPECT} times the shorter"
-            )
 
     def _digest(self, image: "Image", own_id: str | None) -> bytes:
         digest = hashlib.sha256(b"headstart-image/1")

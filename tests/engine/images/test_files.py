@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from headstart import RequestError
+from headstart.engine.images.decoding import FORMATS
 from headstart.engine.images.files import read_data_url, read_source
-from headstart.engine.images.reading import FORMATS, ImageReader
+from headstart.engine.images.reading import ImageReader
 from headstart.models.vision import ProcessedImage
 from tests.tiny_vision import make_image
 

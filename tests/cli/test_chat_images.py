@@ -1,0 +1,108 @@
+"""`/image` in `headstart chat`, in a real pseudo-terminal, with a model that sees."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from headstart.cli.demo.images import make_picture
+from headstart.models.demo.vision import demo_vision_path
+from tests.cli.test_chat_terminal import READY, Terminal, no_child_is_left, number
+from tests.cli.test_main import cached_tokens, call
+
+__all__ = ["no_child_is_left"]
+
+TOKENS = 196
+"""Of each image."""
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    return str(demo_vision_path())
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("two pictures")
+    paths = [folder / "hills.png", folder / "more hills.jpg"]
+    for seed, path in enumerate(paths):
+        make_picture(seed).save(path)
+    return paths
+
+
+def test_images_go_with_the_next_message_and_are_hit(
+    model: str, pictures: list[Path], tmp_path: Path
+) -> None:
+    hills, more = pictures
+    terminal = Terminal(tmp_path, "--model", model, "--max-tokens", "4")
+    terminal.send(f"/image {hills}\r")
+    told = number(terminal.wait(r"hills.png: about ([\d,]+)\s+tokens, which go with your next")[1])
+    assert TOKENS < told < TOKENS + 40
+    terminal.wait(READY)
+    first, cached = terminal.ask("What is it?")
+    assert cached == 0 and TOKENS < first < TOKENS + 60
+    # The next turn hits the image and all that was said; a second image is read.
+    terminal.send(f"/image {more}\r")
+    terminal.wait("more hills.jpg: about ")
+    terminal.wait(READY)
+    second, cached = terminal.ask("And this one?")
+    assert first <= cached < second and second - cached > TOKENS
+    # Neither a text nor a missing file is an image; the chat goes on without it.
+    (tmp_path / "text.png").write_text("no image")
+    for wrong, said in (("text.png", "text.png: .*no known format"), ("none.png", "cannot read")):
+        terminal.send(f"/image {tmp_path / wrong}\r")
+        terminal.wait(said)
+        terminal.wait(READY)
+    third, cached = terminal.ask("Thanks.")
+    assert cached >= second and third - cached < 60
+    saved = tmp_path / "chat.json"
+    terminal.send(f"/save {saved}\r")
+    terminal.wait("3 turns in ")
+    terminal.wait(READY)
+    terminal.end()
+    kinds = [
+        [part["type"] for part in message["content"]]
+        for message in json.loads(saved.read_text(encoding="utf-8"))["messages"]
+        if isinstance(message["content"], list)
+    ]
+    assert kinds == [["image_url", "text"]] * 2
+    # A saved chat brings its images back.
+    terminal = Terminal(tmp_path, "--model", model, "--max-tokens", "4", "--resume", str(saved))
+    again, cached = terminal.ask("And now?")
+    assert cached == 0 and again > third
+    terminal.end()
+
+
+def test_a_model_that_takes_text_alone_says_so(pictures: list[Path], tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path)
+    terminal.send(f"/image {pictures[0]}\r")
+    terminal.wait("headstart-tiny takes text alone")
+    terminal.wait(READY)
+    assert terminal.ask("Hello")[0] < 40
+    terminal.end()
+
+
+def test_run_asks_about_images(model: str, pictures: list[Path]) -> None:
+    images = [word for path in pictures for word in ("--image", str(path))]
+    result = call("run", "--model", model, "--max-tokens", "4", *images, "What?", "And what?")
+    assert result.exit_code == 0
+    prompts = [line.split()[1] for line in result.stderr.splitlines() if "[prompt" in line]
+    assert all(2 * TOKENS < number(prompt) < 2 * TOKENS + 60 for prompt in prompts)
+    assert cached_tokens(result.stderr)[0] == 0 and cached_tokens(result.stderr)[1] > 2 * TOKENS
+
+
+def test_a_file_that_is_no_image_is_told_before_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = io.BytesIO()
+    make_picture(0).save(buffer, "PNG")
+    for name, content in (("text.png", b"no image"), ("cut.png", buffer.getvalue()[:2000])):
+        path = tmp_path / name
+        path.write_bytes(content)
+        result = call("run", "--model", "/no/such/model", "--image", str(path), "What?")
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"headstart: {path}: ")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert call("run", "--image", str(path), "What?").stderr.endswith("'headstart[vision]'\n")

@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from huggingface_hub import constants
+from huggingface_hub.constants import DOWNLOAD_CHUNK_SIZE as CHUNK
 
 from headstart.cli.main import main
 from headstart.models.files import BUILT_IN, find_folder
@@ -67,11 +70,24 @@ def test_a_model_is_removed(cache: Path) -> None:
     assert "someone/else" in said
 
 
+class Line:
+    """A connection to the hub that breaks off once: behind so many bytes of a file's first answer.
+
+    asked: the ranges of each question for the weights.
+    """
+
+    def __init__(self, breaks_behind: int | None = None) -> None:
+        self.breaks_behind = breaks_behind
+        self.asked: list[str | None] = []
+        self.is_cut, self.is_over = threading.Event(), threading.Event()
+
+
 class Hub(BaseHTTPRequestHandler):
     """The two questions of a download: which files there are, and what is in one."""
 
-    def __init__(self, folder: Path, *arguments: object) -> None:
+    def __init__(self, folder: Path, line: Line, *arguments: object) -> None:
         self.folder = folder
+        self.line = line
         super().__init__(*arguments)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
@@ -93,38 +109,86 @@ class Hub(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def answer(self, body: bytes | None) -> None:
-        self.send_response(404 if body is None else 200)
-        self.send_header("Content-Length", str(len(body or b"")))
+        asked, size = self.headers.get("Range"), len(body or b"")
+        start = int(asked.removeprefix("bytes=").partition("-")[0]) if asked else 0
+        self.send_response(404 if body is None else 206 if asked else 200)
+        self.send_header("Content-Length", str(size - start))
+        if asked:
+            self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
+        self.send_header("Accept-Ranges", "bytes")
         self.send_header("ETag", f'"{hash(self.path)}"')
         self.send_header("X-Repo-Commit", COMMIT)
         self.end_headers()
-        if body and self.command == "GET":
-            self.wfile.write(body)
+        if not body or self.command != "GET":
+            return
+        line, is_weights = self.line, self.path.endswith("model.safetensors")
+        if is_weights:
+            line.asked.append(asked)
+        if is_weights and line.breaks_behind is not None and not line.is_cut.is_set():
+            self.wfile.write(body[: line.breaks_behind])
+            self.wfile.flush()
+            line.is_cut.set()
+            line.is_over.wait()  # the rest never comes
+            return
+        self.wfile.write(body[start:])
 
     def log_message(self, format: str, *arguments: object) -> None:
         pass
 
 
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[str]:
-    folder = tmp_path / "on-the-hub"
+@contextmanager
+def serving(folder: Path, line: Line) -> Iterator[str]:
+    """The address of a hub with the built-in model."""
     shutil.copytree(find_folder(BUILT_IN), folder)
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder)) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder, line)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
+        line.is_over.set()
         server.shutdown()
 
 
-def test_a_model_is_pulled(hub: str, tmp_path: Path) -> None:
-    outside = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home")}
+def start(hub: str, home: Path, *arguments: str) -> subprocess.Popen[str]:
+    outside = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub, "HF_HOME": str(home)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "headstart", "models", *arguments],
+        env=os.environ | outside,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[str]:
+    with serving(tmp_path / "on-the-hub", Line()) as address:
+        yield address
+
+
+def test_a_download_that_broke_off_goes_on(tmp_path: Path) -> None:
+    """Ctrl-C in the middle of the weights; the second time asks for what is missing alone."""
+    line = Line(breaks_behind=CHUNK + 1000)
+    with serving(tmp_path / "on-the-hub", line) as address:
+        first = start(address, tmp_path / "home", "pull", NAME)
+        assert line.is_cut.wait(120)
+        blobs = tmp_path / "home" / "hub" / "models--someone--small" / "blobs"
+        while not any(file.stat().st_size for file in blobs.glob("*.incomplete")):
+            assert first.poll() is None
+        first.send_signal(signal.SIGINT)
+        _, said = first.communicate()
+        assert first.returncode == 1 and "Traceback" not in said
+        second = start(address, tmp_path / "home", "pull", NAME)
+        _, said = second.communicate()
+        assert second.returncode == 0, said
+    assert line.asked == [None, f"bytes={CHUNK}-"]
+    [weights] = (tmp_path / "home").rglob("snapshots/*/model.safetensors")
+    assert weights.read_bytes() == (find_folder(BUILT_IN) / "model.safetensors").read_bytes()
+
+
+def test_a_model_is_pulled(hub: str, tmp_path: Path) -> None:
     def headstart(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "headstart", "models", *arguments],
-            env=os.environ | outside,
-            capture_output=True,
-            text=True,
-        )
+        process = start(hub, tmp_path / "home", *arguments)
+        said = process.communicate()
+        return subprocess.CompletedProcess(arguments, process.returncode, *said)
 
     done = headstart("pull", NAME)
     assert done.returncode == 0, done.stderr

@@ -34,7 +34,7 @@ def announce(model: str) -> Callable[[float], str]:
     """
     if text := note_on(model):
         note(text)
-    return describe_loading(model, _weigh(folder_of(model)))
+    return describe_loading(model, _weights_of(folder_of(model)))
 
 
 def folder_of(model: str) -> Path:
@@ -45,9 +45,9 @@ def folder_of(model: str) -> Path:
     return find_folder(resolve_model(model))
 
 
-def _weigh(folder: Path) -> int | None:
-    """Bytes of weights, None where the loader will say what is wrong with them."""
+def _weights_of(folder: Path) -> list[Path]:
+    """The files of a model's weights; none where the loader will say what is wrong with them."""
     try:
-        return sum(file.stat().st_size for file in weight_files(folder))
+        return [file for file in weight_files(folder) if file.stat().st_size]
     except (OSError, ModelError):
-        return None
+        return []

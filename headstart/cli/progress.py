@@ -6,14 +6,16 @@ It is drawn in terminals alone, and gone when the wait is over.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from headstart.cli.page_cache import CachedShare
 from headstart.cli.reply_metrics import duration
 
 if TYPE_CHECKING:
@@ -40,10 +42,43 @@ def waiting(describe: Callable[[float], str]) -> Iterator[None]:
         yield
 
 
-def describe_loading(name: str, size: int | None) -> Callable[[float], str]:
-    """For `waiting`: a model of so many bytes of weights is loaded."""
-    weights = "" if size is None else f", {show_bytes(size)} of weights"
-    return lambda elapsed: f"loading {name}{weights}: {duration(elapsed)}"
+def describe_loading(name: str, files: Sequence[Path]) -> Callable[[float], str]:
+    """For `waiting`: a model is loaded from the files of its weights; none where they are wrong."""
+    size = sum(file.stat().st_size for file in files)
+    try:
+        cached = CachedShare(files) if size else None
+        first = cached.read() if cached else 1.0
+    except (OSError, ValueError):  # a system that does not tell, or an empty file
+        cached, first = None, 1.0
+
+    def describe(elapsed: float) -> str:
+        share = 1.0
+        if cached and first < 1:
+            with suppress(OSError):
+                share = cached.read()
+        return loading_line(name, size, (first, share), elapsed)
+
+    return describe
+
+
+def loading_line(name: str, size: int, cached: tuple[float, float], elapsed: float) -> str:
+    """What is loaded; while its files are read from the disk, how far and how long still.
+
+    cached: the shares that were in memory at the beginning, and are now.
+
+    >>> loading_line("a/model", 3_000_000_000, (0.0, 0.25), 2.0)
+    'loading a/model: read 750.0 MB of 3.0 GB of weights; 6.00 s to go'
+    >>> loading_line("a/model", 3_000_000_000, (0.0, 1.0), 8.0)
+    'loading a/model, 3.0 GB of weights: 8.00 s'
+    """
+    first, now = cached
+    if not size:
+        return f"loading {name}: {duration(elapsed)}"
+    if now >= 1 or now <= first:
+        return f"loading {name}, {show_bytes(size)} of weights: {duration(elapsed)}"
+    left = duration(elapsed * (1 - now) / (now - first))
+    read = f"read {show_bytes(now * size)} of {show_bytes(size)} of weights"
+    return f"loading {name}: {read}; {left} to go"
 
 
 def describe_reading(stream: RequestStream) -> Callable[[float], str]:

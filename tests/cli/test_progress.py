@@ -1,0 +1,53 @@
+"""What a user is told while a model loads."""
+
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from headstart.cli.page_cache import CachedShare
+from headstart.cli.progress import describe_loading
+
+PAGES = 64
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """A file that is on the disk and not in the system's cache, where there is such a thing."""
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(bytes(PAGES * mmap.PAGESIZE))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if CachedShare([path]).read() > 0:
+        pytest.skip("files of this folder cannot leave the system's cache")
+    return path
+
+
+def test_the_share_follows_what_is_read(weights: Path) -> None:
+    share = CachedShare([weights])
+    assert share.read() == 0
+    with weights.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
+        os.pread(file.fileno(), PAGES // 4 * mmap.PAGESIZE, 0)
+    assert share.read() == 1 / 4
+    weights.read_bytes()
+    assert share.read() == 1
+
+
+def test_the_line_says_how_far_and_how_long_still(weights: Path) -> None:
+    describe = describe_loading("a/model", [weights])
+    assert describe(1.0) == "loading a/model, 262.1 KB of weights: 1.00 s"
+    with weights.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        os.pread(file.fileno(), PAGES // 4 * mmap.PAGESIZE, 0)
+    assert describe(1.0) == "loading a/model: read 65.5 KB of 262.1 KB of weights; 3.00 s to go"
+    weights.read_bytes()
+    assert describe(4.0) == "loading a/model, 262.1 KB of weights: 4.00 s"
+    assert describe_loading("a/model", [weights])(1.0).endswith("262.1 KB of weights: 1.00 s")
+
+
+def test_files_that_are_wrong_are_left_to_the_loader() -> None:
+    assert describe_loading("a/model", [])(2.0) == "loading a/model: 2.00 s"

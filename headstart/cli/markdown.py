@@ -6,6 +6,7 @@ again while it grows, so that a reply longer than the screen scrolls as any text
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Self
 
@@ -20,6 +21,7 @@ __all__ = ["MarkdownWriter", "split_finished"]
 
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _SPARE_ROWS = 2
+_LIGHT = ("7", "15")  # of COLORFGBG's sixteen colours
 
 
 class MarkdownWriter:
@@ -99,4 +101,10 @@ def split_finished(text: str) -> tuple[str, str]:
 
 
 def _markdown(text: str) -> Markdown:
-    return Markdown(printable(text), code_theme="ansi_dark", hyperlinks=False)
+    return Markdown(printable(text), code_theme=_code_theme(), hyperlinks=False)
+
+
+def _code_theme() -> str:
+    """Colours for code, by the background that the terminal says it has."""
+    background = os.environ.get("COLORFGBG", "").rpartition(";")[2]
+    return "ansi_light" if background in _LIGHT else "ansi_dark"

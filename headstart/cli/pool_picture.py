@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 HELD, CACHED, EMPTY = "■", "□", "·"
 SIGNS = {BlockState.HELD: HELD, BlockState.CACHED: CACHED, BlockState.EMPTY: EMPTY}
-COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+# A contrast of 3 and more on black and on white alike; terminals' own yellow is lost on white.
+COLOURS = tuple(f"color({number})" for number in (31, 133, 136, 65, 63, 167))
 CELLS_PER_ROW = (64, 48, 32, 16)
 MAX_CELLS = 512
 

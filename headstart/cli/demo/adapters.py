@@ -9,7 +9,7 @@ K/V are their own.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from headstart.cli.demo.table import INSTRUCTION, people_table
 from headstart.cli.options import note_on, open_model
+from headstart.cli.pool_picture import colour_of
 from headstart.cli.reply_metrics import cached_share, duration
 from headstart.cli.show import demo_console, show
 from headstart.engine.params import SamplingParams
@@ -38,7 +39,9 @@ PARAMS = SamplingParams(
 )
 # Room for the table in every adapter's own blocks.
 DEFAULTS = {"num_blocks": 1024, "max_model_len": 4096}
-COLOURS = {"cheerful": "yellow", "doubtful": "cyan", "jolly": "yellow"}
+COLOURS = {"cheerful": colour_of(3), "doubtful": colour_of(1), "jolly": colour_of(3)}
+NARROW = 76
+"""Below so many columns the answers stand under the numbers."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def _run(llm: LLM, folder: Path, console: Console) -> Iterator[RenderableType]:
                 llm.load_adapter(name, folder / content)
             found = _ask(llm, act)
         outputs += found
-        yield _table(act, found)
+        yield ActTable(act, found)
     yield _verdict(outputs)
 
 
@@ -144,29 +147,44 @@ def _introduction(folder: Path) -> Text:
     return text.append("doubtful", style=f"bold {COLOURS['doubtful']}").append(" says ?.\n")
 
 
-def _table(act: Act, outputs: list[RequestOutput]) -> Table:
-    table = Table(
-        title=act.title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 2, 0, 0),
-        expand=True,
-    )
-    for heading, width in (("adapter", 8), ("cached tokens", 13), ("first token", 11)):
-        table.add_column(heading, width=width, header_style="dim")
-    table.add_column("answer, and why not more was cached", ratio=1, header_style="dim")
-    for (name, _), output in zip(act.asks, outputs, strict=True):
-        answer = Text(output.outputs[0].text, style="italic")
-        if output.num_cached_tokens * 2 < len(output.prompt_token_ids):
-            answer.append(f"\n{output.why_missed}", style="dim not italic")
-        table.add_row(
-            Text(name or "none", style=f"bold {COLOURS.get(name or '', 'white')}"),
-            cached_share(output),
-            duration(output.metrics.time_to_first_token),
-            answer,
+class ActTable:
+    """The requests of an act: a row for each, or several lines where the row does not fit."""
+
+    def __init__(self, act: Act, outputs: Sequence[RequestOutput]) -> None:
+        self._act = act
+        self._outputs = outputs
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        is_narrow = options.max_width < NARROW
+        table = Table(
+            title=self._act.title,
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 2, 0, 0),
+            expand=True,
         )
-    return table
+        numbers = [] if is_narrow else [("cached tokens", 13), ("first token", 11)]
+        for heading, width in [("adapter", 8), *numbers]:
+            table.add_column(heading, width=width, header_style="dim")
+        table.add_column("answer, and why not more was cached", ratio=1, header_style="dim")
+        for (name, _), output in zip(self._act.asks, self._outputs, strict=True):
+            shown = Text(name or "none", style=f"bold {COLOURS.get(name or '', '')}")
+            share = cached_share(output)
+            wait = duration(output.metrics.time_to_first_token)
+            answer = _answer(output)
+            if is_narrow:
+                table.add_row(shown, Text(f"{share} cached, first token {wait}\n").append(answer))
+            else:
+                table.add_row(shown, share, wait, answer)
+        yield table
+
+
+def _answer(output: RequestOutput) -> Text:
+    answer = Text().append(output.outputs[0].text, style="italic")
+    if output.num_cached_tokens * 2 < len(output.prompt_token_ids):
+        answer.append(f"\n{output.why_missed}", style="dim")
+    return answer
 
 
 def _verdict(outputs: list[RequestOutput]) -> Text:

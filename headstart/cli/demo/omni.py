@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
@@ -122,11 +122,14 @@ def _recording(seed: int) -> NDArray[np.float32]:
 def _card(number: int, question: str, answer: Answer, where: str) -> Panel:
     output = answer.output
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("stage", min_width=max(map(len, output.metrics)))
-    for heading in ("computed", "cached", "rows from the store", "working", "done after"):
-        table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
-    for name, metrics in output.metrics.items():
-        table.add_row(name, *_columns(metrics), style="bold")
+    rows = [(name, *_columns(metrics)) for name, metrics in output.metrics.items()]
+    headings = ("stage", "computed", "cached", "rows from the store", "working", "done after")
+    for heading in headings:
+        side: JustifyMethod = "left" if heading == "stage" else "right"
+        # Where the table does not fit, headings of several words are broken.
+        table.add_column(heading, justify=side, no_wrap=" " not in heading)
+    for row in rows:
+        table.add_row(*row, style="bold")
     said = Text("text  ", style="dim").append(output.text, style="italic not dim")
     spoken = f"{output.seconds:.1f} s, {len(output.codes)} codes  ({where})"
     said.append("\nspeech  ", style="dim").append(spoken, style="not dim")
@@ -154,7 +157,7 @@ def _verdict(answers: list[Answer]) -> Group:
     cold, warm = answers
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
     table.add_column("")
-    for heading in ("first question", "second question", "sooner"):
+    for heading in ("question 1", "question 2", "sooner"):
         table.add_column(heading, justify="right")
     waits = {
         f"{name}'s first token": [

@@ -53,8 +53,11 @@ def test_the_omni_demo_writes_nothing_unasked(
 ) -> None:
     """It wrote its answers into the current folder."""
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(main, ["demo", "--omni"])
+    result = CliRunner().invoke(main, ["demo", "--omni"], env={"COLUMNS": "60"})
     assert result.exit_code == 0, result.output
+    # Units were cut off in narrow terminals.
+    rows = re.findall(r"^│ \w+(?: +[\d,–]+){3}(?: +[\d.]+ m?s){2} *│$", result.output, re.M)
+    assert len(rows) == 6
     assert "--wav FOLDER" in result.output
     assert {path.name for path in tmp_path.iterdir()} <= {"cache"}
     (tmp_path / "file").write_text("")

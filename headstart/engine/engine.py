@@ -233,10 +233,9 @@ class Engine:
     def _advance(self, step: OpenStep) -> None:
         if self.adapters.has_unnamed:
             self.adapters.forget_unnamed(self._groups.values())
-        batch = self._scheduler.schedule()
-        waited = None
+        batch, waited = self._schedule(), None
         while not batch.scheduled and (read := self.adapters.wait_for_reading()) is not waited:
-            waited, batch = read, self._scheduler.schedule()
+            waited, batch = read, self._schedule()
         for name, error in self.adapters.take_refused().items():
             self._end(step, self._groups[name], engine_error("no adapter to run it with", error))
         if not batch.scheduled:
@@ -254,6 +253,10 @@ class Engine:
         self._discard_failed(step, batch, tokens)
         self.manager.commit_step()
         self._deliver(step, batch, tokens)
+
+    def _schedule(self) -> Batch:
+        self.adapters.take_in()
+        return self._scheduler.schedule()
 
     def _compute(self, batch: Batch) -> StepLogits:
         now = time.perf_counter()

@@ -65,7 +65,8 @@ class AdapterStore:
         self._layers = LoraLayers(model)
         self._named: Mapping[str, Adapter] = {}
         self._resident: OrderedDict[str, ResidentAdapter] = OrderedDict()
-        self._refused: dict[str, AdapterError] = {}
+        self._failed: Mapping[str, AdapterError] = {}  # by digest: the last one, for one scheduling
+        self._refused: dict[str, AdapterError] = {}  # by group's id
         self._reader = ThreadPoolExecutor(1, "headstart-adapters")
         self._reading: _Reading | None = None
         self._running: dict[Request, str] = {}  # that have an adapter, to its digest
@@ -156,19 +157,23 @@ class AdapterStore:
     def reach(self, request: Request, start: int, stop: int) -> int:
         """All, if the request's adapter is in memory, else nothing: it is then read again.
 
-        Nothing, too, while running requests need all the places, and when the adapter cannot be
-        read or has changed: `take_refused` then has the reason.
+        Nothing, too, while running requests need all the places, and when the adapter could not
+        be read or has changed: `take_refused` then has the reason.
         """
         adapter, name = request.group.adapter, request.group.request_id
         if adapter is None or request in self._running:
             return stop
         if name in self._refused:
             return start
-        try:
-            return stop if self._bring_in(adapter) else start
-        except AdapterError as error:
-            self._refused[name] = error
-            return start
+        if adapter.digest in self._resident:
+            self._resident.move_to_end(adapter.digest)
+            return stop
+        if adapter.digest in self._failed:
+            self._refused[name] = self._failed[adapter.digest]
+        elif self._reading is None and self._has_place():
+            found = self._reader.submit(self._read_again, adapter)
+            self._reading = _Reading(adapter, found)
+        return start
 
     def enter(self, request: Request, start: int, stop: int) -> None:
         """The request's adapter stays in memory until it leaves."""
@@ -178,6 +183,25 @@ class AdapterStore:
     def leave(self, request: Request) -> None:
         """The request's adapter may go."""
         self._running.pop(request, None)
+
+    def take_in(self) -> None:
+        """Take in the adapter that has been read again, if there is one and it has a place.
+
+        Before each scheduling, and only then: an adapter stays at least until all requests were
+        asked once, so it cannot make room for the next one before its own request could run.
+        """
+        self._failed = {}
+        if self._reading is None or not self._reading.found.done() or not self._has_place():
+            return
+        (adapter, found), self._reading = self._reading, None
+        try:
+            read = found.result()
+        except AdapterError as error:
+            self._failed = {adapter.digest: error}
+            return
+        self._drop(set(self._running.values()), self._config.max_loras - 1)
+        self._resident[adapter.digest] = read
+        self.has_unnamed = True  # its name may be gone by now
 
     def wait_for_reading(self) -> object | None:
         """Wait until the adapter that is being read is read; the reading, None if there is none."""
@@ -190,42 +214,20 @@ class AdapterStore:
         refused, self._refused = self._refused, {}
         return refused
 
-    def _bring_in(self, adapter: Adapter) -> bool:
-        needed = set(self._running.values())
-        while not self._is_resident(adapter):
-            if len(needed) >= self._config.max_loras:
-                return False
-            if self._reading is None:
-                found = self._reader.submit(self._read_again, adapter)
-                self._reading = _Reading(adapter, found)
-            if not self._reading.found.done():
-                return False
-            self._end_reading(adapter, needed)
-        return True
-
-    def _is_resident(self, adapter: Adapter) -> bool:
-        """True if it is in memory; it then counts as used."""
-        if adapter.digest not in self._resident:
-            return False
-        self._resident.move_to_end(adapter.digest)
-        return True
-
-    def _end_reading(self, asked: Adapter, needed: set[str]) -> None:
-        """Wait for what is being read, and take it in. Raises AdapterError if it is `asked`."""
-        assert self._reading is not None
-        (adapter, found), self._reading = self._reading, None
-        try:
-            read = found.result()
-        except AdapterError:
-            if adapter.digest == asked.digest:
-                raise
-            return  # whoever needs it, if anybody still does, will ask again
-        self._drop(needed, self._config.max_loras - 1)
-        self._resident[adapter.digest] = read
-        self.has_unnamed = True  # its name may be gone by now
+    def _has_place(self) -> bool:
+        """True if running requests do not need all places."""
+        return len(set(self._running.values())) < self._config.max_loras
 
     def _read_again(self, adapter: Adapter) -> ResidentAdapter:
-        found = self._read(adapter.path)
+        try:
+            found = self._read(adapter.path)
+        except AdapterError:
+            raise
+        except Exception as error:  # it ends the requests of this adapter, and no others
+            raise AdapterError(
+                f"adapter {adapter.name!r} cannot be read again from {adapter.path}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         if found.digest != adapter.digest:
             raise DamagedAdapterError(
                 f"the files in {adapter.path} have changed since adapter {adapter.name!r} was "
@@ -284,7 +286,7 @@ class AdapterStore:
 
         What was refused is refused again if it is asked for again. Again is no error.
         """
-        self._refused = {}
+        self._failed, self._refused = {}, {}
         self.has_unnamed = True  # perhaps: `forget_unnamed` looks
         self._layers.reset()
 

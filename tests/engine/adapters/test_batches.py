@@ -332,6 +332,7 @@ def fetch(store: AdapterStore, *requests: Request) -> None:
     for request in requests:
         while not store.reach(request, 0, 1):
             assert store.wait_for_reading() is not None
+            store.take_in()
         store.enter(request, 0, 1)
 
 
@@ -376,25 +377,4 @@ def test_an_interruption_at_any_line_mixes_up_no_adapters(llama: World) -> None:
         if not run.raised:
             break
     assert answered > 5
-    llm.close()
-
-
-def test_what_was_refused_for_a_request_that_is_gone_is_refused_for_no_other(
-    llama: World, tmp_path: Path
-) -> None:
-    """A step was interrupted between the refusal and the end of its request, which was aborted:
-    the next request of that name was ended for it."""
-    llm = llama.open(max_loras=1)
-    engine, store = llm.engine, llm.engine.adapters
-    path = make_adapter(llama.model, tmp_path / "mine", 11)
-    llm.load_adapter("mine", path)
-    group = engine.prepare([5], GREEDY, adapter="mine", request_id="name")
-    (path / "adapter_config.json").unlink()
-    while store.reach(group.requests[0], 0, 1) == 0 and not store._refused:
-        store.wait_for_reading()
-    store.restore()
-    group = engine.prepare(llama.prompts[1], GREEDY, request_id="name")
-    engine.submit(group)
-    drain(engine)
-    assert group.output().outputs[0].token_ids == llama.expected[1]
     llm.close()

@@ -116,10 +116,14 @@ class Allowed(Protocol):
 
 
 _MAX_FLOAT = sys.float_info.max
+_MAX_INT = 2**63 - 1
 
 
 class Number(NamedTuple):
-    """A number of a kind, finite, from `low` (or just above it) to `high`. True is none."""
+    """A number of a kind, finite, from `low` (or just above it) to `high`. True is none.
+
+    Whole numbers have 64 bits at the most.
+    """
 
     kind: type[int] | type[float]
     low: float
@@ -132,6 +136,8 @@ class Number(NamedTuple):
             return False
         if self.kind is float and not -_MAX_FLOAT <= value <= _MAX_FLOAT:
             return False  # an integer that no float can hold
+        if self.kind is int and not -_MAX_INT - 1 <= value <= _MAX_INT:
+            return False  # torch and C++ take none of more bits
         return self.low <= value <= self.high and not (self.above_low and value == self.low)
 
     def __str__(self) -> str:

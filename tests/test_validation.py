@@ -1,7 +1,10 @@
 """Every option is checked by its type and range, from the fields themselves."""
 
 import math
+import sys
 from dataclasses import Field, dataclass, fields
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -11,11 +14,15 @@ from headstart import LLM
 from headstart.cache import CacheConfig
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
-from headstart.errors import ConfigError, ModelNotFoundError, RequestError
+from headstart.errors import ConfigError, HeadstartError, ModelNotFoundError, RequestError
+from headstart.omni.omni import Omni
 from headstart.validation import Number, OneOf, check_fields, option
 
 # None of them is a value of any option, save a text, a number and True of those of their type.
-WRONG: list[Any] = ["2", b"2", 2.5, True, math.nan, math.inf, [2], {"a": 1}, object(), np.ones(3)]
+WRONG: list[Any] = [
+    *("2", b"2", 2.5, True, math.nan, math.inf, -math.inf, [2], {"a": 1}, object(), np.ones(3)),
+    *(2**63, 10**400, -(10**5000), np.int64(2), np.bool_(True), Decimal(2), Fraction(5, 2)),
+]
 OWN_CHECK = {
     "stop",
     "stop_token_ids",
@@ -60,7 +67,9 @@ def _fits(kind: str, value: object) -> bool:
     wanted = names[kind.removesuffix(" | None")]
     if isinstance(value, bool):
         return wanted is bool
-    return isinstance(value, wanted) and value == value and value != math.inf  # type: ignore
+    if not isinstance(value, wanted) or isinstance(value, str):
+        return isinstance(value, wanted)
+    return abs(value) <= (2**63 - 1 if wanted is int else sys.float_info.max)  # type: ignore
 
 
 @pytest.mark.parametrize(("make", "error", "field"), CASES)
@@ -84,7 +93,18 @@ def test_a_value_of_another_type(make: Make, error: type[Exception], field: Fiel
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"num_threads": "2"}, "num_threads is '2'; allowed: a whole number of at least 1 or None"),
+        (
+            {"num_threads": "2"},
+            "num_threads is '2'; allowed: a whole number from 1 to 1024",
+        ),
+        (
+            {"num_threads": 10**400},
+            "num_threads is an integer of 1329 bits; allowed: a whole",
+        ),
+        (
+            {"max_model_len": 10**5000},
+            "max_model_len is an integer of 16610 bits; allowed: ",
+        ),
         ({"num_blocks": 0}, "num_blocks is 0; allowed: a whole number of at least 1 or None"),
         ({"max_bypassed": -1}, "max_bypassed is -1; allowed: a whole number of at least 0"),
         ({"kv_cache_fraction": 0}, "kv_cache_fraction is 0; allowed: a number above 0, up to 1"),
@@ -98,6 +118,22 @@ def test_a_value_of_another_type(make: Make, error: type[Exception], field: Fiel
 def test_what_is_allowed_is_said(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=f"^{complaint}"):
         LLM("headstart-tiny", **options)
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(EngineConfig) if f.type != "str"])
+def test_no_value_of_an_option_ends_in_a_foreign_error(name: str) -> None:
+    """`num_threads=10**400` was a ValueError of torch, which it reached."""
+    for value in WRONG:
+        with pytest.raises(HeadstartError):
+            LLM("no such folder", **{name: value})
+        with pytest.raises(HeadstartError):
+            Omni("no such folder", options={name: value})
+
+
+def test_no_bound_of_the_store_of_a_pipeline_ends_in_a_foreign_error() -> None:
+    for value in [*WRONG, -1]:
+        with pytest.raises(ConfigError, match=r"^max_bytes is .*; allowed: a whole number of"):
+            Omni("no such folder", cache_bytes=value)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from headstart.validation import Number, OneOf, check_fields, option
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 _COUNTS = Number(int, 1)
+_THREADS = Number(int, 1, 1024)  # far more end the process, which cannot start them
 _SHARES = Number(float, 0, 1, above_low=True)
 _DTYPES = OneOf(("auto", "float32", "bfloat16", "float16"))
 
@@ -51,7 +52,7 @@ class EngineConfig(CacheOptions):
     )
     max_images: int = option(16, "images in one prompt at the most", _COUNTS)
     max_image_pixels: int = option(2**25, "width times height of an image at the most", _COUNTS)
-    num_threads: int | None = option(None, "torch threads; default: this process's cores", _COUNTS)
+    num_threads: int | None = option(None, "torch threads; default: this process's cores", _THREADS)
     enable_lora: bool = option(True, "take LoRA adapters; off, loading one is an error")
     max_loras: int = option(8, "LoRA adapters in memory, and so in one step, at the most", _COUNTS)
     max_lora_rank: int = option(64, "the highest rank of a LoRA adapter", _COUNTS)
@@ -65,9 +66,8 @@ class EngineConfig(CacheOptions):
     def threads(self) -> int:
         """Torch threads: as given here, or in OMP_NUM_THREADS, else one for each core."""
         given = os.environ.get("OMP_NUM_THREADS", "")
-        if self.num_threads is None and given.isdigit() and int(given):
-            return int(given)
-        return self.num_threads or count_cores()
+        told = int(given) if given.isdecimal() and len(given) < 9 else 0
+        return self.num_threads or (told if told in _THREADS else count_cores())
 
 
 def make_config(options: dict[str, Any]) -> EngineConfig:

@@ -64,3 +64,11 @@ def test_what_is_given_counts_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert EngineConfig().threads == 3
     assert EngineConfig(num_threads=5).threads == 5
+
+
+@pytest.mark.parametrize("given", ["0", "-2", "two", "\N{SUPERSCRIPT TWO}", "2000", "9" * 5000])
+def test_an_environment_that_gives_no_number_of_threads_gives_none(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert EngineConfig().threads == count_cores()

@@ -68,7 +68,7 @@ class TokenSequence:
         self._prompt = encode_tokens(self.token_ids)
         self.num_computed_tokens = 0
         self.blocks: list[KVCacheBlock] = []
-        self.block_ids: list[int] = []  # of `blocks`; it changes with them: copy what is to stay
+        self.block_ids: list[int] = []  # of `blocks`; it changes with them
         self.capacity = 0  # slots in `blocks`, in tokens
         self.keys: list[BlockKey] = []  # of the full blocks, as far as they were needed
         self.num_named = 0  # blocks at the head of `blocks` whose identity is in the index
@@ -128,6 +128,10 @@ class TokenSequence:
         self.node = self.in_progress = None
         self.switched.clear()
         return blocks
+
+    def block_table(self) -> Sequence[int]:
+        """Its blocks' ids in prefix order. They change with the sequence: copy what is to stay."""
+        return self.block_ids
 
     def slots(self, start: int, stop: int, block_size: int, scratch: int) -> list[int]:
         """Where the K/V of tokens `start` to `stop` go, in a step that computes them.

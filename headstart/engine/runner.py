@@ -179,7 +179,7 @@ class Runner:
         spans = []
         for sequence, start, stop, known, wanted, _ in parts:
             first = len(tokens)
-            spans.append(Span(first, stop - start, stop, sequence.block_ids))
+            spans.append(Span(first, stop - start, stop, sequence.block_table()))
             slots += sequence.slots(start, stop, self._memory.block_size, self._memory.scratch_slot)
             if stop - start == 1:  # most are: requests that decode
                 tokens.append(sequence.token_ids[start])
@@ -228,11 +228,11 @@ class Runner:
         bad = {
             block_id
             for sequence, position in self._nonfinite.items()
-            for block_id in sequence.block_ids[position // size :]
+            for block_id in sequence.block_table()[position // size :]
         }
         if not bad:
             return []
-        return [at for at, r in enumerate(parts) if not bad.isdisjoint(r.sequence.block_ids)]
+        return [at for at, r in enumerate(parts) if not bad.isdisjoint(r.sequence.block_table())]
 
     def _begin_adapters(self, parts: list[Rows]) -> None:
         if not any(rows.sequence.namespace.adapter for rows in parts):

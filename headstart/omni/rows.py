@@ -70,7 +70,7 @@ class _Request:
     finite: float = math.inf
     tails: dict[str, _Tail] = field(default_factory=dict)
     stored: list[Mapping[str, Tensor]] = field(default_factory=list)
-    awaited: list[int] = field(default_factory=list)
+    awaited: Sequence[int] = ()
     hit_rows: Counter[str] = field(default_factory=Counter)
 
 
@@ -166,13 +166,13 @@ class StageRows:
         request = self._requests[sequence]
         request.start = start
         request.tails.clear()
-        request.stored, request.awaited = [], []
+        request.stored, request.awaited = [], ()
         if not self._gives_rows or self._cache is None or start <= request.watermark:
             return
         first, last = request.watermark // self._block_size, -(-start // self._block_size)
         path = self._path(sequence, last)
         request.stored = self._cache.find(path, first)
-        request.awaited = sequence.block_ids[first + len(request.stored) : last]
+        request.awaited = sequence.block_table()[first + len(request.stored) : last]
         self._cache.touch(path)
 
     # A step
@@ -292,7 +292,7 @@ class StageRows:
             self._cache.put(self._path(part.sequence, index + 1), index, kept, needed)
         for index, rows_of_block in blocks.items():
             if needed <= rows_of_block.keys():
-                filled[part.sequence.block_ids[index]] = rows_of_block
+                filled[part.sequence.block_table()[index]] = rows_of_block
 
     def _cut(self, tail: _Tail, ratio: int) -> list[tuple[int, Tensor]]:
         """The whole blocks at the head of a tail, by index; what is left over stays in it."""
@@ -342,7 +342,7 @@ class StageRows:
                 f"stage {self._stage!r} did not give the rows of {len(missing)} blocks"
             )
         blocks = [*request.stored, *(filled[block] for block in request.awaited)]
-        request.stored, request.awaited = [], []
+        request.stored, request.awaited = [], ()
         chunks = []
         first = request.watermark // self._block_size * self._block_size
         for name in sorted({name for block in blocks for name in block}):

@@ -21,9 +21,14 @@ PRIVATE = {
 }
 # Fields that a block or a sequence shares its names of with other types.
 OF_A_LOOKUP = {"blocks": {"found", "computed"}, "writer": {"found", "computed"}}
-MAY_NOT_IMPORT = {"block", "free_queue", "index", "pool", "naming", "recovery"}
+# A field that another room's own types have, too.
+OF_A_ROOM = {"block_ids": "attention"}
+MAY_IMPORT_FROM = {"config", "identity"}  # the rest is imported from the package
+MAY_NOT_IMPORT = {"BlockPool", "FreeBlockQueue", "KVCacheBlock"}
 
-MODULES = {name: module for name, module in read_modules(PACKAGE).items() if module.room != "cache"}
+ALL = read_modules(PACKAGE)
+INSIDE = {name.rpartition(".")[2] for name, module in ALL.items() if module.room == "cache"}
+MODULES = {name: module for name, module in ALL.items() if module.room != "cache"}
 
 
 def reads(module: Module) -> list[str]:
@@ -35,11 +40,14 @@ def reads(module: Module) -> list[str]:
             private = node.attr in PRIVATE
             if node.attr in OF_A_LOOKUP and owner not in OF_A_LOOKUP[node.attr]:
                 private = True
+            if module.room != OF_A_ROOM.get(node.attr, module.room):
+                private = True
             if private:
                 found.append(f"{module.name}:{node.lineno} reads {ast.unparse(node)}")
     for imported in module.imports:
         package, room, file, *_ = [*imported.module.split("."), "", ""]
-        if (package, room) == (PACKAGE, "cache") and file in MAY_NOT_IMPORT:
+        inside = file in INSIDE - MAY_IMPORT_FROM or file in MAY_NOT_IMPORT
+        if (package, room) == (PACKAGE, "cache") and inside:
             found.append(f"{module.name}:{imported.line} imports {imported.module}")
     return found
 
@@ -56,7 +64,11 @@ def test_nobody_outside_reads_the_cache_s_own_fields(name: str) -> None:
         "sequence.blocks[0]",
         "found.blocks[0].writer",
         "self.manager.pool.free",
+        "request.sequence.block_ids",
         "from headstart.cache.block import KVCacheBlock",
+        "from headstart.cache import KVCacheBlock",
+        "from headstart.cache import pool",
+        "from headstart.cache.manager import KVCacheManager",
     ],
 )
 def test_a_reader_is_seen(text: str) -> None:
@@ -65,3 +77,14 @@ def test_a_reader_is_seen(text: str) -> None:
 
 def test_a_lookup_s_result_may_be_read() -> None:
     assert reads(Module("headstart.engine.x", "computed.writer, len(found.blocks)")) == []
+
+
+def test_a_span_of_attention_has_block_ids_of_its_own() -> None:
+    assert reads(Module("headstart.attention.x", "span.block_ids")) == []
+
+
+@pytest.mark.parametrize(
+    "names", ["cache import KVCacheManager", "cache.identity import Namespace"]
+)
+def test_what_the_package_offers_may_be_imported(names: str) -> None:
+    assert reads(Module("headstart.engine.x", f"from headstart.{names}")) == []

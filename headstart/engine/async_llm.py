@@ -201,6 +201,11 @@ class AsyncLLM:
         self.engine.require_open()
         return self.engine.tokenizer
 
+    @property
+    def chat_template(self) -> str | None:
+        """The template of chats that bring none; None for the tokenizer's."""
+        return self._chats.chat_template
+
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:

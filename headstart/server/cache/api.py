@@ -10,11 +10,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headstart.server.bodies import read_salt
 from headstart.server.cache.advice import Explanation
 from headstart.server.cache.schema import PromptBody, ResetBody
 from headstart.server.cache.state import describe_engine, describe_pool, describe_prefixes
 from headstart.server.errors import ApiError, JsonResponse
-from headstart.server.openai.reading import read_salt
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, frame
 

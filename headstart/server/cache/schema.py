@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headstart.server.openai.schema import Body, CacheFields, Whole
+from headstart.server.bodies import Body, CacheFields, Whole
 
 __all__ = ["PromptBody", "ResetBody"]
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headstart.server.answers.parts import Call, CallBegin, Content, Part, Reasoning, gather
+from headstart.server.bodies import read_salt
+from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
 from headstart.server.errors import JsonResponse, as_api_error, body_of
-from headstart.server.openai.reading import read_chat_sampling, read_salt
+from headstart.server.openai.reading import read_chat_sampling, read_tools
 from headstart.server.openai.schema import ChatRequest
 from headstart.server.openai.usage import TokenCount, chat_logprobs, usage_of
 from headstart.server.service import Service, service_of, unless_gone
@@ -19,82 +22,126 @@ from headstart.server.sse import EventStream, frame
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import CompletionOutput, RequestOutput
-    from headstart.engine.request import RequestGroup
+    from headstart.server.answers.parser import AnswerParser
 
 __all__ = ["router"]
 
 router = APIRouter()
-_TEMPLATE = ("chat_template", "chat_template_kwargs", "tools")
-_SWITCHES = ("add_generation_prompt", "continue_final_message")
+_TEMPLATE = (
+    *("chat_template", "chat_template_kwargs", "add_generation_prompt"),
+    "continue_final_message",
+)
 
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
-    prepared = await _prepare(service, body, request)
+    call = ChatCall(
+        model=body.model,
+        messages=body.messages,
+        sampling=read_chat_sampling(body),
+        salt=service.salt(request, read_salt(body)),
+        priority=body.priority,
+        tools=read_tools(body),
+        template=_read_template(body),
+    )
+    name = service.new_id("chatcmpl")
+    prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
     if body.stream:
         return EventStream(_Chunks(body, prepared).events(service))
-    output = await unless_gone(request, service.answer(prepared))
-    return JsonResponse(_whole(body, output))
+    output = await unless_gone(request, service.answer(prepared.request))
+    return JsonResponse(_whole(body, prepared, output))
 
 
-async def _prepare(service: Service, body: ChatRequest, request: Request) -> RequestGroup:
-    params = service.params(read_chat_sampling(body), stream=bool(body.stream))
+def _read_template(body: ChatRequest) -> dict[str, Any]:
     options = {key: value for key in _TEMPLATE if (value := getattr(body, key)) is not None}
-    switches = {key: value for key in _SWITCHES if (value := getattr(body, key)) is not None}
-    if switches.get("continue_final_message"):
-        switches.setdefault("add_generation_prompt", False)
-    return await service.prepare_chat(
-        body.messages,
-        params,
-        service.new_id("chatcmpl"),
-        adapter=service.adapter(body.model),
-        cache_salt=service.salt(request, read_salt(body)),
-        priority=body.priority,
-        **options,
-        **switches,
-    )
+    if options.get("continue_final_message"):
+        options.setdefault("add_generation_prompt", False)
+    if body.reasoning_effort is not None:
+        more = {"reasoning_effort": body.reasoning_effort}
+        options["chat_template_kwargs"] = more | options.get("chat_template_kwargs", {})
+    return options
 
 
 def _head(body: ChatRequest, name: str, kind: str, created: int) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": created, "model": body.model}
 
 
-def _whole(body: ChatRequest, output: RequestOutput) -> dict[str, Any]:
+def _whole(body: ChatRequest, prepared: PreparedChat, output: RequestOutput) -> dict[str, Any]:
     count = TokenCount()
     count.add(output)
-    choices = [
-        {
-            "index": answer.index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": chat_logprobs(answer, body.top_logprobs or 0),
-            "finish_reason": answer.finish_reason,
-        }
-        for answer in output.outputs
-    ]
+    choices = []
+    for answer in output.outputs:
+        parser = prepared.parser()
+        parts = [*parser.feed(answer.text), *parser.finish()]
+        choices.append(
+            {
+                "index": answer.index,
+                "message": _message(prepared, parts),
+                "logprobs": chat_logprobs(answer, body.top_logprobs or 0),
+                "finish_reason": _reason(answer.finish_reason, calls=_has_call(parts)),
+            }
+        )
     head = _head(body, output.request_id, "chat.completion", int(time.time()))
     return head | {"choices": choices, "usage": usage_of([count])}
+
+
+def _message(prepared: PreparedChat, parts: Iterable[Part]) -> dict[str, Any]:
+    gathered = gather(parts)
+    content = "".join(part.text for part in gathered if isinstance(part, Content))
+    calls = [
+        {
+            "id": prepared.calls.new_id("call_"),
+            "type": "function",
+            "function": {"name": part.name, "arguments": part.arguments},
+        }
+        for part in gathered
+        if isinstance(part, Call)
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    reasoning = "".join(part.text for part in gathered if isinstance(part, Reasoning))
+    if reasoning:
+        message |= _reasoning(reasoning)
+    if calls:
+        message |= {"content": content or None, "tool_calls": calls}
+    return message
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Under the name that vLLM had for it, which clients read, and the one that it has."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _has_call(parts: Iterable[Part]) -> bool:
+    return any(isinstance(part, CallBegin) for part in parts)
+
+
+def _reason(reason: str | None, *, calls: bool) -> str | None:
+    return "tool_calls" if calls and reason == "stop" else reason
 
 
 class _Chunks:
     """The events of one streamed answer."""
 
-    def __init__(self, body: ChatRequest, request: RequestGroup) -> None:
+    def __init__(self, body: ChatRequest, prepared: PreparedChat) -> None:
         self._body = body
-        self._request = request
-        self._head = _head(body, request.request_id, "chat.completion.chunk", int(time.time()))
+        self._prepared = prepared
+        name = prepared.request.request_id
+        self._head = _head(body, name, "chat.completion.chunk", int(time.time()))
         self._wants_usage = body.stream_options is not None and body.stream_options.include_usage
-        self._begun: set[int] = set()
+        self._parsers: dict[int, AnswerParser] = {}  # of the answers that have begun
+        self._calling: set[int] = set()  # answers with a call
 
     async def events(self, service: Service) -> AsyncGenerator[bytes]:
         """The stream, up to the line that says that it is done, or why it is not."""
         count = TokenCount()
         try:
-            async for output in service.run(self._request):
+            async for output in service.run(self._prepared.request):
                 count.add(output)
                 for answer in output.outputs:
-                    yield frame(self._chunk([self._choice(answer)]))
+                    for choice in self._choices(answer):
+                        yield frame(self._chunk([choice]))
         except Exception as error:
             yield frame(body_of(as_api_error(error)))
             return
@@ -106,14 +153,40 @@ class _Chunks:
         told = self._head | {"choices": choices}
         return told | {"usage": usage} if self._wants_usage else told
 
-    def _choice(self, answer: CompletionOutput) -> dict[str, Any]:
-        delta: dict[str, Any] = {"content": answer.text}
-        if answer.index not in self._begun:
-            self._begun.add(answer.index)
-            delta = {"role": "assistant", **delta}
-        return {
-            "index": answer.index,
-            "delta": delta,
-            "logprobs": chat_logprobs(answer, self._body.top_logprobs or 0),
-            "finish_reason": answer.finish_reason,
-        }
+    def _choices(self, answer: CompletionOutput) -> list[dict[str, Any]]:
+        """One for each part that is new; clients merge no two pieces of a call within one."""
+        deltas: list[dict[str, Any]] = []
+        if answer.index not in self._parsers:
+            self._parsers[answer.index] = self._prepared.parser()
+            deltas.append({"role": "assistant", "content": ""})
+        parser = self._parsers[answer.index]
+        parts = parser.feed(answer.text)
+        if answer.finish_reason is not None:
+            parts += parser.finish()
+        if _has_call(parts):
+            self._calling.add(answer.index)
+        deltas += map(self._delta, parts)
+        logprobs = chat_logprobs(answer, self._body.top_logprobs or 0)
+        if not deltas and (logprobs is not None or answer.finish_reason is not None):
+            deltas.append({})
+        choices: list[dict[str, Any]] = [
+            {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for delta in deltas
+        ]
+        if choices:
+            is_calling = answer.index in self._calling
+            choices[0]["logprobs"] = logprobs
+            choices[-1]["finish_reason"] = _reason(answer.finish_reason, calls=is_calling)
+        return choices
+
+    def _delta(self, part: Part) -> dict[str, Any]:
+        if isinstance(part, Content):
+            return {"content": part.text}
+        if isinstance(part, Reasoning):
+            return _reasoning(part.text)
+        if isinstance(part, CallBegin):
+            function = {"name": part.name, "arguments": ""}
+            name = self._prepared.calls.new_id("call_")
+            begun = {"index": part.index, "id": name, "type": "function", "function": function}
+            return {"tool_calls": [begun]}
+        return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}

@@ -8,14 +8,15 @@ from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.errors import RequestError
 from headstart.server.errors import ApiError
 from headstart.server.openai.schema import (
-    CacheFields,
     ChatRequest,
     CompletionRequest,
     ResponseFormat,
     SamplingFields,
+    ToolChoice,
 )
+from headstart.server.tools import Tool, ToolUse
 
-__all__ = ["read_chat_sampling", "read_completion_sampling", "read_salt"]
+__all__ = ["read_chat_sampling", "read_completion_sampling", "read_tools"]
 
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids"),
@@ -23,13 +24,6 @@ _SAME = (
     *("bad_words", "allowed_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
 )
 _MAX_TOP_LOGPROBS = 20
-
-
-def read_salt(body: CacheFields) -> str | None:
-    """The salt that a body asks for; both of its fields together, each with its length."""
-    given = [("salt", body.cache_salt), ("key", body.prompt_cache_key)]
-    parts = [f"{name}:{len(value)}:{value}" for name, value in given if value]
-    return "/".join(parts) or None
 
 
 def _common(body: SamplingFields) -> dict[str, Any]:
@@ -70,6 +64,18 @@ def read_chat_sampling(body: ChatRequest) -> dict[str, Any]:
         )
     params["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     return params
+
+
+def read_tools(body: ChatRequest) -> ToolUse:
+    """The tools of a chat. Raises RequestError."""
+    tools = tuple(
+        Tool(one.function.name, one.function.description, one.function.parameters)
+        for one in body.tools or ()
+    )
+    parallel = body.parallel_tool_calls is not False
+    if isinstance(body.tool_choice, ToolChoice):
+        return ToolUse(tools, "required", body.tool_choice.function.name, parallel)
+    return ToolUse(tools, body.tool_choice or "auto", None, parallel)
 
 
 def _read_bias(given: dict[str, float] | None) -> dict[int, float] | None:

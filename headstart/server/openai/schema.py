@@ -4,21 +4,13 @@ A field that is not here is an error: nothing is dropped in silence. Fields that
 server of one model (`user`, `metadata`, `store`, ...) are taken and have no effect.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from headstart.server.bodies import Body, CacheFields, Real, Whole
 
 __all__ = ["ChatRequest", "CompletionRequest", "SamplingFields", "StreamOptions"]
-
-# What a number may be is for `SamplingParams` to say; here it is kept from being none at all.
-Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Whole = Annotated[int, Field(strict=True)]
-
-
-class Body(BaseModel):
-    """A body of JSON whose every field is known."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class StreamOptions(Body):
@@ -55,19 +47,6 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
-
-
-class CacheFields(Body):
-    """What a request says of the cache.
-
-    cache_salt: only requests of the same salt share K/V. prompt_cache_key: the same, in OpenAI's
-    words a hint. no_read: compute the whole prompt.
-    """
-
-    cache_salt: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    no_read: bool = False
 
 
 class SamplingFields(CacheFields):
@@ -115,6 +94,35 @@ class CompletionRequest(SamplingFields):
     suffix: str | None = None
 
 
+class Function(Body):
+    """A function that a model may ask for; `parameters` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Body):
+    """The only kind of tool there is."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """A function by its name."""
+
+    name: str
+
+
+class ToolChoice(Body):
+    """The answer must call this function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(SamplingFields):
     """`POST /v1/chat/completions`."""
 
@@ -123,10 +131,11 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Whole | None = None
     logprobs: bool | None = False
     top_logprobs: Whole | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    verbosity: str | None = None
     modalities: list[str] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

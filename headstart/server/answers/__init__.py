@@ -1,0 +1,1 @@
+"""What a model's text says: content, reasoning and calls of tools, read as the text comes."""

@@ -1,0 +1,185 @@
+"""Conversations to answer, whatever API they came by, and how the answers are read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from headstart.engine.structured.params import StructuredOutputsParams
+from headstart.errors import RequestError
+from headstart.server.answers.formats import HERMES, CallFormat, choose_format, shows_reasoning
+from headstart.server.answers.parser import AnswerParser
+from headstart.server.answers.reasoning import CLOSE, OPEN, read_reasoning
+from headstart.server.answers.source import Reading, Source
+from headstart.server.service import Service
+from headstart.server.tools import Thought, ToolUse, after_reasoning, force_calls
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from headstart.engine.request import RequestGroup
+
+__all__ = ["ChatCall", "PreparedChat", "prepare_chat"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatCall:
+    """A conversation to answer.
+
+    messages: in OpenAI's form. sampling: fields of `SamplingParams`; None was not said. template:
+    fields of `TemplateOptions`, without the tools.
+    """
+
+    model: str | None
+    messages: Sequence[Any]
+    sampling: Mapping[str, Any]
+    salt: str | None = None
+    priority: int = 0
+    tools: ToolUse = field(default_factory=ToolUse)
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Dialect:
+    """How the answers to one conversation are written.
+
+    special: ids of the tokenizer's special tokens. hidden: those of them that answers leave out
+    though the detokenizer shows them all.
+    """
+
+    calls: CallFormat
+    thought: Thought
+    special: Mapping[str, int]
+    hidden: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A request of the engine, and what reads its answers."""
+
+    request: RequestGroup
+    calls: CallFormat
+    _tools: ToolUse
+    _dialect: _Dialect
+
+    def parser(self) -> AnswerParser:
+        """For one answer."""
+        most = None if self._tools.parallel else 1
+        return AnswerParser(self._read, self._dialect.hidden or (), max_calls=most)
+
+    def _read(self, source: Source) -> Reading[None]:
+        if self._dialect.thought != "none":
+            yield from read_reasoning(source, is_open=self._dialect.thought == "begun")
+        if self._tools.may_call:
+            yield from self.calls.read(source, self._tools.names)
+        else:
+            yield from source.until((), source.content)
+
+
+async def prepare_chat(
+    service: Service, call: ChatCall, request_id: str, *, stream: bool
+) -> PreparedChat:
+    """A request for a conversation: checked and tokenised. Raises ApiError or RequestError."""
+    adapter = service.adapter(call.model)
+    dialect = await asyncio.to_thread(_read_dialect, service, call)
+    sampling = dict(call.sampling)
+    form = sampling.get("structured_outputs")
+    if call.tools.is_forced:
+        if form is not None:
+            raise RequestError("tool_choice and a form of the answer are both given; allowed: one")
+        form = force_calls(call.tools, dialect.calls, dialect.special, dialect.thought)
+    elif form is not None:
+        form, dialect = _place_form(form, dialect)
+    sampling["structured_outputs"] = form
+    if dialect.hidden is not None:
+        sampling["skip_special_tokens"] = False
+    options = dict(call.template)
+    if call.tools.tools:
+        options["tools"] = [tool.for_template() for tool in call.tools.tools]
+    request = await service.prepare_chat(
+        [_rename_role(message) for message in call.messages],
+        service.params(sampling, stream=stream),
+        request_id,
+        adapter=adapter,
+        cache_salt=call.salt,
+        priority=call.priority,
+        **options,
+    )
+    return PreparedChat(request, dialect.calls, call.tools, dialect)
+
+
+def _place_form(
+    form: StructuredOutputsParams, dialect: _Dialect
+) -> tuple[StructuredOutputsParams, _Dialect]:
+    """A form of JSON comes after reasoning that the prompt began; any other is all of an answer."""
+    if dialect.thought != "begun":
+        return form, dialect
+    later = after_reasoning(form, dialect.special)
+    return (form, replace(dialect, thought="possible")) if later is None else (later, dialect)
+
+
+def _rename_role(message: Any) -> Any:
+    """OpenAI's newer name for the system is one that no template knows."""
+    if isinstance(message, Mapping) and message.get("role") == "developer":
+        return {**message, "role": "system"}
+    return message
+
+
+def _read_dialect(service: Service, call: ChatCall) -> _Dialect:
+    """Raises RequestError if tools are there for a model that is known to call none."""
+    tokenizer = service.llm.tokenizer
+    if tokenizer is None:  # which the engine will say
+        return _Dialect(HERMES, "none", {}, None)
+    given = call.template.get("chat_template") or service.llm.chat_template
+    text = _template_text(tokenizer, given, bool(call.tools.tools))
+    found = choose_format(text)
+    calls = found or HERMES
+    if found is None and call.tools.may_call and not call.tools.is_forced:
+        raise RequestError(
+            "tools are given, and the model's chat template shows no known way to call one; "
+            'allowed: tool_choice "none", or one that asks for a call'
+        )
+    thought = _read_thought(tokenizer, text, call)
+    special = {
+        token.content: token_id
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+    }
+    needed: set[str] = set()
+    if call.tools.may_call:
+        needed.update(calls.markers)
+    if thought != "none":
+        needed.update((OPEN, CLOSE))
+    is_shown = call.sampling.get("skip_special_tokens") is False
+    if is_shown or needed.isdisjoint(special):
+        return _Dialect(calls, thought, special, None)
+    return _Dialect(calls, thought, special, tuple(special.keys() - needed))
+
+
+def _template_text(tokenizer: PreTrainedTokenizerBase, given: str | None, with_tools: bool) -> str:
+    try:
+        text: str = tokenizer.get_chat_template(given, [{}] if with_tools else None)
+    except ValueError:  # there is none, which the engine will say
+        return ""
+    return text
+
+
+def _read_thought(tokenizer: PreTrainedTokenizerBase, text: str, call: ChatCall) -> Thought:
+    """By the template, and where that knows reasoning by what it writes before an answer."""
+    if not shows_reasoning(text):
+        return "none"
+    if not call.template.get("add_generation_prompt", True):
+        return "possible"
+    try:
+        shown = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "a"}],
+            tokenize=False,
+            chat_template=text,
+            add_generation_prompt=True,
+            **(call.template.get("chat_template_kwargs") or {}),
+        )
+    except Exception:  # whatever a template raises; the conversation's own rendering says it
+        return "possible"
+    return "begun" if str(shown).rstrip().endswith(OPEN) else "possible"

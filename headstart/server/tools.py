@@ -1,0 +1,165 @@
+"""The tools of a request, whatever API it came by, and answers that must call one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from headstart.engine.structured.params import StructuredOutputsParams
+from headstart.errors import RequestError
+from headstart.server.answers.formats import CallFormat
+from headstart.server.answers.reasoning import CLOSE, OPEN
+from headstart.validation import describe
+
+__all__ = ["MAX_TOOLS", "Thought", "Tool", "ToolUse", "after_reasoning", "force_calls"]
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+# Between JSON's tokens is what templates write there: the next turn's prompt then spells a call as
+# it was generated, and hits it.
+_SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+Thought = Literal["none", "possible", "begun"]
+"""Whether an answer may begin with reasoning, or the prompt already begins it."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may ask for; `parameters` is a JSON schema of an object."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise RequestError(
+                f"a tool has the name {describe(self.name)}; allowed: 1 to 128 letters, digits "
+                "and _ - . :"
+            )
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The schema of the arguments."""
+        return {"type": "object", **(self.parameters or {"properties": {}})}
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates want it."""
+        told = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        function = {key: value for key, value in told.items() if value is not None}
+        return {"type": "function", "function": {"parameters": self.schema, **function}}
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Which tools there are, and whether the answer may call them, must, or must call `name`.
+
+    parallel: whether it may be more than one call. Raises RequestError.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    choice: Literal["none", "auto", "required"] = "auto"
+    name: str | None = None
+    parallel: bool = True
+    names: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = [tool.name for tool in self.tools]
+        object.__setattr__(self, "names", frozenset(names))
+        if len(names) > MAX_TOOLS:
+            raise RequestError(f"there are {len(names)} tools; allowed: {MAX_TOOLS} at most")
+        if len(self.names) < len(names):
+            raise RequestError("two tools have the same name; allowed: different names")
+        if self.choice == "required" and not names:
+            raise RequestError("tool_choice asks for a call, and there are no tools")
+        if self.name is not None and self.name not in self.names:
+            raise RequestError(f"tool_choice is {describe(self.name)}, which is none of the tools")
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.choice == "required"
+
+    @property
+    def may_call(self) -> bool:
+        """Whether calls are read out of the answer."""
+        return self.choice != "none" and bool(self.tools)
+
+
+def force_calls(
+    use: ToolUse, form: CallFormat, special: Mapping[str, int], thought: Thought
+) -> StructuredOutputsParams:
+    """The form of an answer that calls tools as the model would, by their schemas.
+
+    special: ids of the tokens that spell no text. Raises RequestError.
+    """
+    tools = [tool for tool in use.tools if use.name in (None, tool.name)]
+    call = "call"
+    if use.parallel and use.name is None and form.between is not None:
+        call = f"call ({_spell(form.between, special)} call)*"
+    pieces = [_spell(form.head, special), call, _spell(form.tail, special)]
+    rules = [f"start: {_thought(thought, special)}{' '.join(filter(None, pieces))}"]
+    rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
+    for place, tool in enumerate(tools):
+        opening = _spell(form.opening.replace("{name}", json.dumps(tool.name)), special)
+        closing = _spell(form.closing, special)
+        rules.append(f"call_{place}: {opening} arguments_{place} {closing}")
+        rules.append(f"arguments_{place}: {_json(tool.schema, _SPELLING)}")
+    return StructuredOutputsParams(grammar="\n".join([*rules, *_thought_rules(thought, special)]))
+
+
+def after_reasoning(
+    form: StructuredOutputsParams, special: Mapping[str, int]
+) -> StructuredOutputsParams | None:
+    """The same form for an answer whose prompt began reasoning; None if it is not one of JSON."""
+    kind, text, whitespace = form.form
+    if kind != "json":
+        return None
+    spelling: dict[str, Any] = {"whitespace_flexible": whitespace != ""}
+    if whitespace:
+        spelling["whitespace_pattern"] = whitespace
+    rules = [
+        f"start: {_thought('begun', special)}answer",
+        f"answer: {_json(json.loads(text), spelling)}",
+        *_thought_rules("begun", special),
+    ]
+    return StructuredOutputsParams(grammar="\n".join(rules))
+
+
+def _json(schema: Mapping[str, Any], spelling: Mapping[str, Any]) -> str:
+    try:
+        return "%json " + json.dumps({**schema, "x-guidance": spelling}, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"a tool's parameters are no JSON schema: {error}") from error
+
+
+def _thought(thought: Thought, special: Mapping[str, int]) -> str:
+    if thought == "none":
+        return ""
+    if thought == "begun":
+        return "thought gap "
+    return f"({_spell(OPEN, special)} thought gap)? "
+
+
+def _thought_rules(thought: Thought, special: Mapping[str, int]) -> Iterable[str]:
+    if thought == "none":
+        return ()
+    if CLOSE in special:
+        rule = f"thought: /(?s:.*)/ {_spell(CLOSE, special)}"
+    else:
+        rule = f'thought[suffix="{CLOSE}"]: /(?s:.*)/'
+    return (rule, "gap: /\\n{0,2}/")
+
+
+def _spell(text: str, special: Mapping[str, int]) -> str:
+    """A text in a grammar; special tokens stand there by their ids."""
+    known = sorted((token for token in special if token in text), key=len, reverse=True)
+    if not known:
+        return json.dumps(text) if text else ""
+    pieces = re.split(f"({'|'.join(map(re.escape, known))})", text)
+    spelled = [f"<[{special[p]}]>" if p in special else json.dumps(p) for p in pieces if p]
+    return " ".join(spelled)

@@ -1,0 +1,157 @@
+"""Answers in every format, read whole and however they are cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headstart.server.answers.formats import HERMES, LLAMA, MISTRAL, CallFormat, choose_format
+from headstart.server.answers.parser import AnswerParser
+from headstart.server.answers.parts import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Part,
+    Reasoning,
+    join,
+)
+from headstart.server.answers.reasoning import read_reasoning
+from headstart.server.answers.source import Reading, Source
+
+FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
+NAMES = {"f", "get_weather"}
+A, B = '{"city": "Rome, {it}", "n": [1, "]\\""]}', '{"x": null}'
+
+
+def reader(form: CallFormat, *, is_open: bool = False) -> Callable[[Source], Reading[None]]:
+    def read(source: Source) -> Reading[None]:
+        yield from read_reasoning(source, is_open=is_open)
+        yield from form.read(source, NAMES)
+
+    return read
+
+
+def parts_of(form: CallFormat, *pieces: str, is_open: bool = False) -> list[Part]:
+    parser = AnswerParser(reader(form, is_open=is_open), ("<|eot|>", "<|x|>"))
+    parts = [part for piece in pieces for part in parser.feed(piece)]
+    return join([*parts, *parser.finish()])
+
+
+def call(index: int, name: str, arguments: str) -> list[Part]:
+    return [CallBegin(index, name), CallArguments(index, arguments)]
+
+
+F = [*call(0, "f", A)]
+G = [*call(0, "f", A), *call(1, "get_weather", B)]
+CASES: list[tuple[str, str, list[Part]]] = [
+    ("hermes", "Hello.\n", [Content("Hello.\n")]),
+    ("hermes", f'<tool_call>\n{{"name": "f", "arguments": {A}}}\n</tool_call>\n', F),
+    ("hermes", f'<tool_call>{{"name": "f", "arguments": {A}}}', F),
+    ("hermes", f'<tool_call>{{"id": "1", "arguments": {A}, "name": "f"}}</tool_call>', F),
+    ("hermes", f'<tool_call>{{"name": "f", "arguments": {json.dumps(A)}}}</tool_call>', F),
+    (
+        "hermes",
+        f'Let me see.\n\n<tool_call>\n{{"name": "f", "arguments": {A}}}\n</tool_call>\n'
+        f'<tool_call>{{"name":"get_weather","arguments":{B}}}</tool_call>',
+        [Content("Let me see."), *G],
+    ),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', call(0, "f", "{}")),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}', call(0, "f", "{}")),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a', call(0, "f", '{"a')),
+    ("hermes", '<tool_call>{"name": "f", "arguments": ["1\n2"]}', call(0, "f", '["1\\n2"]')),
+    ("hermes", "<tool_call>f(1)</tool_call> so", [Content("<tool_call>f(1)</tool_call> so")]),
+    ("hermes", '<tool_call>{"name": ', [Content('<tool_call>{"name": ')]),
+    ("hermes", "a <tool_ca", [Content("a <tool_ca")]),
+    ("hermes", "a < b <|eot|>and <|e", [Content("a < b and <|e")]),
+    ("hermes", "<think>\nHm.\n</think>\n\nHi", [Reasoning("Hm."), Content("Hi")]),
+    ("hermes", "<think>Hm. <tool_call>", [Reasoning("Hm. <tool_call>")]),
+    (
+        "hermes",
+        f'<think>\n\n</think>\n\n<tool_call>\n{{"name": "f", "arguments": {A}}}\n</tool_call>',
+        F,
+    ),
+    ("hermes", "I <think> so", [Content("I <think> so")]),
+    ("llama", "Hello.", [Content("Hello.")]),
+    ("llama", " \nHello. ", [Content(" \nHello. ")]),
+    ("llama", f'{{"name": "f", "parameters": {A}}}', F),
+    ("llama", f' <|python_tag|>{{"type": "function", "name": "f", "parameters": {A}}}', F),
+    (
+        "llama",
+        f'{{"name": "f", "parameters": {A}}}; {{"name": "get_weather", "parameters": {B}}}\n',
+        G,
+    ),
+    ("llama", '{"name": "Ben", "age": 4} ', [Content('{"name": "Ben", "age": 4} ')]),
+    ("llama", '{"age": 4}', [Content('{"age": 4}')]),
+    ("llama", f'See: <|python_tag|>{{"name": "f", "parameters": {A}}}', [Content("See:"), *F]),
+    ("llama", "<|python_tag|>f.call(1)", [Content("<|python_tag|>f.call(1)")]),
+    ("mistral", "Hello [TOOL].", [Content("Hello [TOOL].")]),
+    ("mistral", f'[TOOL_CALLS] [{{"name": "f", "arguments": {A}}}]', F),
+    (
+        "mistral",
+        f'[TOOL_CALLS][{{"name": "f", "arguments": {A}}}, '
+        f'{{"name": "get_weather", "arguments": {B}}}]',
+        G,
+    ),
+    ("mistral", f"Well, [TOOL_CALLS]f[ARGS]{A}[TOOL_CALLS]get_weather{B}", [Content("Well,"), *G]),
+    ("mistral", f"[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{A}", F),
+    ("mistral", "[TOOL_CALLS][1, 2]", [Content("[TOOL_CALLS][1, 2]")]),
+    ("mistral", "[TOOL_CALLS]what\nelse", [Content("[TOOL_CALLS]what\nelse")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "parts"), CASES)
+def test_an_answer_has_its_parts(name: str, text: str, parts: list[Part]) -> None:
+    assert parts_of(FORMATS[name], text) == parts
+    assert parts_of(FORMATS[name], *text) == parts
+
+
+def test_a_prompt_may_open_the_reasoning() -> None:
+    told = [Reasoning("Hm."), Content("Hi")]
+    assert parts_of(HERMES, "Hm.\n</think>\n\nHi", is_open=True) == told
+    assert parts_of(HERMES, "<think>Hm.</think>Hi", is_open=True) == told
+
+
+PIECES = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "[TOOL_CALLS]"),
+        *("[ARGS]", "[CALL_ID]", "<|eot|>", "<|x|>", '{"name": "f", ', '"arguments": ', A, B, "}"),
+        *('"parameters": ', '"f"', "[", "]", ", ", "; ", "\n", " ", "text", '"', "\\", "{", "<"),
+    ]
+)  # fmt: skip
+
+
+@given(st.sampled_from(sorted(FORMATS)), st.lists(PIECES, max_size=12), st.booleans(), st.data())
+def test_how_a_text_is_cut_changes_nothing(
+    name: str, pieces: list[str], is_open: bool, data: st.DataObject
+) -> None:
+    text = "".join(pieces)
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=12).map(sorted))
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = parts_of(FORMATS[name], text, is_open=is_open)
+    assert parts_of(FORMATS[name], *parts, is_open=is_open) == whole
+    begun = [part.index for part in whole if isinstance(part, CallBegin)]
+    assert begun == list(range(len(begun)))
+
+
+@given(st.text("ab <|{[", max_size=20))
+def test_a_text_without_marks_is_content(text: str) -> None:
+    for form in FORMATS.values():
+        assert parts_of(form, *text) == ([Content(text)] if text else [])
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("{{ tools }} <tool_call>", HERMES),
+        ("{{ tools }} [TOOL_CALLS]", MISTRAL),
+        ("{{ tools }} <|python_tag|>", LLAMA),
+        ("{{ messages }}", None),
+        ("{{ tools }} <tool_call><function=f>", None),
+    ],
+)
+def test_the_template_chooses(template: str, form: CallFormat | None) -> None:
+    assert choose_format(template) is form

@@ -1,0 +1,232 @@
+"""Tools over OpenAI's own client: calls that are forced, calls that a model writes, and results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion
+
+from tests.server.running import Running, running
+from tests.server.templates import HERMES, LLAMA, MISTRAL, THINKING, model_with
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Rome", "Oslo"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
+TIME = {"type": "function", "function": {"name": "get_time", "description": "The time."}}
+MESSAGES = [{"role": "user", "content": "How is the weather in Rome?"}]
+ARGUMENTS = '{"city": "Rome", "days": 2}'
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+WRITTEN = {
+    "hermes": f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>',
+    "llama": f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}',
+    "mistral": f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {ARGUMENTS}}}]',
+}
+TEMPLATES = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
+
+
+@pytest.fixture(scope="module", params=sorted(TEMPLATES))
+def tools(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Any]:
+    special = ("[TOOL_CALLS]",) if request.param == "mistral" else ()
+    folder = model_with(TEMPLATES[request.param], tmp_path_factory.mktemp("model"), special)
+    with running(folder) as server, connect(server) as client:
+        yield request.param, client, server
+
+
+def connect(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def ask(client: openai.OpenAI, **change: Any) -> ChatCompletion:
+    """The answer, told whole and as a stream, which OpenAI's client puts together."""
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "tools": [WEATHER, TIME],
+        "max_tokens": 160,
+        "temperature": 0,
+        **change,
+    }
+    whole = client.chat.completions.create(**body)
+    with client.chat.completions.stream(**body) as stream:
+        streamed = stream.get_final_completion()
+    for one, other in zip(whole.choices, streamed.choices, strict=True):
+        assert one.finish_reason == other.finish_reason
+        assert (one.message.content or "") == (other.message.content or "")
+        assert calls_of(one.message) == calls_of(other.message)
+    return whole
+
+
+def calls_of(message: Any) -> list[tuple[str, str]]:
+    calls = message.tool_calls or []
+    assert len({call.id for call in calls}) == len(calls)
+    return [(call.function.name, call.function.arguments) for call in calls]
+
+
+def check(name: str, arguments: str) -> None:
+    given = json.loads(arguments)
+    assert isinstance(given, dict)
+    if name == "get_weather":
+        assert given["city"] in ("Rome", "Oslo") and 1 <= given["days"] <= 9
+        assert set(given) == {"city", "days"}
+
+
+def test_a_named_function_is_called(tools: Any) -> None:
+    _, client, server = tools
+    answer = ask(client, tool_choice=NAMED)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    [(name, arguments)] = calls_of(choice.message)
+    assert name == "get_weather"
+    check(name, arguments)
+    blocks, free = server.pool()
+    assert blocks == free
+
+
+def test_a_required_call_follows_its_schema(tools: Any) -> None:
+    _, client, _ = tools
+    other = {"type": "function", "function": {"name": "other", "parameters": SCHEMA}}
+    given = {"tools": [WEATHER, other], "tool_choice": "required", "parallel_tool_calls": False}
+    for seed in range(3):
+        answer = ask(client, temperature=1, seed=seed, **given)
+        [(name, arguments)] = calls_of(answer.choices[0].message)
+        assert answer.choices[0].finish_reason == "tool_calls" and name in ("get_weather", "other")
+        check("get_weather", arguments)
+
+
+def test_a_call_that_the_model_writes_is_read(tools: Any) -> None:
+    form, client, _ = tools
+    text = WRITTEN[form]
+    exactly = {"structured_outputs": {"grammar": f"start: {spelled(form, text)}"}}
+    answer = ask(client, extra_body=exactly)
+    message = answer.choices[0].message
+    assert calls_of(message) == [("get_weather", ARGUMENTS)]
+    assert message.content is None and answer.choices[0].finish_reason == "tool_calls"
+    length = len(message.tool_calls[0].id)  # type: ignore[index]
+    assert length == (9 if form == "mistral" else 29)
+
+
+def spelled(form: str, text: str) -> str:
+    """In a grammar; Mistral's mark is the last token of the vocabulary."""
+    if form == "mistral":
+        return f"<[2047]> {json.dumps(text.removeprefix('[TOOL_CALLS]'))}"
+    return json.dumps(text)
+
+
+def test_calls_are_not_read_when_none_is_asked_for(tools: Any) -> None:
+    _, client, _ = tools
+    exactly = {"structured_outputs": {"choice": ['{"name": "get_time", "parameters": {}}']}}
+    answer = ask(client, tool_choice="none", extra_body=exactly)
+    assert answer.choices[0].message.content == '{"name": "get_time", "parameters": {}}'
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_the_next_turn_hits_the_call(tools: Any) -> None:
+    _, client, _ = tools
+    answer = ask(client, tool_choice=NAMED)
+    [call] = answer.choices[0].message.tool_calls or []
+    turns = [
+        *MESSAGES,
+        answer.choices[0].message.to_dict(),
+        {"role": "tool", "tool_call_id": call.id, "content": "Sun, 25 degrees"},
+    ]
+    body: Any = {"model": "tiny", "messages": turns, "tools": [WEATHER, TIME], "max_tokens": 4}
+    told = client.chat.completions.create(**body).usage
+    assert answer.usage is not None and told is not None and told.prompt_tokens_details is not None
+    assert told.prompt_tokens_details.cached_tokens >= answer.usage.total_tokens - 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tool_choice": "required", "tools": []}, "there are no tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "none of the tools"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tools": [WEATHER, WEATHER]}, "the same name"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "allowed: 1 to 128"),
+        ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "allowed: 1 to 128"),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [
+                    {"type": "function", "function": {"name": "x", "parameters": {"type": 7}}}
+                ],
+            },
+            "cannot be followed",
+        ),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "allowed: one"),
+        (
+            {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+            "a tool call is",
+        ),
+    ],
+)
+def test_bad_tools_are_refused(tools: Any, change: dict[str, Any], says: str) -> None:
+    _, client, server = tools
+    body: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "tools": [WEATHER], **change}
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**body, stream=stream)
+        assert says in caught.value.message
+    blocks, free = server.pool()
+    assert blocks == free
+
+
+def test_a_model_without_tools_says_so(server: Running) -> None:
+    with connect(server) as client:
+        with pytest.raises(openai.BadRequestError, match="shows no known way to call"):
+            client.chat.completions.create(
+                model="tiny",
+                messages=MESSAGES,  # type: ignore[arg-type]
+                tools=[WEATHER],  # type: ignore[list-item]
+            )
+        forced = ask(client, tool_choice=NAMED)
+        check(*calls_of(forced.choices[0].message)[0])
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    folder = model_with(THINKING, tmp_path_factory.mktemp("thinking"))
+    with running(folder) as server, connect(server) as client:
+        yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_stands_apart(thinker: openai.OpenAI, stream: bool) -> None:
+    grammar = 'start: "<think>\\nSun, I think.\\n</think>\\n\\nIt is sunny."'
+    told = told_by(thinker, stream, structured_outputs={"grammar": grammar})
+    assert told == ("Sun, I think.", "It is sunny.", "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_may_begin_the_reasoning(thinker: openai.OpenAI, stream: bool) -> None:
+    reasoning, content, reason = told_by(thinker, stream, min_tokens=9)
+    assert reasoning and not content and reason == "length"
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 7}}}
+    assert told_by(thinker, stream, min_tokens=9, response_format=schema)[1] == ""
+
+
+def told_by(client: openai.OpenAI, stream: bool, **more: Any) -> tuple[str, str, str | None]:
+    """Reasoning, content and why it ended."""
+    body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 64, "extra_body": more}
+    answer = client.chat.completions.create(model="tiny", temperature=0, stream=stream, **body)
+    if stream:
+        choices = [chunk.choices[0] for chunk in answer]
+        told = [choice.delta for choice in choices]
+    else:
+        choices = answer.choices
+        told = [choice.message for choice in choices]
+    reasoning = "".join(getattr(one, "reasoning_content", None) or "" for one in told)
+    return reasoning, "".join(one.content or "" for one in told), choices[-1].finish_reason

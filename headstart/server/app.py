@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from headstart.server import health, page
+from headstart.server.anthropic import messages
 from headstart.server.cache import api as cache
 from headstart.server.errors import add_handlers
 from headstart.server.logs import RequestLog
@@ -28,6 +29,7 @@ _ROUTERS = (
     models.router,
     completions.router,
     chat.router,
+    messages.router,
     cache.router,
 )
 

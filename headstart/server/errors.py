@@ -89,9 +89,14 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def _read_validation(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body, and where."""
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
+    """The first thing that is wrong with a body, and where.
+
+    A value that may be of several types is wrong for each of them: the one that was read farthest
+    is told. Between the fields on the way there stand names of types, which are left out.
+    """
+    first = max(error.errors(), key=lambda one: len(one["loc"]))
+    *way, last = [str(part) for part in first["loc"] if part != "body"] or [""]
+    place = [*(part for part in way if "[" not in part), last]
     param = shorten(".".join(place))
     return ApiError(400, f"{param or 'the body'}: {first['msg']}", param=param or None)
 

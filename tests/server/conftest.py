@@ -1,13 +1,36 @@
-"""One server for the tests of a process."""
+"""One server of each kind for the tests of a process."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from tests.server.running import Running, running
+from tests.server.templates import HERMES, THINKING, model_with
+from tests.tiny_vision import save_tiny_vision
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
     with running() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Of a model whose template has tools, in Hermes' format."""
+    with running(model_with(HERMES, tmp_path_factory.mktemp("hermes"))) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def thinking_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Of a model whose prompts begin its reasoning."""
+    with running(model_with(THINKING, tmp_path_factory.mktemp("thinking"))) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def image_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Of a model with random weights that takes images."""
+    with running(save_tiny_vision("llava", tmp_path_factory.mktemp("llava"))) as server:
         yield server

@@ -1,12 +1,16 @@
-"""The embedded model in folders with other chat templates: those of models that call tools."""
+"""Models for tests: the embedded one with chat templates of those that call tools; and pictures."""
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
+from io import BytesIO
 from pathlib import Path
 
-__all__ = ["HERMES", "LLAMA", "MISTRAL", "THINKING", "model_with"]
+from tests.tiny_vision import make_image
+
+__all__ = ["HERMES", "LLAMA", "MISTRAL", "THINKING", "model_with", "png_of"]
 
 ASSETS = Path(__file__).parents[2] / "headstart" / "assets" / "headstart_tiny"
 
@@ -76,3 +80,10 @@ def model_with(template: str, folder: Path, special: tuple[str, ...] = ()) -> Pa
         ]
         path.write_text(json.dumps(tokenizer))
     return folder
+
+
+def png_of(seed: int) -> str:
+    """A picture in base64."""
+    buffer = BytesIO()
+    make_image(seed).save(buffer, "PNG")
+    return base64.b64encode(buffer.getvalue()).decode()

@@ -11,7 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from tests.server.running import Running, running
-from tests.server.templates import HERMES, LLAMA, MISTRAL, THINKING, model_with
+from tests.server.templates import HERMES, LLAMA, MISTRAL, model_with
 
 SCHEMA = {
     "type": "object",
@@ -197,9 +197,8 @@ def test_a_model_without_tools_says_so(server: Running) -> None:
 
 
 @pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    folder = model_with(THINKING, tmp_path_factory.mktemp("thinking"))
-    with running(folder) as server, connect(server) as client:
+def thinker(thinking_server: Running) -> Iterator[openai.OpenAI]:
+    with connect(thinking_server) as client:
         yield client
 
 

@@ -13,10 +13,11 @@ from starlette.responses import Response
 from headstart.server.answers.parts import Call, CallBegin, Content, Part, Reasoning, gather
 from headstart.server.bodies import read_salt
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
+from headstart.server.counting import TokenCount
 from headstart.server.errors import JsonResponse, as_api_error, body_of
 from headstart.server.openai.reading import read_chat_sampling, read_tools
 from headstart.server.openai.schema import ChatRequest
-from headstart.server.openai.usage import TokenCount, chat_logprobs, usage_of
+from headstart.server.openai.usage import chat_logprobs, usage_of
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, frame
 

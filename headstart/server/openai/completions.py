@@ -13,11 +13,12 @@ from starlette.responses import Response
 
 from headstart.errors import RequestError
 from headstart.server.bodies import read_salt
+from headstart.server.counting import TokenCount
 from headstart.server.errors import JsonResponse, as_api_error, body_of
 from headstart.server.merging import merge
 from headstart.server.openai.reading import read_completion_sampling
 from headstart.server.openai.schema import CompletionRequest
-from headstart.server.openai.usage import TokenCount, completion_logprobs, usage_of
+from headstart.server.openai.usage import completion_logprobs, usage_of
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, frame
 

@@ -5,25 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from headstart.server.counting import TokenCount
+
 if TYPE_CHECKING:
-    from headstart.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
+    from headstart.engine.outputs import CompletionOutput, Logprob, Logprobs
 
-__all__ = ["TokenCount", "chat_logprobs", "completion_logprobs", "usage_of"]
-
-
-class TokenCount:
-    """Tokens of answers whose outputs tell what is new, or everything at once."""
-
-    def __init__(self) -> None:
-        self.completion = 0
-        self.prompt = 0
-        self.cached = 0
-
-    def add(self, output: RequestOutput) -> None:
-        """Count a request's next output."""
-        self.prompt = len(output.prompt_token_ids)
-        self.cached = output.num_cached_tokens
-        self.completion += sum(len(answer.token_ids) for answer in output.outputs)
+__all__ = ["chat_logprobs", "completion_logprobs", "usage_of"]
 
 
 def usage_of(counts: Iterable[TokenCount]) -> dict[str, Any]:

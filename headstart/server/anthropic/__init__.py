@@ -1,0 +1,1 @@
+"""Anthropic's API: messages, in its words for requests, answers and events."""

@@ -1,0 +1,153 @@
+"""From Anthropic's messages to the ones that chat templates know, which are OpenAI's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from headstart.engine.structured.params import StructuredOutputsParams
+from headstart.server.anthropic.schema import (
+    Block,
+    CountRequest,
+    ImageBlock,
+    MessageRequest,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    Turn,
+)
+from headstart.server.errors import ApiError
+from headstart.server.tools import Tool, ToolUse
+
+__all__ = ["read_messages", "read_sampling", "read_template", "read_tools"]
+
+_SAME = ("temperature", "top_p", "top_k", "max_tokens")
+
+# Claude Code puts a line with a digest of each request before everything else, for its own
+# accounts. It says nothing to a model, and no prefix would ever be found with it.
+_BILLING = "x-anthropic-billing-header:"
+
+
+def read_messages(body: CountRequest) -> list[dict[str, Any]]:
+    """The conversation, its system text first. Raises ApiError."""
+    return [*_system(body), *(message for turn in body.messages for message in _read(turn))]
+
+
+def _system(body: CountRequest) -> Iterator[dict[str, Any]]:
+    given = [body.system] if isinstance(body.system, str) else body.system or []
+    texts = [one if isinstance(one, str) else one.text for one in given]
+    shown = [text for text in texts if text and not text.startswith(_BILLING)]
+    if shown:
+        yield {"role": "system", "content": _content([_text(text) for text in shown])}
+
+
+def _read(turn: Turn) -> Iterator[dict[str, Any]]:
+    if isinstance(turn.content, str):
+        yield {"role": turn.role, "content": turn.content}
+    elif turn.role == "assistant":
+        yield _read_assistant(turn.content)
+    else:
+        yield from _read_user(turn.role, turn.content)
+
+
+def _read_user(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
+    """Results of tools are messages of their own, in their places."""
+    parts: list[dict[str, Any]] = []
+    for block in blocks:
+        if isinstance(block, ToolResultBlock) and role == "user":
+            if parts:
+                yield {"role": role, "content": _content(parts)}
+                parts = []
+            yield _read_result(block)
+        elif isinstance(block, TextBlock | ImageBlock):
+            parts.append(_part(block))
+        else:
+            raise _misplaced(role, block)
+    if parts:
+        yield {"role": role, "content": _content(parts)}
+
+
+def _read_result(block: ToolResultBlock) -> dict[str, Any]:
+    content = block.content or ""
+    shown = content if isinstance(content, str) else _content([_part(one) for one in content])
+    message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": shown}
+    return message | {"is_error": True} if block.is_error else message
+
+
+def _read_assistant(blocks: Iterable[Block]) -> dict[str, Any]:
+    texts, thoughts, calls = [], [], []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            function = {"name": block.name, "arguments": block.input}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif not isinstance(block, RedactedThinkingBlock):
+            raise _misplaced("assistant", block)
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return message | {"tool_calls": calls} if calls else message
+
+
+def _misplaced(role: str, block: Block) -> ApiError:
+    return ApiError(400, f"a message of role {role!r} has a block of type {block.type!r}")
+
+
+def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
+    if isinstance(block, TextBlock):
+        return _text(block.text)
+    url = f"data:{block.source.media_type};base64,{block.source.data}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _content(parts: Sequence[dict[str, Any]]) -> Any:
+    """A single text stands as it is: so a text and a list of one text are the same prompt."""
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+
+
+def read_tools(body: CountRequest) -> ToolUse:
+    """The tools of a message. Raises RequestError or ApiError."""
+    tools = tuple(Tool(one.name, one.description, one.input_schema) for one in body.tools or ())
+    choice = body.tool_choice
+    if choice is None:
+        return ToolUse(tools)
+    if (choice.type == "tool") != (choice.name is not None):
+        raise ApiError(400, 'tool_choice: type "tool", and no other, has a name')
+    parallel = not choice.disable_parallel_tool_use
+    if choice.type in ("any", "tool"):
+        return ToolUse(tools, "required", choice.name, parallel)
+    return ToolUse(tools, "none" if choice.type == "none" else "auto", None, parallel)
+
+
+def read_template(body: CountRequest) -> dict[str, Any]:
+    """How the prompt is rendered; an answer that the conversation begins goes on there."""
+    more: dict[str, Any] = {}
+    if body.thinking is not None and body.thinking.type != "adaptive":
+        more["enable_thinking"] = body.thinking.type == "enabled"
+    if body.output_config is not None and body.output_config.effort is not None:
+        more["reasoning_effort"] = body.output_config.effort
+    options: dict[str, Any] = {"chat_template_kwargs": more} if more else {}
+    if body.messages and body.messages[-1].role == "assistant":
+        options |= {"continue_final_message": True, "add_generation_prompt": False}
+    return options
+
+
+def read_sampling(body: MessageRequest) -> dict[str, Any]:
+    """The sampling of an answer. Raises RequestError."""
+    params: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
+    form = body.output_config.format if body.output_config is not None else None
+    return params | {
+        "stop": body.stop_sequences or None,
+        "structured_outputs": form
+        and StructuredOutputsParams(json=form.schema_, disable_any_whitespace=True),
+        "skip_reading_prefix_cache": body.no_read or None,
+    }

@@ -1,0 +1,194 @@
+"""The bodies of Anthropic's requests.
+
+A field that is not here is an error. Those that mean nothing to a server of one model (`metadata`,
+`service_tier`, ...) are taken and have no effect.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from headstart.server.bodies import Body, CacheFields, Real, Whole
+
+__all__ = [
+    "Block",
+    "CacheControl",
+    "CountRequest",
+    "ImageBlock",
+    "MessageRequest",
+    "RedactedThinkingBlock",
+    "TextBlock",
+    "ThinkingBlock",
+    "ToolResultBlock",
+    "ToolUseBlock",
+    "Turn",
+]
+
+
+class CacheControl(Body):
+    """The prompt up to here is worth keeping for `ttl`."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+
+class Marked(Body):
+    """What may carry a breakpoint of the cache."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Marked):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+    citations: list[Any] | None = None
+
+
+class ImageData(Body):
+    """An image in base64; nothing is fetched."""
+
+    type: Literal["base64"]
+    media_type: Annotated[str, Field(pattern=r"^image/[a-z0-9.+-]+$", max_length=64)]
+    data: str
+
+
+class ImageBlock(Marked):
+    """An image."""
+
+    type: Literal["image"]
+    source: ImageData
+
+
+class ToolUseBlock(Marked):
+    """A call that the model made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+
+
+Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+
+
+class ToolResultBlock(Marked):
+    """What a call gave."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[Shown] | None = None
+    is_error: bool | None = None
+
+
+class ThinkingBlock(Body):
+    """Reasoning of an earlier turn."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(Body):
+    """Reasoning that only another server can read; it is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+Block = Annotated[
+    TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock,
+    Field(discriminator="type"),
+]
+
+
+class Turn(Body):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class ToolDefinition(Marked):
+    """A tool of the client."""
+
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    allowed_callers: list[str] | None = None
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+
+
+class ToolChoice(Body):
+    """Whether the answer may, must or must not call a tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Body):
+    """Whether the model reasons first; templates that have no such switch ignore it.
+
+    A budget is not kept: reasoning ends where the model ends it.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Whole | None = None
+    display: str | None = None
+
+
+class OutputFormat(Body):
+    """A form of JSON."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    """The answer's form; `effort` is for templates that read it."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountRequest(CacheFields):
+    """`POST /v1/messages/count_tokens`, and what messages have in common with it."""
+
+    model: str
+    messages: list[Turn]
+    system: str | list[TextBlock] | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+    context_management: dict[str, Any] | None = None
+    speed: str | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+
+
+class MessageRequest(CountRequest):
+    """`POST /v1/messages`."""
+
+    max_tokens: Whole
+    temperature: Real | None = None
+    top_p: Real | None = None
+    top_k: Whole | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool = False
+    priority: Whole = 0
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    container: str | None = None
+    inference_geo: str | None = None
+    diagnostics: dict[str, Any] | None = None

@@ -1,0 +1,90 @@
+"""Counts of tokens as Anthropic tells them: read from the cache, written to it, or neither."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+from headstart.errors import RequestError
+from headstart.server.anthropic.breakpoints import (
+    Breakpoint,
+    begin_of,
+    created_tokens,
+    read_breakpoints,
+)
+from headstart.server.anthropic.conversation import read_messages
+from headstart.server.anthropic.schema import CountRequest
+from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
+from headstart.server.counting import TokenCount
+from headstart.server.service import Service
+
+__all__ = ["Usage", "measure_breakpoints"]
+
+
+class Usage:
+    """The usage of one answer; `points` are breakpoints at `lengths` tokens of its prompt.
+
+    Every full block of a prompt is cached; a client is told of those that it marked, as Anthropic
+    does. `input_tokens` are the others that were computed.
+    """
+
+    def __init__(self, points: Sequence[Breakpoint], lengths: Sequence[int]) -> None:
+        self.count = TokenCount()
+        self._points = points
+        self._lengths = lengths
+
+    def told(self) -> dict[str, Any]:
+        """As a message has it."""
+        count = self.count
+        created = created_tokens(self._points, self._lengths, count.cached)
+        return {
+            "input_tokens": count.prompt - count.cached - created.short - created.long,
+            "cache_read_input_tokens": count.cached,
+            "cache_creation_input_tokens": created.short + created.long,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": created.short,
+                "ephemeral_1h_input_tokens": created.long,
+            },
+            "output_tokens": count.completion,
+            "service_tier": "standard",
+        }
+
+
+async def measure_breakpoints(
+    service: Service, body: CountRequest, call: ChatCall, prepared: PreparedChat
+) -> Usage:
+    """Find out at which tokens of a prompt the breakpoints of its body stand.
+
+    The longest of each ttl counts. Each is found by the prompt of the conversation up to it: the
+    tokens that it has in common with the whole. Beyond the last full block nothing is cached.
+    """
+    points = list({one.ttl: one for one in read_breakpoints(body)}.values())
+    token_ids = prepared.request.prompt_token_ids
+    full = len(token_ids) - len(token_ids) % service.llm.engine.config.block_size
+    lengths = []
+    for point in points:
+        turns = begin_of(body, point)
+        length = full
+        if turns is not None:
+            begin = body.model_copy(update={"messages": turns})
+            cut = replace(call, messages=read_messages(begin), template=_whole(call.template))
+            length = min(full, await _count_common(service, cut, token_ids))
+        lengths.append(length)
+    return Usage(points, lengths)
+
+
+def _whole(template: Any) -> dict[str, Any]:
+    """The last message is ended, and nothing begins the next."""
+    return {**template, "add_generation_prompt": False, "continue_final_message": False}
+
+
+async def _count_common(service: Service, call: ChatCall, token_ids: Sequence[int]) -> int:
+    """Tokens that a beginning has in common with the whole; 0 if the template refuses it alone."""
+    try:
+        prepared = await prepare_chat(service, call, service.new_id("part"), stream=False)
+    except RequestError:
+        return 0
+    pairs = zip(prepared.request.prompt_token_ids, token_ids, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,0 +1,42 @@
+"""Answers that a test writes, in place of a model's, behind a server's own socket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from headstart.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from headstart.engine.params import RequestOutputKind
+from tests.server.running import Running
+
+__all__ = ["scripted"]
+
+_NO_TIMES = RequestMetrics(None, None, None, None)
+
+
+@contextmanager
+def scripted(server: Running, pieces: Sequence[str | Exception]) -> Iterator[None]:
+    """Every answer comes in these pieces, one token each; an exception among them is raised."""
+
+    async def run(request: Any) -> AsyncGenerator[RequestOutput]:
+        streams = request.params.output_kind is RequestOutputKind.DELTA
+        told = ""
+        for place, piece in enumerate(pieces, 1):
+            if isinstance(piece, Exception):
+                raise piece
+            told = piece if streams else told + piece
+            reason = "stop" if place == len(pieces) else None
+            if streams or reason is not None:
+                ids = [1] if streams else [1] * len(pieces)
+                answer = CompletionOutput(0, told, ids, reason, None, None, None)
+                name, prompt = request.request_id, request.prompt_token_ids
+                yield RequestOutput(
+                    name, None, prompt, [answer], None, 0, None, _NO_TIMES, reason is not None
+                )
+
+    server.service.run = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del server.service.run

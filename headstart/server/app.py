@@ -15,6 +15,8 @@ from headstart.server.logs import RequestLog
 from headstart.server.middleware import Frontdoor
 from headstart.server.openai import chat, completions, models
 from headstart.server.options import ServerOptions
+from headstart.server.responses import api as responses
+from headstart.server.responses.store import ResponseStore
 from headstart.server.service import Service
 from headstart.server.tenants import Tenants, open_tenants
 from headstart.version import __version__
@@ -30,6 +32,7 @@ _ROUTERS = (
     completions.router,
     chat.router,
     messages.router,
+    responses.router,
     cache.router,
 )
 
@@ -49,6 +52,7 @@ def create_app(
     tenants = tenants or open_tenants(options)
     app = FastAPI(title="headstart", version=__version__, redoc_url=None)
     app.state.service = Service(llm, name, options, tenants)
+    app.state.responses = ResponseStore()
     for router in _ROUTERS:
         app.include_router(router)
     page.mount(app)

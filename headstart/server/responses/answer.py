@@ -1,0 +1,134 @@
+"""One response as it grows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from headstart.server.chats import PreparedChat
+from headstart.server.counting import TokenCount
+from headstart.server.errors import as_api_error
+from headstart.server.responses.items import Event, OutputItems
+from headstart.server.responses.schema import ResponseRequest
+from headstart.server.service import Service
+from headstart.server.sse import frame
+
+if TYPE_CHECKING:
+    from headstart.engine.outputs import RequestOutput
+
+__all__ = ["ResponseAnswer"]
+
+_AS_ASKED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id"),
+    *("prompt_cache_key", "safety_identifier", "service_tier", "user"),
+)
+
+
+class ResponseAnswer:
+    """Reads a request's outputs into items, and tells the response at any time."""
+
+    def __init__(self, service: Service, body: ResponseRequest, prepared: PreparedChat) -> None:
+        self.built = OutputItems(prepared.calls)
+        self._service = service
+        self._prepared = prepared
+        self._parser = prepared.parser()
+        self._count = TokenCount()
+        self._status = "in_progress"
+        self._error: dict[str, str] | None = None
+        params = prepared.request.params
+        asked = body.model_dump(mode="json", by_alias=True, exclude_none=True)
+        self._head = {
+            "id": prepared.request.request_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": body.model,
+            "background": False,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_logprobs": 0,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "tool_choice": asked.get("tool_choice", "auto"),
+            "tools": [{"strict": None, "parameters": None, **t} for t in asked.get("tools", [])],
+            "text": {"format": {"type": "text"}, **asked.get("text", {})},
+            "reasoning": {"effort": None, "summary": None, **asked.get("reasoning", {})},
+            "truncation": "disabled",
+            "metadata": body.metadata or {},
+            "store": body.store is not False,
+            **{name: asked.get(name) for name in _AS_ASKED},
+        }
+
+    def take(self, output: RequestOutput) -> Iterator[Event]:
+        """The events of the request's next output."""
+        self._count.add(output)
+        for answer in output.outputs:
+            parts = self._parser.feed(answer.text)
+            if answer.finish_reason is not None:
+                parts += self._parser.finish()
+                self._status = "incomplete" if answer.finish_reason == "length" else "completed"
+            for part in parts:
+                yield from self.built.add(part)
+            if answer.finish_reason is not None:
+                yield from self.built.close(self._status)
+
+    def told(self) -> dict[str, Any]:
+        """The response by now."""
+        is_over = self._status != "in_progress"
+        reason = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        return {
+            **self._head,
+            "status": self._status,
+            "completed_at": int(time.time()) if self._status == "completed" else None,
+            "error": self._error,
+            "incomplete_details": reason,
+            "output": list(self.built.items),
+            "usage": self._usage() if is_over else None,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        count = self._count
+        full = count.prompt - count.prompt % self._service.llm.engine.config.block_size
+        return {
+            "input_tokens": count.prompt,
+            "input_tokens_details": {
+                "cached_tokens": count.cached,
+                "cache_write_tokens": max(0, full - count.cached),
+            },
+            "output_tokens": count.completion,
+            "output_tokens_details": {"reasoning_tokens": self._count_reasoning()},
+            "total_tokens": count.prompt + count.completion,
+        }
+
+    def _count_reasoning(self) -> int:
+        """Its tokens as the tokenizer spells them, which may not be those that were sampled."""
+        texts = [
+            part["text"]
+            for item in self.built.items
+            if item["type"] == "reasoning"
+            for part in item["content"]
+        ]
+        tokenizer = self._service.llm.tokenizer
+        assert tokenizer is not None
+        counts = [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        return min(sum(counts), self._count.completion)
+
+    async def events(self, keep: Callable[[dict[str, Any]], None]) -> AsyncGenerator[bytes]:
+        """The stream, numbered; the whole response is handed to `keep` before its last event."""
+        number = 0
+        async for event in self._run():
+            if event["type"] in ("response.completed", "response.incomplete"):
+                keep(event["response"])
+            yield frame({**event, "sequence_number": number}, event["type"])
+            number += 1
+
+    async def _run(self) -> AsyncGenerator[Event]:
+        for step in ("created", "in_progress"):
+            yield {"type": f"response.{step}", "response": self.told()}
+        try:
+            async for output in self._service.run(self._prepared.request):
+                for event in self.take(output):
+                    yield event
+        except Exception as error:
+            self._status = "failed"
+            self._error = {"code": "server_error", "message": str(as_api_error(error))}
+        yield {"type": f"response.{self._status}", "response": self.told()}

@@ -1,0 +1,104 @@
+"""`/v1/responses`: answers as items, whole or as they come, and those that were kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headstart.server.bodies import read_salt
+from headstart.server.chats import ChatCall, prepare_chat
+from headstart.server.errors import ApiError, JsonResponse
+from headstart.server.responses.answer import ResponseAnswer
+from headstart.server.responses.conversation import (
+    extend,
+    read_input,
+    read_sampling,
+    read_template,
+    read_tools,
+)
+from headstart.server.responses.schema import ResponseRequest, as_items
+from headstart.server.responses.store import ResponseStore, StoredResponse
+from headstart.server.service import service_of, unless_gone
+from headstart.server.sse import EventStream
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1/responses")
+
+
+@router.post("")
+async def create_response(body: ResponseRequest, request: Request) -> Response:
+    """Answer a conversation, which may go on from an earlier response."""
+    service = service_of(request)
+    earlier = body.previous_response_id
+    before = _find(request, earlier, "previous_response_id").messages if earlier else ()
+    messages = read_input(body, before)
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    call = ChatCall(
+        model=body.model,
+        messages=[*system, *messages],
+        sampling=read_sampling(body),
+        salt=service.salt(request, read_salt(body)),
+        priority=body.priority,
+        tools=read_tools(body),
+        template=read_template(body),
+    )
+    prepared = await prepare_chat(service, call, service.new_id("resp"), stream=bool(body.stream))
+    answer = ResponseAnswer(service, body, prepared)
+
+    def keep(response: dict[str, Any]) -> None:
+        if body.store is not False:
+            after = extend(messages, as_items(response["output"]))
+            _store(request).add(response, after, _tenant(request))
+
+    if body.stream:
+        return EventStream(answer.events(keep))
+    output = await unless_gone(request, service.answer(prepared.request))
+    for _ in answer.take(output):
+        pass
+    response = answer.told()
+    keep(response)
+    return JsonResponse(response)
+
+
+@router.get("/{name}")
+async def show_response(name: str, request: Request) -> Response:
+    """A response that was kept."""
+    return JsonResponse(_find(request, name, None).response)
+
+
+@router.delete("/{name}")
+async def delete_response(name: str, request: Request) -> Response:
+    """Forget a response."""
+    if not _store(request).remove(name, _tenant(request)):
+        raise _unknown(name, None)
+    return JsonResponse({"id": name, "object": "response", "deleted": True})
+
+
+def _store(request: Request) -> ResponseStore:
+    store: ResponseStore = request.app.state.responses
+    return store
+
+
+def _tenant(request: Request) -> str | None:
+    """Whose responses these are: what the salt is when the body asks for none."""
+    return service_of(request).salt(request, None)
+
+
+def _find(request: Request, name: str, param: str | None) -> StoredResponse:
+    found = _store(request).get(name, _tenant(request))
+    if found is None:
+        raise _unknown(name, param)
+    return found
+
+
+def _unknown(name: str, param: str | None) -> ApiError:
+    return ApiError(
+        404,
+        f"the response {name!r} is not kept here, or not any more",
+        param=param,
+        code="previous_response_not_found" if param else None,
+    )

@@ -1,0 +1,116 @@
+"""The items of an answer, built part by part, and the events that tell each step.
+
+output_item.added
+  message, reasoning   content_part.added  (output_text|reasoning_text).delta ... .done
+                       content_part.done
+  function_call        function_call_arguments.delta ... .done
+output_item.done
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from headstart.server.answers.formats import CallFormat
+from headstart.server.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+
+__all__ = ["Event", "OutputItems"]
+
+Event = dict[str, Any]
+"""An event without its number."""
+
+
+class OutputItems:
+    """The items so far; at most the last is open."""
+
+    def __init__(self, calls: CallFormat) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._calls = calls
+        self._open: type[Part] | None = None
+        self._text: list[str] = []  # of the open item
+
+    def add(self, part: Part) -> Iterator[Event]:
+        """Take a part, and tell what is new."""
+        if isinstance(part, CallBegin):
+            yield from self._begin(CallArguments, self._call(part))
+            return
+        if self._open is not type(part):
+            assert not isinstance(part, CallArguments)
+            yield from self._begin(type(part), _texts(part))
+        self._text.append(part.text)
+        yield self._told("delta", delta=part.text)
+
+    def close(self, status: str = "completed") -> Iterator[Event]:
+        """The open item has ended."""
+        if self._open is None:
+            return
+        item, text = self.items[-1], "".join(self._text)
+        item["status"] = status
+        if self._open is CallArguments:
+            item["arguments"] = text
+            yield self._told("done", name=item["name"], arguments=text)
+        else:
+            item["content"] = [_part(self._open, text)]
+            yield self._told("done", text=text)
+            yield self._part_event("done", text)
+        yield {"type": "response.output_item.done", "output_index": self._index, "item": item}
+        self._open = None
+
+    @property
+    def _index(self) -> int:
+        return len(self.items) - 1
+
+    def _begin(self, kind: type[Part], item: dict[str, Any]) -> Iterator[Event]:
+        yield from self.close()
+        self._open, self._text = kind, []
+        self.items.append(item)
+        told = dict(item)
+        yield {"type": "response.output_item.added", "output_index": self._index, "item": told}
+        if kind is not CallArguments:
+            yield self._part_event("added", "")
+
+    def _part_event(self, step: str, text: str) -> Event:
+        assert self._open is not None
+        part = _part(self._open, text)
+        return self._event(f"response.content_part.{step}", content_index=0, part=part)
+
+    def _told(self, step: str, **data: Any) -> Event:
+        if self._open is CallArguments:
+            return self._event(f"response.function_call_arguments.{step}", **data)
+        if self._open is Content:
+            data["logprobs"] = []
+        name = "output_text" if self._open is Content else "reasoning_text"
+        return self._event(f"response.{name}.{step}", content_index=0, **data)
+
+    def _event(self, kind: str, **data: Any) -> Event:
+        place = {"item_id": self.items[-1]["id"], "output_index": self._index}
+        return {"type": kind, **place, **data}
+
+    def _call(self, part: CallBegin) -> dict[str, Any]:
+        return {
+            "id": _new_id("fc"),
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": self._calls.new_id("call_"),
+            "name": part.name,
+            "arguments": "",
+        }
+
+
+def _texts(part: Content | Reasoning) -> dict[str, Any]:
+    common: dict[str, Any] = {"status": "in_progress", "content": []}
+    if isinstance(part, Content):
+        return {"id": _new_id("msg"), "type": "message", "role": "assistant", **common}
+    return {"id": _new_id("rs"), "type": "reasoning", "summary": [], **common}
+
+
+def _part(kind: type[Part], text: str) -> dict[str, Any]:
+    if kind is Reasoning:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"

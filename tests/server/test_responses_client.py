@@ -1,0 +1,272 @@
+"""OpenAI's client for Responses against the server, over a socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import Response
+
+from headstart import EngineError
+from headstart.server.responses.store import ResponseStore
+from tests.server.running import Running
+from tests.server.scripted import scripted
+from tests.server.templates import png_of
+
+PEOPLE = "Anna is 31 years old. Ben is 45 years old. Carl is 60 years old.\n" * 4
+QUESTION = PEOPLE + "What is the age of Ben?"
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": True}
+
+
+def connect(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with connect(server) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def caller(tool_server: Running) -> Iterator[openai.OpenAI]:
+    with connect(tool_server) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, given: Any = QUESTION, **change: Any) -> Response:
+    """The response, told whole and as a stream, whose events say what its end says."""
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "input": given,
+        "max_output_tokens": 64,
+        "temperature": 0,
+        **change,
+    }
+    whole = client.responses.create(**body)
+    events = list(client.responses.create(**body, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    streamed = events[-1].response
+    assert events[-1].type == f"response.{streamed.status}" and streamed.status == whole.status
+    assert items_of(streamed) == items_of(whole)
+    assert told_by(events) == items_of(streamed)
+    assert isinstance(whole, Response)
+    return whole
+
+
+def items_of(response: Response) -> list[dict[str, Any]]:
+    items = [item.to_dict() for item in response.output]
+    assert len({item.pop("id") for item in items}) == len(items)
+    for item in items:
+        item.pop("call_id", None)
+    return items
+
+
+def told_by(events: Any) -> list[dict[str, Any]]:
+    """The items as the deltas alone spell them."""
+    items: list[dict[str, Any]] = []
+    for event in events:
+        if event.type == "response.output_item.added":
+            items.append({**event.item.to_dict(), "text": ""})
+        elif event.type.endswith(".delta"):
+            assert event.item_id == items[event.output_index]["id"]
+            items[event.output_index]["text"] += event.delta
+        elif event.type == "response.output_item.done":
+            items[event.output_index]["status"] = event.item.status
+    for item in items:
+        text = item.pop("text")
+        item.pop("id")
+        item.pop("call_id", None)
+        if item["type"] == "function_call":
+            item["arguments"] = text
+        elif item["type"] == "reasoning":
+            item["content"] = [{"type": "reasoning_text", "text": text}]
+        else:
+            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+            item["content"] = [part]
+    return items
+
+
+def test_a_response_is_what_a_chat_answers(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": QUESTION}], max_tokens=64, temperature=0
+    )
+    response = ask(client)
+    assert response.output_text == chat.choices[0].message.content
+    assert response.status == "completed" and response.incomplete_details is None
+    usage = response.usage
+    assert usage is not None and chat.usage is not None
+    assert usage.input_tokens == chat.usage.prompt_tokens
+    assert usage.output_tokens == chat.usage.completion_tokens
+    assert usage.input_tokens_details.cached_tokens == usage.input_tokens - 1
+    with client.responses.stream(model="tiny", input=QUESTION, temperature=0) as stream:
+        assert stream.get_final_response().output_text == response.output_text
+
+
+def test_instructions_and_messages(client: openai.OpenAI) -> None:
+    first = ask(client, instructions="Be brief.")
+    given = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
+    parts = [{"type": "input_text", "text": QUESTION}]
+    typed = [
+        {"type": "message", "role": "system", "content": "Be brief."},
+        {"type": "message", "role": "user", "content": parts},
+    ]
+    for same in (given, typed):
+        other = ask(client, same)
+        assert other.usage is not None and first.usage is not None
+        assert other.usage.input_tokens == first.usage.input_tokens
+        assert other.output_text == first.output_text
+
+
+def test_an_answer_that_is_too_long(client: openai.OpenAI) -> None:
+    response = ask(client, max_output_tokens=2)
+    assert response.status == "incomplete" and response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_form_is_kept(client: openai.OpenAI) -> None:
+    form = {"type": "json_schema", "name": "city", "schema": SCHEMA, "strict": True}
+    assert json.loads(ask(client, text={"format": form}).output_text)["city"] in ("Rome", "Oslo")
+
+
+def test_a_conversation_goes_on(client: openai.OpenAI, server: Running) -> None:
+    first = ask(client)
+    second = ask(client, "And Carl?", previous_response_id=first.id)
+    turns = [
+        {"role": "user", "content": QUESTION},
+        *[item.to_dict() for item in first.output],
+        {"role": "user", "content": "And Carl?"},
+    ]
+    again = ask(client, turns, store=False)
+    assert again.usage is not None and second.usage is not None
+    assert again.usage.input_tokens == second.usage.input_tokens
+    assert again.output_text == second.output_text
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(again.id)
+    client.responses.delete(first.id)
+    for call in (
+        lambda: client.responses.retrieve(first.id),
+        lambda: client.responses.delete(first.id),
+        lambda: ask(client, "And Anna?", previous_response_id=first.id),
+    ):
+        with pytest.raises(openai.NotFoundError, match="is not kept here"):
+            call()
+    third = ask(client, "And Anna?", previous_response_id=second.id)  # which has all of it
+    assert third.usage is not None and third.usage.input_tokens > second.usage.input_tokens
+
+
+def test_a_function_is_called_and_its_output_read(caller: openai.OpenAI) -> None:
+    choice = {"type": "function", "name": "get_weather"}
+    first = ask(caller, tools=[WEATHER], tool_choice=choice)
+    [call] = first.output
+    assert call.type == "function_call" and call.name == "get_weather"
+    assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "Sun"}
+    change: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "none"}
+    told = ask(caller, [output], previous_response_id=first.id, **change)
+    user = {"role": "user", "content": QUESTION}
+    whole = ask(caller, [user, call.to_dict(), output], **change)
+    assert whole.output_text == told.output_text
+    assert whole.usage is not None and told.usage is not None and first.usage is not None
+    assert whole.usage.input_tokens == told.usage.input_tokens
+    cached = told.usage.input_tokens_details.cached_tokens
+    assert cached >= first.usage.total_tokens - 2
+
+
+def test_items_come_one_after_another(thinking_server: Running) -> None:
+    call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
+    text = "Hm, Rome.</think>\n\nLet me see.\n" + call + call
+    with scripted(thinking_server, text), connect(thinking_server) as client:
+        response = ask(client, tools=[WEATHER])
+    kinds = [item.type for item in response.output]
+    assert kinds == ["reasoning", "message", "function_call", "function_call"]
+    assert response.output[0].content[0].text == "Hm, Rome."  # type: ignore[union-attr,index]
+    assert response.output_text == "Let me see."
+    assert response.usage is not None
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < len("Hm, Rome.")
+    with connect(thinking_server) as client:
+        turns = [item.to_dict() for item in response.output]
+        outputs = [
+            {"type": "function_call_output", "call_id": item["call_id"], "output": "Sun"}
+            for item in turns[2:]
+        ]
+        assert ask(client, [*turns, *outputs], tools=[WEATHER], max_output_tokens=2).usage
+
+
+def test_a_stream_that_fails_says_so(server: Running) -> None:
+    pieces = ["Hm", EngineError("a step failed")]
+    with scripted(server, pieces), connect(server) as client:
+        *_, last = client.responses.create(model="tiny", input="Hi", stream=True)
+    assert last.type == "response.failed" and last.response.status == "failed"
+    assert last.response.error is not None and last.response.error.message == "a step failed"
+
+
+def test_an_image_is_a_data_url(image_server: Running) -> None:
+    url = f"data:image/png;base64,{png_of(3)}"
+    given = [{"type": "input_image", "image_url": url, "detail": "auto"}]
+    given.append({"type": "input_text", "text": "What is it?"})
+    with connect(image_server) as client:
+        turns = [{"role": "user", "content": given}]
+        ask(client, turns, max_output_tokens=4)
+        response = ask(client, turns, max_output_tokens=4)
+        assert response.usage is not None and response.usage.input_tokens_details.cached_tokens > 0
+
+
+def test_the_store_keeps_what_fits() -> None:
+    store = ResponseStore(max_responses=2, max_bytes=200)
+    for name in "abc":
+        store.add({"id": name}, [], "x")
+    assert store.get("a", "x") is None and store.get("c", "x") is not None
+    assert store.get("c", None) is None and not store.remove("c", "y")
+    store.add({"id": "d"}, [{"content": "x" * 160}], "x")
+    assert store.get("b", "x") is None and store.get("c", "x") is None and len(store) == 1
+    store.add({"id": "e"}, [{"content": "x" * 300}], "x")
+    assert store.get("e", "x") is None and store.get("d", "x") is not None
+    assert store.remove("d", "x") and len(store) == 0 == store.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "says"),
+    [
+        ({"input": []}, 400, "empty"),
+        ({"input": 7}, 400, "input"),
+        ({"model": "x"}, 404, "does not exist"),
+        ({"previous_response_id": "resp-x"}, 404, "is not kept"),
+        ({"background": True}, 400, "background"),
+        ({"conversation": "c"}, 400, "conversation"),
+        ({"tools": [{"type": "web_search"}]}, 400, "tools.0"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, 400, "item_reference"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, 400, "input_file"),
+        ({"max_output_tokens": 0}, 400, "max_tokens"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, 400, "schema"),
+        ({"instructions": "\ud800"}, 400, "surrogate"),
+        (
+            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
+            400,
+            "no JSON",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_input_is_refused(
+    server: Running, change: dict[str, Any], status: int, says: str, stream: bool
+) -> None:
+    content = json.dumps({"model": "tiny", "input": "Hi", "stream": stream} | change).encode()
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(server.url + "/v1/responses", content=content, headers=headers, timeout=60)
+    assert answer.status_code == status, answer.text
+    assert says in answer.json()["error"]["message"]
+    blocks, free = server.pool()
+    assert blocks == free

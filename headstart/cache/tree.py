@@ -16,14 +16,14 @@ class Stretch(NamedTuple):
     """A piece of the tree of prefixes without a fork: the blocks that hold it, first one first.
 
     parent: place in the list of the stretch that it goes on from, -1 for none. start: blocks
-    before it. keys: of its cached blocks. num_held: how many of these some request holds.
+    before it. keys, ids: of its cached blocks. num_held: how many of these some request holds.
     """
 
     parent: int
     namespace: Namespace
     start: int
     keys: list[BlockKey]
-    block_ids: list[int]
+    ids: list[int]
     num_held: int
 
 

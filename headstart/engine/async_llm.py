@@ -165,7 +165,7 @@ class AsyncLLM:
 
     async def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function` in the engine's thread between two steps; for what reads the cache."""
-        return await asyncio.to_thread(self._driver.call, function)
+        return await self._driver.call_async(function)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """As `LLM.get_default_sampling_params`: a copy that may be changed."""

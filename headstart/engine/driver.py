@@ -14,6 +14,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -124,6 +125,20 @@ class Driver:
         if isinstance(answer, BaseException):
             raise answer
         return answer[0]
+
+    async def call_async(self, function: Callable[[], Answer]) -> Answer:
+        """As `call`, for a task of the event loop that runs; no thread waits meanwhile."""
+        answer: Future[Answer] = Future()
+
+        def run() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(function())
+                except BaseException as error:  # the caller's to handle
+                    answer.set_exception(error)
+
+        self._post(_Order(run, answer.set_exception))
+        return await asyncio.wrap_future(answer)
 
     def wait(self, items: "queue.SimpleQueue[Item]") -> Item:
         """The next item that the engine's thread puts. Raises EngineError if none will come.

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 __all__ = ["Body", "CacheFields", "Real", "Whole", "read_salt"]
 
-# What a number may be is for `SamplingParams` to say; here it is kept from being none at all.
+# `SamplingParams` checks ranges; here only the type is checked.
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Whole = Annotated[int, Field(strict=True)]
 
@@ -22,8 +22,9 @@ class Body(BaseModel):
 class CacheFields(Body):
     """What a request says of the cache.
 
-    cache_salt: only requests of the same salt share K/V. prompt_cache_key: the same, in OpenAI's
-    words a hint. no_read: compute the whole prompt.
+    cache_salt: only requests of the same salt share K/V. no_read: compute the whole prompt.
+    prompt_cache_key and prompt_cache_retention are hints to a cluster, of which one engine has no
+    need.
     """
 
     cache_salt: str | None = None
@@ -33,7 +34,5 @@ class CacheFields(Body):
 
 
 def read_salt(body: CacheFields) -> str | None:
-    """The salt that a body asks for; both of its fields together, each with its length."""
-    given = [("salt", body.cache_salt), ("key", body.prompt_cache_key)]
-    parts = [f"{name}:{len(value)}:{value}" for name, value in given if value]
-    return "/".join(parts) or None
+    """The salt that a body asks for; an empty one is none."""
+    return body.cache_salt or None

@@ -13,6 +13,7 @@ from headstart.server.answers.formats import HERMES, CallFormat, choose_format, 
 from headstart.server.answers.parser import AnswerParser
 from headstart.server.answers.reasoning import CLOSE, OPEN, read_reasoning
 from headstart.server.answers.source import Reading, Source
+from headstart.server.errors import ApiError
 from headstart.server.service import Service
 from headstart.server.tools import Thought, ToolUse, after_reasoning, force_calls
 
@@ -83,6 +84,13 @@ async def prepare_chat(
 ) -> PreparedChat:
     """A request for a conversation: checked and tokenised. Raises ApiError or RequestError."""
     adapter = service.adapter(call.model)
+    if "chat_template" in call.template and not service.options.trust_request_chat_template:
+        raise ApiError(
+            400,
+            "chat_template is given; allowed: none, unless the server was started with "
+            "--trust-request-chat-template",
+            param="chat_template",
+        )
     dialect = await asyncio.to_thread(_read_dialect, service, call)
     sampling = dict(call.sampling)
     form = sampling.get("structured_outputs")

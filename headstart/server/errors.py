@@ -74,17 +74,22 @@ class JsonResponse(Response):
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """The refusal for an exception of the engine or of the framework."""
+    """The refusal for an exception of the engine or of the framework.
+
+    What failed here is told in the log alone: its text may be of another tenant, whose request was
+    in the same step, or of files of this machine.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
-    if isinstance(error, EngineError):
-        return ApiError(500, str(error))
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, shorten(str(error.detail)))
     if isinstance(error, RequestValidationError):
         return _read_validation(error)
+    _LOG.error("a request failed: %s", error, exc_info=error)
+    if isinstance(error, EngineError):
+        return ApiError(500, "the engine failed; the server's log has the reason")
     return ApiError(500, "the server failed; its log has the reason")
 
 
@@ -126,8 +131,6 @@ def headers_of(error: ApiError) -> dict[str, str]:
 async def _answer(request: Request, error: Exception) -> Response:
     told = request.state.error = as_api_error(error)
     request_id = getattr(request.state, "request_id", "")
-    if told.status >= 500:
-        _LOG.error("request %s failed: %s", request_id, error, exc_info=error)
     headers = headers_of(told)
     if isinstance(error, HTTPException) and error.headers:
         headers = {**headers, **error.headers}

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart.server.errors import ApiError, JsonResponse, body_of, headers_of
+from headstart.server.origins import check_origin
 from headstart.server.service import Service, too_late
 
 __all__ = ["Frontdoor"]
@@ -57,6 +58,8 @@ class Frontdoor:
 
         try:
             path = scope["path"]
+            if not self._service.tenants.ask_for_keys:
+                check_origin(headers, self._service.options)
             if not _OPEN.fullmatch(path):
                 state["tenant"] = self._service.tenants.of(headers)
                 if _FOR_ADMINS.fullmatch(path) and not state["tenant"].is_admin:

@@ -35,6 +35,9 @@ class ServerOptions:
         30.0, "seconds that running requests have when the server is stopped", Number(float, 0)
     )
 
+    trust_request_chat_template: bool = option(
+        False, "let requests bring a chat template, which is a program and may run for long"
+    )
     log_format: str = option(
         "text", "a line for each request: text, or json", OneOf(("text", "json"))
     )

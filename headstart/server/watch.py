@@ -46,6 +46,7 @@ class Watch:
                 output.prompt_token_ids,
                 output.num_cached_tokens,
                 output.why_missed,
+                output.metrics.total or 0.0,
             )
             self.metrics.finished(output, _age(seen), _count_regretted(seen))
             self._recent.append(_describe(output))

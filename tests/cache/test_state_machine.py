@@ -298,7 +298,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def stretches_have_every_cached_block_once(self) -> None:
         stretches = self.manager.stretches()
-        found = sorted(block_id for one in stretches for block_id in one.block_ids)
+        found = sorted(block_id for one in stretches for block_id in one.ids)
         pool = self.manager.pool
         extra = {copy for copies in pool.copies.values() for copy in copies}
         known = [b.block_id for b in pool.blocks if b.node is not None and b not in extra]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 
+import httpx
 import openai
 import pytest
 
@@ -75,7 +77,7 @@ def test_several_answers_of_several_prompts(client: openai.OpenAI) -> None:
         model="tiny", prompt=prompts, n=2, max_tokens=3, temperature=1, seed=5, echo=True
     )
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert [choice.text.startswith(prompts[choice.index // 2]) for choice in answer.choices]
+    assert all(choice.text.startswith(prompts[choice.index // 2]) for choice in answer.choices)
     stream = client.completions.create(
         model="tiny", prompt=prompts, n=2, max_tokens=3, temperature=1, seed=5, echo=True,
         stream=True,
@@ -104,6 +106,44 @@ def test_log_probabilities(client: openai.OpenAI, expected: LLM) -> None:
     for token, wanted in zip(told.content, oracle.outputs[0].logprobs, strict=True):
         assert token.logprob == pytest.approx(next(iter(wanted.values())).logprob, abs=1e-4)
         assert len(token.top_logprobs) == 2
+
+
+def test_token_ids_are_echoed_and_a_prompt_alone_is_judged(client: openai.OpenAI) -> None:
+    text = client.completions.create(
+        model="tiny", prompt="one two three", echo=True, logprobs=1, max_tokens=0, temperature=0
+    )
+    usage, told = text.usage, text.choices[0].logprobs
+    assert usage is not None and told is not None and told.tokens is not None
+    assert usage.completion_tokens == 0 and len(told.tokens) == usage.prompt_tokens
+    assert text.choices[0].text == "one two three"
+    ids = httpx.post(
+        str(client.base_url) + "../tokenize", json={"model": "tiny", "prompt": "one two three"}
+    )
+    if ids.status_code == 200:
+        again = client.completions.create(
+            model="tiny",
+            prompt=ids.json()["tokens"],
+            echo=True,
+            logprobs=1,
+            max_tokens=0,
+            temperature=0,
+        )
+        assert again.choices[0].text.strip() == "one two three"
+        assert again.choices[0].logprobs == told
+
+
+def test_a_stream_is_counted_whole(client: openai.OpenAI, server: Running) -> None:
+    def generated() -> float:
+        text = httpx.get(f"{server.url}/metrics").text
+        return float(re.findall(r"vllm:generation_tokens_total{.*} (.*)", text)[0])
+
+    before = generated()
+    stream = client.completions.create(
+        model="tiny", prompt="one two", max_tokens=7, stream=True, extra_body={"ignore_eos": True}
+    )
+    for _ in stream:
+        pass
+    assert generated() == before + 7
 
 
 def test_a_form_is_kept(client: openai.OpenAI) -> None:

@@ -52,6 +52,7 @@ def body(**change: object) -> bytes:
         (body(structured_outputs={}), 400),
         (body(structured_outputs={"regex": "("}), 400),
         (body(chat_template="{{ 1/0 }}"), 400),
+        (body(modalities=["audio"]), 400),
         (body(chat_template_kwargs={"messages": 1}), 400),
         (body(add_generation_prompt=True, continue_final_message=True), 400),
         (body(messages=[{"role": "user", "content": [FILE]}]), 400),

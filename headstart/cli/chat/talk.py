@@ -19,15 +19,20 @@ def talk(chat: Chat) -> None:
     is_typed = sys.stdin.isatty()
     messages = terminal_messages(list(COMMANDS), PATH_COMMANDS) if is_typed else piped_messages()
     for message in messages:
-        found = find_command(message)
-        if found is None:
-            if message:
-                chat.say(message)
-            continue
-        command, argument = found
         try:
-            command.run(chat, argument)
-        except RequestError as error:
+            _answer(chat, message)
+        except (RequestError, OSError, ValueError, RuntimeError) as error:  # odd paths raise many
             click.echo(f"headstart: {error}", err=True)
+        except KeyboardInterrupt:  # before the reply began: the conversation is as it was
+            note("[interrupted]")
         except QuitChat:
             return
+
+
+def _answer(chat: Chat, message: str) -> None:
+    found = find_command(message)
+    if found is not None:
+        command, argument = found
+        command.run(chat, argument)
+    elif message:
+        chat.say(message)

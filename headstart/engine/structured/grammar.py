@@ -28,6 +28,7 @@ __all__ = ["INSTALL", "GrammarCompiler", "TokenMasks", "check_form", "one_line"]
 Found = TypeVar("Found")
 
 INSTALL = "pip install 'headstart[structured]'"
+_SETTING_STACK = threading.Lock()
 _REMEMBERED = 64  # compiled forms
 _STACK = 512 * 2**20  # bytes, of address space alone until they are used
 
@@ -192,11 +193,12 @@ def _with_deep_stack(work: Callable[[], Found]) -> Found | Exception:
             found.append(error)
 
     thread = threading.Thread(target=run, name="headstart-grammar", daemon=True)
-    before = threading.stack_size(_STACK)
-    try:
-        thread.start()
-    finally:
-        threading.stack_size(before)
+    with _SETTING_STACK:  # the size is that of all threads which are started now
+        before = threading.stack_size(_STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
     thread.join()
     return found[0]
 

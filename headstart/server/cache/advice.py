@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from headstart.cache import MissExplanation, MissReason, Namespace
-from headstart.server.cache.difference import Difference, describe_difference
+from headstart.server.cache.difference import ENDS, Difference, describe_difference
 from headstart.server.cache.traffic import Closest, Seen, Tokens, Traffic
 
 __all__ = ["Adviser", "Explanation"]
@@ -53,7 +53,7 @@ class Adviser:
         tokens = np.asarray(token_ids, np.int32)
         closest = self._traffic.closest(namespace, tokens)
         if closest is None or not closest.num_common:
-            return Explanation(missed, f"{missed}; no earlier prompt begins like this one")
+            return Explanation(missed, f"{missed}; no answered prompt begins like this one")
         seconds = self._traffic.now() - closest.seen.time
         told = f"the closest earlier prompt came {_ago(seconds)} and has the first "
         told += f"{closest.num_common:,} of {len(tokens):,} tokens in common"
@@ -65,7 +65,7 @@ class Adviser:
             missed = MissExplanation(MissReason.EVICTED, missed.position)
             told += f"; since then {lost:,} of these were evicted: the pool lacked "
             told += f"{-(-lost // self._block_size):,} blocks to keep them"
-        elif difference is not None:
+        elif difference is not None and difference.looks_like != ENDS:
             told += f"; what differs there looks like {difference.looks_like}"
         return Explanation(
             missed,

@@ -91,7 +91,7 @@ async def reset(request: Request, body: ResetBody | None = None) -> Response:
         raise ApiError(
             409, "requests run: wait, or set reset_running_requests, which computes them anew"
         )
-    service.watch.clear()
+    await asyncio.to_thread(service.watch.clear)
     return JsonResponse({"reset": True})
 
 

@@ -7,8 +7,9 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import takewhile
 
-__all__ = ["Difference", "describe_difference"]
+__all__ = ["ENDS", "Difference", "describe_difference"]
 
+ENDS = "one ends where the other goes on"
 _AROUND = 80  # characters shown on either side
 _NEAR = 24  # characters in which a date or an id is looked for
 _FAR = 2000  # characters in which the same lines or keys in another order are looked for
@@ -37,7 +38,7 @@ class Difference:
 
 
 def describe_difference(before: str, here: str, there: str) -> Difference:
-    """What it looks like that after the same beginning one text goes on in this way, one in that.
+    """Classify the difference between two texts after their common beginning.
 
     >>> describe_difference("It is 2026-11-", "21. Hello", "22. Hello").looks_like
     'a date or time'
@@ -48,7 +49,7 @@ def describe_difference(before: str, here: str, there: str) -> Difference:
 
 def _kind(before: str, here: str, there: str) -> str:
     if not here or not there:
-        return "one ends where the other goes on"
+        return ENDS
     mine, theirs = _around(before, here), _around(before, there)
     if _TIMES.search(mine) and _TIMES.search(theirs):
         return "a date or time"

@@ -60,13 +60,14 @@ class Live:
         async with self._lock:
             if time.monotonic() - self._look.at >= 0.9 * self.pause:
                 await self._refresh()
-        return self._look.told | {"traffic": self._watch.recent_requests()}
+        traffic = await asyncio.to_thread(self._watch.recent_requests)
+        return self._look.told | {"traffic": traffic}
 
     async def block_text(self, block_id: int) -> dict[str, Any]:
         """What a block of the last look holds."""
         for at, stretch in enumerate(self._look.stretches):
-            if block_id in stretch.block_ids:
-                tokens = read_tokens(stretch.keys[stretch.block_ids.index(block_id)])
+            if block_id in stretch.ids:
+                tokens = read_tokens(stretch.keys[stretch.ids.index(block_id)])
                 decode = self._watch.decode
                 text = await asyncio.to_thread(decode, tokens) if decode is not None else None
                 return {"block": block_id, "prefix": at, "tokens": len(tokens), "text": text}
@@ -105,9 +106,9 @@ def draw_cells(
     states: NDArray[np.int64] = np.zeros(num_blocks, np.int64)
     owners: NDArray[np.int64] = np.full(num_blocks, -1, np.int64)
     for at, stretch in enumerate(stretches):
-        states[stretch.block_ids] = CACHED
+        states[stretch.ids] = CACHED
         if at in shown:
-            owners[stretch.block_ids] = at
+            owners[stretch.ids] = at
     states[list(held)] = HELD
     per_cell = -(-num_blocks // MAX_CELLS)
     padding = -num_blocks % per_cell

@@ -48,7 +48,7 @@ def describe_pool(manager: KVCacheManager, stretches: Sequence[Stretch]) -> dict
     by_owner: dict[Namespace, Counter[str]] = defaultdict(Counter)
     for stretch in stretches:
         owner = by_owner[stretch.namespace]
-        owner["blocks"] += len(stretch.block_ids)
+        owner["blocks"] += len(stretch.ids)
         owner["held"] += stretch.num_held
     named = sum(owner["blocks"] for owner in by_owner.values())
     named_held = sum(owner["held"] for owner in by_owner.values())
@@ -73,13 +73,13 @@ def describe_prefixes(
 
     decode: how the first tokens are told as text; None tells none.
     """
-    ranked = sorted(range(len(stretches)), key=lambda at: -len(stretches[at].block_ids))
+    ranked = sorted(range(len(stretches)), key=lambda at: -len(stretches[at].ids))
     chosen: set[int] = set()
     for at in ranked[:most]:
         while at >= 0 and at not in chosen:
             chosen.add(at)
             at = stretches[at].parent
-    by_depth = sorted(chosen, key=lambda at: (stretches[at].start, -len(stretches[at].block_ids)))
+    by_depth = sorted(chosen, key=lambda at: (stretches[at].start, -len(stretches[at].ids)))
     return [_describe(at, stretches[at], decode) for at in by_depth]
 
 
@@ -94,7 +94,7 @@ def _describe(at: int, stretch: Stretch, decode: Decode | None) -> dict[str, Any
         "parent": stretch.parent if stretch.parent >= 0 else None,
         **name_of(stretch.namespace),
         "first_block": stretch.start,
-        "blocks": len(stretch.block_ids),
+        "blocks": len(stretch.ids),
         "held": stretch.num_held,
         "text": decode(tokens[:_SHOWN_TOKENS]) if decode is not None else None,
     }

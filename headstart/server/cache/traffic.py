@@ -23,7 +23,7 @@ Tokens = NDArray[np.int32]
 _SPAN = 8  # tokens: as many in a row are found again elsewhere in another prompt, or none
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Seen:
     """A prompt that was answered. time: seconds on the clock of `Traffic`.
 
@@ -104,16 +104,30 @@ class Traffic:
         token_ids: list[int],
         num_cached: int,
         missed: MissExplanation | None,
+        seconds_ago: float = 0.0,
     ) -> Seen:
-        """Remember a prompt that was answered. Takes time with its length, not with the others."""
+        """Remember a prompt that was answered; `seconds_ago` is when it came.
+
+        Takes time with its length, not with the others.
+        """
         tokens = np.asarray(token_ids, np.int32)
         closest = self.closest(namespace, tokens)
         again = 0
-        if closest is not None and missed is not None and missed.reason in _DIFFERENT:
-            start = max(closest.num_common, num_cached)
-            again = count_again(tokens[start:], closest.seen.tokens[closest.num_common :])
+        if closest is not None:
             closest = Closest(_without_history(closest.seen), closest.num_common)
-        seen = Seen(request_id, namespace, tokens, self.now(), num_cached, missed, closest, again)
+            if missed is not None and missed.reason in _DIFFERENT:
+                start = max(closest.num_common, num_cached)
+                again = count_again(tokens[start:], closest.seen.tokens[closest.num_common :])
+        seen = Seen(
+            request_id,
+            namespace,
+            tokens,
+            self.now() - seconds_ago,
+            num_cached,
+            missed,
+            closest,
+            again,
+        )
         self._forget(len(tokens))
         if len(tokens) <= self._max_tokens:
             self._remember(seen)
@@ -129,12 +143,6 @@ class Traffic:
         near = [prompts.seen[key] for key in prompts.keys[max(0, at - 1) : at + 1]]
         found = [Closest(seen, count_common(tokens, seen.tokens)) for seen in near]
         return max(found, key=lambda one: (one.num_common, one.seen.time), default=None)
-
-    def closest_elsewhere(self, namespace: Namespace, tokens: Tokens) -> Closest | None:
-        """As `closest`, among all other namespaces: for the operator's eyes alone."""
-        others = [self.closest(one, tokens) for one in self._prompts if one != namespace]
-        found = [one for one in others if one is not None]
-        return max(found, key=lambda one: one.num_common, default=None)
 
     def clear(self) -> None:
         """Forget every prompt."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -138,11 +139,12 @@ class _Chunks:
         """The stream, up to the line that says that it is done, or why it is not."""
         count = TokenCount()
         try:
-            async for output in service.run(self._prepared.request):
-                count.add(output)
-                for answer in output.outputs:
-                    for choice in self._choices(answer):
-                        yield frame(self._chunk([choice]))
+            async with aclosing(service.run(self._prepared.request)) as outputs:
+                async for output in outputs:
+                    count.add(output)
+                    for answer in output.outputs:
+                        for choice in self._choices(answer):
+                            yield frame(self._chunk([choice]))
         except Exception as error:
             yield frame(body_of(as_api_error(error)))
             return

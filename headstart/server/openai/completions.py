@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -24,7 +25,7 @@ from headstart.server.sse import EventStream, frame
 
 if TYPE_CHECKING:
     from headstart.engine.inputs import Prompt
-    from headstart.engine.outputs import CompletionOutput, RequestOutput
+    from headstart.engine.outputs import CompletionOutput, Logprobs, RequestOutput
     from headstart.engine.request import RequestGroup
 
 __all__ = ["router"]
@@ -52,7 +53,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         )
         for place, prompt in enumerate(_prompts(body.prompt))
     ]
-    told = _Told(body, name)
+    told = _Told(body, name, service)
     if body.stream:
         return EventStream(told.events(service, requests))
     return JsonResponse(await unless_gone(request, told.whole(service, requests)))
@@ -70,8 +71,9 @@ def _prompts(given: Any) -> Sequence[Prompt]:
 class _Told:
     """The answers of one call, as OpenAI's clients read them."""
 
-    def __init__(self, body: CompletionRequest, name: str) -> None:
+    def __init__(self, body: CompletionRequest, name: str, service: Service) -> None:
         self._body = body
+        self._tokenizer = service.llm.tokenizer
         self._head = {
             "id": name,
             "object": "text_completion",
@@ -89,7 +91,7 @@ class _Told:
         for place, output in enumerate(outputs):
             counts[place].add(output)
             choices += [self._choice(place, output, answer) for answer in output.outputs]
-        return self._head | {"choices": choices, "usage": usage_of(counts)}
+        return self._head | {"choices": choices, "usage": self._usage(counts)}
 
     async def events(
         self, service: Service, requests: Sequence[RequestGroup]
@@ -97,15 +99,17 @@ class _Told:
         """The stream, up to the line that says that it is done, or why it is not."""
         counts = [TokenCount() for _ in requests]
         try:
-            async for place, output in merge([service.run(request) for request in requests]):
-                counts[place].add(output)
-                for answer in output.outputs:
-                    yield frame(self._chunk([self._choice(place, output, answer)]))
+            streams = merge([service.run(request) for request in requests])
+            async with aclosing(streams):
+                async for place, output in streams:
+                    counts[place].add(output)
+                    for answer in output.outputs:
+                        yield frame(self._chunk([self._choice(place, output, answer)]))
         except Exception as error:
             yield frame(body_of(as_api_error(error)))
             return
         if self._wants_usage:
-            yield frame(self._chunk([], usage_of(counts)))
+            yield frame(self._chunk([], self._usage(counts)))
         yield frame("[DONE]")
 
     def _chunk(self, choices: list[Any], usage: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -117,11 +121,13 @@ class _Told:
     ) -> dict[str, Any]:
         index = place * (self._body.n or 1) + answer.index
         is_first = index not in self._offsets
-        echoed = (output.prompt or "") if self._body.echo and is_first else ""
-        entries = list(answer.logprobs or [])
-        if echoed and output.prompt_logprobs is not None:
-            entries = [*output.prompt_logprobs, *entries]  # type: ignore[list-item]
-        text = answer.text if self._body.max_tokens != 0 else ""
+        echoed = self._prompt_text(output) if self._body.echo and is_first else ""
+        entries: list[Logprobs | None] = []
+        text = ""
+        if self._body.max_tokens != 0:
+            text, entries = answer.text, list(answer.logprobs or [])
+        if self._body.echo and is_first and output.prompt_logprobs is not None:
+            entries = [*output.prompt_logprobs, *entries]
         logprobs = None
         if self._body.logprobs is not None:
             start = self._offsets.get(index, 0)
@@ -133,6 +139,17 @@ class _Told:
             "logprobs": logprobs,
             "finish_reason": answer.finish_reason,
         }
+
+    def _usage(self, counts: Sequence[TokenCount]) -> dict[str, Any]:
+        if self._body.max_tokens == 0:  # the engine makes one token at least, which is not told
+            for count in counts:
+                count.completion = 0
+        return usage_of(counts)
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None or self._tokenizer is None:
+            return output.prompt or ""
+        return str(self._tokenizer.decode(output.prompt_token_ids))
 
 
 async def _answer_all(service: Service, requests: Sequence[RequestGroup]) -> list[RequestOutput]:

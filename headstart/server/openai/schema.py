@@ -18,7 +18,6 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
-    continuous_usage_stats: bool = False
 
 
 class JsonSchema(Body):
@@ -136,7 +135,7 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
-    modalities: list[str] | None = None
+    modalities: list[Literal["text"]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -39,6 +42,17 @@ def test_the_closest_of_the_last_prompts_is_found(
     if found is not None:
         assert found.num_common == max(common(prompt, one) for one in known)
         assert found.num_common == count_common(np.array(prompt), found.seen.tokens)
+
+
+@pytest.mark.parametrize("reason", MissReason)
+def test_no_prompt_keeps_those_before_it_alive(reason: MissReason) -> None:
+    traffic = Traffic(max_prompts=3)
+    known = []
+    for at in range(20):
+        missed = MissExplanation(reason, 0)
+        known.append(weakref.ref(traffic.add(str(at), PLAIN, [1, 2, 3], 0, missed)))
+    gc.collect()
+    assert sum(one() is not None for one in known) <= 4
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=20), max_size=30))

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from headstart.server import health, page
+from headstart.server import page
 from headstart.server.anthropic import messages
 from headstart.server.cache import api as cache
 from headstart.server.errors import add_handlers
-from headstart.server.logs import RequestLog
 from headstart.server.middleware import Frontdoor
+from headstart.server.monitoring import health
+from headstart.server.monitoring.logs import RequestLog
 from headstart.server.openai import chat, completions, models
 from headstart.server.options import ServerOptions
 from headstart.server.responses import api as responses

@@ -14,7 +14,7 @@ import uvicorn
 
 from headstart.errors import ConfigError
 from headstart.server.app import create_app
-from headstart.server.logs import set_up_logs
+from headstart.server.monitoring.logs import set_up_logs
 from headstart.server.options import ServerOptions
 from headstart.server.service import Service
 from headstart.server.tenants import Tenants, open_tenants

@@ -16,10 +16,10 @@ from headstart.errors import EngineError
 from headstart.server.cache.live import Live
 from headstart.server.calls import Calls, current_deadline
 from headstart.server.errors import ApiError
-from headstart.server.logs import note_output
+from headstart.server.monitoring.logs import note_output
+from headstart.server.monitoring.watch import Watch
 from headstart.server.options import ServerOptions
 from headstart.server.tenants import Tenants, tenant_of
-from headstart.server.watch import Watch
 
 if TYPE_CHECKING:
     from headstart.engine.async_llm import AsyncLLM

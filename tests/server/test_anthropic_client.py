@@ -111,7 +111,7 @@ def test_a_stream_that_fails_says_so(thinking_server: Running) -> None:
     with (
         scripted(thinking_server, pieces),
         connect(thinking_server) as client,
-        pytest.raises(anthropic.APIStatusError, match="a step failed"),
+        pytest.raises(anthropic.APIStatusError, match="the engine failed"),
         client.messages.stream(model="tiny", max_tokens=9, messages=QUESTION) as stream,  # type: ignore[arg-type]
     ):
         stream.get_final_message()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from headstart.server.logs import set_up_logs
+from headstart.server.monitoring.logs import set_up_logs
 from tests.server.running import Running
 
 SECRET = "The treasure lies below the third oak"

@@ -21,7 +21,7 @@ from headstart.server.cache.state import describe_engine, describe_pool, describ
 
 if TYPE_CHECKING:
     from headstart.engine.async_llm import AsyncLLM
-    from headstart.server.watch import Watch
+    from headstart.server.monitoring.watch import Watch
 
 __all__ = ["MAX_CELLS", "Live", "draw_cells"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from headstart.cache import MissExplanation, Namespace
 from headstart.server.cache.advice import Adviser, Explanation
 from headstart.server.cache.traffic import Seen, Traffic
-from headstart.server.metrics import Metrics
+from headstart.server.monitoring.metrics import Metrics
 
 if TYPE_CHECKING:
     from headstart.engine.async_llm import AsyncLLM

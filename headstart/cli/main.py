@@ -79,7 +79,7 @@ def main() -> None:
     """An LLM inference engine whose KV cache never computes the same prefix twice."""
 
 
-@main.command(cls=GroupedCommand)
+@main.command(cls=GroupedCommand, short_help="Show what prefix caching saves.")
 @_option("--svg", type=click.Path(path_type=Path), help="Save what is shown in this file.")
 @_option("--adapters", is_flag=True, help="Ask with several LoRA adapters: who shares what.")
 @_option("--images", is_flag=True, help="Ask about pictures: what is encoded, what is found.")
@@ -142,7 +142,7 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
     questions.check(answers)
 
 
-@main.command(cls=GroupedCommand)
+@main.command(cls=GroupedCommand, short_help="Talk with a model.")
 @_option("--system", metavar="TEXT", help="The system message that the chat begins with.")
 @_option("--resume", metavar="FILE", help="Go on with a conversation that /save wrote.")
 @_option("--plain", is_flag=True, help="Show replies as they are, not as Markdown.")
@@ -167,7 +167,7 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
         talk(session.Chat(llm, model, params, conversation, plain=plain))
 
 
-@main.command(cls=GroupedCommand)
+@main.command(cls=GroupedCommand, short_help="Answer clients of APIs over HTTP.")
 @_model_option
 @server_options
 @engine_options

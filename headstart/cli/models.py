@@ -28,7 +28,7 @@ class _Row(NamedTuple):
     remark: str
 
 
-@click.group(invoke_without_command=True)
+@click.group(invoke_without_command=True, short_help="List, pull and remove models.")
 @click.pass_context
 def models(context: click.Context) -> None:
     """List the models that are on this machine; pull and remove them."""
@@ -36,7 +36,7 @@ def models(context: click.Context) -> None:
         _print_rows(_rows())
 
 
-@models.command()
+@models.command(short_help="Download a model from the hub.")
 @click.argument("name")
 def pull(name: str) -> None:
     """Download a model from the Hugging Face hub; one that broke off goes on where it was."""

@@ -11,6 +11,7 @@ from rich.console import Console
 from headstart.cli.demo.adapters import EVERYBODY, JOHN, Act, ActTable
 from headstart.cli.markdown import _code_theme
 from headstart.cli.pool_picture import COLOURS
+from tests.cli.test_main import call
 
 
 def luminance(name: str) -> float:
@@ -42,6 +43,13 @@ def test_code_is_coloured_for_the_background(
 ) -> None:
     monkeypatch.setenv("COLORFGBG", told)
     assert _code_theme() == theme
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["models", "--help"]])
+def test_commands_are_told_whole(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    said = call(*arguments).stdout
+    assert "..." not in said.partition("Commands:")[2]
 
 
 @pytest.mark.parametrize("width", [50, 60, 80, 120])

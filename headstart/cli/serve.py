@@ -72,7 +72,11 @@ class _Address:
         scheme = "http" if self.options.tls_cert is None else "https"
         address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         name = self.options.served_model_name or self.model
-        question = "What is 2 + 2?" if self.model == RANDOM_MODEL else "Who are you?"
+        question = (
+            "What is 2 + 2?"
+            if self.model == RANDOM_MODEL
+            else "Anna is 31. Ben is 45. How old is Ben?"
+        )
         body = {"model": name, "messages": [{"role": "user", "content": question}]}
         click.echo(f"Serving {name} at {address}")
         note(f"\ncurl {address}/v1/chat/completions -H 'Content-Type: application/json' \\")

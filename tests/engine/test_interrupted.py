@@ -23,6 +23,8 @@ DRAWN = SamplingParams(temperature=1, seed=5, max_tokens=4, ignore_eos=True, log
 SHARED = list(range(3, 37))
 PROMPTS = [SHARED + list(range(50, 61)), SHARED + list(range(70, 76))]
 ERRORS = (KeyboardInterrupt, MemoryError, RuntimeError)
+SHARES = 4
+"""Tests among which the lines of a step are divided: all in one take minutes on a busy machine."""
 EVERY_KIND = os.environ.get("HEADSTART_EVERY_KIND") == "1"
 """Raise every kind at every line, each in a run of its own: three times as long."""
 
@@ -100,10 +102,15 @@ def _names_it(error: BaseException | None, kind: type[BaseException]) -> bool:
     return isinstance(error, EngineError) and kind.__name__ in str(error)
 
 
+@pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("kinds", [(kind,) for kind in ERRORS] if EVERY_KIND else [ERRORS])
 @pytest.mark.parametrize("steps", [0, 1, 3], ids=["prefill", "mixed", "decode"])
 def test_an_exception_at_any_line_of_a_step(
-    llm: LLM, expected: list[list[int]], steps: int, kinds: Sequence[type[BaseException]]
+    llm: LLM,
+    expected: list[list[int]],
+    steps: int,
+    kinds: Sequence[type[BaseException]],
+    share: int,
 ) -> None:
     """The kinds of exceptions take turns over the lines, unless HEADSTART_EVERY_KIND is 1."""
     engine = llm.engine
@@ -113,7 +120,7 @@ def test_an_exception_at_any_line_of_a_step(
     _finish(engine, groups, expected)
     places = points(counted.lines)
     assert len(places) > 300
-    for turn, at in enumerate(places):
+    for turn, at in list(enumerate(places))[share::SHARES]:
         kind = kinds[turn % len(kinds)]
         groups = _begin(engine, steps)
         results = []

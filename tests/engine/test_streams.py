@@ -17,9 +17,14 @@ LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 A, B = list(range(3, 50)), list(range(60, 100))
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_smallest(tmp_path_factory.mktemp("model"))
+
+
 @pytest.fixture
-def llm(tmp_path: Path) -> Iterator[LLM]:
-    made = make_llm(save_smallest(tmp_path))
+def llm(folder: Path) -> Iterator[LLM]:
+    made = make_llm(folder)
     yield made
     made.close()
 

@@ -24,9 +24,14 @@ def tiny() -> Iterator[LLM]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_smallest(tmp_path_factory.mktemp("model"))
+
+
 @pytest.fixture
-def llm(tmp_path: Path) -> Iterator[LLM]:
-    made = make_llm(save_smallest(tmp_path), debug=True)
+def llm(folder: Path) -> Iterator[LLM]:
+    made = make_llm(folder, debug=True)
     yield made
     made.close()
 
@@ -120,9 +125,9 @@ def test_lower_priorities_run_first(llm: LLM) -> None:
     assert done == ["c", "f", "a", "d", "b", "e"]
 
 
-def test_the_least_urgent_request_gives_up_its_blocks(tmp_path: Path) -> None:
+def test_the_least_urgent_request_gives_up_its_blocks(folder: Path) -> None:
     """Though it was admitted first."""
-    llm = make_llm(save_smallest(tmp_path), num_blocks=6, debug=True)
+    llm = make_llm(folder, num_blocks=6, debug=True)
     engine = llm.engine
     groups = {}
     for name, priority in (("late", 1), ("soon", 0)):
@@ -202,8 +207,8 @@ def test_a_model_s_generation_config_is_the_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, "float", "float32"])
-def test_dtypes_in_vllm_s_words(tmp_path: Path, dtype: object) -> None:
-    llm = make_llm(save_smallest(tmp_path), dtype=dtype)
+def test_dtypes_in_vllm_s_words(folder: Path, dtype: object) -> None:
+    llm = make_llm(folder, dtype=dtype)
     assert llm.engine.config.dtype == "float32"
     llm.close()
 

@@ -24,7 +24,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, Protocol, Union, get_args, get_origin, get_type_hints
 
-from headstart.errors import RequestError
+from headstart.errors import HeadstartError, RequestError
 
 __all__ = [
     "OneOf",
@@ -73,31 +73,41 @@ def shorten(text: str) -> str:
     return short.encode("utf-8", "backslashreplace").decode()
 
 
-def check_utf8(what: str, text: str) -> int:
+def check_utf8(what: str, text: str, refuse: type[HeadstartError] = RequestError) -> int:
     """The length of a text in UTF-8, in bytes.
 
-    Raises RequestError for a lone surrogate, which UTF-8 cannot spell and no tokenizer takes.
+    Raises `refuse` for a lone surrogate, which UTF-8 cannot spell and no tokenizer takes.
     """
     try:
         return len(text.encode())
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        raise RequestError(
+        raise refuse(
             f"{what} has the lone surrogate U+{code:04X} at character {error.start}; allowed: "
             "text that UTF-8 can encode"
         ) from error
 
 
-def check_name(what: str, name: object) -> None:
-    """Refuse a name that is neither None nor a text of at least one character, in UTF-8."""
-    if name is None:
+def check_name(
+    what: str,
+    name: object,
+    refuse: type[HeadstartError] = RequestError,
+    *,
+    required: bool = False,
+) -> None:
+    """Raise `refuse` if a name is no text of at least one character, in UTF-8, nor None.
+
+    With `required`, None is refused, too.
+    """
+    if name is None and not required:
         return
     if not isinstance(name, str) or not name:
-        raise RequestError(
-            f"{what} is {describe(name)}, a {type(name).__name__}; allowed: None or a text of at "
-            "least one character"
+        kind = "" if name is None else f", a {type(name).__name__}"
+        allowed = "" if required else "None or "
+        raise refuse(
+            f"{what} is {describe(name)}{kind}; allowed: {allowed}a text of at least one character"
         )
-    check_utf8(what, name)
+    check_utf8(what, name, refuse)
 
 
 def check_flag(what: str, value: object) -> bool:

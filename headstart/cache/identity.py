@@ -76,16 +76,6 @@ class ExtraKey(NamedTuple):
     offset: int
 
 
-def check_text(what: str, text: str | None) -> str | None:
-    """The adapter or salt, if it can be named. Raises CacheError for a lone surrogate."""
-    if text is not None:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise CacheError(f"{what} {text!r} has no form in UTF-8: {error.reason}") from None
-    return text
-
-
 def sha256(data: bytes) -> bytes:
     """The digest behind portable names, 32 bytes."""
     return hashlib.sha256(data).digest()

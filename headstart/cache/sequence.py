@@ -11,13 +11,13 @@ from headstart.cache.identity import (
     BlockKey,
     MultiModalItem,
     Namespace,
-    check_text,
     check_token,
     cut_keys,
     encode_tokens,
     slice_keys,
 )
 from headstart.errors import CacheError
+from headstart.validation import check_name
 
 
 class TokenSequence:
@@ -27,8 +27,8 @@ class TokenSequence:
     in the blocks, or will be when the step that is under way ends. The other fields belong to
     the manager. Keys are cut once per token, ever: when a block's last token is known.
 
-    Raises CacheError for no tokens, a token id out of range, an adapter or salt with a lone
-    surrogate, or items that overlap or stand outside the tokens.
+    Raises CacheError for no tokens, a token id out of range, an adapter or salt that is empty or
+    not in UTF-8, or items that overlap or stand outside the tokens.
     """
 
     __slots__ = (
@@ -61,7 +61,9 @@ class TokenSequence:
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(token_ids)
-        self.namespace = Namespace(check_text("adapter", adapter), check_text("salt", salt))
+        check_name("adapter", adapter, CacheError)
+        check_name("salt", salt, CacheError)
+        self.namespace = Namespace(adapter, salt)
         self.items = _checked(items, len(self.token_ids))  # in order
         if not self.token_ids:
             raise CacheError(f"sequence {request_id!r} has no tokens")

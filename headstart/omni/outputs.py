@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headstart.errors import ConfigError, EngineError
+from headstart.validation import check_name
 
 __all__ = ["Alignment", "AlignmentDetector", "Kind", "Output", "parse_alignment"]
 
@@ -83,8 +84,7 @@ class Output:
     required: bool = True
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ConfigError("an output needs a name")
+        check_name("an output's name", self.name, ConfigError, required=True)
         if self.dtype is not None and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ConfigError(f"output {self.name!r}: {self.dtype!r} is no dtype of torch's")
 

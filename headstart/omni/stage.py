@@ -16,6 +16,7 @@ from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, HeadstartError
 from headstart.omni.outputs import Output
 from headstart.omni.rows import Chunk
+from headstart.validation import check_name
 
 __all__ = [
     "TOKENS",
@@ -57,8 +58,7 @@ class StageSpec:
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ConfigError("a stage needs a name")
+        check_name("a stage's name", self.name, ConfigError, required=True)
         names = [output.name for output in self.gives]
         twice = {name for name in names if names.count(name) > 1}
         if twice:

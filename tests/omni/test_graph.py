@@ -1,5 +1,8 @@
 """Pipelines written down in TOML."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -103,6 +106,8 @@ def test_a_digest_tells_dtype_shape_and_where_a_part_ends() -> None:
         ("[stages.a]\ngives = { x = { kind = 'token' } }", "output 'x' has no 'kind'"),
         ("other = 1\n[stages.a]", "a pipeline has no 'other'"),
         ("[stages.a", "no TOML"),
+        ('[stages.""]', "a stage's name is ''; allowed: a text of at least one character"),
+        ("[stages.a]\ngives = { '' = 'token' }", "an output's name is ''; allowed: a text"),
     ],
 )
 def test_what_cannot_be_read_is_said(text: str, complaint: str) -> None:
@@ -126,3 +131,13 @@ def test_what_cannot_be_built_is_said_and_nothing_stays_open() -> None:
 def test_a_function_cannot_be_declared_autoregressive() -> None:
     with pytest.raises(ConfigError, match="'a' is a function"):
         WholeStage(StageSpec(name="a"), lambda job: {})
+
+
+@pytest.mark.parametrize("name", ["", None, 3, "\ud800"])
+@pytest.mark.parametrize("make", [lambda name: StageSpec(name=name), Output])
+def test_a_name_that_could_not_key_the_store_is_refused(
+    make: Callable[[Any], object], name: Any
+) -> None:
+    """A stage named "" would have its rows where the tree of prefixes keeps its branches."""
+    with pytest.raises(ConfigError, match=r"^an? \w+'s name .*; allowed: "):
+        make(name)

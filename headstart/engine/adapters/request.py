@@ -26,9 +26,7 @@ class LoRARequest:
     lora_path: str | Path
 
     def __post_init__(self) -> None:
-        if self.lora_name is None:
-            raise RequestError("lora_name is None; allowed: a text of at least one character")
-        check_name("lora_name", self.lora_name)
+        check_name("lora_name", self.lora_name, required=True)
         if not isinstance(self.lora_path, (str, Path)) or not str(self.lora_path):
             raise RequestError(
                 f"lora_path is {describe(self.lora_path)}; allowed: the path of a folder"

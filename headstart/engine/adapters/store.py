@@ -37,7 +37,7 @@ from headstart.models.decoder import DecoderModel
 from headstart.models.lora.files import read_weights
 from headstart.models.lora.modules import AdapterRun, LoraLayers
 from headstart.models.lora.stack import ResidentAdapter
-from headstart.validation import check_name, check_utf8, describe
+from headstart.validation import check_name, describe
 
 __all__ = ["AdapterStore"]
 
@@ -94,12 +94,7 @@ class AdapterStore:
         """
         if not self._config.enable_lora:
             raise ConfigError("enable_lora is False: this engine takes no adapters")
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"an adapter's name is {describe(name)}; it must be a text")
-        try:
-            check_utf8("an adapter's name", name)
-        except RequestError as error:
-            raise ConfigError(str(error)) from error
+        check_name("an adapter's name", name, ConfigError, required=True)
         folder = _folder(path)
         found = self._read(folder)
         return in_engine(lambda: self._add(Adapter(name, folder, found.digest), found))

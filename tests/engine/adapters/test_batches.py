@@ -301,8 +301,9 @@ def test_a_failed_load_leaves_the_name_as_it_was(llm: LLM, llama: World, tmp_pat
         (bad / "adapter_model.safetensors").write_bytes(b"no")
         llm.load_adapter("attention", bad)
     assert answers(llm, [llama.prompts[0]], "attention") == [llama.expected[0]]
-    with pytest.raises(ConfigError, match="name"):
-        llm.load_adapter("", llama.adapters["attention"])
+    for name, said in (("", "''"), (None, "None"), (3, "3, a int"), ("\ud800", "lone")):
+        with pytest.raises(ConfigError, match=f"an adapter's name .*{said}"):
+            llm.load_adapter(name, llama.adapters["attention"])  # type: ignore[arg-type]
 
 
 def test_switched_off(llama: World) -> None:

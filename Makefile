@@ -13,14 +13,15 @@ CODE := headstart tests examples $(wildcard bench tools recipes docs/figures_src
 TYPED := headstart $(wildcard bench tools recipes docs/figures_src)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: help demo serve test lint types unit unit-portable sanitize figures bench curves clean
+.PHONY: help demo serve test lint types unit unit-portable emulate sanitize figures bench curves clean
 
 help:
 	@echo "make demo    two questions about one long document, the second from the cache"
 	@echo "make serve   the embedded model behind OpenAI's API, and a page that shows its cache"
 	@echo "make test    style, types, then all tests"
 	@echo "make lint | types | unit | unit-portable    one part of make test"
-	@echo "make sanitize the kernels' tests over a build that watches memory (minutes; GCC on Linux)"
+	@echo "make emulate the kernels' tests on a CPU without AVX-512 (minutes; GCC on Linux)"
+	@echo "make sanitize the same over a build that watches memory"
 	@echo "make figures draw the figures of the docs anew"
 	@echo "make bench   the manager, the engine, cached prefixes, adapters, look-alikes, four loads"
 	@echo "make curves  measure the curves of docs/performance.md anew, then draw them (minutes)"
@@ -60,8 +61,11 @@ unit-portable: $(READY)
 	HEADSTART_NATIVE=0 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
 	  $(BIN)/python -m pytest $(SPREAD) $(PORTABLE)
 
+emulate: $(READY)
+	$(BIN)/python tools/emulate.py
+
 sanitize: $(READY)
-	$(BIN)/python tools/sanitize.py
+	$(BIN)/python tools/emulate.py --sanitize
 
 figures: $(READY)
 	$(BIN)/python docs/figures_src/figures.py

@@ -1,11 +1,15 @@
-"""Runs the tests of the kernels over a library that watches itself, for whoever changes them.
+"""Runs the tests of the kernels on any CPU, for whoever changes them.
 
-    python tools/sanitize.py [arguments for pytest]
+    python tools/emulate.py [--sanitize] [arguments for pytest]
 
-A copy of the sources is built with AddressSanitizer and UndefinedBehaviorSanitizer of GCC, and the
-tests run in that copy; torch's and numpy's tensors are watched, too, as their memory comes from
-`malloc`. The first access beyond one ends the run with its place in the C++. Loads and stores under
-a mask are not seen: GCC leaves those instructions alone.
+A copy of the sources is built with `emulation/immintrin.h`, which writes the AVX-512 instructions
+out, and the tests run in that copy: its answers are right where the kernels' are, its times say
+nothing. Needs GCC and Linux.
+
+`--sanitize` adds AddressSanitizer and UndefinedBehaviorSanitizer: the first access beyond a tensor
+ends the run with its place in the C++. torch's and numpy's tensors are watched, too, as their
+memory comes from `malloc`, and so are loads and stores under a mask, which GCC leaves alone where
+they are instructions.
 """
 
 import os
@@ -18,8 +22,13 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+EMULATION = Path(__file__).parent / "emulation"
 COMPILER = os.environ.get("CXX", "g++")
-FLAGS = ("-O1", "-g", "-fPIC", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+EMULATED = (
+    *("-march=native", f"-I{EMULATION}", "-w", "-Wno-psabi"),
+    "-D__builtin_cpu_supports(feature)=1",
+)
+SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 TESTS = (
     *("tests/native", "tests/attention", "tests/models/lora", "tests/engine/test_paths.py"),
     *(
@@ -31,24 +40,31 @@ TESTS = (
 
 def main(arguments: list[str]) -> int:
     """Copy, build, test; pytest's exit status."""
+    sanitize = arguments[:1] == ["--sanitize"]
+    tests = arguments[sanitize:] or TESTS
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for part in ("headstart", "tests", "bench"):
             shutil.copytree(ROOT / part, folder / part)
         shutil.copy(ROOT / "pyproject.toml", folder)
-        build(folder)
-        # libstdc++ too, or the sanitizer ends the run at the first exception that torch throws.
-        preloaded = [find_library(name) for name in ("libasan.so", "libstdc++.so.6")]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(folder),
-            "LD_PRELOAD": " ".join(preloaded),
-            "ASAN_OPTIONS": "detect_leaks=0",  # Python's own are many
-            "UBSAN_OPTIONS": "print_stacktrace=1",
-            "OMP_NUM_THREADS": "2",
-        }
-        command = [sys.executable, "-m", "pytest", "--capture=sys", *(arguments or TESTS)]
+        build(folder, SANITIZED if sanitize else ())
+        environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "2"}
+        if sanitize:
+            environment |= sanitizer()
+        options = ("--capture=sys", "--timeout=0")  # written-out instructions are slow
+        command = [sys.executable, "-m", "pytest", *options, *tests]
         return subprocess.run(command, cwd=folder, env=environment).returncode
+
+
+def sanitizer() -> dict[str, str]:
+    """What a process needs in its environment to load a library with sanitizers."""
+    # libstdc++ too, or the sanitizer ends the run at the first exception that torch throws.
+    preloaded = [find_library(name) for name in ("libasan.so", "libstdc++.so.6")]
+    return {
+        "LD_PRELOAD": " ".join(preloaded),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own are many
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
 
 
 def find_library(name: str) -> str:
@@ -57,15 +73,16 @@ def find_library(name: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def build(folder: Path) -> None:
+def build(folder: Path, flags: tuple[str, ...]) -> None:
     """The library of the sources in `folder`, beside them."""
     settings = tomllib.loads((folder / "pyproject.toml").read_text())
     [module] = settings["tool"]["setuptools"]["ext-modules"]
     for old in (folder / "headstart" / "native").glob("_kernels.*"):
         old.unlink()
     target = f"headstart/native/_kernels{EXTENSION_SUFFIXES[0]}"
-    arguments = [*module["extra-compile-args"], *FLAGS, "-shared", "-pthread", "-o", target]
-    subprocess.run([COMPILER, *arguments, *module["sources"]], cwd=folder, check=True)
+    own = [flag for flag in module["extra-compile-args"] if not flag.startswith("-m")]
+    linked = ["-fPIC", "-shared", "-pthread", "-o", target, *module["sources"]]
+    subprocess.run([COMPILER, *own, *EMULATED, *flags, *linked], cwd=folder, check=True)
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_loaded_model_lets_its_file_go(tmp_path: Path) -> None:
     """A norm that is a view of the mapped file would keep all weights in memory a second time."""
     tiny("qwen2").save_pretrained(tmp_path)
-    model = load_model(tmp_path).module
+    model = load_model(tmp_path, "bfloat16").module
     assert kinds(model)[FusedLayer] == 3
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 

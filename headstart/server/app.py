@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from headstart.server import page
+from headstart.server import page, tokenize
 from headstart.server.anthropic import messages
 from headstart.server.cache import api as cache
 from headstart.server.errors import add_handlers
@@ -34,6 +34,7 @@ _ROUTERS = (
     chat.router,
     messages.router,
     responses.router,
+    tokenize.router,
     cache.router,
 )
 

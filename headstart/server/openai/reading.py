@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from headstart.engine.structured.params import StructuredOutputsParams
@@ -10,13 +11,14 @@ from headstart.server.errors import ApiError
 from headstart.server.openai.schema import (
     ChatRequest,
     CompletionRequest,
+    FunctionTool,
     ResponseFormat,
     SamplingFields,
     ToolChoice,
 )
 from headstart.server.tools import Tool, ToolUse
 
-__all__ = ["read_chat_sampling", "read_completion_sampling", "read_tools"]
+__all__ = ["as_tools", "read_chat_sampling", "read_completion_sampling", "read_tools"]
 
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids"),
@@ -66,12 +68,15 @@ def read_chat_sampling(body: ChatRequest) -> dict[str, Any]:
     return params
 
 
+def as_tools(given: Iterable[FunctionTool] | None) -> tuple[Tool, ...]:
+    """Tools as every API has them. Raises RequestError."""
+    functions = [one.function for one in given or ()]
+    return tuple(Tool(one.name, one.description, one.parameters) for one in functions)
+
+
 def read_tools(body: ChatRequest) -> ToolUse:
     """The tools of a chat. Raises RequestError."""
-    tools = tuple(
-        Tool(one.function.name, one.function.description, one.function.parameters)
-        for one in body.tools or ()
-    )
+    tools = as_tools(body.tools)
     parallel = body.parallel_tool_calls is not False
     if isinstance(body.tool_choice, ToolChoice):
         return ToolUse(tools, "required", body.tool_choice.function.name, parallel)

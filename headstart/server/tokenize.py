@@ -1,0 +1,123 @@
+"""`POST /tokenize` and `/detokenize`: texts to token ids and back, as vLLM has them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headstart.engine.text.codec import encode_text
+from headstart.errors import RequestError
+from headstart.server.bodies import Body, Whole
+from headstart.server.chats import ChatCall, prepare_chat
+from headstart.server.errors import ApiError, JsonResponse
+from headstart.server.openai.reading import as_tools
+from headstart.server.openai.schema import FunctionTool
+from headstart.server.service import Service, service_of
+from headstart.server.tools import ToolUse
+from headstart.validation import describe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+
+class TokenizeRequest(Body):
+    """A text, or a conversation as a chat would render it.
+
+    add_special_tokens is for texts: a chat template spells its own.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[FunctionTool] | None = None
+
+
+class DetokenizeRequest(Body):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: list[Whole]
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """The token ids of a prompt, and how many there may be."""
+    service = service_of(request)
+    service.adapter(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "prompt and messages: allowed is one of them")
+    if body.prompt is not None:
+        token_ids = await asyncio.to_thread(_encode, service, body.prompt, body)
+    else:
+        token_ids = await _encode_chat(service, body, request)
+    texts = None
+    if body.return_token_strs:
+        texts = _tokenizer(service).convert_ids_to_tokens(token_ids)
+    return JsonResponse(
+        {
+            "count": len(token_ids),
+            "max_model_len": service.llm.engine.max_model_len,
+            "tokens": token_ids,
+            "token_strs": texts,
+        }
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    service = service_of(request)
+    service.adapter(body.model)
+    tokenizer = _tokenizer(service)
+    size = len(tokenizer)
+    wrong = [token_id for token_id in body.tokens if not 0 <= token_id < size]
+    if wrong:
+        raise RequestError(f"tokens has {describe(wrong[0])}; allowed: from 0 to {size - 1}")
+    return JsonResponse({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
+
+
+def _tokenizer(service: Service) -> PreTrainedTokenizerBase:
+    tokenizer = service.llm.tokenizer
+    if tokenizer is None:
+        raise RequestError("the model came without a tokenizer")
+    return tokenizer
+
+
+def _encode(service: Service, text: str, body: TokenizeRequest) -> list[int]:
+    service.llm.engine.text_limit.check("the prompt", text)
+    special = body.add_special_tokens is not False
+    return encode_text(_tokenizer(service), text, add_special_tokens=special)
+
+
+async def _encode_chat(service: Service, body: TokenizeRequest, request: Request) -> list[int]:
+    if body.add_special_tokens:
+        raise ApiError(400, "add_special_tokens is true; allowed for messages: false")
+    template = {
+        "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
+        "continue_final_message": body.continue_final_message,
+    }
+    more = {"chat_template": body.chat_template, "chat_template_kwargs": body.chat_template_kwargs}
+    call = ChatCall(
+        model=body.model,
+        messages=body.messages or [],
+        sampling={"max_tokens": None},
+        salt=service.salt(request, None),
+        tools=ToolUse(as_tools(body.tools), "none"),
+        template=template | {name: value for name, value in more.items() if value is not None},
+    )
+    prepared = await prepare_chat(service, call, service.new_id("text"), stream=False)
+    return prepared.request.prompt_token_ids

@@ -1,0 +1,69 @@
+"""Requests made of the server's own OpenAPI description, right and wrong ones: none fails it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.server.running import Running
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    schemathesis = pytest.importorskip("schemathesis")
+
+EXAMPLES = settings(
+    max_examples=8,
+    database=None,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+_LENGTHS = {
+    "/v1/completions": "max_tokens",
+    "/v1/chat/completions": "max_tokens",
+    "/v1/messages": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+}
+
+
+def tame(path: str, body: Any) -> Any:
+    """The same for a model that there is, and with an answer that does not take long."""
+    if not isinstance(body, dict):
+        return body
+    if isinstance(body.get("model"), str):
+        body["model"] = "tiny"
+    for name in ("n", "best_of", "max_completion_tokens"):
+        if isinstance(body.get(name), int):
+            body[name] = min(body[name], 2)
+    name = _LENGTHS.get(path, "")
+    length = body.get(name)
+    if name and (length is None or isinstance(length, int)):
+        body[name] = 2 if length is None else min(length, 2)
+    return body
+
+
+def test_no_request_fails_the_server(server: Running) -> None:
+    description = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    seen: dict[int, int] = {}
+
+    def check(case: Any) -> None:
+        case.body = tame(case.path, case.body)
+        answer = case.call(timeout=60)
+        seen[answer.status_code] = seen.get(answer.status_code, 0) + 1
+        assert answer.status_code < 500, (case.path, case.body, answer.content)
+        if answer.status_code >= 400 and case.path.startswith("/v1/"):
+            assert answer.json()["error"]["message"]
+
+    for found in description.get_all_operations():
+        operation = found.ok()
+        for mode in schemathesis.GenerationMode:
+            if mode == schemathesis.GenerationMode.POSITIVE or operation.method == "post":
+                strategy = operation.as_strategy(generation_mode=mode)
+                EXAMPLES(given(strategy)(check))()
+    assert seen.keys() >= {200, 400, 404}
+    blocks, free = server.pool()
+    assert blocks == free

@@ -80,9 +80,12 @@ class PreparedChat:
 
 
 async def prepare_chat(
-    service: Service, call: ChatCall, request_id: str, *, stream: bool
+    service: Service, call: ChatCall, request_id: str, *, stream: bool, is_kept: bool = True
 ) -> PreparedChat:
-    """A request for a conversation: checked and tokenised. Raises ApiError or RequestError."""
+    """A request for a conversation: checked and tokenised. Raises ApiError or RequestError.
+
+    is_kept: see `Service.prepare_chat`.
+    """
     adapter = service.adapter(call.model)
     if "chat_template" in call.template and not service.options.trust_request_chat_template:
         raise ApiError(
@@ -113,6 +116,7 @@ async def prepare_chat(
         adapter=adapter,
         cache_salt=call.salt,
         priority=call.priority,
+        is_kept=is_kept,
         **options,
     )
     return PreparedChat(request, dialect.calls, call.tools, dialect)

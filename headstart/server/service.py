@@ -127,10 +127,20 @@ class Service:
             return await self.llm.prepare(prompt, params, request_id, **options)
 
     async def prepare_chat(
-        self, messages: Any, params: SamplingParams, request_id: str, **options: Any
+        self,
+        messages: Any,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        is_kept: bool = True,
+        **options: Any,
     ) -> RequestGroup:
-        """A request of a conversation; see `AsyncLLM.prepare_chat`."""
-        self._admit()
+        """A request of a conversation; see `AsyncLLM.prepare_chat`.
+
+        is_kept: it takes a place; one that is let go of at once does not.
+        """
+        if is_kept:
+            self._admit()
         async with self._in_time():
             return await self.llm.prepare_chat(messages, params, request_id, **options)
 

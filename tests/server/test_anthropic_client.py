@@ -12,7 +12,7 @@ import pytest
 from anthropic.types import Message
 
 from headstart import LLM, EngineError, SamplingParams
-from tests.server.running import Running
+from tests.server.running import Running, running
 from tests.server.scripted import scripted
 from tests.server.templates import png_of
 
@@ -295,3 +295,14 @@ def test_bad_input_is_told_as_anthropic_would(
 def test_a_model_without_images_says_so(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="the model takes text alone"):
         ask(client, [{"role": "user", "content": [image(1)]}])
+
+
+def test_marks_take_no_place_of_another_call() -> None:
+    with running(max_num_seqs=1, max_waiting=0) as server, connect(server) as client:
+        parts = [
+            mark("Remember: " + PEOPLE, ttl="1h"),
+            mark("And so."),
+            {"type": "text", "text": "?"},
+        ]
+        message = ask(client, [{"role": "user", "content": parts}], max_tokens=1)
+        assert message.usage.cache_read_input_tokens == 0

@@ -210,10 +210,8 @@ def test_a_stream_that_fails_says_so(server: Running) -> None:
     with scripted(server, pieces), connect(server) as client:
         *_, last = client.responses.create(model="tiny", input="Hi", stream=True)
     assert last.type == "response.failed" and last.response.status == "failed"
-    assert (
-        last.response.error is not None
-        and last.response.error.message == "the engine failed; the server's log has the reason"
-    )
+    assert last.response.error is not None
+    assert last.response.error.message.startswith("the engine failed")
 
 
 def test_an_image_is_a_data_url(image_server: Running) -> None:

@@ -10,8 +10,10 @@ A block is text, thinking or the use of a tool. `ping` may come anywhere.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+from headstart.server.answers.parser import AnswerParser
 from headstart.server.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from headstart.server.anthropic.usage import Usage
 from headstart.server.chats import PreparedChat
@@ -56,25 +58,29 @@ class MessageEvents:
         parser = self._prepared.parser()
         is_first = True
         try:
-            async for output in service.run(self._prepared.request):
-                self._usage.count.add(output)
-                if is_first:
-                    yield self._start()
-                    yield _event("ping")
-                    is_first = False
-                for answer in output.outputs:
-                    parts = parser.feed(answer.text)
-                    if answer.finish_reason is not None:
-                        parts += parser.finish()
-                    for part in parts:
-                        for event in self._tell(part):
-                            yield event
-                    if answer.finish_reason is not None:
-                        for event in self._finish(answer):
+            async with aclosing(service.run(self._prepared.request)) as outputs:
+                async for output in outputs:
+                    self._usage.count.add(output)
+                    if is_first:
+                        yield self._start()
+                        yield _event("ping")
+                        is_first = False
+                    for answer in output.outputs:
+                        for event in self._read(answer, parser):
                             yield event
         except Exception as error:
             told = body_of(as_api_error(error), "/v1/messages", self._prepared.request.request_id)
             yield frame(told, "error")
+
+    def _read(self, answer: CompletionOutput, parser: AnswerParser) -> Iterator[bytes]:
+        """The events of what is new in an answer."""
+        parts = parser.feed(answer.text)
+        if answer.finish_reason is not None:
+            parts += parser.finish()
+        for part in parts:
+            yield from self._tell(part)
+        if answer.finish_reason is not None:
+            yield from self._finish(answer)
 
     def _start(self) -> bytes:
         usage = self._usage.told() | {"output_tokens": 0}

@@ -83,7 +83,8 @@ def _whole(template: Any) -> dict[str, Any]:
 async def _count_common(service: Service, call: ChatCall, token_ids: Sequence[int]) -> int:
     """Tokens that a beginning has in common with the whole; 0 if the template refuses it alone."""
     try:
-        prepared = await prepare_chat(service, call, service.new_id("part"), stream=False)
+        name = service.new_id("part")
+        prepared = await prepare_chat(service, call, name, stream=False, is_kept=False)
     except RequestError:
         return 0
     pairs = zip(prepared.request.prompt_token_ids, token_ids, strict=False)

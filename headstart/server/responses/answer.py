@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from headstart.server.chats import PreparedChat
@@ -115,19 +116,21 @@ class ResponseAnswer:
     async def events(self, keep: Callable[[dict[str, Any]], None]) -> AsyncGenerator[bytes]:
         """The stream, numbered; the whole response is handed to `keep` before its last event."""
         number = 0
-        async for event in self._run():
-            if event["type"] in ("response.completed", "response.incomplete"):
-                keep(event["response"])
-            yield frame({**event, "sequence_number": number}, event["type"])
-            number += 1
+        async with aclosing(self._run()) as told:
+            async for event in told:
+                if event["type"] in ("response.completed", "response.incomplete"):
+                    keep(event["response"])
+                yield frame({**event, "sequence_number": number}, event["type"])
+                number += 1
 
     async def _run(self) -> AsyncGenerator[Event]:
         for step in ("created", "in_progress"):
             yield {"type": f"response.{step}", "response": self.told()}
         try:
-            async for output in self._service.run(self._prepared.request):
-                for event in self.take(output):
-                    yield event
+            async with aclosing(self._service.run(self._prepared.request)) as outputs:
+                async for output in outputs:
+                    for event in self.take(output):
+                        yield event
         except Exception as error:
             self._status = "failed"
             self._error = {"code": "server_error", "message": str(as_api_error(error))}

@@ -30,6 +30,7 @@ _INTERRUPTED = "interrupted: the question and this part of the reply stay, and b
 _TAKEN_BACK = (
     "interrupted before the reply began: the question is taken back, and what was read is cached"
 )
+_ROOM = 256  # tokens of a reply that a prompt must leave room for; a longer one ends at the limit
 
 
 class Chat:
@@ -118,7 +119,7 @@ class Chat:
         Raises RequestError for a question that does not fit alone; nothing is left out then.
         """
         conversation, limit = self.conversation, self.llm.engine.max_model_len
-        room = min(self.params.max_tokens or limit, limit // 4)
+        room = min(self.params.max_tokens or limit, _ROOM, limit // 4)
         start, stop = conversation.start, len(conversation.turns)
         try:
             stream = self._stream(conversation, question, start)
@@ -150,7 +151,8 @@ class Chat:
         count = f"{turns} oldest turns are" if turns > 1 else "oldest turn is"
         note(
             f"[the context of {self.llm.engine.max_model_len:,} tokens is full: the {count} left "
-            f"out, and {len(stream.prompt_token_ids) - same:,} tokens are to be read]"
+            f"out with all documents there, and {len(stream.prompt_token_ids) - same:,} tokens are "
+            "to be read]"
         )
 
 

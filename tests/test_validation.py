@@ -132,7 +132,7 @@ def test_no_value_of_an_option_ends_in_a_foreign_error(name: str) -> None:
 
 def test_no_bound_of_the_store_of_a_pipeline_ends_in_a_foreign_error() -> None:
     for value in [*WRONG, -1]:
-        with pytest.raises(ConfigError, match=r"^max_bytes is .*; allowed: a whole number of"):
+        with pytest.raises(ConfigError, match=r"^cache_bytes is .*; allowed: a whole number of"):
             Omni("no such folder", cache_bytes=value)
 
 

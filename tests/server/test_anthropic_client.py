@@ -298,7 +298,7 @@ def test_a_model_without_images_says_so(client: anthropic.Anthropic) -> None:
 
 
 def test_marks_take_no_place_of_another_call() -> None:
-    with running(max_num_seqs=1, max_waiting=0) as server, connect(server) as client:
+    with running(max_num_seqs=1, max_waiting=1) as server, connect(server) as client:
         parts = [
             mark("Remember: " + PEOPLE, ttl="1h"),
             mark("And so."),

@@ -17,7 +17,7 @@ from headstart.server.calls import Call
 from headstart.server.keys import KeyFolder
 from headstart.server.tenants import Tenant
 from tests.server.running import Running, running
-from tests.server.test_isolation import picture
+from tests.server.tenants.test_isolation import picture
 from tests.tiny_vision import save_tiny_vision
 
 PATH = "/v1/completions"

@@ -79,7 +79,7 @@ def connect(server: Running, small: bool = False) -> socket.socket:
 
 
 def send(to: socket.socket, content: bytes, key: str = "", *, whole: bool = True) -> None:
-    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"x-api-key: {key}\r\nContent-Length: {len(content)}\r\n\r\n"
     to.sendall(head.encode() + (content if whole else content[:5]))
 

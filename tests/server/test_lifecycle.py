@@ -168,5 +168,5 @@ def test_pages_of_other_origins_may_ask_only_if_they_are_named() -> None:
         assert answer.status_code == 400 and answer.headers[named] == "https://b.example"
     with running() as server:
         answer = httpx.options(f"{server.url}/v1/completions", headers=ask)
-        assert answer.status_code == 405 and named not in answer.headers
+        assert answer.status_code == 403 and named not in answer.headers
         assert json.loads(answer.text)["error"]

@@ -14,7 +14,7 @@ from headstart.cache.admission import Allocation, RowCopy
 from headstart.cache.block import KVCacheBlock, PrefixNode
 from headstart.cache.config import CacheConfig
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
-from headstart.cache.eviction import EvictionPolicy
+from headstart.cache.eviction import EvictionPolicy, Shares
 from headstart.cache.free_queue import FreeBlockQueue
 from headstart.cache.identity import (
     BlockHash,
@@ -61,6 +61,7 @@ __all__ = [
     "PrefixNode",
     "PrefixTree",
     "RowCopy",
+    "Shares",
     "Stretch",
     "TokenSequence",
     "extra_keys",

@@ -32,6 +32,7 @@ def _descend(root: PrefixNode) -> Iterator[PrefixNode]:
 def _check_blocks(pool: BlockPool, sequences: Sequences) -> None:
     """Reference counts are those of the tables; the free queue has just the unheld blocks."""
     held = Counter(block.block_id for s in sequences for block in s.blocks)
+    pool.free.check()
     free = [block.block_id for block in pool.free]
     assert len(free) == len(set(free)) == len(pool.free), "the free queue has a block twice"
     assert set(free).isdisjoint(held), "a held block is on the free queue"

@@ -22,7 +22,6 @@ from headstart.cache.index import PrefixIndex
 from headstart.cache.invariants import check_everything
 from headstart.cache.lookup import (
     ComputedBlocks,
-    PartialHit,
     explain_end,
     find_partial,
     is_in_other_salt,
@@ -54,8 +53,8 @@ class KVCacheManager:
         self.names = check_names(config, names)
         self.stats = PrefixCacheStats()
         self.pool = BlockPool(config.num_blocks, config.eviction, PrefixIndex(ghosts))
-        if config.events:
-            self.pool.names = self.names
+        self.pool.names = self.names if config.events else None
+        self.shares = self.pool.shares
         self._naming = BlockNaming(config, self.pool)
         self._caching = config.enable_prefix_caching
         self._sequences: dict[str, TokenSequence] = {}
@@ -175,7 +174,7 @@ class KVCacheManager:
         self._is_whole = False
         self._sequences[sequence.request_id] = sequence
         self.pool.touch(hits)
-        new, copies = self._take(num_new, computed.partial if computed is not None else None)
+        new, copies = self._take(sequence, num_new, computed)
         sequence.blocks = hits + new
         sequence.block_ids = block_ids(sequence.blocks)
         sequence.capacity = len(sequence.blocks) * self.block_size
@@ -207,7 +206,7 @@ class KVCacheManager:
         return explain_end(self.pool.index, computed, self.block_size)
 
     def _take(
-        self, count: int, partial: PartialHit | None
+        self, sequence: TokenSequence, count: int, computed: ComputedBlocks | None
     ) -> tuple[list[KVCacheBlock], tuple[RowCopy, ...]]:
         """New blocks, and the copy that fills the head of the first from a partial hit.
 
@@ -215,17 +214,17 @@ class KVCacheManager:
         taken itself. If it is the last free block it is taken: copies read before anybody
         writes, so its rows are still good.
         """
-        if partial is None:
-            return self.pool.take(count), ()
-        source = partial.block
+        if computed is None or computed.partial is None:
+            return self.pool.take(count, sequence.namespace.salt), ()
+        source, num_rows = computed.partial
         is_last = source.ref_cnt == 0 and len(self.pool.free) == count
         self.pool.touch([source])
         if is_last:
             self.pool.release([source])
-        new = self.pool.take(count)
+        new = self.pool.take(count, sequence.namespace.salt)
         if not is_last:
             self.pool.release([source])
-        return new, (RowCopy(source.block_id, new[0].block_id, partial.num_rows),)
+        return new, (RowCopy(source.block_id, new[0].block_id, num_rows),)
 
     def append_slots(self, sequence: TokenSequence, num_new_tokens: int = 1) -> bool:
         """Give a running sequence slots for its next tokens; False, and nothing moved, if short.
@@ -252,7 +251,7 @@ class KVCacheManager:
                 return False
         self._is_whole = False
         if num_new:
-            new = self.pool.take(num_new)
+            new = self.pool.take(num_new, sequence.namespace.salt)
             sequence.blocks += new
             sequence.block_ids += block_ids(new)
             sequence.capacity += num_new * self.block_size

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from headstart.cache.block import KVCacheBlock, PartialNode, PrefixNode, make_chain
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
-from headstart.cache.eviction import make_policy
+from headstart.cache.eviction import Shares, make_policy
 from headstart.cache.identity import BlockKey
 from headstart.cache.index import PrefixIndex
 from headstart.cache.portable_names import BlockNames
@@ -45,7 +45,8 @@ class BlockPool:
     def __init__(self, num_blocks: int, eviction: str, index: PrefixIndex) -> None:
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.eviction = eviction
-        self.free = make_policy(eviction, self.blocks)
+        self.shares = Shares()
+        self.free = make_policy(eviction, self.blocks, self.shares)
         self.index = index
         self.copies: dict[PrefixNode, dict[KVCacheBlock, None]] = {}
         self.version = 0
@@ -61,12 +62,14 @@ class BlockPool:
             for one in self.blocks
         ]
 
-    def take(self, count: int) -> list[KVCacheBlock]:
-        """`count` blocks to write to, each held once; what they cached is evicted.
+    def take(self, count: int, salt: str | None) -> list[KVCacheBlock]:
+        """`count` blocks for a request of this salt to write to, each held once.
+
+        What they cached is evicted.
 
         The caller has seen that as many are free.
         """
-        taken = self.free.take(count)
+        taken = self.free.take(count, salt)
         evicted = [block for block in taken if block.node is not None]
         if evicted:
             self.num_evicted += len(evicted)
@@ -179,7 +182,7 @@ class BlockPool:
         self.copies.clear()
         for block in self.free.take(len(self.free)):
             block.node = None
-        self.free = make_policy(self.eviction, self.blocks)
+        self.free = make_policy(self.eviction, self.blocks, self.shares)
         self.index.clear()
         self.version += 1
         if self.names is not None:

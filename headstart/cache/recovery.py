@@ -35,7 +35,7 @@ def rebuild(pool: BlockPool, sequences: Sequence[TokenSequence]) -> None:
     for block in pool.blocks:
         block.ref_cnt = 0
         block.prev_free_block = block.next_free_block = block
-    pool.free = make_policy(pool.eviction, pool.blocks)
+    pool.free = make_policy(pool.eviction, pool.blocks, pool.shares)
     pool.free.withdraw(cached)
     for block in cached:
         pool.free.release([block])

@@ -41,7 +41,8 @@ def run_server(model: str, engine: Mapping[str, Any], options: ServerOptions) ->
         tenants = launch.open_tenants(options, at.getsockname()[0])
         with waiting(announce(model)):
             async_llm = load_module("headstart.engine.async_llm").AsyncLLM
-            llm = async_llm(resolve_model(model), **engine)
+            shared = {"eviction": "fair-lru"} if tenants.ask_for_keys else {}
+            llm = async_llm(resolve_model(model), **{**shared, **engine})
         with closing(llm):
             said = _Address(at, options, model, with_key=tenants.ask_for_keys)
             launch.serve(llm, model, options, tenants, at, said.tell)

@@ -25,6 +25,7 @@ from headstart.engine.hooks import EngineHooks
 from headstart.engine.images.prompt import make_image_prompts
 from headstart.engine.inputs import InputProcessor, Prompt, RequestOptions, check_request
 from headstart.engine.limits import Limit
+from headstart.engine.limits.fair_share import FairShare
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
@@ -84,7 +85,7 @@ class Engine:
         self._runner = Runner(
             self.model, backend, parts.memory, self.adapters, deterministic=config.deterministic
         )
-        self._sampler = Sampler(self.model.vocab_size)
+        self._sampler, self._turns = Sampler(self.model.vocab_size), FairShare(self.manager, config)
         self._scheduler = Scheduler(
             self.manager,
             max_tokens=config.max_num_batched_tokens,
@@ -101,7 +102,7 @@ class Engine:
     def _limits(self, hooks: EngineHooks | None) -> list[Limit]:
         """The limits of a step. Inputs come first: who waits for them is in nobody's way."""
         images = [self.images.budget] if self.images is not None else []
-        return [*([hooks] if hooks is not None else []), self.adapters, *images]
+        return [*([hooks] if hooks is not None else []), self.adapters, *images, self._turns]
 
     @classmethod
     def of_model(
@@ -156,7 +157,7 @@ class Engine:
             raise _id_in_use(group.request_id)
         self._groups[group.request_id] = group
         for request in group.requests:
-            self._scheduler.add(request)
+            self._scheduler.add(self._turns.queue(request))
         self._close_step(step)
 
     def abort(self, request_id: str) -> RequestOutput | None:

@@ -29,7 +29,7 @@ class Request:
     """One answer in the making: what the scheduler schedules.
 
     `group` is what the user asked for; with `n` answers it has as many requests, which share
-    their prompt by ordinary prefix caching.
+    their prompt by ordinary prefix caching. turn: see `headstart.engine.limits.fair_share`.
     """
 
     group: "RequestGroup"
@@ -44,6 +44,7 @@ class Request:
     missed: MissExplanation | None = None
     num_preemptions: int = 0
     times_bypassed: int = 0
+    turn: float = 0.0
     first_token_time: float | None = None
     last_token_time: float | None = None
 
@@ -51,6 +52,11 @@ class Request:
     def priority(self) -> int:
         """Requests of lower values go first."""
         return self.group.priority
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Requests of lower ranks go first: by priority, and then by their owners' turns."""
+        return self.group.priority, self.turn
 
     @property
     def reads_cache(self) -> bool:

@@ -14,14 +14,15 @@ more. One whose next block another request is computing is left waiting, so that
 computed twice; it is let in as soon as that is done, or the other is gone.
 
 All of this holds among requests of one priority, and mostly all have 0. One of a lower value is
-before all others: it is admitted and computed earlier, and gives up its blocks later.
+before all others: it is admitted and computed earlier, and gives up its blocks later. Where owners
+share the engine, requests of one priority are in the order of their turns (`limits/fair_share.py`).
 
 A limit (`engine/limits.py`) may say that fewer tokens of a request can be computed now than there
 are, or none. A running request then waits where it is; if nothing can run because of limits, the
 request admitted last gives way. A waiting request is bypassed, as above.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -103,7 +104,7 @@ class Scheduler:
             self._find_limits(request)
         for request in again:
             self._count_preemption(request)
-        waiting = sorted(dict.fromkeys((*again, *lost, *self.waiting)), key=_priority)
+        waiting = sorted(dict.fromkeys((*again, *lost, *self.waiting)), key=_rank)
         self.running, self.waiting = (
             [request for request in self.running if request in kept],
             deque(request for request in waiting if request in living and request not in kept),
@@ -163,15 +164,11 @@ class Scheduler:
         return scheduled, budget
 
     def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it goes before the waiting ones of its priority."""
+        """Take a running request's blocks; it goes before the waiting ones of its rank."""
         self._free(request)
         self._leave_limits(request)
         self._count_preemption(request)
-        at = next(
-            (at for at, one in enumerate(self.waiting) if one.priority >= request.priority),
-            len(self.waiting),
-        )
-        self.waiting.insert(at, request)
+        self.waiting.insert(bisect_left(self.waiting, request.rank, key=_rank), request)
 
     def preempt_all(self) -> None:
         """Have all requests wait. Not during a step."""
@@ -284,12 +281,12 @@ class Scheduler:
         self.running.insert(_place_after(self.running, request), request)
 
 
-def _priority(request: Request) -> int:
-    return request.priority
+def _rank(request: Request) -> tuple[int, float]:
+    return request.rank
 
 
 def _place_after(queue: Sequence[Request], request: Request) -> int:
-    """Where a request stands in a queue: after those whose priority is at least as urgent."""
-    if not queue or queue[-1].priority <= request.priority:
+    """Where a request stands in a queue: after those whose rank is at most its own."""
+    if not queue or queue[-1].rank <= request.rank:
         return len(queue)
-    return bisect_right(queue, request.priority, key=_priority)
+    return bisect_right(queue, request.rank, key=_rank)

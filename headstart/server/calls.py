@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from headstart.server.errors import ApiError
 from headstart.server.tenants import EVERYBODY, Tenant
 
-__all__ = ["Call", "Calls", "current_deadline"]
+__all__ = ["Call", "Calls", "current_call"]
 
 _RETRY_AFTER = 1  # seconds; places come free one by one
 _CALL: ContextVar[Call | None] = ContextVar("call", default=None)
@@ -88,10 +88,9 @@ class Calls:
         self._places[tenant.key] += 1
 
 
-def current_deadline() -> float | None:
-    """When the call under way must be done, in the event loop's time; None outside calls."""
-    call = _CALL.get()
-    return call.deadline if call is not None else None
+def current_call() -> Call | None:
+    """The call under way; None outside calls."""
+    return _CALL.get()
 
 
 def _full(text: str) -> ApiError:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from headstart.engine.params import RequestOutputKind, SamplingParams
 from headstart.errors import EngineError
 from headstart.server.cache.live import Live
-from headstart.server.calls import Calls, current_deadline
+from headstart.server.calls import Calls, current_call
 from headstart.server.errors import ApiError
 from headstart.server.monitoring.logs import note_output
 from headstart.server.monitoring.watch import Watch
@@ -76,7 +76,10 @@ class Service:
 
     def salt(self, request: Request, asked: str | None) -> str | None:
         """The cache salt of a request: its tenant's, narrowed by what its body asks for."""
-        return self.tenants.salt(tenant_of(request), asked)
+        tenant = tenant_of(request)
+        if tenant.salt is not None:
+            self.llm.engine.manager.shares.set(tenant.salt, tenant.weight)
+        return self.tenants.salt(tenant, asked)
 
     def check_ready(self) -> None:
         """Raise ApiError (503) if no request is taken any more."""
@@ -122,7 +125,7 @@ class Service:
         self, prompt: Prompt, params: SamplingParams, request_id: str, **options: Any
     ) -> RequestGroup:
         """A request of a prompt; see `AsyncLLM.prepare`."""
-        self._admit()
+        self._admit(options)
         async with self._in_time():
             return await self.llm.prepare(prompt, params, request_id, **options)
 
@@ -140,19 +143,28 @@ class Service:
         is_kept: it takes a place; one that is let go of at once does not.
         """
         if is_kept:
-            self._admit()
+            self._admit(options)
         async with self._in_time():
             return await self.llm.prepare_chat(messages, params, request_id, **options)
 
-    def _admit(self) -> None:
+    def _admit(self, options: Mapping[str, Any]) -> None:
         self.check_ready()
+        call = current_call()
+        if call is not None and not call.tenant.is_admin and (options.get("priority") or 0) < 0:
+            raise ApiError(
+                403,
+                f"priority is {options['priority']}; allowed: at least 0, or a key that was made "
+                "with --admin",
+                param="priority",
+            )
         self.calls.count_prompt()
 
     @asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:
         """Raise ApiError (504) in what waits inside when the call's time is over."""
         try:
-            async with asyncio.timeout_at(current_deadline()):
+            call = current_call()
+            async with asyncio.timeout_at(call.deadline if call is not None else None):
                 yield
         except TimeoutError as error:
             raise too_late(self.options) from error

@@ -76,8 +76,8 @@ class NaiveEngine:
         policy = self.manager.pool.free
         take = policy.take
 
-        def spy(count: int) -> list[KVCacheBlock]:
-            taken = take(count)
+        def spy(count: int, salt: str | None = None) -> list[KVCacheBlock]:
+            taken = take(count, salt)
             self.taken = [block.block_id for block in taken]
             return taken
 
@@ -158,7 +158,9 @@ class NaiveEngine:
         if allocation is None:
             return None
         taken = self.taken[:count] if count else []
-        if partial is None or self.config.eviction != "adaptive-lru":  # or its room has changed
+        # The room of partial blocks has changed, or whose blocks go first depends on who asks.
+        depends = {"adaptive-lru": partial is not None, "fair-lru": True}
+        if not depends.get(self.config.eviction):
             assert taken == free[:count]
         assert partial is None or len(free) == count or partial.block.block_id not in taken
         self._take(taken)
@@ -186,8 +188,11 @@ class NaiveEngine:
         grown = self.manager.append_slots(sequence, num_new)
         assert grown == (count <= len(free))
         if grown:
-            self._take(free[: max(count, 0)])
-            own += free[: max(count, 0)]
+            taken = self.taken[:count] if count > 0 else []
+            if self.config.eviction != "fair-lru":  # whose blocks go first depends on who asks
+                assert taken == free[: max(count, 0)]
+            self._take(taken)
+            own += taken
             self._compute(sequence, own, 0, start, start + num_new, announces=not silent)
         return grown
 

@@ -153,7 +153,7 @@ def outlive_beyond_the_index(manager: KVCacheManager) -> None:
 
 
 def use_no_block(manager: KVCacheManager) -> None:
-    running(manager).blocks.append(manager.pool.take(1)[0])
+    running(manager).blocks.append(manager.pool.take(1, None)[0])
 
 
 def miscount_slots(manager: KVCacheManager) -> None:

@@ -43,7 +43,7 @@ CONFIGS = st.builds(
     block_size=st.integers(1, 4),
     deduplicate=st.booleans(),
     partial_hits=st.booleans(),
-    eviction=st.sampled_from(["lru", "empty-first-lru", "adaptive-lru"]),
+    eviction=st.sampled_from(["lru", "empty-first-lru", "adaptive-lru", "fair-lru"]),
     ghost_entries=st.sampled_from([None, 0, 1, 3]),
     enable_prefix_caching=st.sampled_from([True] * 9 + [False]),
     events=st.just(True),
@@ -59,6 +59,7 @@ class CacheMachine(RuleBasedStateMachine):
     def start(self, config: CacheConfig) -> None:
         names = BlockNames(config.block_size, digest=self.digest)
         self.manager = KVCacheManager(config, names)
+        self.manager.shares.set("s", 2.0)  # an owner beside nobody; other salts are nobody's
         self.engine = NaiveEngine(self.manager)
         self.seen: list[TokenSequence] = []
         self.waiting: list[TokenSequence] = []
@@ -72,7 +73,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(
         tokens=TOKENS,
         adapter=st.sampled_from([None, None, "a"]),
-        salt=st.sampled_from([None, None, "s"]),
+        salt=st.sampled_from([None, None, "s", "s/x", "t"]),
         item=ITEMS,
         amount=AT_ONCE,
     )

@@ -238,6 +238,19 @@ def test_changes_are_seen_without_a_restart(server: Running, kept: KeyFolder) ->
     assert ask(server, **{"x-api-key": key}).status_code == 401
 
 
+def test_only_administrators_go_before_all_others(
+    server: Running, kept: KeyFolder, key: str
+) -> None:
+    url = f"{server.url}/v1/completions"
+    urgent = BODY | {"priority": -1}
+    told = httpx.post(url, json=urgent, headers={"x-api-key": key}, timeout=60)
+    assert told.status_code == 403 and told.json()["error"]["param"] == "priority"
+    later = httpx.post(url, json=BODY | {"priority": 1}, headers={"x-api-key": key}, timeout=60)
+    assert later.status_code == 200
+    admin = {"x-api-key": kept.add("chief", admin=True)}
+    assert httpx.post(url, json=urgent, headers=admin, timeout=60).status_code == 200
+
+
 # Salts
 
 

@@ -6,7 +6,8 @@
     leave     told when it runs no longer
 
 Limits there are: the places for adapters (`adapters/store.py`), the encoder budget of images
-(`images/budget.py`), and in a pipeline the inputs that another stage is still making (`hooks.py`).
+(`images/budget.py`), the turns of owners (`fair_share.py`), and in a pipeline the inputs that
+another stage is still making (`hooks.py`).
 """
 
 from typing import Protocol

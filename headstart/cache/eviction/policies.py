@@ -6,14 +6,12 @@ hit. `take` chooses what is reused: by then the block's content is lost. A polic
 into the index and never changes a block's identity.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice, takewhile
-from types import MappingProxyType
 from typing import Protocol
 
 from headstart.cache.block import KVCacheBlock, PrefixNode
 from headstart.cache.free_queue import FreeBlockQueue
-from headstart.errors import ConfigError
 
 
 class EvictionPolicy(Protocol):
@@ -28,11 +26,17 @@ class EvictionPolicy(Protocol):
     def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
         """These free blocks leave the queue, and no request hit them."""
 
-    def take(self, count: int) -> list[KVCacheBlock]:
-        """Remove and return the `count` blocks to reuse. Raises CacheError if short."""
+    def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
+        """Remove and return the `count` blocks to reuse, for a request of this salt.
+
+        Raises CacheError if short.
+        """
 
     def salvage(self) -> list[KVCacheBlock]:
         """The rest of the order after one of the verbs was interrupted. Changes nothing."""
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant of the policy's own is broken."""
 
     def __len__(self) -> int: ...
 
@@ -58,11 +62,14 @@ class Lru:
     def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._queue.remove_all(blocks)
 
-    def take(self, count: int) -> list[KVCacheBlock]:
+    def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
         return self._queue.popleft(count)
 
     def salvage(self) -> list[KVCacheBlock]:
         return self._queue.salvage()
+
+    def check(self) -> None:
+        pass
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -101,9 +108,10 @@ class AdaptiveLru(EmptyFirstLru):
 
     EARNED = 4
 
-    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def __init__(self, blocks: Sequence[KVCacheBlock], most: int | None = None) -> None:
+        """`most` is how many blocks there may ever be; None for those that there are."""
         super().__init__(blocks)
-        self._num_blocks = len(blocks)
+        self._num_blocks = len(blocks) if most is None else most
         self._partial: dict[KVCacheBlock, None] = {}  # oldest first
         self._room = 0
 
@@ -124,7 +132,7 @@ class AdaptiveLru(EmptyFirstLru):
         super().withdraw(blocks)
         self._leave(blocks)
 
-    def take(self, count: int) -> list[KVCacheBlock]:
+    def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
         excess = len(self._partial) - self._room
         if excess <= 0 or count > len(self._queue):
             taken = self._queue.popleft(count)
@@ -155,15 +163,3 @@ class AdaptiveLru(EmptyFirstLru):
         for block in partial:
             del self._partial[block]
         return len(partial)
-
-
-POLICIES: Mapping[str, Callable[[Sequence[KVCacheBlock]], EvictionPolicy]] = MappingProxyType(
-    {"lru": Lru, "empty-first-lru": EmptyFirstLru, "adaptive-lru": AdaptiveLru}
-)
-
-
-def make_policy(name: str, blocks: Sequence[KVCacheBlock]) -> EvictionPolicy:
-    """The policy of this name over these blocks, all free. Raises ConfigError."""
-    if name not in POLICIES:
-        raise ConfigError(f"eviction {name!r} is not one of {', '.join(POLICIES)}")
-    return POLICIES[name](blocks)

@@ -40,6 +40,7 @@ def test_a_policy_starts_with_all_blocks_in_order_and_takes_the_first(name: str)
         ("lru", [0, 4, 3, 2, 1]),
         ("empty-first-lru", [1, 3, 0, 4, 2]),
         ("adaptive-lru", [1, 3, 0, 4, 2]),
+        ("fair-lru", [1, 3, 0, 4, 2]),
     ],
 )
 def test_where_released_blocks_go(name: str, order: list[int]) -> None:

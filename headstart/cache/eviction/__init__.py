@@ -1,0 +1,32 @@
+"""Which free block is reused next: policies by name, and whose blocks go first."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from headstart.cache.block import KVCacheBlock
+from headstart.cache.eviction.fair import FairLru
+from headstart.cache.eviction.policies import AdaptiveLru, EmptyFirstLru, EvictionPolicy, Lru
+from headstart.cache.eviction.shares import Shares
+from headstart.errors import ConfigError
+
+__all__ = ["POLICIES", "AdaptiveLru", "EvictionPolicy", "Shares", "make_policy"]
+
+POLICIES: Mapping[str, Callable[[Sequence[KVCacheBlock], Shares], EvictionPolicy]] = (
+    MappingProxyType(
+        {
+            "lru": lambda blocks, shares: Lru(blocks),
+            "empty-first-lru": lambda blocks, shares: EmptyFirstLru(blocks),
+            "adaptive-lru": lambda blocks, shares: AdaptiveLru(blocks),
+            "fair-lru": FairLru,
+        }
+    )
+)
+
+
+def make_policy(
+    name: str, blocks: Sequence[KVCacheBlock], shares: Shares | None = None
+) -> EvictionPolicy:
+    """The policy of this name over these blocks, all free. Raises ConfigError."""
+    if name not in POLICIES:
+        raise ConfigError(f"eviction {name!r} is not one of {', '.join(POLICIES)}")
+    return POLICIES[name](blocks, shares or Shares())

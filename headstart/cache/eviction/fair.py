@@ -1,0 +1,146 @@
+"""Eviction between owners: who has most of the pool for its weight gives the next block."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+
+from headstart.cache.block import KVCacheBlock, RootNode
+from headstart.cache.eviction.policies import AdaptiveLru
+from headstart.cache.eviction.shares import Shares
+from headstart.cache.free_queue import FreeBlockQueue
+from headstart.errors import CacheError
+
+__all__ = ["FairLru"]
+
+Owner = str | None
+
+
+class FairLru:
+    """As `AdaptiveLru` among the free blocks of one owner, and max-min fair between owners.
+
+    Empty blocks are taken first. Then each block is taken from the owner that has most for its
+    weight, held and cached blocks together, and the blocks that are taken count as the taker's. So
+    an owner with less than its share loses nothing to one with more, however much that one asks
+    for, and what nobody else wants anybody may have. A block costs O(log owners), and O(1) while
+    one owner alone has free cached blocks.
+
+    Blocks with an identity that are released together are of one namespace.
+    """
+
+    def __init__(self, blocks: Sequence[KVCacheBlock], shares: Shares) -> None:
+        self._shares = shares
+        self._num_blocks = len(blocks)
+        self._num_cached = 0
+        self._empty = FreeBlockQueue(blocks)
+        self._cached: dict[Owner, AdaptiveLru] = {}
+        self._owner: dict[KVCacheBlock, Owner] = {}  # of each block that is held or cached
+        self._used: Counter[Owner] = Counter()  # how many of those
+
+    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._forget(blocks)
+        cached = [block for block in blocks if block.node is not None]
+        if cached:
+            owner = self._find_owner(cached[-1])  # the nearest to the root
+            if owner not in self._cached:
+                self._cached[owner] = AdaptiveLru([], self._num_blocks)
+            self._cached[owner].release(cached)
+            self._num_cached += len(cached)
+            self._note(cached, owner)
+        if len(cached) < len(blocks):
+            for block in blocks:
+                if block.node is None:
+                    self._empty.appendleft(block)
+
+    def _find_owner(self, block: KVCacheBlock) -> Owner:
+        node = block.node
+        while node is not None and node.parent is not None:
+            node = node.parent
+        return self._shares.owner(node.namespace.salt) if isinstance(node, RootNode) else None
+
+    def _note(self, blocks: Sequence[KVCacheBlock], owner: Owner) -> None:
+        self._owner.update(dict.fromkeys(blocks, owner))
+        self._used[owner] += len(blocks)
+
+    def _forget(self, blocks: Sequence[KVCacheBlock]) -> None:
+        for block in blocks:
+            if block in self._owner:
+                self._used[self._owner.pop(block)] -= 1
+
+    def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
+        for owner, owned in self._split(blocks).items():
+            self._cached[owner].claim(owned)
+
+    def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
+        for owner, owned in self._split(blocks).items():
+            self._cached[owner].withdraw(owned)
+        self._forget(blocks)
+
+    def _split(self, blocks: Sequence[KVCacheBlock]) -> dict[Owner, list[KVCacheBlock]]:
+        """The cached ones of these free blocks by owner; the empty ones have left the queue."""
+        owned: dict[Owner, list[KVCacheBlock]] = defaultdict(list)
+        for block in blocks:
+            if block in self._owner:
+                owned[self._owner[block]].append(block)
+                self._num_cached -= 1
+            else:
+                self._empty.remove(block)
+        return owned
+
+    def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
+        if count > len(self):
+            raise CacheError(f"{count} blocks asked of a free queue of {len(self)}")
+        taker = self._shares.owner(salt)
+        taken = self._empty.popleft(min(count, len(self._empty)))
+        picks = self._pick(count - len(taken), taker, count)
+        owned = {owner: iter(self._cached[owner].take(n)) for owner, n in Counter(picks).items()}
+        evicted = [next(owned[owner]) for owner in picks]
+        self._num_cached -= len(evicted)
+        self._forget(evicted)
+        taken += evicted
+        self._note(taken, taker)
+        return taken
+
+    def _pick(self, count: int, taker: Owner, num_taken: int) -> list[Owner]:
+        """Of whom the next `count` cached blocks are taken, one by one."""
+        left = {owner: len(cached) for owner, cached in self._cached.items() if len(cached)}
+        if len(left) == 1:
+            return [*left] * count
+        weights = {owner: self._shares.weight(owner) for owner in left}
+        used = {owner: self._used[owner] + num_taken * (owner == taker) for owner in left}
+        most = [(-used[owner] / weights[owner], at, owner) for at, owner in enumerate(left)]
+        heapify(most)
+        picks = []
+        for _ in range(count):
+            _, at, owner = heappop(most)
+            picks.append(owner)
+            left[owner] -= 1
+            used[owner] -= 1
+            if left[owner]:
+                heappush(most, (-used[owner] / weights[owner], at, owner))
+        return picks
+
+    def salvage(self) -> list[KVCacheBlock]:
+        rest = [cached.salvage() for cached in self._cached.values()]
+        return [*self._empty.salvage(), *(block for blocks in rest for block in blocks)]
+
+    def __len__(self) -> int:
+        return len(self._empty) + self._num_cached
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        """The order for a taker that is no owner."""
+        yield from self._empty
+        cached = {owner: iter(blocks) for owner, blocks in self._cached.items()}
+        for owner in self._pick(self._num_cached, None, 0):
+            yield next(cached[owner])
+
+    def check(self) -> None:
+        """Raise AssertionError if a block counts for another owner than its identity says."""
+        assert self._num_cached == sum(map(len, self._cached.values())), (
+            "cached blocks are miscounted"
+        )
+        assert +self._used == Counter(self._owner.values()), "an owner's blocks are miscounted"
+        for owner, cached in self._cached.items():
+            for block in cached:
+                assert self._owner.get(block, "") == owner, f"{block} counts for another owner"
+                assert self._find_owner(block) == owner, f"{block} is in another owner's queue"
+        assert not any(block in self._owner for block in self._empty), "an empty block counts"

@@ -1,0 +1,33 @@
+"""Owners: who shares the pool with others, and with what weight."""
+
+__all__ = ["Shares"]
+
+
+class Shares:
+    """The weights of owners. An owner is named by the salts that begin with its name.
+
+    A salt is its owner's name alone, or the name, a slash, and what narrows it. Salts of nobody
+    who was made an owner are nobody's, so a request cannot become an owner by its salt. May be
+    changed from any thread.
+
+    >>> shares = Shares()
+    >>> shares.set("a", 2.0)
+    >>> shares.owner("a"), shares.owner("a/x"), shares.owner("ab"), shares.owner(None)
+    ('a', 'a', None, None)
+    """
+
+    def __init__(self) -> None:
+        self._weights: dict[str, float] = {}
+
+    def set(self, owner: str, weight: float) -> None:
+        """Make an owner, or change its weight, which is above 0."""
+        self._weights[owner] = weight
+
+    def owner(self, salt: str | None) -> str | None:
+        """Whose a salt is; None if it is nobody's."""
+        name = salt.partition("/")[0] if salt is not None and self._weights else None
+        return name if name in self._weights else None
+
+    def weight(self, owner: str | None) -> float:
+        """An owner's weight; that of nobody is 1."""
+        return self._weights.get(owner, 1.0) if owner is not None else 1.0

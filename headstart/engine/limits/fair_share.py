@@ -1,0 +1,195 @@
+"""Fair shares: among owners that compete, who has had least for its weight is next.
+
+Start-time fair queueing (Goyal, Vin, Cheng, 1996). Every request gets a turn when it is queued, a
+point in virtual time, and turns decide the order among requests of one priority:
+
+    turn  = max(now - credit, what its owner has had, in tokens for each unit of weight)
+    now   = the latest turn that a computed prompt has reached
+
+So an owner that floods the queue only pushes its own turns away. One that asked for little is next,
+and may be `CREDIT_STEPS` steps ahead: its burst does not wait for what a flood brought before it.
+An owner has what is computed for it: prompts without what was cached, and answers, which are taken
+to be as long as its last ones until they are known.
+
+The queue's order does not suffice, since prompts are computed in chunks over many steps and hits
+go first. So as a limit it holds back a prompt while another owner has one of an earlier turn. What
+is generated is never held back. And some places and blocks are kept for owners without any, since
+nobody gives up what he has.
+
+Owners are those of `headstart.cache.Shares`. Without any, every turn is 0 and nothing is limited.
+"""
+
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+from headstart.cache import KVCacheManager
+from headstart.engine.config import EngineConfig
+from headstart.engine.request import Request
+
+__all__ = ["FairShare"]
+
+CREDIT_STEPS = 8
+RESERVE = 8  # one place and one block of so many are kept for owners that have nothing running
+_FIRST_GUESS = 128  # tokens of an answer, before an owner had any
+_SLACK = 64  # requests that are gone and still in a heap
+
+_Entry = tuple[int, float, int, Request]
+
+
+class _Owner:
+    """What is known of an owner.
+
+    had: tokens for each unit of its weight. expected: tokens of an answer. unread: requests whose
+    prompts are not computed. order: a heap of these, and of some that are gone.
+    """
+
+    def __init__(self) -> None:
+        self.had = 0.0
+        self.expected = float(_FIRST_GUESS)
+        self.running: set[Request] = set()
+        self.unread: set[Request] = set()
+        self.order: list[_Entry] = []
+        self.most_entries = _SLACK
+
+
+class FairShare:
+    """Turns of requests, and the limit that keeps to them."""
+
+    def __init__(self, manager: KVCacheManager, config: EngineConfig) -> None:
+        self._manager = manager
+        self._shares = manager.shares
+        self._credit = CREDIT_STEPS * config.max_num_batched_tokens
+        self._open_places = config.max_num_seqs - config.max_num_seqs // RESERVE
+        self._reserved_blocks = manager.config.num_blocks // RESERVE
+        self._now = 0.0
+        self._owners: dict[str, _Owner] = {}
+        self._guesses: dict[Request, float] = {}  # tokens of their answers that were counted
+        self._numbers = count()
+
+    def _name(self, request: Request) -> str | None:
+        return self._shares.owner(request.sequence.namespace.salt)
+
+    def queue(self, request: Request) -> Request:
+        """Give a request its turn, before the scheduler has it; returns the request."""
+        name = self._name(request)
+        if name is None:
+            return request
+        owner = self._owners.setdefault(name, _Owner())
+        owner.had = request.turn = max(self._now - self._credit, owner.had)
+        most = request.group.params.max_tokens
+        guess = owner.expected if most is None else min(owner.expected, most)
+        self._guesses[request] = guess
+        self._charge(name, len(request.sequence.token_ids) + guess)
+        self._wait(owner, request)
+        return request
+
+    def _charge(self, name: str, tokens: float) -> None:
+        self._owners[name].had += tokens / self._shares.weight(name)
+
+    def _wait(self, owner: _Owner, request: Request) -> None:
+        owner.unread.add(request)
+        heappush(owner.order, (*request.rank, next(self._numbers), request))
+        if len(owner.order) > owner.most_entries:
+            owner.order = [entry for entry in owner.order if self._is_unread(owner, entry[-1])]
+            heapify(owner.order)
+            owner.most_entries = 2 * len(owner.order) + _SLACK
+
+    def _is_unread(self, owner: _Owner, request: Request) -> bool:
+        """False for a prompt that is computed; also for one that is gone, which is forgotten."""
+        if request in owner.unread and request.finish_reason is not None:
+            owner.unread.discard(request)
+            guess = self._guesses.pop(request, 0.0)
+            name = self._name(request)
+            if request.missed is None and name is not None:  # it never ran
+                self._charge(name, -len(request.group.prompt_token_ids) - guess)
+        return request in owner.unread
+
+    # As a limit
+
+    def applies(self, request: Request) -> bool:
+        """A request of an owner is limited."""
+        return self._name(request) is not None
+
+    def reach(self, request: Request, start: int, stop: int) -> int | None:
+        """All of it, or nothing while another owner is before it."""
+        name = self._name(request)
+        assert name is not None
+        owner = self._owners[name]
+        runs = request in owner.running
+        if len(self._owners) == 1 or (runs and request not in owner.unread):
+            return stop
+        if not runs and not self._has_room(owner, request):
+            return None
+        for other in self._owners.values():
+            if other is not owner and self._is_before(other, self._rank(request)):
+                return start if runs else None
+        return stop
+
+    def _rank(self, request: Request) -> tuple[int, float]:
+        """As the scheduler ranks requests, but a prompt's turn goes on with what is computed."""
+        name = self._name(request)
+        computed = request.sequence.num_computed_tokens - request.num_cached_tokens
+        return request.priority, request.turn + max(0, computed) / self._shares.weight(name)
+
+    def _is_before(self, other: _Owner, rank: tuple[int, float]) -> bool:
+        """True if the owner has a prompt of a lower rank that could be computed now."""
+        order = other.order
+        while order and not self._is_unread(other, order[0][-1]):
+            heappop(order)
+        if not order or self._rank(order[0][-1]) >= rank:
+            return False
+        first = order[0][-1]
+        return first in other.running or self._has_room(other, first)
+
+    def _has_room(self, owner: _Owner, request: Request) -> bool:
+        """True if a request leaves what is kept for owners without any that run.
+
+        Blocks that running prompts are yet to get are not free.
+        """
+        if not owner.running:
+            return True
+        if sum(len(one.running) for one in self._owners.values()) >= self._open_places:
+            return False
+        reading = [
+            one.sequence
+            for each in self._owners.values()
+            for one in each.unread
+            if one in each.running
+        ]
+        to_come = sum(len(one.token_ids) - one.num_computed_tokens for one in reading)
+        tokens = to_come + len(request.sequence.token_ids)
+        blocks = tokens // self._manager.block_size + len(reading) + 1
+        return blocks + self._reserved_blocks <= self._manager.num_free_blocks
+
+    def enter(self, request: Request, start: int, stop: int) -> None:
+        """Note what is computed, where it is not what was counted before."""
+        name = self._name(request)
+        assert name is not None
+        owner = self._owners[name]
+        if request not in owner.running:
+            owner.running.add(request)
+            again = len(request.sequence.token_ids) if request.num_preemptions else 0
+            self._charge(name, again - start)
+        elif request not in owner.unread:
+            answered = len(request.sampling.output_token_ids)
+            if answered > self._guesses.get(request, 0.0):
+                self._charge(name, stop - start)
+        self._now = max(self._now, self._rank(request)[1])
+        if stop == len(request.sequence.token_ids):
+            owner.unread.discard(request)
+
+    def leave(self, request: Request) -> None:
+        """It waits again, or is gone; one that is gone is forgotten when it would be first."""
+        name = self._name(request)
+        assert name is not None
+        owner = self._owners[name]
+        if request not in owner.running:
+            return
+        owner.running.discard(request)
+        owner.unread.discard(request)
+        if request.finish_reason is None:
+            self._wait(owner, request)
+            return
+        answered = len(request.sampling.output_token_ids)
+        owner.expected += (answered - owner.expected) / 8
+        self._charge(name, min(0.0, answered - self._guesses.pop(request, 0.0)))

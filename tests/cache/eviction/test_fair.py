@@ -1,0 +1,119 @@
+"""Whose blocks are reused where several owners share the pool."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
+from tests.cache.workloads import Workload
+
+BLOCK = 4
+
+
+class Owners:
+    """A pool of blocks of four tokens and owners who ask it."""
+
+    def __init__(self, blocks: int, eviction: str = "fair-lru", **weights: float) -> None:
+        config = CacheConfig(num_blocks=blocks, block_size=BLOCK, eviction=eviction)
+        self.manager = KVCacheManager(config)
+        for owner, weight in weights.items():
+            self.manager.shares.set(owner, weight)
+        self.hit: Counter[str] = Counter()
+        self.asked: Counter[str] = Counter()
+        self._random = random.Random(3)
+
+    def ask(self, salt: str, tokens: list[int]) -> int:
+        """Run a request; the tokens that it hit."""
+        sequence = TokenSequence("one", tokens, salt=salt)
+        found = self.manager.get_computed_blocks(sequence)
+        assert self.manager.allocate_slots(sequence, len(tokens) - found.num_tokens, found)
+        self.manager.commit_step()
+        self.manager.free(sequence)
+        self.manager.check()
+        self.hit[salt] += found.num_tokens
+        self.asked[salt] += len(tokens)
+        return found.num_tokens
+
+    def flood(self, salt: str, blocks: int) -> None:
+        """Ask once for what nobody asks for again."""
+        self.ask(salt, [self._random.randrange(10**6) for _ in range(blocks * BLOCK)])
+
+    def kept(self, salt: str, texts: list[list[int]]) -> int:
+        """How many blocks of these texts are cached."""
+        looked = [TokenSequence("look", [*text, 0], salt=salt) for text in texts]
+        return sum(self.manager.get_computed_blocks(one).num_tokens // BLOCK for one in looked)
+
+
+def texts(count: int, blocks: int) -> list[list[int]]:
+    drawn = random.Random(4)
+    return [[drawn.randrange(10**6) for _ in range(blocks * BLOCK)] for _ in range(count)]
+
+
+def hit_rate(eviction: str, flooded: int) -> float:
+    """Of an owner whose documents take 36 of 80 blocks, with a flood between its requests."""
+    owners = Owners(80, eviction, a=1.0, b=1.0)
+    documents = texts(9, 4)
+    for at in range(90):
+        owners.ask("a", documents[at % 9])
+        if flooded:
+            owners.flood("b", flooded)
+    return owners.hit["a"] / owners.asked["a"]
+
+
+@pytest.mark.parametrize("flooded", [8, 20, 40])
+def test_a_flood_takes_nothing_from_who_is_within_his_share(flooded: int) -> None:
+    alone = hit_rate("fair-lru", 0)
+    assert hit_rate("fair-lru", flooded) == alone > 0.8
+    assert hit_rate("adaptive-lru", flooded) < alone - 0.05, "the flood is none"
+
+
+def test_shares_are_by_weight_and_what_nobody_wants_is_free() -> None:
+    owners = Owners(80, a=1.0, b=3.0)
+    mine = {"a": texts(40, 2), "b": texts(40, 2)[::-1]}
+    for text in mine["a"]:
+        owners.ask("a", text)
+    assert owners.kept("a", mine["a"]) == 80, "alone it may have everything"
+    for text in mine["b"]:
+        owners.ask("b", text)
+    assert owners.kept("a", mine["a"]) == pytest.approx(20, abs=1)
+    for text in [*mine["a"], *mine["a"]]:
+        owners.ask("a", text)
+    assert owners.kept("a", mine["a"]) == pytest.approx(20, abs=1)
+    assert owners.kept("b", mine["b"]) == pytest.approx(60, abs=1)
+
+
+def test_an_owner_does_not_grow_by_narrowing_its_salt() -> None:
+    owners = Owners(80, a=1.0, b=1.0)
+    documents = texts(9, 4)
+    for at in range(90):
+        owners.ask("a", documents[at % 9])
+        owners.flood(f"b/{at}", 20)
+    assert owners.hit["a"] / owners.asked["a"] == hit_rate("fair-lru", 0)
+
+
+def test_salts_of_no_owner_are_one() -> None:
+    """Without owners a salt makes nobody: who asks with many salts has no more of the pool."""
+    owners = Owners(80)
+    for at in range(9):
+        owners.flood(f"salt {at}", 8)
+    assert owners.manager.shares.owner("salt 1") is None
+    own = texts(1, 20)[0]
+    owners.ask("mine", own)
+    owners.flood("other", 20)
+    owners.flood("another", 20)
+    assert owners.kept("mine", [own]) == 20
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_one_owner_it_is_adaptive_lru(seed: int) -> None:
+    """The same blocks in the same order, through hits, evictions and partial blocks."""
+    works = [Workload(30, eviction=name) for name in ("adaptive-lru", "fair-lru")]
+    drawn = random.Random(seed)
+    prompts = [[drawn.randrange(3) for _ in range(drawn.randrange(1, 40))] for _ in range(200)]
+    for prompt in prompts:
+        for work in works:
+            work.run(prompt, 2)
+        left, right = ([block.block_id for block in work.manager.pool.free] for work in works)
+        assert left == right
+    assert works[0].hit == works[1].hit > 0

@@ -1,7 +1,7 @@
 """The paged K/V memory: for every layer, one row of K and one of V per slot."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -64,6 +64,38 @@ class PagedKVMemory:
     def nbytes(self) -> int:
         """Bytes of all K and V, scratch rows included."""
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers together."""
+        return self.bytes_per_block(self.layouts, self.block_size, self.dtype)
+
+    def read_blocks(self, block_ids: Sequence[int]) -> Tensor:
+        """A copy of blocks as bytes, uint8 `[blocks, block_bytes]` on the CPU.
+
+        A block's K of all layers come first, then its V, each `[tokens, heads, width]`.
+        """
+        copied = torch.empty(len(block_ids), self.block_bytes, dtype=torch.uint8)
+        chosen = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
+        for start, stop, tensor in self._as_bytes():
+            copied[:, start:stop] = tensor.index_select(0, chosen)
+        return copied
+
+    def write_blocks(self, block_ids: Sequence[int], blocks: Sequence[memoryview]) -> None:
+        """Write blocks that `read_blocks` gave as bytes, each of `block_bytes`."""
+        rows = np.stack([np.frombuffer(block, dtype=np.uint8) for block in blocks])
+        values = torch.from_numpy(rows).to(self.device)
+        chosen = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
+        for start, stop, tensor in self._as_bytes():
+            tensor.index_copy_(0, chosen, values[:, start:stop])
+
+    def _as_bytes(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Every layer's K, then V: where it stands in a block's bytes, and `[blocks, bytes]`."""
+        start = 0
+        for tensor in (*self.keys, *self.values):
+            rows = tensor[: self.scratch_slot].view(self.num_blocks, -1).view(torch.uint8)
+            yield start, start + rows.shape[1], rows
+            start += rows.shape[1]
 
     def release(self) -> None:
         """Free all K and V; nothing can be written or read afterwards."""

@@ -56,6 +56,12 @@ class EngineConfig(CacheOptions):
     enable_lora: bool = option(True, "take LoRA adapters; off, loading one is an error")
     max_loras: int = option(8, "LoRA adapters in memory, and so in one step, at the most", _COUNTS)
     max_lora_rank: int = option(64, "the highest rank of a LoRA adapter", _COUNTS)
+    cache_dir: str | None = option(
+        None, "folder where K/V outlive the process; default: none, they end with it"
+    )
+    cache_dir_bytes: int = option(
+        10 * 2**30, "bytes that the folder may take, of all models together", _COUNTS
+    )
     seed: int = option(0, "seed of requests that bring none", SEEDS)
     debug: bool = option(False, "check every invariant of the cache after every step")
 

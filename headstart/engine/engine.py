@@ -12,12 +12,10 @@ An exception may even interrupt the rolling back; the next call then completes i
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from headstart.attention import PagedKVMemory, make_backend
-from headstart.cache import BlockNames, CacheConfig, KVCacheManager
+from headstart.attention import make_backend
 from headstart.engine.adapters.store import AdapterStore
 from headstart.engine.batch import Batch
 from headstart.engine.config import EngineConfig
@@ -34,24 +32,12 @@ from headstart.engine.request_maker import RequestMaker
 from headstart.engine.runner import Runner, StepLogits
 from headstart.engine.sampling.sampler import SampledToken, Sampler
 from headstart.engine.scheduler import Scheduler
-from headstart.engine.startup.sizing import count_blocks, longest_sequence
+from headstart.engine.startup.parts import Parts, make_parts
 from headstart.engine.step import Choice, OpenStep, Phase, StepResult, choose_tokens, engine_error
 from headstart.engine.text.max_length import TextLimit
+from headstart.engine.tiering.tiers import Tiers
 from headstart.errors import EngineError, RequestError
 from headstart.models.decoder import DecoderModel
-from headstart.models.vision import VisionModel, load_vision
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The parts of an engine."""
-
-    model: DecoderModel
-    tokenizer: PreTrainedTokenizerBase | None
-    memory: PagedKVMemory
-    manager: KVCacheManager
-    max_model_len: int
-    vision: VisionModel | None = None
 
 
 class Engine:
@@ -86,6 +72,9 @@ class Engine:
             self.model, backend, parts.memory, self.adapters, deterministic=config.deterministic
         )
         self._sampler, self._turns = Sampler(self.model.vocab_size), FairShare(self.manager, config)
+        self.tiers: Tiers | None = None
+        if parts.store is not None:
+            self.tiers = Tiers(parts.store, self.manager, parts.memory)
         self._scheduler = Scheduler(
             self.manager,
             max_tokens=config.max_num_batched_tokens,
@@ -102,7 +91,10 @@ class Engine:
     def _limits(self, hooks: EngineHooks | None) -> list[Limit]:
         """The limits of a step. Inputs come first: who waits for them is in nobody's way."""
         images = [self.images.budget] if self.images is not None else []
-        return [*([hooks] if hooks is not None else []), self.adapters, *images, self._turns]
+        inputs: list[Limit] = [] if hooks is None else [hooks]
+        if self.tiers is not None:
+            inputs.append(self.tiers.loads)
+        return [*inputs, self.adapters, *images, self._turns]
 
     @classmethod
     def of_model(
@@ -113,18 +105,7 @@ class Engine:
         hooks: EngineHooks | None = None,
     ) -> "Engine":
         """An engine for a model that is loaded. Raises ConfigError or OutOfMemoryError."""
-        vision = load_vision(decoder, tokenizer)
-        blocks = count_blocks(config, decoder, vision.bytes_per_row if vision is not None else 0)
-        limit = longest_sequence(config, decoder.max_model_len, blocks)
-        memory = PagedKVMemory(
-            decoder.layouts, blocks, config.block_size, decoder.dtype, decoder.device
-        )
-        cache = CacheConfig(
-            num_blocks=blocks,
-            **config.shared() | {"partial_hits": config.partial_hits and not config.deterministic},
-        )
-        manager = KVCacheManager(cache, BlockNames(config.block_size))
-        return cls(Parts(decoder, tokenizer, memory, manager, limit, vision), config, hooks)
+        return cls(make_parts(decoder, tokenizer, config), config, hooks)
 
     # Requests
 
@@ -156,6 +137,8 @@ class Engine:
             self._close_step(step)
             raise _id_in_use(group.request_id)
         self._groups[group.request_id] = group
+        if self.tiers is not None:
+            self.tiers.loads.queue(group)
         for request in group.requests:
             self._scheduler.add(self._turns.queue(request))
         self._close_step(step)
@@ -237,6 +220,8 @@ class Engine:
         batch, waited = self._schedule(), None
         while not batch.scheduled and (read := self.adapters.wait_for_reading()) is not waited:
             waited, batch = read, self._schedule()
+        if not batch.scheduled and self.tiers is not None and self.tiers.wait():
+            batch = self._schedule()
         for name, error in self.adapters.take_refused().items():
             self._end(step, self._groups[name], engine_error("no adapter to run it with", error))
         if not batch.scheduled:
@@ -254,10 +239,17 @@ class Engine:
         self._discard_failed(step, batch, tokens)
         self.manager.commit_step()
         self._deliver(step, batch, tokens)
+        if self.tiers is not None:
+            self.tiers.committed(batch, is_last=not self._groups)
 
     def _schedule(self) -> Batch:
         self.adapters.take_in()
-        return self._scheduler.schedule()
+        if self.tiers is not None:
+            self.tiers.take_in()
+        batch = self._scheduler.schedule()
+        if self.tiers is not None and batch.scheduled:
+            self.tiers.scheduled(batch)
+        return batch
 
     def _compute(self, batch: Batch) -> StepLogits:
         now = time.perf_counter()
@@ -346,6 +338,8 @@ class Engine:
             if request.finish_reason is None
         )
         self.adapters.restore()
+        if self.tiers is not None:
+            self.tiers.roll_back()
         if self.images is not None:
             self.images.cache.drop_wanted()
         if step.phase is Phase.CHANGING and not step.failed:  # interrupted before it was noted
@@ -392,6 +386,8 @@ class Engine:
         self.adapters.close()
         if self.images is not None:
             self.images.cache.clear()
+        if self.tiers is not None:
+            self.tiers.close()
         self.model.detach()
         self._runner.close()
 

@@ -167,6 +167,10 @@ class DecoderModel:
                 self._fingerprint = _fingerprint_memory(self._model)
         return self._fingerprint
 
+    def recall_fingerprint(self, fingerprint: str) -> None:
+        """What `fingerprint` said of the same files before."""
+        self._fingerprint = fingerprint
+
     def attach(self, backend: AttentionBackend) -> None:
         """Send all attention to `backend` from now on; detaches an earlier one."""
         self.detach()

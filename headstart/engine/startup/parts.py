@@ -1,0 +1,56 @@
+"""The parts of an engine, made for a model that is loaded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from headstart.attention import PagedKVMemory
+from headstart.cache import BlockNames, CacheConfig, KVCacheManager
+from headstart.engine.config import EngineConfig
+from headstart.engine.startup.sizing import count_blocks, longest_sequence
+from headstart.engine.tiering.identity import identify
+from headstart.engine.tiering.opening import open_store
+from headstart.models.decoder import DecoderModel
+from headstart.models.vision import VisionModel, load_vision
+from headstart.tiers import BlockStore, make_folder
+
+__all__ = ["Parts", "make_parts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of an engine. store: where blocks outlive the pool, None for nowhere."""
+
+    model: DecoderModel
+    tokenizer: PreTrainedTokenizerBase | None
+    memory: PagedKVMemory
+    manager: KVCacheManager
+    max_model_len: int
+    vision: VisionModel | None = None
+    store: BlockStore | None = None
+
+
+def make_parts(
+    decoder: DecoderModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
+) -> Parts:
+    """Memory, cache and store for a model. Raises ConfigError or OutOfMemoryError."""
+    vision = load_vision(decoder, tokenizer)
+    blocks = count_blocks(config, decoder, vision.bytes_per_row if vision is not None else 0)
+    limit = longest_sequence(config, decoder.max_model_len, blocks)
+    model, store = None, None
+    if config.cache_dir is not None and config.enable_prefix_caching:
+        folder = Path(config.cache_dir).expanduser()
+        make_folder(folder)
+        model = identify(decoder, config, folder)
+        store = open_store(model, config, folder)
+    memory = PagedKVMemory(
+        decoder.layouts, blocks, config.block_size, decoder.dtype, decoder.device
+    )
+    cache = CacheConfig(
+        num_blocks=blocks,
+        events=store is not None,
+        **config.shared() | {"partial_hits": config.partial_hits and not config.deterministic},
+    )
+    names = BlockNames(config.block_size, "" if model is None else model.fingerprint)
+    return Parts(decoder, tokenizer, memory, KVCacheManager(cache, names), limit, vision, store)

@@ -1,0 +1,94 @@
+"""What must be the same for K/V to be exchanged between processes: the fingerprint of a model.
+
+It covers the content of the weights and of the configuration, the dtype, and the layout of a
+block's bytes; adapter, salt, tokens and items are in a block's name besides. Where answers must be
+the same bit for bit (`deterministic`), it also covers all that decides on rounding.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from headstart import native
+from headstart.attention import PagedKVMemory
+from headstart.engine.config import EngineConfig
+from headstart.machine import cpu_flags
+from headstart.models.compatibility.proven import stamp_files
+from headstart.models.decoder import DecoderModel
+from headstart.tiers import ModelRecord
+from headstart.version import __version__
+
+__all__ = ["identify"]
+
+_LAYOUT = "layer by layer K and then V, [tokens, heads, width], 1"
+_MEMORY = "fingerprints.json"
+_MOST = 256  # models whose fingerprints are remembered
+
+
+def identify(decoder: DecoderModel, config: EngineConfig, folder: Path) -> ModelRecord:
+    """Who the model is to a store. Reads all weights, unless `folder` remembers these files."""
+    parts = [
+        _LAYOUT,
+        _weights(decoder, folder),
+        str(decoder.dtype),
+        repr(decoder.layouts),
+    ]
+    if config.deterministic:
+        parts += _rounding(decoder, config)
+    framed = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)
+    size = PagedKVMemory.bytes_per_block(decoder.layouts, config.block_size, decoder.dtype)
+    title = decoder.folder.resolve().name if decoder.folder is not None else "a model in memory"
+    return ModelRecord(hashlib.sha256(framed).hexdigest(), title, config.block_size, size)
+
+
+def _rounding(decoder: DecoderModel, config: EngineConfig) -> list[str]:
+    """What decides on the last bits of K and V."""
+    return [
+        "deterministic",
+        __version__,
+        torch.__version__,
+        str(decoder.device),
+        torch.cuda.get_device_name(decoder.device) if decoder.device.type == "cuda" else "",
+        torch.backends.cpu.get_cpu_capability(),
+        " ".join(sorted(cpu_flags())),
+        f"{config.threads} threads",
+        f"compiled kernels {native.library() is not None}",
+    ]
+
+
+def _weights(decoder: DecoderModel, folder: Path) -> str:
+    """SHA-256 of configuration and weights, remembered by the files' inodes, sizes and times."""
+    if decoder.folder is None:
+        return decoder.fingerprint()
+    key = hashlib.sha256(repr((decoder.folder.resolve(), stamp_files(decoder.folder))).encode())
+    path = folder / _MEMORY
+    known = _read(path)
+    if (found := known.get(key.hexdigest())) is not None:
+        decoder.recall_fingerprint(found)
+        return found
+    known[key.hexdigest()] = decoder.fingerprint()
+    _write(path, dict(list(known.items())[-_MOST:]))
+    return known[key.hexdigest()]
+
+
+def _read(path: Path) -> dict[str, str]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: value for key, value in found.items() if isinstance(value, str)}
+
+
+def _write(path: Path, known: dict[str, str]) -> None:
+    """Remember, if that can be written; two processes may do so at once."""
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        partial.write_text(json.dumps(known), encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)

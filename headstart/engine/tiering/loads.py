@@ -1,0 +1,203 @@
+"""Loads from a store into the pool: a request's lookup goes on where the pool's chain ends.
+
+A load is a sequence of the cache that nobody computes: it takes blocks, they get their rows from
+the store, and when all are there it gives them back, cached. So a request that begins the same
+waits for a load as it waits for another request that computes its prefix, and hits what was loaded
+as it hits all else. A load takes blocks only if those suffice for the request that it is for.
+
+    queue     a request comes: look for what the pool lacks, in the loader's thread
+    take_in   between two steps: put what has arrived into the pool
+    reach     as a limit, the request waits meanwhile; others run
+
+What does not come is computed. Nothing here fails a request.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+from headstart.attention import PagedKVMemory
+from headstart.cache import BlockHash, KVCacheManager, TokenSequence
+from headstart.engine.request import Request, RequestGroup
+from headstart.tiers import LoadedBlock, Loader, LoadJob
+
+__all__ = ["Load", "Loads"]
+
+
+class Load:
+    """One prefix on its way from the store.
+
+    first: the block of the prompt that the job begins with. next: the block that is taken in next.
+    sequence: what holds the blocks; None before the first has arrived. groups: who waits.
+    """
+
+    def __init__(self, group: RequestGroup, first: int, job: LoadJob) -> None:
+        self.group = group
+        self.first = self.next = first
+        self.job = job
+        self.sequence: TokenSequence | None = None
+        self.groups = {group}
+        self.tiers: Counter[str] = Counter()  # blocks by the tier that had them
+
+    @property
+    def is_wanted(self) -> bool:
+        """True while somebody waits for it."""
+        return any(not group.finished for group in self.groups)
+
+    @property
+    def has_all(self) -> bool:
+        """True if nothing more arrives."""
+        return self.job.done and not self.job.arrived
+
+
+class Loads:
+    """The loads under way; a `Limit` of the engine's scheduler.
+
+    before_writing: called when blocks were taken, before anything is written over their rows.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        memory: PagedKVMemory,
+        loader: Loader,
+        choose: Callable[[int], int],
+        before_writing: Callable[[RequestGroup], None],
+    ) -> None:
+        self._manager = manager
+        self._memory = memory
+        self._loader = loader
+        self._choose = choose
+        self._before_writing = before_writing
+        self._loads: dict[BlockHash, Load] = {}
+        self._waiting: dict[RequestGroup, Load] = {}
+
+    @property
+    def are_under_way(self) -> bool:
+        """True if somebody waits for blocks."""
+        return bool(self._waiting)
+
+    def queue(self, group: RequestGroup) -> None:
+        """Look for what the pool lacks of a new request's prompt."""
+        request = group.requests[0]
+        sequence, size = request.sequence, self._manager.block_size
+        most = (len(sequence.token_ids) - 1) // size
+        if not request.reads_cache or most == 0:
+            return
+        found = self._manager.get_computed_blocks(sequence)
+        first = len(found.blocks)
+        if first >= most or found.writer is not None:
+            return
+        names = self._manager.block_hashes(sequence)[first:most]
+        load = self._loads.get(names[0])
+        if load is None or len(load.job.names) < len(names):
+            load = Load(group, first, self._loader.start(names, self._choose))
+            self._loads[names[0]] = load
+        load.groups.add(group)
+        self._waiting[group] = load
+
+    # As a limit
+
+    def applies(self, request: Request) -> bool:
+        """A request is limited while its prefix is being loaded."""
+        return request.group in self._waiting
+
+    def reach(self, request: Request, start: int, stop: int) -> int | None:
+        """All of it, or nothing yet."""
+        return None if request.group in self._waiting else stop
+
+    def enter(self, request: Request, start: int, stop: int) -> None:
+        """Nothing to note."""
+
+    def leave(self, request: Request) -> None:
+        """Nothing to note."""
+
+    # Between two steps
+
+    def take_in(self) -> bool:
+        """Put what has arrived into the pool; True if anything was written, to be committed."""
+        written = False
+        for load in list(dict.fromkeys(self._waiting.values())):
+            if load.is_wanted:
+                written |= self._insert(load)
+        return written
+
+    def end_those_done(self) -> list[Load]:
+        """Give back the blocks of loads that have all, or that nobody wants any more.
+
+        What they hold is committed.
+        """
+        ended = [
+            load
+            for load in dict.fromkeys(self._waiting.values())
+            if load.has_all or not load.is_wanted
+        ]
+        for load in ended:
+            self._end(load)
+        return ended
+
+    def _insert(self, load: Load) -> bool:
+        """Take blocks for what has arrived of a load, and write it; True if anything was."""
+        if load.sequence is None and not self._has_room(load):
+            return False
+        arrived = self._loader.take(load.job, len(load.job.names))
+        blocks = self._take_slots(load, arrived) if arrived else []
+        if not blocks:
+            return False
+        assert load.sequence is not None
+        self._before_writing(load.group)
+        ids = load.sequence.block_table()[load.next : load.next + len(blocks)]
+        self._memory.write_blocks(ids, [block.payload for block in blocks])
+        load.next += len(blocks)
+        load.tiers.update(block.tier for block in blocks)
+        return True
+
+    def _has_room(self, load: Load) -> bool:
+        """True if the request could be admitted; one load takes blocks at a time.
+
+        Or two could each hold what the other needs.
+        """
+        if any(other.sequence is not None for other in self._waiting.values()):
+            return False
+        wanted = load.group.requests[0].sequence
+        return self._manager.can_admit(self._manager.get_computed_blocks(wanted))
+
+    def _take_slots(self, load: Load, blocks: list[LoadedBlock]) -> list[LoadedBlock]:
+        """Have the load hold blocks for these; those that the pool lacks, none if it is full."""
+        size = self._manager.block_size
+        if load.sequence is None:
+            wanted = load.group.requests[0].sequence
+            # First, so that an interruption leaves nothing that nobody knows of.
+            load.sequence = sequence = TokenSequence(
+                f"{load.group.request_id}/load",
+                wanted.token_ids,
+                adapter=wanted.namespace.adapter,
+                salt=wanted.namespace.salt,
+                items=wanted.items,
+            )
+            found = self._manager.get_computed_blocks(sequence)
+            load.next = len(found.blocks)
+            blocks = blocks[load.next - load.first :] if load.next >= load.first else []
+            found = found.cut(load.next, size)
+            is_new = found.writer is None and blocks
+            if is_new and self._manager.allocate_slots(sequence, len(blocks) * size, found):
+                return blocks
+        elif self._manager.append_slots(load.sequence, len(blocks) * size):
+            return blocks
+        self._loader.cancel(load.job)
+        return []
+
+    def _end(self, load: Load) -> None:
+        """Nobody waits for the load any more, and it holds nothing."""
+        self._loader.cancel(load.job)
+        if load.sequence is not None and self._manager.is_known(load.sequence):
+            self._manager.free(load.sequence)
+        if self._loads.get(load.job.names[0]) is load:
+            del self._loads[load.job.names[0]]
+        for group in load.groups:
+            if self._waiting.get(group) is load:
+                del self._waiting[group]
+
+    def end_all(self) -> None:
+        """End every load; what is in the pool stays. For when a step was rolled back."""
+        for load in list(dict.fromkeys(self._waiting.values())):
+            self._end(load)

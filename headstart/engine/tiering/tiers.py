@@ -1,0 +1,123 @@
+"""The tiers of an engine: what it offers to a store, what it loads from it, and what came of it."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from headstart.attention import PagedKVMemory
+from headstart.cache import KVCacheManager
+from headstart.engine.batch import Batch
+from headstart.engine.request import RequestGroup
+from headstart.engine.tiering.loads import Loads
+from headstart.engine.tiering.offers import Offers, wall_time
+from headstart.engine.tiering.rates import ComputeRate, is_worth_loading
+from headstart.tiers import BlockStore, Loader, Saver
+
+__all__ = ["TierStats", "Tiers"]
+
+_QUEUED_BYTES = 256 << 20  # that wait to be saved, and as many that wait to be taken in
+_PATIENCE = 0.05  # seconds that a step waits for a load when nothing else can run
+_LAST_SAVES = 10.0  # seconds that closing waits for what is not saved yet
+_TRY_AGAIN = 16  # loads that were not worth it, after which one is tried
+
+
+@dataclass(slots=True)
+class TierStats:
+    """Counts since the start. loaded_tokens: by the tier that had them.
+
+    declined_tokens: they were in the store, and computing them was faster.
+    """
+
+    loaded_tokens: Counter[str] = field(default_factory=Counter)
+    declined_tokens: int = 0
+    saved_blocks: int = 0
+    dropped_blocks: int = 0
+
+
+class Tiers:
+    """What an engine tells its tiers, in the order of a step. All in the engine's thread."""
+
+    def __init__(self, store: BlockStore, manager: KVCacheManager, memory: PagedKVMemory) -> None:
+        self._store = store
+        self._manager = manager
+        self._memory = memory
+        self._stats = TierStats()
+        self._rate = ComputeRate()
+        self._saver = Saver(store, _QUEUED_BYTES)
+        self._loader = Loader(store, _QUEUED_BYTES)
+        self._offers = Offers(manager, memory, self._saver, self._rate)
+        self.loads = Loads(manager, memory, self._loader, self._choose, self._take_slots)
+        self._began = 0.0  # when the step under way had its blocks
+        self._times_declined = 0
+
+    @property
+    def stats(self) -> TierStats:
+        """The counts as they are now."""
+        self._stats.saved_blocks = self._saver.num_saved
+        self._stats.dropped_blocks = self._offers.num_dropped
+        return self._stats
+
+    def _choose(self, found: int) -> int:
+        """How many of the blocks found are loaded: all, or none if computing them is faster."""
+        tokens = found * self._manager.block_size
+        nbytes = found * self._memory.block_bytes
+        if is_worth_loading(tokens, nbytes, self._rate.value, self._loader.rate):
+            return found
+        self._times_declined += 1
+        if self._times_declined % _TRY_AGAIN == 0:
+            return found
+        self._stats.declined_tokens += tokens
+        return 0
+
+    def take_in(self) -> None:
+        """Put what was loaded into the pool, before a step is scheduled."""
+        if not self.loads.are_under_way:
+            return
+        if self.loads.take_in():
+            self._manager.commit_step()
+        for load in self.loads.end_those_done():
+            names = load.job.names[: load.next - load.first]
+            self._saver.touch(names)
+            for tier, count in load.tiers.items():
+                self._stats.loaded_tokens[tier] += count * self._manager.block_size
+
+    def _take_slots(self, group: RequestGroup) -> None:
+        self._offers.note(wall_time(group.arrival_time), loaded=True)
+
+    def wait(self) -> bool:
+        """Wait a moment for a load, if there is one; nothing else can run."""
+        if not self.loads.are_under_way:
+            return False
+        self._loader.wait(_PATIENCE)
+        return True
+
+    def scheduled(self, batch: Batch) -> None:
+        """The step has its blocks, and writes nothing yet."""
+        arrivals = [part.request.group.arrival_time for part in batch.scheduled]
+        self._began = time.perf_counter()
+        self._offers.note(wall_time(min(arrivals)))
+
+    def committed(self, batch: Batch, *, is_last: bool) -> None:
+        """The step is written; is_last: no request is left."""
+        self._rate.add(batch.num_tokens, time.perf_counter() - self._began)
+        self._offers.commit()
+        if is_last:
+            self._offers.flush()
+
+    def roll_back(self) -> None:
+        """The step did not come about."""
+        self.loads.end_all()
+        self._offers.roll_back()
+
+    def flush(self, timeout: float) -> bool:
+        """Save all that is written; False if that takes longer than so many seconds."""
+        self._offers.flush()
+        return self._saver.flush(timeout)
+
+    def close(self) -> None:
+        """Save what is not saved yet, and let go of the store. Idempotent."""
+        self.loads.end_all()
+        self._offers.flush()
+        self._saver.close(_LAST_SAVES)
+        self._loader.close(_LAST_SAVES)
+        self._store.close()

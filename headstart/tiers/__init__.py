@@ -1,0 +1,20 @@
+"""Tiers: where blocks are kept outside the pool, on disk and on other machines. No torch."""
+
+from headstart.tiers.disk import DiskStore
+from headstart.tiers.folder import default_folder, make_folder
+from headstart.tiers.loader import Loader, LoadJob
+from headstart.tiers.saver import Saver
+from headstart.tiers.store import BlockStore, LoadedBlock, ModelRecord, StoredBlock
+
+__all__ = [
+    "BlockStore",
+    "DiskStore",
+    "LoadJob",
+    "LoadedBlock",
+    "Loader",
+    "ModelRecord",
+    "Saver",
+    "StoredBlock",
+    "default_folder",
+    "make_folder",
+]

@@ -1,0 +1,94 @@
+"""The files of a disk store: one for each model, with its blocks in slots of one size."""
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from headstart.cache import BlockHash
+from headstart.tiers.records import HEADER_BYTES, RecordHeader, make_header, payload_of, read_header
+from headstart.tiers.store import StoredBlock
+
+__all__ = ["SlotFile"]
+
+_ALIGN = 512
+_AT_ONCE = 8 << 20  # bytes of neighbouring slots that are read by one call
+
+
+class SlotFile:
+    """Records in slots. May be used by several threads and processes. Raises OSError.
+
+    Somebody else may overwrite a slot that is read: a record says whose it is, and that it is
+    whole.
+    """
+
+    def __init__(self, path: Path, block_bytes: int) -> None:
+        self.slot_bytes = -(-(HEADER_BYTES + block_bytes) // _ALIGN) * _ALIGN
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots the file has; the last may not be filled up."""
+        return -(-os.fstat(self._fd).st_size // self.slot_bytes)
+
+    def write(self, slot: int, block: StoredBlock) -> None:
+        """Write a block's record. Raises OSError if the disk is full."""
+        record = (make_header(block), block.payload)
+        written = os.pwritev(self._fd, record, slot * self.slot_bytes)
+        if written != HEADER_BYTES + memoryview(block.payload).nbytes:
+            raise OSError(f"only {written:,} bytes of a block were written: the disk is full")
+
+    def read(self, blocks: Sequence[tuple[BlockHash, int]]) -> Iterator[memoryview | None]:
+        """The payloads of these (name, slot), in order; None for one that is not whole."""
+        for first, last in self._runs([slot for _, slot in blocks]):
+            data = self._pread(blocks[first][1], last - first)
+            for at in range(first, last):
+                start = (at - first) * self.slot_bytes
+                yield payload_of(data[start : start + self.slot_bytes], blocks[at][0])
+
+    def _runs(self, slots: list[int]) -> Iterator[tuple[int, int]]:
+        """Ranges of the list whose slots follow one another in the file."""
+        most = max(1, _AT_ONCE // self.slot_bytes)
+        first = 0
+        for at, (left, right) in enumerate(pairwise(slots), start=1):
+            if right != left + 1 or at - first >= most:
+                yield first, at
+                first = at
+        if slots:
+            yield first, len(slots)
+
+    def _pread(self, slot: int, count: int) -> memoryview:
+        data = np.empty(count * self.slot_bytes, dtype=np.uint8).data
+        at = 0
+        while at < len(data):
+            read = os.preadv(self._fd, [data[at:]], slot * self.slot_bytes + at)
+            if not read:
+                break  # the file's last record is not filled up, or the file was cut
+            at += read
+        return data[:at]
+
+    def move(self, source: int, target: int) -> None:
+        """Copy the record of one slot to another."""
+        data = self._pread(source, 1)
+        if os.pwrite(self._fd, data, target * self.slot_bytes) != len(data):
+            raise OSError("a block could not be moved: the disk is full")
+
+    def cut(self, slots: int) -> None:
+        """Give back what comes after the first slots."""
+        if os.fstat(self._fd).st_size > slots * self.slot_bytes:
+            os.truncate(self._fd, slots * self.slot_bytes)
+
+    def headers(self) -> Iterator[tuple[int, RecordHeader]]:
+        """The slots that begin with a header that is whole; payloads are not read."""
+        for slot in range(self.num_slots):
+            header = read_header(os.pread(self._fd, HEADER_BYTES, slot * self.slot_bytes))
+            if header is not None:
+                yield slot, header

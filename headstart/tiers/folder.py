@@ -1,0 +1,173 @@
+"""The folder of a disk store: made for its owner alone, and its index opened, or made anew."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+from headstart.errors import ConfigError
+from headstart.tiers.files import SlotFile
+from headstart.tiers.index import DiskIndex
+from headstart.tiers.records import RecordHeader
+from headstart.tiers.store import ModelRecord, StoredBlock
+
+__all__ = [
+    "INDEX",
+    "OpenIndex",
+    "default_folder",
+    "describe_model",
+    "make_folder",
+    "rebuild_index",
+    "reopen",
+    "slot_path",
+]
+
+INDEX = "index.sqlite"
+_LARGEST = 1 << 40  # bytes of a block that a description may tell
+
+
+class OpenIndex(NamedTuple):
+    """A connection, and the inode of the file that it is to."""
+
+    connection: DiskIndex
+    inode: int
+
+
+def default_folder() -> Path:
+    """Where blocks are kept unless told otherwise: `headstart` in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "headstart"
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder that its owner alone may enter. Raises ConfigError."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = folder.stat()
+        if state.st_uid != os.geteuid():
+            raise ConfigError(
+                f"cache folder {folder} belongs to another user; give one of your own"
+            )
+        if state.st_mode & 0o077:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(f"cache folder {folder} cannot be used: {error.strerror}") from error
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"cache folder {folder} cannot be written")
+
+
+def slot_path(folder: Path, record: ModelRecord) -> Path:
+    """The file of a model's blocks."""
+    return folder / f"{sha256(record.fingerprint.encode()).hexdigest()[:32]}.kv"
+
+
+def describe_model(folder: Path, record: ModelRecord) -> None:
+    """Write down what a model's file holds, for `rebuild_index`. Raises OSError."""
+    path = slot_path(folder, record).with_suffix(".json")
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    partial.write_text(json.dumps(record._asdict()), encoding="utf-8")
+    partial.replace(path)
+
+
+def reopen(folder: Path, opened: OpenIndex | None) -> OpenIndex:
+    """A connection to the index that is there now. Raises sqlite3.Error or OSError."""
+    path = folder / INDEX
+    if opened is not None:
+        try:
+            if os.stat(path).st_ino == opened.inode:
+                return opened
+        except FileNotFoundError:
+            pass
+        opened.connection.close()
+    index = DiskIndex(path)
+    try:
+        path.chmod(0o600)
+        return OpenIndex(index, os.stat(path).st_ino)
+    except BaseException:
+        index.close()
+        raise
+
+
+def rebuild_index(folder: Path, broken: int | None) -> None:
+    """Make a damaged index anew from the records, one process at a time.
+
+    broken: the inode of the one that is; another process may have been faster. None if it could
+    not be opened. Raises sqlite3.Error or OSError.
+    """
+    with _locked(folder):
+        if _is_sound(folder) if broken is None else _inode(folder) not in (broken, None):
+            return
+        for name in (INDEX, f"{INDEX}-journal"):
+            (folder / name).unlink(missing_ok=True)
+        with closing(DiskIndex(folder / INDEX)) as index, index.changing():
+            for record in _described(folder):
+                with closing(SlotFile(slot_path(folder, record), record.block_bytes)) as file:
+                    _add_records(index, index.add_model(record), record, file)
+
+
+def _add_records(index: DiskIndex, model: int, record: ModelRecord, file: SlotFile) -> None:
+    """List the records of a file that are whole by their headers, without gaps."""
+    found: dict[bytes, tuple[int, RecordHeader]] = {
+        header.name: (slot, header)
+        for slot, header in file.headers()
+        if header.length == record.block_bytes
+    }
+    kept = sorted(found.values())
+    gaps = sorted(set(range(len(kept))) - {slot for slot, _ in kept})
+    for gap in gaps:  # the last one fills the first gap
+        slot, header = kept.pop()
+        file.move(slot, gap)
+        kept.insert(0, (gap, header))
+    file.cut(len(kept))
+    for slot, (name, parent, depth, seconds, _, _) in kept:
+        block = StoredBlock(name, parent, depth, seconds, 0.0, b"")
+        index.insert(model, slot, block, index.worth(seconds, file.slot_bytes))
+
+
+def _inode(folder: Path) -> int | None:
+    try:
+        return os.stat(folder / INDEX).st_ino
+    except FileNotFoundError:
+        return None
+
+
+def _is_sound(folder: Path) -> bool:
+    """True if the index can be read from end to end."""
+    try:
+        with closing(DiskIndex(folder / INDEX)) as index:
+            return index.is_sound()
+    except Exception:  # of whatever kind: it is made anew
+        return False
+
+
+def _described(folder: Path) -> Iterator[ModelRecord]:
+    """The models whose descriptions can be read."""
+    for path in sorted(folder.glob("*.json")):
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            record = ModelRecord(
+                str(told["fingerprint"]),
+                str(told["title"]),
+                int(told["block_size"]),
+                int(told["block_bytes"]),
+            )
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+        fits = record.block_size > 0 and 0 < record.block_bytes < _LARGEST
+        if fits and slot_path(folder, record).stem == path.stem:
+            yield record
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which ends with the process that has it."""
+    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,220 @@
+"""The index of a disk store: which block lies in which slot of which file, and what it is worth.
+
+SQLite, with a journal file and no shared memory: several processes may use one index, a process
+that is killed leaves it whole, and a damaged file is an exception and never a crash. It is not
+synced to the disk. After a power loss it may be damaged, and is made anew from the records.
+
+A block's worth is GreedyDual-Size (Cao and Irani, 1997): `clock + seconds to compute / bytes`,
+where the clock is the worth of the last block that was evicted. So what was used lately stays,
+among models what is costly for its size stays longer, and a prefix goes from its end.
+"""
+
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from headstart.cache import BlockHash
+from headstart.tiers.store import ModelRecord, StoredBlock
+
+__all__ = ["DiskIndex", "KeptBlock", "KeptModel"]
+
+_PATIENCE = 5.0  # seconds to wait for another process's transaction
+_AT_ONCE = 500  # names in a query
+_FIRST = 8  # of a lookup: most prompts that are new miss there
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS models (
+    id INTEGER PRIMARY KEY, fingerprint TEXT UNIQUE NOT NULL, title TEXT NOT NULL,
+    block_size INTEGER NOT NULL, block_bytes INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS blocks (
+    name BLOB PRIMARY KEY, model INTEGER NOT NULL, slot INTEGER NOT NULL, parent BLOB NOT NULL,
+    depth INTEGER NOT NULL, seconds REAL NOT NULL, worth REAL NOT NULL, made REAL NOT NULL,
+    used REAL NOT NULL, hits INTEGER NOT NULL) WITHOUT ROWID;
+CREATE UNIQUE INDEX IF NOT EXISTS slots ON blocks (model, slot);
+CREATE INDEX IF NOT EXISTS order_of_eviction ON blocks (worth, used, depth DESC);
+CREATE TABLE IF NOT EXISTS clock (one INTEGER PRIMARY KEY CHECK (one = 1), worth REAL NOT NULL);
+INSERT OR IGNORE INTO clock VALUES (1, 0);
+"""
+
+
+class KeptModel(NamedTuple):
+    """A model that has blocks in the store."""
+
+    id: int
+    record: ModelRecord
+
+
+class KeptBlock(NamedTuple):
+    """A block in the store. made and used: seconds since 1970."""
+
+    name: BlockHash
+    model: int
+    slot: int
+    parent: BlockHash
+    depth: int
+    seconds: float
+    made: float
+    used: float
+    hits: int
+
+
+_COLUMNS = ", ".join(KeptBlock._fields)
+
+
+class DiskIndex:
+    """One connection to the index; belongs to one thread at a time. Raises sqlite3.Error."""
+
+    def __init__(self, path: Path) -> None:
+        self._connection = sqlite3.connect(
+            path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False
+        )
+        try:
+            self._connection.execute("PRAGMA journal_mode = TRUNCATE")
+            self._connection.execute("PRAGMA synchronous = OFF")
+            self._connection.executescript(_SCHEMA)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def is_sound(self) -> bool:
+        """True if SQLite finds no damage; reads all of the file."""
+        return bool(self._connection.execute("PRAGMA integrity_check(1)").fetchone() == ("ok",))
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """A transaction: all of it, or nothing. Other processes change nothing meanwhile."""
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+    # Models
+
+    def models(self) -> list[KeptModel]:
+        """All models, oldest first."""
+        rows = self._connection.execute(
+            "SELECT id, fingerprint, title, block_size, block_bytes FROM models ORDER BY id"
+        )
+        return [KeptModel(row[0], ModelRecord(*row[1:])) for row in rows]
+
+    def add_model(self, record: ModelRecord) -> int:
+        """The id of a new model. Models stay, so that an id has one meaning for ever."""
+        row = self._connection.execute(
+            "INSERT INTO models (fingerprint, title, block_size, block_bytes) "
+            "VALUES (?, ?, ?, ?) RETURNING id",
+            record,
+        )
+        return int(row.fetchone()[0])
+
+    def drop_blocks(self, model: int) -> None:
+        """Forget all blocks of a model."""
+        self._connection.execute("DELETE FROM blocks WHERE model = ?", (model,))
+
+    # Blocks
+
+    def count(self, model: int) -> int:
+        """How many blocks a model has; they lie in as many slots, from 0 on."""
+        row = self._connection.execute("SELECT max(slot) FROM blocks WHERE model = ?", (model,))
+        last = row.fetchone()[0]
+        return 0 if last is None else int(last) + 1
+
+    def find(self, names: Sequence[BlockHash]) -> list[tuple[BlockHash, int]]:
+        """The blocks from the first on, with their slots, up to one that is missing."""
+        known: list[tuple[BlockHash, int]] = []
+        for some in (names[:_FIRST], *_cut(names[_FIRST:])):
+            slots = self._slots(some)
+            for name in some:
+                if name not in slots:
+                    return known
+                known.append((name, slots[name]))
+        return known
+
+    def known(self, names: Sequence[BlockHash]) -> set[BlockHash]:
+        """Those of the names that are there."""
+        return {name for some in _cut(names) for name in self._slots(some)}
+
+    def _slots(self, names: Sequence[BlockHash]) -> dict[BlockHash, int]:
+        marks = ", ".join("?" * len(names))
+        rows = self._connection.execute(
+            f"SELECT name, slot FROM blocks WHERE name IN ({marks})", names
+        )
+        return {BlockHash(name): slot for name, slot in rows}
+
+    def block(self, name: BlockHash) -> KeptBlock | None:
+        """What is known of a block."""
+        row = self._connection.execute(
+            f"SELECT {_COLUMNS} FROM blocks WHERE name = ?", (name,)
+        ).fetchone()
+        return KeptBlock(*row) if row is not None else None
+
+    def blocks(self, model: int) -> list[KeptBlock]:
+        """All blocks of a model, by slot."""
+        rows = self._connection.execute(
+            f"SELECT {_COLUMNS} FROM blocks WHERE model = ? ORDER BY slot", (model,)
+        )
+        return [KeptBlock(*row) for row in rows]
+
+    def insert(self, model: int, slot: int, block: StoredBlock, worth: float) -> None:
+        """A block lies in this slot from now on, instead of what was there."""
+        name, parent, depth, seconds, used, _ = block
+        self._connection.execute("DELETE FROM blocks WHERE model = ? AND slot = ?", (model, slot))
+        self._connection.execute(
+            "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
+            (name, model, slot, parent, depth, seconds, worth, time.time(), used),
+        )
+
+    def move(self, model: int, source: int, target: int) -> None:
+        """The block in one slot lies in another now, instead of what was there."""
+        self._connection.execute("DELETE FROM blocks WHERE model = ? AND slot = ?", (model, target))
+        self._connection.execute(
+            "UPDATE blocks SET slot = ? WHERE model = ? AND slot = ?", (target, model, source)
+        )
+
+    def remove(self, name: BlockHash) -> None:
+        """Forget a block."""
+        self._connection.execute("DELETE FROM blocks WHERE name = ?", (name,))
+
+    # Worth
+
+    def worth(self, seconds: float, nbytes: int) -> float:
+        """What a block is worth that is used now, by what computing it takes and its size."""
+        return self._clock() + seconds / max(nbytes, 1)
+
+    def _clock(self) -> float:
+        return float(self._connection.execute("SELECT worth FROM clock").fetchone()[0])
+
+    def victim(self, before: float) -> tuple[KeptBlock, float] | None:
+        """Which block goes first of those that were last used before a time; and its worth."""
+        row = self._connection.execute(
+            f"SELECT {_COLUMNS}, worth FROM blocks WHERE used < ? "
+            "ORDER BY worth, used, depth DESC LIMIT 1",
+            (before,),
+        ).fetchone()
+        return (KeptBlock(*row[:-1]), row[-1]) if row is not None else None
+
+    def advance(self, worth: float) -> None:
+        """A block of this worth was evicted."""
+        self._connection.execute("UPDATE clock SET worth = max(worth, ?)", (worth,))
+
+    def touch(self, names: Iterable[BlockHash], block_bytes: int) -> None:
+        """These blocks were used now."""
+        clock, now = self._clock(), time.time()
+        self._connection.executemany(
+            "UPDATE blocks SET worth = ? + seconds / ?, used = ?, hits = hits + 1 WHERE name = ?",
+            [(clock, max(block_bytes, 1), now, name) for name in names],
+        )
+
+
+def _cut(names: Sequence[BlockHash]) -> Iterator[Sequence[BlockHash]]:
+    for at in range(0, len(names), _AT_ONCE):
+        yield names[at : at + _AT_ONCE]

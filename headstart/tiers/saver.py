@@ -1,0 +1,115 @@
+"""Saving off the engine's thread: offers are queued up to a number of bytes, and dropped beyond."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from headstart.cache import BlockHash
+from headstart.tiers.store import BlockStore, StoredBlock
+
+__all__ = ["Saver"]
+
+_BATCH_BLOCKS = 64
+_BATCH_BYTES = 16 << 20
+
+
+class Saver:
+    """Saves what it is offered, in a thread of its own. Nothing here waits but `flush`.
+
+    num_dropped: blocks that were offered while the queue was full. Whoever offers keeps count of
+    nothing: a block that is dropped may be offered again.
+    """
+
+    def __init__(self, store: BlockStore, max_bytes: int) -> None:
+        self.num_saved = 0
+        self.num_dropped = 0
+        self._store = store
+        self._max_bytes = max_bytes
+        self._blocks: deque[StoredBlock] = deque()
+        self._touched: dict[BlockHash, None] = {}
+        self._nbytes = 0
+        self._busy = False
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def has_room(self, nbytes: int) -> bool:
+        """True if an offer of so many bytes would be taken."""
+        return not self._closed and (not self._blocks or self._nbytes + nbytes <= self._max_bytes)
+
+    def offer(self, blocks: Sequence[StoredBlock]) -> bool:
+        """Queue blocks to be saved; False, and all are dropped, if there is no room."""
+        nbytes = sum(memoryview(block.payload).nbytes for block in blocks)
+        with self._changed:
+            if not self.has_room(nbytes):
+                self.num_dropped += len(blocks)
+                return False
+            self._blocks.extend(blocks)
+            self._nbytes += nbytes
+            self._wake()
+        return True
+
+    def touch(self, names: Sequence[BlockHash]) -> None:
+        """Note that blocks of the store were of use."""
+        with self._changed:
+            if not self._closed:
+                self._touched.update(dict.fromkeys(names))
+                self._wake()
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="headstart-saver", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._blocks or self._touched or self._closed):
+                    self._changed.wait()
+                if not (self._blocks or self._touched):
+                    return
+                batch, touched = self._take_batch()
+                self._busy = True
+            if batch:
+                self.num_saved += self._store.save(batch)
+            if touched:
+                self._store.touch(touched)
+            with self._changed:
+                self._nbytes -= sum(memoryview(block.payload).nbytes for block in batch)
+                self._busy = False
+                self._changed.notify_all()
+
+    def _take_batch(self) -> tuple[list[StoredBlock], list[BlockHash]]:
+        batch: list[StoredBlock] = []
+        nbytes = 0
+        while self._blocks and len(batch) < _BATCH_BLOCKS and nbytes < _BATCH_BYTES:
+            batch.append(self._blocks.popleft())
+            nbytes += memoryview(batch[-1].payload).nbytes
+        touched = list(self._touched)
+        self._touched.clear()
+        return batch, touched
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all is saved; False if that takes longer than so many seconds."""
+        until = time.monotonic() + timeout
+        with self._changed:
+            while self._blocks or self._touched or self._busy:
+                left = until - time.monotonic()
+                if left <= 0 or self._thread is None or not self._thread.is_alive():
+                    return False
+                self._changed.wait(left)
+        return True
+
+    def close(self, timeout: float) -> None:
+        """Save what is queued, for so many seconds at the most; then take no more. Idempotent."""
+        self.flush(timeout)
+        with self._changed:
+            self._closed = True
+            self.num_dropped += len(self._blocks)
+            self._blocks.clear()
+            self._touched.clear()
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)

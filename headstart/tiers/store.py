@@ -1,0 +1,77 @@
+"""What a tier is: a store of blocks by their portable names, outside the pool.
+
+    pool ──offer──▶ saver's thread ──save──▶ store          a block filled, or is about to go
+    pool ◀──rows─── loader's thread ◀──load── store         a lookup goes on where the pool's ends
+
+A store holds bytes and knows no tensor. It may lose anything at any time: what it does not have
+is computed. It never has a wrong answer: every block comes back as it was saved, or not at all.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from headstart.cache import BlockHash
+
+__all__ = ["BlockStore", "LoadedBlock", "ModelRecord", "StoredBlock"]
+
+
+class ModelRecord(NamedTuple):
+    """Who wrote blocks, and how large they are.
+
+    fingerprint: all that must be the same for K/V to be exchanged; it is part of every name.
+    title: the model's name for people. block_bytes: the K/V of one block.
+    """
+
+    fingerprint: str
+    title: str
+    block_size: int
+    block_bytes: int
+
+
+class StoredBlock(NamedTuple):
+    """A block to save.
+
+    depth: blocks before it in its prompt. seconds: what computing it takes. used: when its request
+    came, in seconds since 1970. payload: its K/V, which nobody changes any more.
+    """
+
+    name: BlockHash
+    parent: BlockHash
+    depth: int
+    seconds: float
+    used: float
+    payload: bytes | memoryview
+
+
+class LoadedBlock(NamedTuple):
+    """A block as it was saved, and which tier had it: "disk", "remote"."""
+
+    tier: str
+    payload: memoryview
+
+
+class BlockStore(Protocol):
+    """Blocks of one model. Every method may be called from any thread, and none raises.
+
+    What goes wrong is a miss, is counted, and is logged once in a while.
+    """
+
+    def find(self, names: Sequence[BlockHash]) -> int:
+        """How many of these, from the first on, are probably there. Reads no payload."""
+        ...
+
+    def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
+        """The blocks of these names in order; ends before the first that is missing or damaged."""
+        ...
+
+    def save(self, blocks: Sequence[StoredBlock]) -> int:
+        """Keep the blocks, unless that would cost others that are worth more; how many are new."""
+        ...
+
+    def touch(self, names: Sequence[BlockHash]) -> None:
+        """These blocks were of use: they go later."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files and connections. Idempotent."""
+        ...

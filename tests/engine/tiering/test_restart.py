@@ -1,0 +1,157 @@
+"""Prefixes that outlive the process: the next one hits them, and answers the same."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart import LLM, SamplingParams
+from headstart.engine.outputs import RequestOutput
+from tests.engine.tiny_llm import make_llm, save_smallest
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
+TEXT = list(range(3, 83))
+PROMPTS = [TEXT + [90 + at] * 20 for at in range(3)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_smallest(tmp_path_factory.mktemp("model"))
+
+
+@contextmanager
+def opened(model: Path, folder: Path | None, **options: Any) -> Iterator[LLM]:
+    llm = make_llm(model, debug=True, cache_dir=folder and str(folder), **options)
+    try:
+        yield llm
+    finally:
+        llm.close()
+
+
+def ask(llm: LLM, tokens: list[int], **options: Any) -> RequestOutput:
+    [output] = llm.generate({"prompt_token_ids": tokens}, GREEDY, **options)
+    return output
+
+
+def says(output: RequestOutput) -> tuple[Any, Any]:
+    """The tokens, and their log-probabilities to the last bit."""
+    return output.outputs[0].token_ids, output.outputs[0].logprobs
+
+
+def test_a_second_process_hits_what_the_first_computed(model: Path, tmp_path: Path) -> None:
+    with opened(model, None) as llm:
+        alone = [ask(llm, tokens) for tokens in PROMPTS]
+    with opened(model, tmp_path) as llm:
+        assert [ask(llm, tokens).num_cached_tokens for tokens in PROMPTS] == [0, 80, 80]
+    with opened(model, tmp_path) as llm:
+        again = [ask(llm, tokens) for tokens in PROMPTS]
+        assert [output.num_cached_tokens for output in again] == [96, 96, 96]
+        assert llm.engine.tiers is not None
+        assert llm.engine.tiers.stats.loaded_tokens == {"disk": 96 + 16 + 16}
+        assert llm.engine.tiers.stats.saved_blocks == 0, "it is all there"
+    assert [out.outputs[0].token_ids for out in again] == [
+        out.outputs[0].token_ids for out in alone
+    ]
+
+
+def test_what_was_generated_is_kept_too(model: Path, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as llm:
+        long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        [first] = llm.generate({"prompt_token_ids": TEXT}, long)
+    spoken = TEXT + list(first.outputs[0].token_ids) + [5, 6]
+    with opened(model, tmp_path) as llm:
+        assert ask(llm, spoken).num_cached_tokens == 112
+
+
+def test_deterministic_answers_are_the_same_bit_for_bit(model: Path, tmp_path: Path) -> None:
+    with opened(model, None, deterministic=True) as llm:
+        alone = ask(llm, PROMPTS[0])
+    for expected in (0, 96):
+        with opened(model, tmp_path, deterministic=True) as llm:
+            output = ask(llm, PROMPTS[0])
+            assert output.num_cached_tokens == expected
+            assert says(output) == says(alone)
+    with opened(model, tmp_path) as llm:
+        assert ask(llm, PROMPTS[0]).num_cached_tokens == 0, "other rounding is another identity"
+
+
+def test_other_weights_under_the_same_path_hit_nothing(tmp_path: Path) -> None:
+    model, kept = save_smallest(tmp_path / "model"), tmp_path / "kept"
+    with opened(model, kept) as llm:
+        ask(llm, PROMPTS[0])
+    save_smallest(model, poison=140)  # one row of one matrix differs
+    with opened(model, kept) as llm:
+        assert ask(llm, PROMPTS[0]).num_cached_tokens == 0
+    save_smallest(model)
+    with opened(model, kept) as llm:
+        assert ask(llm, PROMPTS[0]).num_cached_tokens == 96
+
+
+@pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"block_size": 8}])
+def test_other_rows_are_another_identity(model: Path, tmp_path: Path, other: Any) -> None:
+    with opened(model, tmp_path) as llm:
+        ask(llm, PROMPTS[0])
+    with opened(model, tmp_path, **other) as llm:
+        assert ask(llm, PROMPTS[0]).num_cached_tokens == 0
+
+
+def test_salts_do_not_see_one_another(model: Path, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as llm:
+        ask(llm, PROMPTS[0], cache_salt="a")
+    with opened(model, tmp_path) as llm:
+        for salt, hit in (("b", 0), (None, 0), ("a", 96)):
+            assert ask(llm, PROMPTS[0], cache_salt=salt).num_cached_tokens == hit
+
+
+def test_a_small_pool_hits_as_one_that_holds_everything(model: Path, tmp_path: Path) -> None:
+    texts = [
+        [3 + (at * 7 + position * position) % 140 for position in range(200)] for at in range(5)
+    ]
+    prompts = [texts[at % 5] + [at % 150] * 8 for at in range(50)]
+    with opened(model, None, num_blocks=400) as llm:
+        large = [ask(llm, tokens) for tokens in prompts]
+    with opened(model, tmp_path, num_blocks=16) as llm:
+        small = []
+        for tokens in prompts:
+            small.append(ask(llm, tokens))
+            assert llm.engine.tiers is not None and llm.engine.tiers.flush(10)
+        assert llm.engine.manager.num_free_blocks == 16
+    assert [says(out)[0] for out in small] == [says(out)[0] for out in large]
+    rates = [sum(out.num_cached_tokens for out in outputs) for outputs in (small, large)]
+    whole = sum(out.num_cached_tokens // 16 * 16 for out in large)
+    assert rates[0] >= whole, rates
+
+
+def test_requests_that_begin_alike_share_a_load(model: Path, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as llm:
+        ask(llm, PROMPTS[0])
+    with opened(model, tmp_path) as llm:
+        outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in PROMPTS], GREEDY)
+        assert [output.num_cached_tokens for output in outputs] == [96, 80, 80]
+        assert llm.engine.tiers is not None
+        assert llm.engine.tiers.stats.loaded_tokens == {"disk": 96}
+
+
+def test_who_reads_no_cache_loads_nothing(model: Path, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as llm:
+        ask(llm, PROMPTS[0])
+    with opened(model, tmp_path) as llm:
+        params = SamplingParams(temperature=0, max_tokens=2, skip_reading_prefix_cache=True)
+        [output] = llm.generate({"prompt_token_ids": PROMPTS[0]}, params)
+        assert output.num_cached_tokens == 0
+        assert llm.engine.tiers is not None and not llm.engine.tiers.stats.loaded_tokens
+
+
+def test_a_damaged_store_costs_time_alone(model: Path, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as llm:
+        first = ask(llm, PROMPTS[0])
+    for damage in (lambda data: data[: len(data) // 2], lambda data: bytes(len(data))):
+        for file in [*tmp_path.glob("*.kv"), *tmp_path.glob("index*")]:
+            file.write_bytes(damage(file.read_bytes()))
+        with opened(model, tmp_path) as llm:
+            output = ask(llm, PROMPTS[0])
+            assert says(output)[0] == says(first)[0] and output.num_cached_tokens < 96
+        with opened(model, tmp_path) as llm:
+            assert ask(llm, PROMPTS[0]).num_cached_tokens == 96, "it was computed and kept again"

@@ -1,0 +1,120 @@
+"""The disk store: what is saved comes back as it was, or not at all."""
+
+import stat
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from headstart.errors import ConfigError
+from headstart.tiers import ModelRecord
+from tests.tiers.stores import block, blocks, disk, held, names
+
+SLOT = 2560  # bytes that a block of `MODEL` takes in its file
+
+
+def test_blocks_come_back_in_another_process_of_the_same_model(tmp_path: Path) -> None:
+    with closing(disk(tmp_path)) as store:
+        assert store.find(names(range(9))) == 0
+        assert store.save(blocks(range(9))) == 9
+        assert store.save(blocks(range(5, 12))) == 3, "those known are not saved again"
+    with closing(disk(tmp_path)) as again:
+        assert again.find(names(range(20))) == 12
+        assert held(again, range(20)) == 12
+        assert not again.faults.counts
+
+
+def test_a_lookup_ends_before_the_first_block_that_is_missing(tmp_path: Path) -> None:
+    with closing(disk(tmp_path)) as store:
+        store.save(blocks(range(4)) + blocks(range(6, 900)))
+        assert store.find(names(range(900))) == held(store, range(900)) == 4
+        assert store.find(names(range(6, 900))) == held(store, range(6, 900)) == 894
+
+
+def test_what_was_used_longest_ago_goes_first_and_a_prefix_from_its_end(tmp_path: Path) -> None:
+    with closing(disk(tmp_path, 20 * SLOT)) as store:
+        store.save(blocks(range(100, 110), used=1.0))
+        store.save(blocks(range(200, 210), used=2.0))
+        assert store.save(blocks(range(300, 304), used=3.0)) == 4
+        assert held(store, range(100, 110)) == 6
+        assert held(store, range(200, 210)) == 10
+        assert (tmp_path / next(tmp_path.glob("*.kv")).name).stat().st_size <= 20 * SLOT
+
+
+def test_a_prompt_that_does_not_fit_keeps_its_beginning(tmp_path: Path) -> None:
+    with closing(disk(tmp_path, 10 * SLOT)) as store:
+        for first in range(100, 130, 6):
+            store.save(blocks(range(first, first + 6), used=5.0))
+        assert held(store, range(100, 130)) == 10
+
+
+def test_a_block_that_was_of_use_stays_longer(tmp_path: Path) -> None:
+    with closing(disk(tmp_path, 8 * SLOT)) as store:
+        store.save(blocks(range(100, 104), used=1.0))
+        store.save(blocks(range(200, 204), used=2.0))
+        store.touch(names(range(100, 104)))
+        store.save(blocks(range(300, 304), used=3.0))
+        assert held(store, range(100, 104)) == 4
+        assert held(store, range(200, 204)) == 0
+        assert held(store, range(300, 304)) == 4
+
+
+def test_models_share_the_folder_and_see_nothing_of_one_another(tmp_path: Path) -> None:
+    other = ModelRecord("other weights", "another model", 16, 700)
+    with (
+        closing(disk(tmp_path, 10 * SLOT)) as store,
+        closing(disk(tmp_path, 10 * SLOT, other)) as b,
+    ):
+        store.save(blocks(range(100, 110), used=1.0))
+        assert b.save([block(number, 2.0, other) for number in range(200, 206)]) == 6
+        assert b.find(names(range(200, 206))) == 6
+        assert store.find(names(range(100, 110))) < 10, "the budget is one"
+        assert sum(file.stat().st_size for file in tmp_path.glob("*.kv")) <= 10 * SLOT
+        assert held(store, range(100, 110)) == store.find(names(range(100, 110)))
+        assert not store.faults.counts and not b.faults.counts
+
+
+@pytest.mark.parametrize("at", [0, 5, 60, 90, 128, 1500, 2100])
+def test_a_damaged_block_is_a_miss_and_is_forgotten(tmp_path: Path, at: int) -> None:
+    with closing(disk(tmp_path)) as store:
+        store.save(blocks(range(6)))
+        [file] = tmp_path.glob("*.kv")
+        data = bytearray(file.read_bytes())
+        data[3 * SLOT + at] ^= 16
+        file.write_bytes(data)
+        assert held(store, range(6)) == 3
+        assert store.faults.counts == {"a block is damaged": 1}
+        assert held(store, range(4, 6)) == 2, "the others stay, wherever they lie now"
+        assert store.save(blocks(range(3, 4))) == 1
+        assert held(store, range(6)) == 6
+
+
+def test_an_index_that_is_damaged_is_made_anew_from_the_blocks(tmp_path: Path) -> None:
+    with closing(disk(tmp_path)) as store:
+        store.save(blocks(range(40)))
+    index = tmp_path / "index.sqlite"
+    data = bytearray(index.read_bytes())
+    data[100:-100] = bytes(len(data) - 200)
+    index.write_bytes(data)
+    with closing(disk(tmp_path)) as again:
+        assert held(again, range(40)) in (0, 40)  # the first call may only find the damage
+        assert held(again, range(40)) == 40
+        assert again.save(blocks(range(40, 50))) == 10
+        assert held(again, range(50)) == 50
+
+
+def test_only_its_owner_reads_it(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "kept"
+    with closing(disk(folder)) as store:
+        store.save(blocks(range(2)))
+        store.find(names(range(2)))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    data = [path for path in folder.iterdir() if path.suffix in (".kv", ".sqlite")]
+    assert len(data) == 2
+    assert {stat.S_IMODE(path.stat().st_mode) for path in data} == {0o600}
+
+
+def test_a_folder_that_is_a_file_is_an_error_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        disk(tmp_path / "file")

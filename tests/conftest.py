@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HEADSTART_CACHE_DIR"] = "off"  # or commands would hit what earlier tests asked
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,5 +25,5 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     from headstart.models.demo.llama import demo_model_path
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HEADSTART_CACHE_DIR", str(tmp_path_factory.mktemp("headstart-cache")))
+        patch.setenv("HEADSTART_DEMO_DIR", str(tmp_path_factory.mktemp("headstart-cache")))
         yield demo_model_path()

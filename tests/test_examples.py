@@ -53,7 +53,7 @@ def arguments(
         llm.close()
         return [str(tmp_path / "1"), str(tmp_path / "2")]
     if name == "vision_language":
-        monkeypatch.setenv("HEADSTART_CACHE_DIR", str(tmp_path))
+        monkeypatch.setenv("HEADSTART_DEMO_DIR", str(tmp_path))
         paths = [tmp_path / f"{number}.png" for number in (1, 2)]
         for number, path in enumerate(paths):
             make_picture(number).save(path)

@@ -5,7 +5,7 @@ layer calls `AttentionBackend.attend` with its queries, keys and values.
 """
 
 from headstart.attention.backend import AttentionBackend, AttentionOptions
-from headstart.attention.choice import make_backend
+from headstart.attention.choice import make_backend, name_backend
 from headstart.attention.layout import LayerLayout, Span, StepPlan
 from headstart.attention.memory import PagedKVMemory
 from headstart.attention.native import NativeAttention
@@ -21,4 +21,5 @@ __all__ = [
     "StepPlan",
     "TorchAttention",
     "make_backend",
+    "name_backend",
 ]

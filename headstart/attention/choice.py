@@ -6,7 +6,7 @@ from headstart.attention.memory import PagedKVMemory
 from headstart.attention.native import NativeAttention
 from headstart.attention.torch_ops import TorchAttention
 
-__all__ = ["make_backend"]
+__all__ = ["make_backend", "name_backend"]
 
 
 def make_backend(memory: PagedKVMemory, *, share: bool = True) -> AttentionBackend:
@@ -20,3 +20,9 @@ def make_backend(memory: PagedKVMemory, *, share: bool = True) -> AttentionBacke
             return NativeAttention(memory, library, share=share)
         native.advise()
     return TorchAttention(memory, share=share)
+
+
+def name_backend(memory: PagedKVMemory) -> str:
+    """Which backend `make_backend` gives for `memory`."""
+    is_native = NativeAttention.serves(memory) and native.library() is not None
+    return (NativeAttention if is_native else TorchAttention).__name__

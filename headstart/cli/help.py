@@ -29,7 +29,7 @@ _GROUPS = {
     ),
     MEMORY: (
         *("kv_cache_fraction", "kv_cache_memory", "num_threads", "enable_prefix_caching"),
-        "deterministic",
+        *("deterministic", "cache_dir", "cache_dir_bytes"),
     ),
     MODELS: (
         *("max_images", "max_image_pixels", "encoder_cache_rows"),

@@ -1,4 +1,4 @@
-"""The command line: `headstart run`, `chat`, `serve`, `keys`, `models`, `demo`, `completion`.
+"""The command line: `headstart run`, `chat`, `serve`, `cache`, `keys`, `models`, `demo`, ...
 
 Everything that headstart raises on purpose ends as one line on stderr and exit status 2; usage
 errors do so too. Replies go to stdout, the figures of `run` and `chat` to stderr, so that a
@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import get_completion_class
 
+from headstart.cli.cache.commands import cache
+from headstart.cli.cache.keeping import keep_prefixes
 from headstart.cli.chat.conversation import Conversation
 from headstart.cli.demo.adapters import show_adapters
 from headstart.cli.demo.images import show_images
@@ -135,7 +137,7 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
     """
     questions = read_questions(prompts, options)
     chosen = sort_options(options)
-    with closing(announce_and_open(model, chosen.engine)) as llm:
+    with closing(announce_and_open(model, keep_prefixes(chosen.engine))) as llm:
         streams = questions.streams(llm, chosen.sampling)
         is_text = questions.form is None
         answers = [print_reply(stream, plain=plain, is_text=is_text) for stream in streams]
@@ -159,7 +161,7 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
     if system is not None:
         conversation.system = as_typed(system)
     chosen = sort_options(options, CHAT_SAMPLING)
-    with closing(announce_and_open(model, chosen.engine)) as llm:
+    with closing(announce_and_open(model, keep_prefixes(chosen.engine))) as llm:
         params = chat_sampling(chosen.said, folder_of(model))
         # Editing lines takes prompt_toolkit, half a second of imports.
         session = load_module("headstart.cli.chat.session")
@@ -179,6 +181,7 @@ def serve(model: str, **options: Any) -> None:
 
 main.add_command(models)
 main.add_command(keys)
+main.add_command(cache)
 
 
 @main.command()

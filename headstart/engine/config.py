@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from headstart.cache.config import CacheOptions
@@ -57,7 +58,7 @@ class EngineConfig(CacheOptions):
     max_loras: int = option(8, "LoRA adapters in memory, and so in one step, at the most", _COUNTS)
     max_lora_rank: int = option(64, "the highest rank of a LoRA adapter", _COUNTS)
     cache_dir: str | None = option(
-        None, "folder where K/V outlive the process; default: none, they end with it"
+        None, "folder where K/V outlive the process; off: they end with it"
     )
     cache_dir_bytes: int = option(
         10 * 2**30, "bytes that the folder may take, of all models together", _COUNTS
@@ -67,6 +68,11 @@ class EngineConfig(CacheOptions):
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
+
+    @property
+    def kept_folder(self) -> Path | None:
+        """The folder where K/V outlive the process, None for none."""
+        return None if self.cache_dir in (None, "", "off") else Path(self.cache_dir).expanduser()
 
     @property
     def threads(self) -> int:

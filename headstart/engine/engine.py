@@ -225,7 +225,8 @@ class Engine:
         for name, error in self.adapters.take_refused().items():
             self._end(step, self._groups[name], engine_error("no adapter to run it with", error))
         if not batch.scheduled:
-            if not step.results and self._groups and not self._scheduler.waits_for_inputs:
+            waits = self._scheduler.waits_for_inputs or (self.tiers and self.tiers.is_loading)
+            if not step.results and self._groups and not waits:
                 raise EngineError("requests wait, and none can run: the scheduler is stuck")
             return
         step.batch, step.phase = batch, Phase.COMPUTING

@@ -46,7 +46,7 @@ class DiskStore:
     def __init__(self, folder: Path, model: ModelRecord, max_bytes: int) -> None:
         self.folder = folder
         self.faults = Faults(f"cache folder {folder}")
-        self._record = model
+        self.model = model  # whose blocks they are
         self._max_bytes = max_bytes
         self._files: dict[str, SlotFile] = {}
         # Two connections, so that a lookup does not wait for what is being written.
@@ -54,8 +54,10 @@ class DiskStore:
         self._reader: OpenIndex | None = None
         self._writer: OpenIndex | None = None
         make_folder(folder)
-        with self._guard():
-            self._open_writer()
+        with self._guard(), self._writing:
+            index = self._open_writer()
+            with index.changing():
+                self._model_id(index)
 
     def find(self, names: Sequence[BlockHash]) -> int:
         with self._guard(), self._reading:
@@ -66,9 +68,9 @@ class DiskStore:
         with self._guard():
             with self._reading:
                 slots = self._open_reader().find(names)
-                file = self._file(self._record)
+                file = self._file(self.model)
             for (name, _), payload in zip(slots, file.read(slots), strict=True):
-                if payload is None or payload.nbytes != self._record.block_bytes:
+                if payload is None or payload.nbytes != self.model.block_bytes:
                     self._drop_damaged(name)
                     return
                 yield LoadedBlock(TIER, payload)
@@ -89,7 +91,7 @@ class DiskStore:
 
     def _save_one(self, index: DiskIndex, model: int, block: StoredBlock) -> bool:
         """Save a block; False if there is no room, or the disk is full."""
-        file = self._file(self._record)
+        file = self._file(self.model)
         worth = index.worth(block.seconds, file.slot_bytes)
         slot = self._find_room(index, model, block.used, worth)
         if slot is None:
@@ -104,7 +106,7 @@ class DiskStore:
 
     def _find_room(self, index: DiskIndex, model: int, used: float, worth: float) -> int | None:
         """A slot for a block of this worth; None if what would go is worth more, or used since."""
-        own = self._file(self._record)
+        own = self._file(self.model)
         while True:
             taken = sum(self._bytes_of(index, kept) for kept in index.models())
             if taken + own.slot_bytes <= self._max_bytes and self._has_space(own.slot_bytes):
@@ -143,7 +145,7 @@ class DiskStore:
         with self._guard(), self._writing:
             index = self._open_writer()
             with index.changing():
-                index.touch(names, self._file(self._record).slot_bytes)
+                index.touch(names, self._file(self.model).slot_bytes)
 
     def remove(self, names: Sequence[BlockHash]) -> int:
         """Forget blocks; how many there were."""
@@ -165,8 +167,8 @@ class DiskStore:
                 block = index.block(name)
                 if block is None:
                     return
-                [payload] = self._file(self._record).read([(name, block.slot)])
-                if payload is None or payload.nbytes != self._record.block_bytes:
+                [payload] = self._file(self.model).read([(name, block.slot)])
+                if payload is None or payload.nbytes != self.model.block_bytes:
                     self.faults.note("a block is damaged", name.hex())
                     self._take_out(index, block)
 
@@ -202,10 +204,10 @@ class DiskStore:
 
     def _model_id(self, index: DiskIndex) -> int:
         for kept in index.models():
-            if kept.record.fingerprint == self._record.fingerprint:
+            if kept.record.fingerprint == self.model.fingerprint:
                 return kept.id
-        describe_model(self.folder, self._record)
-        return index.add_model(self._record)
+        describe_model(self.folder, self.model)
+        return index.add_model(self.model)
 
     def _file(self, record: ModelRecord) -> SlotFile:
         file = self._files.get(record.fingerprint)

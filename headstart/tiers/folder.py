@@ -38,9 +38,10 @@ class OpenIndex(NamedTuple):
 
 
 def default_folder() -> Path:
-    """Where blocks are kept unless told otherwise: `headstart` in the user's cache folder."""
+    """Where blocks are kept unless told otherwise, in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "headstart"
+    caches = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return caches / "headstart" / "prefixes"
 
 
 def make_folder(folder: Path) -> None:

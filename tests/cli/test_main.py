@@ -123,7 +123,7 @@ def test_demo_of_adapters_shows_who_shares_with_whom() -> None:
 def test_demo_of_images_shows_what_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HEADSTART_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("HEADSTART_DEMO_DIR", str(tmp_path))
     said = call("demo", "--images").stdout
     cards = re.findall(r"│ ([\d,]+) +(\d+) +[\d,]+ \((\d+)%\) +(\d of \d) ", said)
     assert [card[3] for card in cards] == ["1 of 1", "0 of 1", "1 of 2", "0 of 2", "1 of 1"]

@@ -1,7 +1,6 @@
 """The parts of an engine, made for a model that is loaded."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -10,10 +9,9 @@ from headstart.cache import BlockNames, CacheConfig, KVCacheManager
 from headstart.engine.config import EngineConfig
 from headstart.engine.startup.sizing import count_blocks, longest_sequence
 from headstart.engine.tiering.identity import identify
-from headstart.engine.tiering.opening import open_store
 from headstart.models.decoder import DecoderModel
 from headstart.models.vision import VisionModel, load_vision
-from headstart.tiers import BlockStore, make_folder
+from headstart.tiers import BlockStore, DiskStore, make_folder
 
 __all__ = ["Parts", "make_parts"]
 
@@ -38,15 +36,14 @@ def make_parts(
     vision = load_vision(decoder, tokenizer)
     blocks = count_blocks(config, decoder, vision.bytes_per_row if vision is not None else 0)
     limit = longest_sequence(config, decoder.max_model_len, blocks)
-    model, store = None, None
-    if config.cache_dir is not None and config.enable_prefix_caching:
-        folder = Path(config.cache_dir).expanduser()
-        make_folder(folder)
-        model = identify(decoder, config, folder)
-        store = open_store(model, config, folder)
     memory = PagedKVMemory(
         decoder.layouts, blocks, config.block_size, decoder.dtype, decoder.device
     )
+    model, store = None, None
+    if config.kept_folder is not None and config.enable_prefix_caching:
+        make_folder(config.kept_folder)
+        model = identify(decoder, memory, config, config.kept_folder)
+        store = DiskStore(config.kept_folder, model, config.cache_dir_bytes)
     cache = CacheConfig(
         num_blocks=blocks,
         events=store is not None,

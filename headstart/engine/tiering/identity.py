@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from headstart import native
-from headstart.attention import PagedKVMemory
+from headstart.attention import PagedKVMemory, name_backend
 from headstart.engine.config import EngineConfig
 from headstart.machine import cpu_flags
 from headstart.models.compatibility.proven import stamp_files
@@ -28,7 +27,9 @@ _MEMORY = "fingerprints.json"
 _MOST = 256  # models whose fingerprints are remembered
 
 
-def identify(decoder: DecoderModel, config: EngineConfig, folder: Path) -> ModelRecord:
+def identify(
+    decoder: DecoderModel, memory: PagedKVMemory, config: EngineConfig, folder: Path
+) -> ModelRecord:
     """Who the model is to a store. Reads all weights, unless `folder` remembers these files."""
     parts = [
         _LAYOUT,
@@ -37,11 +38,12 @@ def identify(decoder: DecoderModel, config: EngineConfig, folder: Path) -> Model
         repr(decoder.layouts),
     ]
     if config.deterministic:
-        parts += _rounding(decoder, config)
+        parts += [name_backend(memory), *_rounding(decoder, config)]
     framed = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)
-    size = PagedKVMemory.bytes_per_block(decoder.layouts, config.block_size, decoder.dtype)
     title = decoder.folder.resolve().name if decoder.folder is not None else "a model in memory"
-    return ModelRecord(hashlib.sha256(framed).hexdigest(), title, config.block_size, size)
+    return ModelRecord(
+        hashlib.sha256(framed).hexdigest(), title, config.block_size, memory.block_bytes
+    )
 
 
 def _rounding(decoder: DecoderModel, config: EngineConfig) -> list[str]:
@@ -55,7 +57,6 @@ def _rounding(decoder: DecoderModel, config: EngineConfig) -> list[str]:
         torch.backends.cpu.get_cpu_capability(),
         " ".join(sorted(cpu_flags())),
         f"{config.threads} threads",
-        f"compiled kernels {native.library() is not None}",
     ]
 
 

@@ -57,6 +57,11 @@ class Tiers:
         self._stats.dropped_blocks = self._offers.num_dropped
         return self._stats
 
+    @property
+    def is_loading(self) -> bool:
+        """True if a request waits for blocks from the store."""
+        return self.loads.are_under_way
+
     def _choose(self, found: int) -> int:
         """How many of the blocks found are loaded: all, or none if computing them is faster."""
         tokens = found * self._manager.block_size
@@ -71,7 +76,7 @@ class Tiers:
 
     def take_in(self) -> None:
         """Put what was loaded into the pool, before a step is scheduled."""
-        if not self.loads.are_under_way:
+        if not self.is_loading:
             return
         if self.loads.take_in():
             self._manager.commit_step()
@@ -86,7 +91,7 @@ class Tiers:
 
     def wait(self) -> bool:
         """Wait a moment for a load, if there is one; nothing else can run."""
-        if not self.loads.are_under_way:
+        if not self.is_loading:
             return False
         self._loader.wait(_PATIENCE)
         return True

@@ -40,7 +40,7 @@ _CHAT_TEMPLATE = (
 def demo_model_path() -> Path:
     """The folder of the demo model; writes the model if it does not exist yet.
 
-    The folder is below `$HEADSTART_CACHE_DIR`, or the platform's cache folder for users. It is
+    The folder is below `$HEADSTART_DEMO_DIR`, or the platform's cache folder for users. It is
     created atomically, even if two processes create it at the same time.
 
     Raises:
@@ -72,7 +72,7 @@ def made_once(name: str, recipes: Sequence[Path], write: Callable[[Path], None])
     except OSError as error:
         raise ModelError(
             f"cannot write the demo model to {folder.parent}: {error.strerror}; "
-            "set HEADSTART_CACHE_DIR to a folder that can be written to"
+            "set HEADSTART_DEMO_DIR to a folder that can be written to"
         ) from error
     try:
         write(unfinished)
@@ -91,7 +91,7 @@ def _rename_unless_there(source: Path, target: Path) -> None:
 
 
 def _cache_folder() -> Path:
-    if chosen := os.environ.get("HEADSTART_CACHE_DIR"):
+    if chosen := os.environ.get("HEADSTART_DEMO_DIR"):
         return Path(chosen).expanduser()
     if sys.platform == "darwin":
         base = Path("~/Library/Caches")

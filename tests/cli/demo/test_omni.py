@@ -22,7 +22,7 @@ from headstart.omni.params import OmniParams
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The demo with a tiny model and a short recording."""
-    monkeypatch.setenv("HEADSTART_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("HEADSTART_DEMO_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("headstart.models.demo.omni.DEMO_OMNI", OmniSizes(64, 2, 48, 2, 4))
     monkeypatch.setattr("headstart.cli.demo.omni.SECONDS", 3)
     monkeypatch.setattr("headstart.cli.demo.omni.SPEECH_TOKENS", 16)

@@ -134,6 +134,20 @@ def test_requests_that_begin_alike_share_a_load(model: Path, tmp_path: Path) -> 
         assert llm.engine.tiers.stats.loaded_tokens == {"disk": 96}
 
 
+def test_a_load_of_many_parts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request whose prefix is loaded in part waits for the rest, alone and beside others."""
+    monkeypatch.setattr("headstart.tiers.loader._CHUNK_BYTES", 1)
+    with opened(model, tmp_path) as llm:
+        alone = [ask(llm, tokens) for tokens in PROMPTS]
+    with opened(model, tmp_path) as llm:
+        assert ask(llm, PROMPTS[0]).num_cached_tokens == 96
+        outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in PROMPTS], GREEDY)
+        assert [output.num_cached_tokens for output in outputs] == [99, 96, 96]
+        assert [says(output)[0] for output in outputs] == [says(output)[0] for output in alone]
+
+
 def test_who_reads_no_cache_loads_nothing(model: Path, tmp_path: Path) -> None:
     with opened(model, tmp_path) as llm:
         ask(llm, PROMPTS[0])

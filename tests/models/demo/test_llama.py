@@ -17,7 +17,7 @@ from headstart.models.demo.llama import demo_model_path
 def test_it_is_the_same_model_every_time(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HEADSTART_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("HEADSTART_DEMO_DIR", str(tmp_path))
     again = demo_model_path()
     assert again.parent == tmp_path
     assert again.name == demo_model.name
@@ -61,7 +61,7 @@ def test_a_chat_is_spelt_with_special_tokens(demo_model: Path) -> None:
 def test_two_processes_at_once_make_one_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HEADSTART_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("HEADSTART_DEMO_DIR", str(tmp_path))
     program = "from headstart.models.demo.llama import demo_model_path; print(demo_model_path())"
     racers = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -78,6 +78,6 @@ def test_a_cache_folder_that_cannot_be_written_is_a_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("HEADSTART_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match=r"cannot write .*file: .*HEADSTART_CACHE_DIR"):
+    monkeypatch.setenv("HEADSTART_DEMO_DIR", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"cannot write .*file: .*HEADSTART_DEMO_DIR"):
         demo_model_path()

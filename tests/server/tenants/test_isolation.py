@@ -147,7 +147,7 @@ def test_images_of_another_tenant(
     keys: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither what of the prompt was cached, nor whether the image was encoded anew."""
-    monkeypatch.setenv("HEADSTART_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("HEADSTART_DEMO_DIR", str(tmp_path))
     with serving(tmp_path / "keys", demo_vision_path(), keys=keys) as (server, headers):
         assert server.llm.engine.images is not None
         encoder = server.llm.engine.images.cache

@@ -1,0 +1,1 @@
+"""`headstart cache`: what is kept on disk, and the line that says so."""

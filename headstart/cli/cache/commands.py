@@ -1,0 +1,198 @@
+"""`headstart cache`: what of prompts is kept on disk, by model and by prefix."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import click
+
+from headstart.cli.cache.keeping import shorten_home
+from headstart.cli.cache.listing import show_models, show_prefixes
+from headstart.cli.notes import note
+from headstart.cli.progress import show_bytes
+from headstart.cli.streams import as_typed
+from headstart.engine.config import EngineConfig
+from headstart.errors import CacheError
+from headstart.tiers import DiskStore, default_folder, make_folder
+from headstart.tiers.contents import KeptPrefix, ModelState, read_models, read_prefixes
+from headstart.tiers.folder import reopen
+from headstart.tiers.index import KeptBlock
+from headstart.tiers.transfer import export_blocks, import_blocks, read_model
+
+__all__ = ["cache"]
+
+_SHORTEST = 4  # digits of a prefix's name
+
+_folder = partial(
+    click.option,
+    "--cache-dir",
+    "folder",
+    envvar="HEADSTART_CACHE_DIR",
+    help="The folder; default: headstart in your cache folder.",
+)
+
+
+@click.group(short_help="List, check, drop and move what is kept on disk.")
+def cache() -> None:
+    """Prefixes that outlive the process: list, check and drop them, or take them elsewhere."""
+
+
+@cache.command(name="ls")
+@click.argument("model", required=False)
+@click.option("--lines", type=click.IntRange(1), default=30, show_default=True, help="At the most.")
+@_folder()
+def list_kept(model: str | None, lines: int, folder: str | None) -> None:
+    """List the models, or the prefixes of one MODEL, from fork to fork."""
+    with _opened(folder) as path:
+        if model is None:
+            click.echo(show_models(read_models(path)))
+            return
+        state = _find_model(path, model)
+        with closing(reopen(path, None).connection) as index:
+            prefixes = read_prefixes(index, state.model.id)
+        click.echo(show_prefixes(prefixes, state.model.record, lines))
+
+
+@cache.command()
+@_folder()
+def stat(folder: str | None) -> None:
+    """How much is kept, since when, and what that has saved."""
+    with _opened(folder) as path:
+        states = read_models(path)
+        nbytes, blocks = sum(one.nbytes for one in states), sum(one.num_blocks for one in states)
+        tokens = sum(one.num_blocks * one.model.record.block_size for one in states)
+        click.echo(f"folder   {shorten_home(path)}")
+        click.echo(f"kept     {show_bytes(nbytes)}, {tokens:,} tokens in {blocks:,} blocks")
+        click.echo(f"models   {len(states)}")
+        click.echo(f"loaded   {sum(one.hits for one in states):,} blocks")
+        click.echo(f"saved    {sum(one.saved_seconds for one in states):,.1f} s of computing")
+
+
+@cache.command()
+@click.argument("names", nargs=-1)
+@click.option("--model", help="Drop all prefixes of this model.")
+@click.option("--all", "everything", is_flag=True, help="Drop all prefixes of all models.")
+@_folder()
+def drop(names: Sequence[str], model: str | None, everything: bool, folder: str | None) -> None:
+    """Drop prefixes by NAMES, as ls shows them, with all that goes on from there."""
+    if sum((bool(names), model is not None, everything)) != 1:
+        raise click.UsageError("give names, or --model, or --all")
+    with _opened(folder) as path:
+        states = [_find_model(path, model)] if model is not None else read_models(path)
+        dropped = 0
+        wanted = dict.fromkeys(as_typed(name) for name in names)
+        for state in states:
+            record = state.model.record
+            with closing(DiskStore(path, record, _most(path))) as store:
+                found = _chosen(path, state, wanted) if names else _all_of(path, state)
+                dropped += store.remove([block.name for one in found for block in one.all_blocks()])
+        click.echo(f"{dropped:,} blocks dropped")
+
+
+@cache.command()
+@click.argument("name")
+@click.argument("file", type=click.Path(path_type=Path))
+@_folder()
+def export(name: str, file: Path, folder: str | None) -> None:
+    """Write the prefix NAME, as ls shows it, with all before and after it, to a new FILE."""
+    with _opened(folder) as path:
+        for state in read_models(path):
+            found = _chosen(path, state, dict.fromkeys([as_typed(name)]), must=False)
+            if not found:
+                continue
+            blocks = [*_before(path, state, found[0]), *found[0].all_blocks()]
+            with closing(DiskStore(path, state.model.record, _most(path))) as store:
+                count = export_blocks(store, blocks, file)
+            size = state.model.record.block_size
+            click.echo(f"{count * size:,} tokens of {state.model.record.title} are in {file}")
+            return
+    raise CacheError(f"no prefix {name!r} is kept; headstart cache ls MODEL lists them")
+
+
+@cache.command(name="import")
+@click.argument("file", type=click.Path(path_type=Path))
+@_folder()
+def import_file(file: Path, folder: str | None) -> None:
+    """Keep the prefixes of a FILE that export wrote; the model must have run here before."""
+    with _opened(folder) as path:
+        record = read_model(file)
+        with closing(reopen(path, None).connection) as index:
+            known = [one.record for one in index.models()]
+        if record.fingerprint not in [one.fingerprint for one in known]:
+            titles = ", ".join(sorted({one.title for one in known})) or "none"
+            raise CacheError(
+                f"{file} is of a model {record.title!r} that has not run here with these weights, "
+                f"dtype and block size; models that have: {titles}"
+            )
+        with closing(DiskStore(path, record, _most(path))) as store:
+            count = import_blocks(store, file, time.time())
+        click.echo(f"{count * record.block_size:,} tokens of {record.title} are new here")
+
+
+@contextmanager
+def _opened(folder: str | None) -> Iterator[Path]:
+    """The folder; what is wrong with its index is one clear error."""
+    path = default_folder() if folder in (None, "", "off") else Path(as_typed(folder)).expanduser()
+    make_folder(path)
+    try:
+        yield path
+    except (sqlite3.Error, OSError) as error:
+        raise CacheError(f"{path} cannot be read: {error}; headstart cache verify") from error
+
+
+def _most(path: Path) -> int:
+    """A budget that nothing that is there exceeds."""
+    return max(EngineConfig.cache_dir_bytes, 2 * sum(f.stat().st_size for f in path.glob("*.kv")))
+
+
+def _find_model(path: Path, name: str) -> ModelState:
+    states = read_models(path)
+    wanted = as_typed(name)
+    found = [
+        one
+        for one in states
+        if wanted == one.model.record.title or one.model.record.fingerprint.startswith(wanted)
+    ]
+    if not found:
+        titles = ", ".join(dict.fromkeys(one.model.record.title for one in states)) or "none"
+        raise CacheError(f"no prefixes of a model {wanted!r} are kept; models that have: {titles}")
+    return found[0]
+
+
+def _all_of(path: Path, state: ModelState) -> list[KeptPrefix]:
+    with closing(reopen(path, None).connection) as index:
+        return read_prefixes(index, state.model.id)
+
+
+def _chosen(
+    path: Path, state: ModelState, names: dict[str, None], *, must: bool = True
+) -> list[KeptPrefix]:
+    """The prefixes whose names begin so. Raises CacheError for one that there is not."""
+    found: list[KeptPrefix] = []
+    todo = _all_of(path, state)
+    while todo:
+        prefix = todo.pop()
+        if any(len(n) >= _SHORTEST and prefix.name.hex().startswith(n) for n in names):
+            found.append(prefix)
+        else:
+            todo += prefix.then
+    if must and not found:
+        note(f"{state.model.record.title} has none of these")
+    return found
+
+
+def _before(path: Path, state: ModelState, prefix: KeptPrefix) -> list[KeptBlock]:
+    """The blocks before a prefix, from the root on."""
+    with closing(reopen(path, None).connection) as index:
+        blocks = {block.name: block for block in index.blocks(state.model.id)}
+    found = []
+    at = blocks.get(prefix.blocks[0].parent)
+    while at is not None:
+        found.append(at)
+        at = blocks.get(at.parent)
+    return found[::-1]

@@ -1,0 +1,89 @@
+"""Tables of what is kept on disk."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+from headstart.cli.progress import show_bytes
+from headstart.tiers import ModelRecord
+from headstart.tiers.contents import KeptPrefix, ModelState
+
+__all__ = ["show_age", "show_models", "show_prefixes"]
+
+_DIGITS = 12  # of a prefix's name
+_UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
+
+
+def show_age(seconds: float) -> str:
+    """How long ago, in the largest unit that fits.
+
+    >>> show_age(5), show_age(90), show_age(200_000)
+    ('5 s', '1 min', '2 d')
+    """
+    for unit, size in _UNITS:
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{max(0, int(seconds))} s"
+
+
+def show_models(states: Sequence[ModelState]) -> str:
+    """A line for each model: its size, tokens, age, and what its hits have saved."""
+    if not states:
+        return "no prefixes are kept"
+    rows = [("model", "fingerprint", "size", "tokens", "last used", "loaded", "saved")]
+    rows += [
+        (
+            one.model.record.title,
+            one.model.record.fingerprint[:_DIGITS],
+            show_bytes(one.nbytes),
+            f"{one.num_blocks * one.model.record.block_size:,}",
+            show_age(time.time() - one.used),
+            f"{one.hits * one.model.record.block_size:,} tokens",
+            f"{one.saved_seconds:.1f} s",
+        )
+        for one in states
+    ]
+    return _align(rows, left=2)
+
+
+def show_prefixes(prefixes: Sequence[KeptPrefix], model: ModelRecord, most: int) -> str:
+    """A line for each stretch between two forks, below the one that it goes on from."""
+    rows = [("prefix", "tokens", "size", "last used", "loaded", "saved")]
+    for depth, prefix in _in_order(prefixes):
+        if len(rows) > most:
+            more = sum(1 for _ in _in_order(prefixes)) - most
+            rows.append((f"... {more:,} more", "", "", "", "", ""))
+            break
+        first, last = prefix.blocks[0], prefix.blocks[-1]
+        size = model.block_size
+        rows.append(
+            (
+                "  " * depth + prefix.name.hex()[:_DIGITS],
+                f"{first.depth * size:,} to {(last.depth + 1) * size:,}",
+                show_bytes(len(prefix.blocks) * model.block_bytes),
+                show_age(time.time() - max(block.used for block in prefix.blocks)),
+                f"{sum(block.hits for block in prefix.blocks) * size:,} tokens",
+                f"{sum(block.hits * block.seconds for block in prefix.blocks):.1f} s",
+            )
+        )
+    return _align(rows, left=1)
+
+
+def _in_order(prefixes: Sequence[KeptPrefix]) -> Iterator[tuple[int, KeptPrefix]]:
+    """Each prefix with how many forks are before it, and then what it goes on with."""
+    todo = [(0, prefix) for prefix in reversed(prefixes)]
+    while todo:
+        depth, prefix = todo.pop()
+        yield depth, prefix
+        todo += [(depth + 1, one) for one in reversed(prefix.then)]
+
+
+def _align(rows: Sequence[Sequence[str]], left: int) -> str:
+    """Columns of equal width, the first `left` of them aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if at < left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

@@ -22,9 +22,10 @@ def duration(seconds: float | None) -> str:
 
 
 def cached_share(output: RequestOutput) -> str:
-    """Cached prompt tokens and what part of the prompt they are, rounded down."""
+    """Cached prompt tokens, what part of the prompt that is, and how many were loaded."""
     percent = 100 * output.num_cached_tokens // len(output.prompt_token_ids)
-    return f"{output.num_cached_tokens:,} ({percent}%)"
+    share = f"{output.num_cached_tokens:,} ({percent}%)"
+    return f"{share}, {output.num_loaded_tokens:,} from disk" if output.num_loaded_tokens else share
 
 
 def figures(output: RequestOutput) -> str:

@@ -86,6 +86,7 @@ class RequestOutput:
     """A request and its answers so far; of a stream with `output_kind=DELTA`, what is new.
 
     num_cached_tokens: prompt tokens that needed no computing, of the first of the answers.
+    num_loaded_tokens: those of them that came from disk or another machine for this request.
     why_missed: why it did not hit more. prompt_logprobs: as asked for; None for the first token.
     images: those of the prompt, in order.
     """
@@ -101,6 +102,7 @@ class RequestOutput:
     finished: bool
     images: tuple[ImageUse, ...] = ()
     lora_request: LoRARequest | None = None
+    num_loaded_tokens: int = 0
 
     def __getattr__(self, name: str) -> None:
         return _absent(REQUEST_OUTPUT, name)

@@ -138,6 +138,7 @@ class RequestGroup:
 
     `extras` is what the prompt is beyond its token ids, None for most; `adapter` what its name
     stood for when the request was made; `chat` what its next turn begins with, if it is one.
+    num_loaded_tokens: those of its prompt that a store had, and the pool had not.
     token_text: the texts of single tokens, None if none is wanted.
     """
 
@@ -155,6 +156,7 @@ class RequestGroup:
     requests: list[Request] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] | None = None
     start_time: float | None = None
+    num_loaded_tokens: int = 0
 
     @property
     def namespace(self) -> Namespace:
@@ -195,6 +197,7 @@ class RequestGroup:
             outputs=[request.completion() for request in self.requests],
             prompt_logprobs=self.prompt_logprobs,
             num_cached_tokens=first.num_cached_tokens,
+            num_loaded_tokens=min(self.num_loaded_tokens, first.num_cached_tokens),
             why_missed=first.missed,
             metrics=first.metrics(),
             finished=self.finished,

@@ -1,4 +1,9 @@
-"""Loading off the engine's thread: blocks arrive in order, a few at a time, and never too many."""
+"""Loading off the engine's thread: blocks arrive in order, a few at a time, and never too many.
+
+    start ──▶ look up: does the store have it, and is it worth it ──▶ load ──▶ take
+
+Looking up has a thread of its own, so that a prompt that is new waits for nobody's load.
+"""
 
 import threading
 import time
@@ -17,23 +22,23 @@ _WEIGHT = 0.3  # of the last measurement in the rate
 class LoadJob:
     """Blocks that are looked for in a store and loaded. Its fields change under the loader's lock.
 
-    found: how many of the names the store has; None until that is known. arrived: blocks that
-    nobody has taken yet. done: nothing more arrives.
+    count: how many of the names are loaded, once that is known. arrived: blocks that nobody has
+    taken yet. done: nothing more arrives.
     """
 
     def __init__(self, names: Sequence[BlockHash], choose: Callable[[int], int]) -> None:
         self.names = names
         self.choose = choose
-        self.found: int | None = None
+        self.count = 0
         self.arrived: deque[LoadedBlock] = deque()
         self.done = False
         self.cancelled = False
 
 
 class Loader:
-    """Loads for those who wait, in the order in which they asked, in a thread of its own.
+    """Loads for those who wait, in the order in which they asked.
 
-    max_bytes bounds what has arrived and was not taken; the thread then waits. rate: bytes a second
+    max_bytes bounds what has arrived and was not taken; loading then waits. rate: bytes a second
     that came of late; None before the first load.
     """
 
@@ -41,12 +46,13 @@ class Loader:
         self.rate: float | None = None
         self._store = store
         self._max_bytes = max_bytes
-        self._jobs: deque[LoadJob] = deque()
+        self._asked: deque[LoadJob] = deque()
+        self._found: deque[LoadJob] = deque()
         self._nbytes = 0
         self._news = False
         self._closed = False
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def start(self, names: Sequence[BlockHash], choose: Callable[[int], int]) -> LoadJob:
         """Look for these blocks, and load as many as `choose` says when it is told how many are."""
@@ -55,12 +61,18 @@ class Loader:
             if self._closed:
                 job.done = True
                 return job
-            self._jobs.append(job)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="headstart-loader", daemon=True
-                )
-                self._thread.start()
+            self._asked.append(job)
+            if not self._threads:
+                for queue, work in ((self._asked, self._look_up), (self._found, self._load)):
+                    self._threads.append(
+                        threading.Thread(
+                            target=self._run,
+                            args=(queue, work),
+                            name=f"headstart{work.__name__}",
+                            daemon=True,
+                        )
+                    )
+                    self._threads[-1].start()
             self._changed.notify_all()
         return job
 
@@ -93,48 +105,56 @@ class Loader:
         """End every job. Idempotent."""
         with self._changed:
             self._closed = True
-            for job in self._jobs:
+            for job in (*self._asked, *self._found):
                 job.cancelled = True
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout)
 
-    # In the loader's thread
+    # In the loader's threads
 
-    def _run(self) -> None:
+    def _run(self, queue: deque[LoadJob], work: Callable[[LoadJob], bool]) -> None:
+        """Do the work of one thread for each job of its queue; True says that it goes on."""
         while True:
             with self._changed:
-                while not self._jobs and not self._closed:
+                while not queue and not self._closed:
                     self._changed.wait()
-                if not self._jobs:
+                if not queue:
                     return
-                job = self._jobs.popleft()
+                job = queue.popleft()
+            goes_on = False
             try:
-                if not job.cancelled:
-                    self._load(job)
+                goes_on = not job.cancelled and work(job)
             finally:
                 with self._changed:
-                    job.done = self._news = True
+                    if goes_on and not self._closed:
+                        self._found.append(job)
+                    else:
+                        job.done = self._news = True
                     self._changed.notify_all()
 
-    def _load(self, job: LoadJob) -> None:
-        job.found = self._store.find(job.names)
-        count = job.choose(job.found)
+    def _look_up(self, job: LoadJob) -> bool:
+        job.count = job.choose(self._store.find(job.names))
+        return job.count > 0
+
+    def _load(self, job: LoadJob) -> bool:
         chunk: list[LoadedBlock] = []
         nbytes, waiting = 0, 0
         seconds, begun = 0.0, time.perf_counter()
-        for block in self._store.load(job.names[:count]) if count else ():
+        for block in self._store.load(job.names[: job.count]):
             chunk.append(block)
             waiting += block.payload.nbytes
             if waiting >= _CHUNK_BYTES:
                 seconds += time.perf_counter() - begun
                 if not self._hand_on(job, chunk, waiting):
-                    return
+                    return False
                 chunk, nbytes, waiting = [], nbytes + waiting, 0
                 begun = time.perf_counter()
         seconds += time.perf_counter() - begun
         self._hand_on(job, chunk, waiting)
         self._note_rate(nbytes + waiting, seconds)
+        return False
 
     def _note_rate(self, nbytes: int, seconds: float) -> None:
         if nbytes:

@@ -85,6 +85,8 @@ class Tiers:
             self._saver.touch(names)
             for tier, count in load.tiers.items():
                 self._stats.loaded_tokens[tier] += count * self._manager.block_size
+            for group in load.groups:
+                group.num_loaded_tokens = len(names) * self._manager.block_size
 
     def _take_slots(self, group: RequestGroup) -> None:
         self._offers.note(wall_time(group.arrival_time), loaded=True)

@@ -3,12 +3,15 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
 from headstart import LLM, SamplingParams
+from headstart.cache import BlockHash
 from headstart.engine.outputs import RequestOutput
+from headstart.tiers import DiskStore, LoadedBlock
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
@@ -48,6 +51,7 @@ def test_a_second_process_hits_what_the_first_computed(model: Path, tmp_path: Pa
     with opened(model, tmp_path) as llm:
         again = [ask(llm, tokens) for tokens in PROMPTS]
         assert [output.num_cached_tokens for output in again] == [96, 96, 96]
+        assert [output.num_loaded_tokens for output in again] == [96, 16, 16]
         assert llm.engine.tiers is not None
         assert llm.engine.tiers.stats.loaded_tokens == {"disk": 96 + 16 + 16}
         assert llm.engine.tiers.stats.saved_blocks == 0, "it is all there"
@@ -134,18 +138,45 @@ def test_requests_that_begin_alike_share_a_load(model: Path, tmp_path: Path) -> 
         assert llm.engine.tiers.stats.loaded_tokens == {"disk": 96}
 
 
-def test_a_load_of_many_parts(
+def test_a_request_waits_for_the_rest_of_its_prefix(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request whose prefix is loaded in part waits for the rest, alone and beside others."""
+    """A part of it has come and the rest has not; that a prompt is cold keeps nobody waiting."""
     monkeypatch.setattr("headstart.tiers.loader._CHUNK_BYTES", 1)
     with opened(model, tmp_path) as llm:
         alone = [ask(llm, tokens) for tokens in PROMPTS]
+    with opened(model, None) as llm:
+        cold = ask(llm, TEXT[::-1])
+    rest = Event()
+    load = DiskStore.load
+
+    def load_slowly(store: DiskStore, names: list[BlockHash]) -> Iterator[LoadedBlock]:
+        for at, found in enumerate(load(store, names)):
+            if at == 2:
+                assert rest.wait(60)
+            yield found
+
+    monkeypatch.setattr(DiskStore, "load", load_slowly)
     with opened(model, tmp_path) as llm:
-        assert ask(llm, PROMPTS[0]).num_cached_tokens == 96
-        outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in PROMPTS], GREEDY)
-        assert [output.num_cached_tokens for output in outputs] == [99, 96, 96]
-        assert [says(output)[0] for output in outputs] == [says(output)[0] for output in alone]
+        engine = llm.engine
+        groups = [engine.prepare({"prompt_token_ids": tokens}, GREEDY) for tokens in PROMPTS]
+        for group in groups:
+            engine.submit(group)
+        while engine.manager.num_free_blocks > 22:
+            assert engine.step() == []
+        assert engine.step() == [], "nothing runs, and nothing is wrong"
+        group = engine.prepare({"prompt_token_ids": TEXT[::-1]}, GREEDY)
+        engine.submit(group)
+        while not group.finished:
+            engine.step()
+        assert group.output().outputs[0].token_ids == says(cold)[0]
+        assert engine.has_unfinished
+        rest.set()
+        while engine.has_unfinished:
+            engine.step()
+        assert [group.output().num_cached_tokens for group in groups] == [96, 80, 80]
+        answers = [group.output().outputs[0].token_ids for group in groups]
+        assert answers == [says(output)[0] for output in alone]
 
 
 def test_who_reads_no_cache_loads_nothing(model: Path, tmp_path: Path) -> None:

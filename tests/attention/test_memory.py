@@ -24,8 +24,8 @@ def make_memory(dtype: torch.dtype = torch.float32) -> PagedKVMemory:
     return PagedKVMemory(LAYOUTS, BLOCKS, SIZE, dtype, "cpu")
 
 
-def numbered() -> PagedKVMemory:
-    memory = make_memory()
+def numbered(dtype: torch.dtype = torch.float32) -> PagedKVMemory:
+    memory = make_memory(dtype)
     for tensor in (*memory.keys, *memory.values):
         tensor.copy_(torch.arange(tensor.numel(), dtype=torch.float32).view_as(tensor))
     return memory
@@ -76,3 +76,30 @@ def test_copies_read_everything_before_they_write(orders: list[tuple[int, int, i
             start = source * SIZE
             expected[target * SIZE : target * SIZE + rows] = old[start : start + rows]
         assert torch.equal(new, expected)
+
+
+@given(
+    ids=st.lists(st.integers(0, BLOCKS - 1), unique=True, min_size=1),
+    to=st.permutations(range(BLOCKS)),
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_are_read_and_written_as_bytes(
+    dtype: torch.dtype, ids: list[int], to: list[int]
+) -> None:
+    """Block `ids[i]` of one memory is block `to[i]` of another then, and nothing else is written."""
+    source, target = numbered(dtype), make_memory(dtype)
+    rows = source.read_blocks(ids)
+    assert rows.shape == (len(ids), source.block_bytes)
+    target.write_blocks(to[: len(ids)], [row.numpy().data for row in rows])
+    written = dict(zip(to, ids, strict=False))
+    for theirs, ours in zip(
+        (*source.keys, *source.values), (*target.keys, *target.values), strict=True
+    ):
+        for block_id in range(BLOCKS):
+            found = ours[block_id * SIZE : (block_id + 1) * SIZE]
+            at = written.get(block_id)
+            expected = (
+                torch.zeros_like(found) if at is None else theirs[at * SIZE : (at + 1) * SIZE]
+            )
+            assert torch.equal(found, expected)
+        assert not ours[-1].any(), "the scratch row belongs to no block"

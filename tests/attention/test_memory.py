@@ -86,7 +86,7 @@ def test_copies_read_everything_before_they_write(orders: list[tuple[int, int, i
 def test_blocks_are_read_and_written_as_bytes(
     dtype: torch.dtype, ids: list[int], to: list[int]
 ) -> None:
-    """Block `ids[i]` of one memory is block `to[i]` of another then, and nothing else is written."""
+    """Block `ids[i]` of one memory is `to[i]` of another then, and nothing else is written."""
     source, target = numbered(dtype), make_memory(dtype)
     rows = source.read_blocks(ids)
     assert rows.shape == (len(ids), source.block_bytes)

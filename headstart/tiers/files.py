@@ -5,8 +5,6 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
-
 from headstart.cache import BlockHash
 from headstart.tiers.records import HEADER_BYTES, RecordHeader, make_header, payload_of, read_header
 from headstart.tiers.store import StoredBlock
@@ -66,7 +64,7 @@ class SlotFile:
             yield first, len(slots)
 
     def _pread(self, slot: int, count: int) -> memoryview:
-        data = np.empty(count * self.slot_bytes, dtype=np.uint8).data
+        data = memoryview(bytearray(count * self.slot_bytes))
         at = 0
         while at < len(data):
             read = os.preadv(self._fd, [data[at:]], slot * self.slot_bytes + at)

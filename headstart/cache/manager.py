@@ -11,6 +11,7 @@ A step of the engine, as the manager sees it:
 Source: "Automatic Prefix Caching" (vLLM v1 design), operations.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from headstart.cache.admission import Allocation, RowCopy, check_admission, check_count
@@ -340,17 +341,17 @@ class KVCacheManager:
         for sequence in sequences:
             self._check_known(sequence)
         self._is_whole = False
-        index = self.pool.index
+        unwritten = self.pool.index.unwritten
+        held = Counter(block for sequence in sequences for block in sequence.blocks)
         computed: dict[KVCacheBlock, None] = {}  # in this step, or since the admission
+        for one in sequences:
+            computed.update(dict.fromkeys(b for b in one.blocks if b in unwritten))
+            computed.update(dict.fromkeys(one.blocks[one.num_reused :]))
+        # First of all, since a block that is freed would leave its identity to a copy of these.
+        self.pool.forget([b for b in computed if b.node is not None and b.ref_cnt == held[b]])
         for sequence in sequences:
-            blocks = sequence.blocks
-            computed.update(dict.fromkeys(b for b in blocks if b in index.unwritten))
-            computed.update(dict.fromkeys(blocks[sequence.num_reused :]))
             self._give_back(sequence)
-        self.pool.drop([b for b in computed if b.node is not None and not b.ref_cnt])
-        for block in computed:
-            if block.node is None:
-                index.unwritten.discard(block)
+        unwritten.difference_update([b for b in computed if b.node is None])
         self._is_whole = True
 
     def _check_known(self, sequence: TokenSequence) -> None:

@@ -95,6 +95,21 @@ def test_requests_that_are_discarded_together_keep_nothing_for_one_another() -> 
     assert kinds == [BlockStored, BlockStored, BlockEvicted, BlockEvicted]
 
 
+@pytest.mark.parametrize("reader_first", [True, False])
+def test_a_hit_outlives_a_copy_that_is_discarded_with_its_reader(reader_first: bool) -> None:
+    """The reader's blocks left their identity to the other's copies, which then went too."""
+    manager = make_manager(deduplicate=False)
+    finish(manager, "before", PROMPT[:8])
+    reader = start(manager, "reader", PROMPT)
+    other = TokenSequence("other", PROMPT)
+    assert manager.allocate_slots(other, 10) is not None
+    manager.commit_step()
+    manager.discard([reader, other] if reader_first else [other, reader])
+    manager.check()
+    assert cached_ids(manager) == [0, 1]
+    assert hits(manager, PROMPT) == 8
+
+
 def test_only_the_requests_of_the_step_fail() -> None:
     manager = make_manager()
     first = start(manager, "first", [1, 2])

@@ -25,7 +25,7 @@ import click
 import pytest
 
 from headstart.cli.main import main
-from tests.house.source import ROOT, read_modules
+from tests.house.source import PACKAGE, ROOT, read_modules
 from tests.server.running import running
 
 BLOCK = re.compile(
@@ -171,7 +171,7 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
     assert [t for t in targets if not (ROOT / page).parent.joinpath(t).exists()] == []
 
 
-@pytest.mark.parametrize("name", [n for n, m in read_modules().items() if ">>> " in m.text])
+@pytest.mark.parametrize("name", [n for n, m in read_modules(PACKAGE).items() if ">>> " in m.text])
 def test_examples_in_docstrings_run(name: str, demo_model: Path) -> None:
     result = doctest.testmod(import_module(name), optionflags=doctest.ELLIPSIS)
     assert result.attempted > 0

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,12 +21,15 @@ class Import:
 
 
 class Module:
-    """One Python file, parsed once."""
+    """One Python file, parsed once, when a rule first looks at its tree."""
 
     def __init__(self, name: str, text: str) -> None:
         self.name = name
         self.text = text
-        self.tree = ast.parse(text)
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
 
     @property
     def num_lines(self) -> int:
@@ -47,7 +50,8 @@ class Module:
         return parts[1] if len(parts) > 1 else ""
 
 
-def read_modules(folder: str = PACKAGE) -> dict[str, Module]:
+@cache
+def read_modules(folder: str) -> dict[str, Module]:
     """Every module under `folder` by its dotted name; a package goes by the folder's name."""
     modules = {}
     for path in sorted((ROOT / folder).rglob("*.py")):

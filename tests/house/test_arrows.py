@@ -47,7 +47,7 @@ WITHOUT_TORCH = ("cache", "tiers", "replay")
 # Imported inside functions, because a user may do without them.
 OPTIONAL_DEPENDENCIES = {"PIL", "llguidance"}
 
-MODULES = read_modules()
+MODULES = read_modules(PACKAGE)
 ROOMS = [room for room in WITHOUT_TORCH if f"{PACKAGE}.{room}" in MODULES]
 
 

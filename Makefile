@@ -1,6 +1,7 @@
 # `make demo`, `make serve` and `make test` need Python 3.11+, pip and make, nothing else. All keep their
-# environment in .venv, made anew only when requirements.lock or pyproject.toml change. Where there
-# is a C++ compiler the kernels in headstart/native are built too, anew when they change.
+# environment in .venv, made anew only when requirements.lock or pyproject.toml change; the tools of
+# `make test` come with the first command that needs them. Where there is a C++ compiler the kernels
+# in headstart/native are built too, anew when they change.
 
 MODERN := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3 python python3.14 python3.13 python3.12 python3.11; do \
@@ -9,9 +10,11 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 # Another one where there is no compiler, so that headstart is installed again once there is.
 READY := .venv/.ready$(if $(shell command -v $${CXX:-c++}),,-without-kernels)
+TOOLS := .venv/.tools
 CODE := headstart tests examples $(wildcard bench tools recipes docs/figures_src)
 TYPED := headstart $(wildcard bench tools recipes docs/figures_src)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
+LOCKED := --constraint requirements.lock
 
 .PHONY: help demo serve test lint types unit unit-portable emulate sanitize figures bench curves clean
 
@@ -35,17 +38,17 @@ serve: $(READY)
 
 test: lint types unit unit-portable
 
-lint: $(READY)
+lint: $(TOOLS)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 
-types: $(READY)
+types: $(TOOLS)
 	$(BIN)/mypy $(TYPED)
 
 # One process for each core; a file's tests stay in one, with what they share. In the order of the
 # folders: files with few tests, which would else come last, are among the longest.
 SPREAD := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-unit: $(READY)
+unit: $(TOOLS)
 	$(BIN)/python -m pytest $(SPREAD)
 
 # What must be right on every x86 CPU, once more without compiled kernels and with AVX2 alone.
@@ -57,20 +60,20 @@ PORTABLE := "$(ANSWERS)_answers_are_right_cold_and_warm[bfloat16]" \
             tests/attention/test_torch_ops.py \
             "tests/engine/test_paths.py::test_answers_in_bf16_are_those_of_transformers[llama-plain-torch]" \
             tests/engine/test_engine.py tests/native
-unit-portable: $(READY)
+unit-portable: $(TOOLS)
 	HEADSTART_NATIVE=0 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
 	  $(BIN)/python -m pytest $(SPREAD) $(PORTABLE)
 
-emulate: $(READY)
+emulate: $(TOOLS)
 	$(BIN)/python tools/emulate.py
 
-sanitize: $(READY)
+sanitize: $(TOOLS)
 	$(BIN)/python tools/emulate.py --sanitize
 
-figures: $(READY)
+figures: $(TOOLS)
 	$(BIN)/python docs/figures_src/figures.py
 
-bench: $(READY)
+bench: $(TOOLS)
 	$(BIN)/python bench/manager.py
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/curves.py
@@ -78,7 +81,7 @@ bench: $(READY)
 	$(BIN)/python bench/similar_images.py
 	$(BIN)/python bench/cpu.py
 
-curves: $(READY)
+curves: $(TOOLS)
 	$(BIN)/python bench/curves.py --shape qwen2.5-0.5b --save docs/performance.json
 	$(BIN)/python docs/figures_src/figures.py
 
@@ -90,12 +93,16 @@ clean:
 $(INSTALLED): requirements.lock pyproject.toml
 	@test -n "$(PYTHON)" || { echo "headstart needs Python 3.11 or newer: make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(PIP) --constraint requirements.lock "$$(grep '^torch==' requirements.lock)"
-	$(PIP) --quiet --requirement requirements.lock
+	$(PIP) $(LOCKED) "$$(grep '^torch==' requirements.lock)" setuptools
 	@touch $@
 
 # As an entry of sys.path: setuptools' other way, a finder, comes after all entries, so that in the
 # folder above a clone the clone itself, as a namespace package, would hide the package.
 $(READY): Makefile $(INSTALLED) $(wildcard headstart/native/*.cpp headstart/native/*.h)
-	$(PIP) --quiet --no-deps --no-build-isolation --config-settings editable_mode=compat --editable .
+	$(PIP) --quiet $(LOCKED) --no-build-isolation --config-settings editable_mode=compat \
+	  --editable '.[serve,structured,vision]'
+	@touch $@
+
+$(TOOLS): $(INSTALLED) | $(READY)
+	$(PIP) --quiet --requirement requirements.lock
 	@touch $@

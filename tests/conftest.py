@@ -4,6 +4,9 @@ import os
 
 # Before torch is first imported, here or in a child process.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As `import headstart` does, which may come after torch here: models load with a thread for every
+# core, and the tests keep every core busy.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HEADSTART_CACHE_DIR"] = "off"  # or commands would hit what earlier tests asked

@@ -17,10 +17,6 @@ from click.shell_completion import get_completion_class
 from headstart.cli.cache.commands import cache
 from headstart.cli.cache.keeping import keep_prefixes
 from headstart.cli.chat.conversation import Conversation
-from headstart.cli.demo.adapters import show_adapters
-from headstart.cli.demo.images import show_images
-from headstart.cli.demo.omni import show_omni_demo
-from headstart.cli.demo.table import show_demo
 from headstart.cli.help import GroupedCommand, GroupedOption
 from headstart.cli.keys import keys
 from headstart.cli.models import models
@@ -104,11 +100,11 @@ def demo(svg: Path | None, wav_folder: Path | None, model: str, **options: Any) 
     check_svg(svg)
     chosen = sort_options(options).engine
     if kinds == ["omni"]:
-        show_omni_demo(chosen, wav_folder)
+        load_module("headstart.cli.demo.omni").show_omni_demo(chosen, wav_folder)
         return
-    shows = {"adapters": show_adapters, "images": show_images}
-    show = shows[kinds[0]] if kinds else show_demo
-    show(model, chosen, svg)
+    shows = {"adapters": "show_adapters", "images": "show_images", "table": "show_demo"}
+    kind = kinds[0] if kinds else "table"
+    getattr(load_module(f"headstart.cli.demo.{kind}"), shows[kind])(model, chosen, svg)
 
 
 @main.command(cls=GroupedCommand)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import click
-from huggingface_hub import CachedRepoInfo, constants, scan_cache_dir
-from huggingface_hub.errors import CacheNotFound
+import huggingface_hub as hub  # its names are imported when they are used, which takes 0.3 s
 from rich.cells import cell_len
 
 from headstart.cli.notes import note
@@ -61,7 +60,7 @@ def rm(name: str) -> None:
             f"{', '.join(repo.repo_id for repo in _downloaded()) or 'nothing, as nothing was'}"
         )
     # Of this model alone: a copy of it under another name has the same commits.
-    cached = replace(scan_cache_dir(constants.HF_HUB_CACHE), repos=frozenset([repo]))
+    cached = replace(hub.scan_cache_dir(hub.constants.HF_HUB_CACHE), repos=frozenset([repo]))
     cached.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute()
     note(f"{name} is removed: {show_bytes(repo.size_on_disk)}")
 
@@ -72,7 +71,7 @@ def _rows() -> Iterator[_Row]:
         yield _Row(repo.repo_id, repo.size_on_disk, _remark(repo))
 
 
-def _remark(repo: CachedRepoInfo) -> str:
+def _remark(repo: hub.CachedRepoInfo) -> str:
     """Why a downloaded model does not load as it is; empty where nothing is known against it."""
     newest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
     try:
@@ -84,11 +83,11 @@ def _remark(repo: CachedRepoInfo) -> str:
     return ""
 
 
-def _downloaded() -> list[CachedRepoInfo]:
+def _downloaded() -> list[hub.CachedRepoInfo]:
     """The models of the hub's cache, by name."""
     try:
-        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except CacheNotFound:
+        repos = hub.scan_cache_dir(hub.constants.HF_HUB_CACHE).repos
+    except hub.errors.CacheNotFound:
         return []
     return sorted((r for r in repos if r.repo_type == "model"), key=lambda repo: repo.repo_id)
 

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from headstart.cli.page_cache import CachedShare
 from headstart.cli.reply_metrics import duration
+from headstart.imports import load_module
 
 if TYPE_CHECKING:
     from headstart.engine.streams import PromptProgress, RequestStream
@@ -46,7 +46,8 @@ def describe_loading(name: str, files: Sequence[Path]) -> Callable[[float], str]
     """For `waiting`: a model is loaded from the files of its weights; none where they are wrong."""
     size = sum(file.stat().st_size for file in files)
     try:
-        cached = CachedShare(files) if size else None
+        # It takes numpy, 0.1 s of imports that `headstart --help` does without.
+        cached = load_module("headstart.cli.page_cache").CachedShare(files) if size else None
         first = cached.read() if cached else 1.0
     except (OSError, ValueError):  # a system that does not tell, or an empty file
         cached, first = None, 1.0

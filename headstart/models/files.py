@@ -11,8 +11,7 @@ import os
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+import huggingface_hub as hub  # its names are imported when they are used, which takes 0.3 s
 from safetensors import SafetensorError, safe_open
 
 from headstart.errors import DamagedModelError, ModelError, ModelNotFoundError
@@ -64,9 +63,9 @@ def find_folder(model: str | Path) -> Path:
     if isinstance(model, Path) or name.startswith((".", "/", "~", "\\")) or name.count("/") > 1:
         raise ModelNotFoundError(f"there is no folder {model}")
     try:
-        folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=_WANTED))
+        folder = Path(hub.snapshot_download(name, local_files_only=True, allow_patterns=_WANTED))
         check_files(folder)
-    except (HFValidationError, ModelError, OSError):
+    except (hub.errors.HFValidationError, ModelError, OSError):
         return download_model(name)
     return folder
 
@@ -87,12 +86,12 @@ def download_model(name: str) -> Path:
     A download that broke off goes on. Raises `ModelNotFoundError`.
     """
     try:
-        return Path(snapshot_download(name, etag_timeout=_HUB_TIMEOUT, allow_patterns=_WANTED))
-    except HFValidationError as error:
+        return Path(hub.snapshot_download(name, etag_timeout=_HUB_TIMEOUT, allow_patterns=_WANTED))
+    except hub.errors.HFValidationError as error:
         raise ModelNotFoundError(
             f"there is no folder {name!r}, and it is no hub name (owner/name) either"
         ) from error
-    except HfHubHTTPError as error:
+    except hub.errors.HfHubHTTPError as error:
         raise ModelNotFoundError(
             f"there is no folder {name!r}, and the hub does not give out a model of this name: "
             f"{_first_line(error)}"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub as hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,7 +21,6 @@ from headstart.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from headstart.models import files
 from headstart.models.decoder import DecoderModel, context_length
 from headstart.models.loader import load_model
 from tests.tiny_models import TINY, VOCABULARY, save_tiny
@@ -185,7 +185,7 @@ def test_hub_name_asks_the_network_last(monkeypatch: pytest.MonkeyPatch, saved: 
             raise FileNotFoundError(name)
         return str(saved)
 
-    monkeypatch.setattr(files, "snapshot_download", download)
+    monkeypatch.setattr(hub, "snapshot_download", download)
     load_model("owner/name")
     assert calls == [("owner/name", True), ("owner/name", False)]
 
@@ -197,7 +197,7 @@ def test_hub_name_downloaded_before_needs_no_network(
         assert options["local_files_only"]
         return str(saved)
 
-    monkeypatch.setattr(files, "snapshot_download", download)
+    monkeypatch.setattr(hub, "snapshot_download", download)
     assert load_model("owner/name").vocab_size == VOCABULARY
 
 

@@ -7,13 +7,16 @@ import json
 import os
 import re
 import stat
-import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.cli.forked import start_in_terminal
+
 pexpect = pytest.importorskip("pexpect")
+fdpexpect = pytest.importorskip("pexpect.fdpexpect")
 
 READY = "a message, or /help"
 COST = r"prompt ([\d,]+)\s+tokens,\s+cached\s+([\d,]+) \("
@@ -26,15 +29,15 @@ class Terminal:
     """A chat in a terminal of some columns; its data folder is `home`."""
 
     def __init__(self, home: Path, *arguments: str, columns: int = 100) -> None:
-        self.child = pexpect.spawn(
-            sys.executable,
-            ["-m", "headstart", "chat", "--num-blocks", "512", *arguments],
-            env=os.environ | {"XDG_DATA_HOME": str(home), "TERM": "xterm-256color"},
-            dimensions=(40, columns),
-            encoding="utf-8",
-            timeout=120,
-        )
-        self.wait(READY)
+        ours, theirs = os.openpty()
+        termios.tcsetwinsize(theirs, (40, columns))
+        command = ["chat", "--num-blocks", "512", *arguments]
+        self.process = start_in_terminal(os.ttyname(theirs), command, str(home))
+        self.child = fdpexpect.fdspawn(ours, encoding="utf-8", timeout=120)
+        try:
+            self.wait(READY)
+        finally:
+            os.close(theirs)  # not before the process has it, or it ends
 
     def wait(self, text: str) -> re.Match[str]:
         self.child.expect(text)
@@ -58,8 +61,8 @@ class Terminal:
     def end(self) -> None:
         self.send("\x04")
         self.child.expect(pexpect.EOF)
-        self.child.close()
-        assert self.child.exitstatus == 0
+        self.process.join(60)
+        assert self.process.exitcode == 0
 
 
 def number(text: str) -> int:
@@ -78,7 +81,9 @@ def no_child_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Terminal, "__init__", note)
     yield
     for terminal in children:
-        terminal.child.close(force=True)
+        terminal.process.kill()
+        terminal.process.join()
+        terminal.child.close()
 
 
 def test_lines_are_edited_pasted_and_remembered(tmp_path: Path) -> None:
@@ -139,6 +144,7 @@ def test_an_interrupted_reply_stays_and_is_hit(tmp_path: Path) -> None:
     saved = tmp_path / "chat.json"
     terminal.send(f"/save {saved}\r")
     terminal.wait("2 turns in ")
+    terminal.wait(READY)
     messages = json.loads(saved.read_text(encoding="utf-8"))["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
     assert messages[1]["content"].startswith("The ")

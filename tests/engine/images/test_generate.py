@@ -151,7 +151,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("oracle", "option"), CASES, indirect=["oracle"])
+# With the scope, since else pytest makes the oracle anew for every option.
+@pytest.mark.parametrize(("oracle", "option"), CASES, indirect=["oracle"], scope="module")
 def test_greedy_equals_generate(oracle: Oracle, engines: Any, option: str) -> None:
     options = OPTIONS[option]
     llm = engines(**options)

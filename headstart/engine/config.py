@@ -63,6 +63,9 @@ class EngineConfig(CacheOptions):
     cache_dir_bytes: int = option(
         10 * 2**30, "bytes that the folder may take, of all models together", _COUNTS
     )
+    remote_cache: str | None = option(
+        None, "Valkey or Redis server where K/V are shared, redis://host:port/db"
+    )
     seed: int = option(0, "seed of requests that bring none", SEEDS)
     debug: bool = option(False, "check every invariant of the cache after every step")
 

@@ -1,18 +1,22 @@
 """Tiers: where blocks are kept outside the pool, on disk and on other machines. No torch."""
 
+from headstart.tiers.chain import ChainedStores
 from headstart.tiers.disk import DiskStore
 from headstart.tiers.folder import default_folder, make_folder
 from headstart.tiers.loader import Loader, LoadJob
+from headstart.tiers.remote import RemoteStore
 from headstart.tiers.saver import Saver
 from headstart.tiers.store import BlockStore, LoadedBlock, ModelRecord, StoredBlock
 
 __all__ = [
     "BlockStore",
+    "ChainedStores",
     "DiskStore",
     "LoadJob",
     "LoadedBlock",
     "Loader",
     "ModelRecord",
+    "RemoteStore",
     "Saver",
     "StoredBlock",
     "default_folder",

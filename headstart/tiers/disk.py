@@ -30,9 +30,8 @@ from headstart.tiers.folder import (
 from headstart.tiers.index import DiskIndex, KeptBlock, KeptModel
 from headstart.tiers.store import LoadedBlock, ModelRecord, StoredBlock
 
-__all__ = ["TIER", "DiskStore"]
+__all__ = ["DiskStore"]
 
-TIER = "disk"
 _LEAST_FREE = 256 << 20  # bytes of the disk that are left to others
 
 
@@ -42,6 +41,8 @@ class DiskStore:
     max_bytes bounds the files of all models in the folder together. Raises ConfigError if the
     folder cannot be made or written.
     """
+
+    tier = "disk"
 
     def __init__(self, folder: Path, model: ModelRecord, max_bytes: int) -> None:
         self.folder = folder
@@ -73,7 +74,7 @@ class DiskStore:
                 if payload is None or payload.nbytes != self.model.block_bytes:
                     self._drop_damaged(name)
                     return
-                yield LoadedBlock(TIER, payload)
+                yield LoadedBlock(self.tier, payload)
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
         saved = 0

@@ -53,8 +53,12 @@ class LoadedBlock(NamedTuple):
 class BlockStore(Protocol):
     """Blocks of one model. Every method may be called from any thread, and none raises.
 
-    What goes wrong is a miss, is counted, and is logged once in a while.
+    What goes wrong is a miss, is counted, and is logged once in a while. tier: its name, or that of
+    the nearest of several.
     """
+
+    @property
+    def tier(self) -> str: ...
 
     def find(self, names: Sequence[BlockHash]) -> int:
         """How many of these, from the first on, are probably there. Reads no payload."""

@@ -11,9 +11,16 @@ from headstart.engine.startup.sizing import count_blocks, longest_sequence
 from headstart.engine.tiering.identity import identify
 from headstart.models.decoder import DecoderModel
 from headstart.models.vision import VisionModel, load_vision
-from headstart.tiers import BlockStore, DiskStore, make_folder
+from headstart.tiers import (
+    BlockStore,
+    ChainedStores,
+    DiskStore,
+    ModelRecord,
+    RemoteStore,
+    make_folder,
+)
 
-__all__ = ["Parts", "make_parts"]
+__all__ = ["Parts", "make_parts", "open_store"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +36,16 @@ class Parts:
     store: BlockStore | None = None
 
 
+def open_store(model: ModelRecord, config: EngineConfig) -> BlockStore:
+    """The tiers that the options ask for, at least one. Raises ConfigError."""
+    stores: list[BlockStore] = []
+    if config.kept_folder is not None:
+        stores.append(DiskStore(config.kept_folder, model, config.cache_dir_bytes))
+    if config.remote_cache:
+        stores.append(RemoteStore(config.remote_cache, model))
+    return stores[0] if len(stores) == 1 else ChainedStores(stores)
+
+
 def make_parts(
     decoder: DecoderModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
 ) -> Parts:
@@ -39,11 +56,12 @@ def make_parts(
     memory = PagedKVMemory(
         decoder.layouts, blocks, config.block_size, decoder.dtype, decoder.device
     )
-    model, store = None, None
-    if config.kept_folder is not None and config.enable_prefix_caching:
-        make_folder(config.kept_folder)
-        model = identify(decoder, memory, config, config.kept_folder)
-        store = DiskStore(config.kept_folder, model, config.cache_dir_bytes)
+    folder, model, store = config.kept_folder, None, None
+    if config.enable_prefix_caching and (folder is not None or config.remote_cache):
+        if folder is not None:
+            make_folder(folder)
+        model = identify(decoder, memory, config, folder)
+        store = open_store(model, config)
     cache = CacheConfig(
         num_blocks=blocks,
         events=store is not None,

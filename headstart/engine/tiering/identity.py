@@ -28,7 +28,7 @@ _MOST = 256  # models whose fingerprints are remembered
 
 
 def identify(
-    decoder: DecoderModel, memory: PagedKVMemory, config: EngineConfig, folder: Path
+    decoder: DecoderModel, memory: PagedKVMemory, config: EngineConfig, folder: Path | None
 ) -> ModelRecord:
     """Who the model is to a store. Reads all weights, unless `folder` remembers these files."""
     parts = [
@@ -60,9 +60,9 @@ def _rounding(decoder: DecoderModel, config: EngineConfig) -> list[str]:
     ]
 
 
-def _weights(decoder: DecoderModel, folder: Path) -> str:
+def _weights(decoder: DecoderModel, folder: Path | None) -> str:
     """SHA-256 of configuration and weights, remembered by the files' inodes, sizes and times."""
-    if decoder.folder is None:
+    if decoder.folder is None or folder is None:
         return decoder.fingerprint()
     key = hashlib.sha256(repr((decoder.folder.resolve(), stamp_files(decoder.folder))).encode())
     path = folder / _MEMORY

@@ -61,7 +61,7 @@ class Loads:
         memory: PagedKVMemory,
         loader: Loader,
         choose: Callable[[int], int],
-        before_writing: Callable[[RequestGroup], None],
+        before_writing: Callable[[RequestGroup, list[LoadedBlock]], None],
     ) -> None:
         self._manager = manager
         self._memory = memory
@@ -144,7 +144,7 @@ class Loads:
         if not blocks:
             return False
         assert load.sequence is not None
-        self._before_writing(load.group)
+        self._before_writing(load.group, blocks)
         ids = load.sequence.block_table()[load.next : load.next + len(blocks)]
         self._memory.write_blocks(ids, [block.payload for block in blocks])
         load.next += len(blocks)

@@ -11,7 +11,7 @@ from headstart.engine.request import RequestGroup
 from headstart.engine.tiering.loads import Loads
 from headstart.engine.tiering.offers import Offers, wall_time
 from headstart.engine.tiering.rates import ComputeRate, is_worth_loading
-from headstart.tiers import BlockStore, Loader, Saver
+from headstart.tiers import BlockStore, LoadedBlock, Loader, Saver
 
 __all__ = ["TierStats", "Tiers"]
 
@@ -80,6 +80,7 @@ class Tiers:
             return
         if self.loads.take_in():
             self._manager.commit_step()
+            self._offers.commit()
         for load in self.loads.end_those_done():
             names = load.job.names[: load.next - load.first]
             self._saver.touch(names)
@@ -88,8 +89,10 @@ class Tiers:
             for group in load.groups:
                 group.num_loaded_tokens = len(names) * self._manager.block_size
 
-    def _take_slots(self, group: RequestGroup) -> None:
-        self._offers.note(wall_time(group.arrival_time), loaded=True)
+    def _take_slots(self, group: RequestGroup, blocks: list[LoadedBlock]) -> None:
+        """A load took blocks. What comes from a tier farther off is offered to the nearest."""
+        is_there = all(block.tier == self._store.tier for block in blocks)
+        self._offers.note(wall_time(group.arrival_time), loaded=is_there)
 
     def wait(self) -> bool:
         """Wait a moment for a load, if there is one; nothing else can run."""

@@ -1,0 +1,133 @@
+"""The remote tier: blocks in a Valkey or Redis server, shared by engines on many machines.
+
+A block is one value under its model's and its own name: a record with checksums, as on disk. How
+much is kept and what goes first is the server's to decide (`maxmemory`, `allkeys-lru`). A server
+that is down or slow is left alone for some seconds, and all is a miss meanwhile.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from headstart.cache import BlockHash
+from headstart.errors import ConfigError
+from headstart.tiers.faults import Faults
+from headstart.tiers.records import make_header, payload_of
+from headstart.tiers.store import LoadedBlock, ModelRecord, StoredBlock
+
+__all__ = ["RemoteStore"]
+
+_PATIENCE = 2.0  # seconds for an answer, and for a connection
+_PAUSE = 5.0  # seconds without a question after one that failed
+_FIRST = 8  # names in the first question of a lookup: most prompts that are new miss there
+_AT_ONCE_BYTES = 8 << 20
+
+
+class RemoteStore:
+    """The blocks of one model in a server; a `BlockStore`.
+
+    url: redis://host:port/db, rediss:// with TLS, or unix:///path. Raises ConfigError for a url
+    that is none, or without the client's library; not for a server that does not answer.
+    """
+
+    tier = "remote"
+
+    def __init__(self, url: str, model: ModelRecord) -> None:
+        self.model = model  # whose blocks they are
+        self.faults = Faults(f"remote cache {_without_password(url)}")
+        self._client = _connect(url)
+        self._prefix = b"headstart:1:" + model.fingerprint[:32].encode() + b":"
+        self._at_once = max(1, _AT_ONCE_BYTES // model.block_bytes)
+        self._quiet_until = 0.0
+        self._lock = threading.Lock()
+
+    def find(self, names: Sequence[BlockHash]) -> int:
+        count = 0
+        for some in (names[:_FIRST], names[_FIRST:]):
+            held: list[int] = self._ask([], self._exist, some)
+            count += next((at for at, one in enumerate(held) if not one), len(held))
+            if count < _FIRST:
+                break
+        return count
+
+    def _exist(self, names: Sequence[BlockHash]) -> list[int]:
+        questions = self._client.pipeline(transaction=False)
+        for name in names:
+            questions.exists(self._prefix + name)
+        return list(questions.execute())
+
+    def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
+        for at in range(0, len(names), self._at_once):
+            some = names[at : at + self._at_once]
+            keys = [self._prefix + name for name in some]
+            values: list[bytes | None] = self._ask([], self._client.mget, keys)
+            for name, value in zip(some, values, strict=False):
+                if value is None:
+                    return
+                payload = payload_of(memoryview(value), name)
+                if payload is None or payload.nbytes != self.model.block_bytes:
+                    self.faults.note("a block is damaged", name.hex())
+                    self._ask(0, self._client.unlink, self._prefix + name)
+                    return
+                yield LoadedBlock(self.tier, payload)
+            if len(values) < len(some):
+                return
+
+    def save(self, blocks: Sequence[StoredBlock]) -> int:
+        saved = 0
+        for at in range(0, len(blocks), self._at_once):
+            some = blocks[at : at + self._at_once]
+            saved += sum(map(bool, self._ask([], self._set, some)))
+        return saved
+
+    def _set(self, blocks: Sequence[StoredBlock]) -> list[Any]:
+        known = self._exist([block.name for block in blocks])
+        orders = self._client.pipeline(transaction=False)
+        for block, is_known in zip(blocks, known, strict=True):
+            if not is_known:
+                value = b"".join((make_header(block), block.payload))
+                orders.set(self._prefix + block.name, value, nx=True)
+        return list(orders.execute())
+
+    def touch(self, names: Sequence[BlockHash]) -> None:
+        """Nothing: the server has seen what was read."""
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _ask(self, otherwise: Any, question: Callable[..., Any], *about: Any) -> Any:
+        """The server's answer; `otherwise` while it does not give any."""
+        if time.monotonic() < self._quiet_until:
+            return otherwise
+        try:
+            return question(*about)
+        except Exception as error:  # of the client's many kinds, and the network's
+            with self._lock:
+                self._quiet_until = time.monotonic() + _PAUSE
+            self.faults.note("the server does not answer", error)
+            return otherwise
+
+
+def _connect(url: str) -> Any:
+    try:
+        import redis
+    except ImportError as error:
+        raise ConfigError(
+            "a remote cache needs the client of Valkey and Redis: pip install 'headstart[remote]'"
+        ) from error
+    try:
+        return redis.Redis.from_url(
+            url, socket_timeout=_PATIENCE, socket_connect_timeout=_PATIENCE, protocol=2
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"remote_cache is {_without_password(url)!r}: {error}; allowed: redis://host:port/db, "
+            "rediss://..., unix:///path"
+        ) from error
+
+
+def _without_password(url: str) -> str:
+    """The url as it may stand in a log."""
+    head, at, tail = url.rpartition("@")
+    return f"{head.partition('://')[0]}://...@{tail}" if at else url

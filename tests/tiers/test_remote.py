@@ -1,0 +1,134 @@
+"""The remote store against a real server: what is saved comes back, and its faults are misses."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart import SamplingParams
+from headstart.errors import ConfigError
+from headstart.tiers import ModelRecord, RemoteStore
+from tests.engine.tiny_llm import make_llm, save_smallest
+from tests.tiers.stores import MODEL, blocks, held, name, names
+
+redis = pytest.importorskip("redis")
+PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no valkey-server and no redis-server")
+
+
+class Server:
+    """A server that listens at a socket file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket = folder / "socket"
+        self.url = f"unix://{self.socket}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        arguments = ["--port", "0", "--unixsocket", str(self.socket), "--save", ""]
+        arguments += ["--dir", str(self.socket.parent), "--maxmemory", "64mb"]
+        assert PROGRAM is not None
+        self._process = subprocess.Popen(
+            [PROGRAM, *arguments, "--maxmemory-policy", "allkeys-lru"], stdout=subprocess.PIPE
+        )
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if b"ready to accept connections" in line.lower():
+                return
+        raise AssertionError("the server did not start")
+
+    @property
+    def client(self) -> Any:
+        return redis.Redis.from_url(self.url)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("server"))
+    yield made
+    made.stop()
+
+
+def test_blocks_come_back_on_another_machine(server: Server) -> None:
+    with closing(RemoteStore(server.url, MODEL)) as store:
+        assert store.save(blocks(range(30))) == 30
+        assert store.save(blocks(range(20, 40))) == 10
+    with closing(RemoteStore(server.url, MODEL)) as again:
+        assert again.find(names(range(60))) == held(again, range(60)) == 40
+        assert again.find(names(range(50, 60))) == 0
+        assert not again.faults.counts
+    other = ModelRecord("other weights", "another", 16, MODEL.block_bytes)
+    with closing(RemoteStore(server.url, other)) as store:
+        assert store.find(names(range(40))) == 0
+
+
+def test_a_damaged_block_is_a_miss_and_is_forgotten(server: Server) -> None:
+    with closing(RemoteStore(server.url, MODEL)) as store:
+        store.save(blocks(range(10)))
+        for number, damage in ((2, lambda value: value[:-9]), (5, lambda value: value[::-1])):
+            key = store._prefix + name(number)
+            server.client.set(key, damage(server.client.get(key)))
+        assert held(store, range(10)) == 2
+        assert store.find(names(range(2, 10))) == 0
+        assert held(store, range(3, 10)) == 2
+        assert store.faults.counts == {"a block is damaged": 2}
+        assert store.save(blocks(range(10))) == 2
+        assert held(store, range(10)) == 10
+
+
+def test_a_server_that_is_down_costs_a_miss_and_is_asked_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("headstart.tiers.remote.time.monotonic", lambda: now)
+    with closing(RemoteStore(server.url, MODEL)) as store:
+        store.save(blocks(range(4)))
+        loading = store.load(names(range(4)))
+        next(loading)
+        server.stop()
+        assert len([next(loading), *loading]) == 3, "what was read is there"
+        assert store.find(names(range(4))) == 0
+        assert store.save(blocks(range(4))) == 0
+        assert held(store, range(4)) == 0
+        assert sum(store.faults.counts.values()) == 1, "it is left alone for a while"
+        server.start()
+        now += 60
+        assert store.save(blocks(range(4))) == 4
+        assert held(store, range(4)) == 4
+
+
+@pytest.mark.parametrize("url", ["", "host", "http://host", "redis://host:port/x"])
+def test_a_wrong_url_is_an_error_of_ours(url: str) -> None:
+    with pytest.raises(ConfigError, match="remote_cache"):
+        RemoteStore(url, MODEL)
+
+
+def test_engines_share_what_any_of_them_computed(server: Server, tmp_path: Path) -> None:
+    """Also where each has a disk of its own: what came from afar is kept there."""
+    model = save_smallest(tmp_path / "model")
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    prompt = {"prompt_token_ids": list(range(3, 103))}
+    tiers, answers = [], []
+    for folder in (None, "one", "two", "two"):
+        kept = str(tmp_path / folder) if folder is not None else None
+        if len(tiers) == 3:
+            server.stop()
+        llm = make_llm(model, debug=True, remote_cache=server.url, cache_dir=kept)
+        [output] = llm.generate(prompt, params)
+        assert llm.engine.tiers is not None
+        tiers.append(dict(llm.engine.tiers.stats.loaded_tokens))
+        answers.append(output.outputs[0].token_ids)
+        llm.close()
+    assert tiers == [{}, {"remote": 96}, {"remote": 96}, {"disk": 96}]
+    assert answers == [answers[0]] * 4

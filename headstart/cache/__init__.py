@@ -32,6 +32,7 @@ from headstart.cache.portable_names import BlockNames
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
 from headstart.cache.tree import PrefixTree, Stretch
+from headstart.cache.unsaved import UnsavedBlock, UnsavedBlocks
 
 __all__ = [
     "AllBlocksCleared",
@@ -64,6 +65,8 @@ __all__ = [
     "Shares",
     "Stretch",
     "TokenSequence",
+    "UnsavedBlock",
+    "UnsavedBlocks",
     "extra_keys",
     "read_tokens",
 ]

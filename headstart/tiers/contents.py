@@ -33,27 +33,27 @@ class ModelState(NamedTuple):
 class KeptPrefix:
     """Blocks one after another, up to where prompts part. `then`: what they go on with."""
 
-    blocks: list[KeptBlock]
+    stretch: list[KeptBlock]
     then: list["KeptPrefix"] = field(default_factory=list)
 
     @property
     def name(self) -> BlockHash:
         """The name of its first block."""
-        return self.blocks[0].name
+        return self.stretch[0].name
 
     def all_blocks(self) -> Iterator[KeptBlock]:
         """Its blocks, and those of all that goes on from there."""
         todo = [self]
         while todo:
             prefix = todo.pop()
-            yield from prefix.blocks
+            yield from prefix.stretch
             todo += prefix.then
 
 
 def read_models(folder: Path) -> list[ModelState]:
     """The models that have blocks in a folder, largest first. Raises sqlite3.Error or OSError."""
     with closing(reopen(folder, None).connection) as index:
-        states = (_summarise(model, index.blocks(model.id)) for model in index.models())
+        states = (_summarise(model, index.list_blocks(model.id)) for model in index.models())
         return sorted((one for one in states if one.num_blocks), key=lambda one: -one.nbytes)
 
 
@@ -71,7 +71,7 @@ def _summarise(model: KeptModel, blocks: list[KeptBlock]) -> ModelState:
 
 def read_prefixes(index: DiskIndex, model: int) -> list[KeptPrefix]:
     """A model's prefixes as trees, largest first; one whose beginning is lost begins later."""
-    blocks = {block.name: block for block in index.blocks(model)}
+    blocks = {block.name: block for block in index.list_blocks(model)}
     children: dict[BlockHash, list[KeptBlock]] = {}
     for block in blocks.values():
         children.setdefault(block.parent, []).append(block)
@@ -80,9 +80,9 @@ def read_prefixes(index: DiskIndex, model: int) -> list[KeptPrefix]:
     todo = list(found)
     while todo:
         prefix = todo.pop()
-        following = children.get(prefix.blocks[-1].name, [])
+        following = children.get(prefix.stretch[-1].name, [])
         while len(following) == 1:
-            prefix.blocks.append(following[0])
+            prefix.stretch.append(following[0])
             following = children.get(following[0].name, [])
         prefix.then = [KeptPrefix([block]) for block in following]
         todo += prefix.then

@@ -157,7 +157,7 @@ class DiskIndex:
         ).fetchone()
         return KeptBlock(*row) if row is not None else None
 
-    def blocks(self, model: int) -> list[KeptBlock]:
+    def list_blocks(self, model: int) -> list[KeptBlock]:
         """All blocks of a model, by slot."""
         rows = self._connection.execute(
             f"SELECT {_COLUMNS} FROM blocks WHERE model = ? ORDER BY slot", (model,)

@@ -189,9 +189,9 @@ def _chosen(
 def _before(path: Path, state: ModelState, prefix: KeptPrefix) -> list[KeptBlock]:
     """The blocks before a prefix, from the root on."""
     with closing(reopen(path, None).connection) as index:
-        blocks = {block.name: block for block in index.blocks(state.model.id)}
+        blocks = {block.name: block for block in index.list_blocks(state.model.id)}
     found = []
-    at = blocks.get(prefix.blocks[0].parent)
+    at = blocks.get(prefix.stretch[0].parent)
     while at is not None:
         found.append(at)
         at = blocks.get(at.parent)

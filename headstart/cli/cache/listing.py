@@ -53,16 +53,16 @@ def show_prefixes(prefixes: Sequence[KeptPrefix], model: ModelRecord, most: int)
             more = sum(1 for _ in _in_order(prefixes)) - most
             rows.append((f"... {more:,} more", "", "", "", "", ""))
             break
-        first, last = prefix.blocks[0], prefix.blocks[-1]
+        first, last = prefix.stretch[0], prefix.stretch[-1]
         size = model.block_size
         rows.append(
             (
                 "  " * depth + prefix.name.hex()[:_DIGITS],
                 f"{first.depth * size:,} to {(last.depth + 1) * size:,}",
-                show_bytes(len(prefix.blocks) * model.block_bytes),
-                show_age(time.time() - max(block.used for block in prefix.blocks)),
-                f"{sum(block.hits for block in prefix.blocks) * size:,} tokens",
-                f"{sum(block.hits * block.seconds for block in prefix.blocks):.1f} s",
+                show_bytes(len(prefix.stretch) * model.block_bytes),
+                show_age(time.time() - max(block.used for block in prefix.stretch)),
+                f"{sum(block.hits for block in prefix.stretch) * size:,} tokens",
+                f"{sum(block.hits * block.seconds for block in prefix.stretch):.1f} s",
             )
         )
     return _align(rows, left=1)

@@ -9,7 +9,7 @@ from headstart.cache import KVCacheManager
 from headstart.engine.batch import Batch
 from headstart.engine.request import RequestGroup
 from headstart.engine.tiering.loads import Loads
-from headstart.engine.tiering.offers import Offers, wall_time
+from headstart.engine.tiering.offers import Offers
 from headstart.engine.tiering.rates import ComputeRate, is_worth_loading
 from headstart.tiers import BlockStore, LoadedBlock, Loader, Saver
 
@@ -91,8 +91,8 @@ class Tiers:
 
     def _take_slots(self, group: RequestGroup, blocks: list[LoadedBlock]) -> None:
         """A load took blocks. What comes from a tier farther off is offered to the nearest."""
-        is_there = all(block.tier == self._store.tier for block in blocks)
-        self._offers.note(wall_time(group.arrival_time), loaded=is_there)
+        is_saved = all(block.tier == self._store.tier for block in blocks)
+        self._offers.note(_wall_time(group.arrival_time), is_saved=is_saved)
 
     def wait(self) -> bool:
         """Wait a moment for a load, if there is one; nothing else can run."""
@@ -105,7 +105,7 @@ class Tiers:
         """The step has its blocks, and writes nothing yet."""
         arrivals = [part.request.group.arrival_time for part in batch.scheduled]
         self._began = time.perf_counter()
-        self._offers.note(wall_time(min(arrivals)))
+        self._offers.note(_wall_time(min(arrivals)))
 
     def committed(self, batch: Batch, *, is_last: bool) -> None:
         """The step is written; is_last: no request is left."""
@@ -131,3 +131,8 @@ class Tiers:
         self._saver.close(_LAST_SAVES)
         self._loader.close(_LAST_SAVES)
         self._store.close()
+
+
+def _wall_time(arrival: float) -> float:
+    """A time of `time.perf_counter` in seconds since 1970."""
+    return time.time() - (time.perf_counter() - arrival)

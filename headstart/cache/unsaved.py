@@ -1,0 +1,113 @@
+"""Blocks that a tier does not have yet, followed through the events of a pool.
+
+filling   named by the step under way, which may fail
+pending   written, and not handed on
+leaving   pending, and about to be reused: this step writes over its rows
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from headstart.cache.block import PrefixNode
+from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
+from headstart.cache.identity import BlockHash
+from headstart.cache.portable_names import BlockNames
+
+__all__ = ["UnsavedBlock", "UnsavedBlocks"]
+
+
+class UnsavedBlock(NamedTuple):
+    """A written block that no tier has: where it lies, and what it is.
+
+    depth: blocks before it in its prompt. asked: as it was told to `note`.
+    """
+
+    block_id: int
+    name: BlockHash
+    parent: BlockHash
+    depth: int
+    asked: float
+
+
+class UnsavedBlocks:
+    """What of one pool was not handed to a tier. Whoever uses it is told all events of the pool."""
+
+    def __init__(self, names: BlockNames) -> None:
+        self._names = names
+        self._filling: dict[PrefixNode, float] = {}
+        self._pending: dict[PrefixNode, float] = {}
+
+    def __len__(self) -> int:
+        """How many blocks are pending; a few of them may be gone."""
+        return len(self._pending)
+
+    def note(
+        self, events: Iterable[CacheEvent], asked: float, *, is_saved: bool = False
+    ) -> list[UnsavedBlock]:
+        """Read events; the blocks that leave, whose rows are there until the step writes.
+
+        asked: when the blocks that are stored were asked for. is_saved: a tier has these.
+        """
+        leaving: dict[PrefixNode, tuple[int, float]] = {}
+        for event in events:
+            if isinstance(event, BlockStored):
+                if not is_saved:
+                    self._filling[event.node] = asked
+            elif isinstance(event, BlockEvicted):
+                self._filling.pop(event.node, None)
+                if event.node in self._pending:
+                    leaving[event.node] = (event.block_id, self._pending.pop(event.node))
+            else:
+                self._filling.clear()
+                self._follow()
+        return [self._describe(node, at, when) for node, (at, when) in leaving.items()]
+
+    def commit(self) -> None:
+        """What the step under way was to fill is written."""
+        self._pending.update((n, asked) for n, asked in self._filling.items() if n.block)
+        self._filling.clear()
+
+    def roll_back(self, events: Iterable[CacheEvent]) -> None:
+        """Nothing that the step was to fill is there; what it evicted may be overwritten."""
+        self._filling.clear()
+        if any(isinstance(event, AllBlocksCleared) for event in events):
+            self._follow()
+        self._pending = {node: asked for node, asked in self._pending.items() if node.block}
+
+    def _follow(self) -> None:
+        """The index was made anew, or forgot all: find the same blocks under their new nodes."""
+        self._pending = {
+            node.block.node: asked
+            for node, asked in self._pending.items()
+            if node.block is not None and node.block.node is not None
+        }
+
+    def pending(self, most: int) -> list[UnsavedBlock]:
+        """The first blocks that are pending; they stay so until `handed_on`."""
+        gone = [node for node in self._pending if node.block is None]
+        for node in gone:
+            del self._pending[node]
+        first = [(node, node.block) for node, _ in zip(self._pending, range(most), strict=False)]
+        return [
+            self._describe(node, block.block_id, self._pending[node])
+            for node, block in first
+            if block is not None
+        ]
+
+    def handed_on(self, count: int) -> None:
+        """The first `count` that `pending` gave are saved, or will be."""
+        for node in list(self._pending)[:count]:
+            del self._pending[node]
+
+    def _describe(self, node: PrefixNode, block_id: int, asked: float) -> UnsavedBlock:
+        assert node.parent is not None
+        name, parent = self._names.of_node(node), self._names.of_node(node.parent)
+        return UnsavedBlock(block_id, name, parent, _count_ancestors(node), asked)
+
+
+def _count_ancestors(node: PrefixNode) -> int:
+    """How many blocks come before a node's."""
+    count, at = -1, node.parent
+    while at is not None:
+        count, at = count + 1, at.parent
+    return count

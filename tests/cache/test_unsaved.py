@@ -1,0 +1,139 @@
+"""What is handed to a tier is what lies in the block at that moment, and nothing is left out."""
+
+import random
+from typing import Any
+
+import pytest
+
+from headstart.cache import (
+    BlockNames,
+    CacheConfig,
+    KVCacheManager,
+    TokenSequence,
+    UnsavedBlock,
+    UnsavedBlocks,
+)
+
+BLOCK = 4
+
+
+class Engine:
+    """Runs requests through a pool, writes the names of blocks for rows, and saves them."""
+
+    def __init__(self, seed: int, **options: Any) -> None:
+        names = BlockNames(BLOCK, "model")
+        config = CacheConfig(num_blocks=12, block_size=BLOCK, events=True, **options)
+        self.manager = KVCacheManager(config, names)
+        self.unsaved = UnsavedBlocks(names)
+        self.random = random.Random(seed)
+        self.rows: dict[int, bytes] = {}  # by block id: the name of what is written there
+        self.saved: set[bytes] = set()
+        self.written: set[bytes] = set()
+        self.running: list[TokenSequence] = []
+
+    def save(self, blocks: list[UnsavedBlock], has_room: bool) -> int:
+        for block in blocks:
+            assert self.rows[block.block_id] == block.name, "these are other rows"
+            if has_room:
+                self.saved.add(block.name)
+        return len(blocks) if has_room else 0
+
+    def step(self, number: int) -> None:
+        manager, drawn = self.manager, self.random
+        sequences = list(self.running)
+        for sequence in sequences:
+            sequence.append(drawn.randrange(2))
+            if not manager.append_slots(sequence, 1):
+                self.end(sequence)
+        tokens = [drawn.randrange(2) for _ in range(drawn.randrange(1, 30))]
+        new = TokenSequence(f"{number}", tokens)
+        found = manager.get_computed_blocks(new)
+        if manager.can_admit(found) and found.writer is None:
+            found = found.cut(len(found.blocks), BLOCK)
+            if manager.allocate_slots(new, len(tokens) - found.num_tokens, found):
+                self.running.append(new)
+        leaving = self.unsaved.note(manager.take_events(), number)
+        self.save(leaving, has_room=True)
+        if drawn.random() < 0.2:
+            self.fail()
+            return
+        self.write()
+        manager.commit_step()
+        self.unsaved.commit()
+        some = self.unsaved.pending(drawn.randrange(1, 5))
+        self.unsaved.handed_on(self.save(some, has_room=drawn.random() < 0.5))
+        for sequence in list(self.running):
+            if drawn.random() < 0.4:
+                self.end(sequence)
+
+    def write(self) -> None:
+        for sequence in self.running:
+            names = self.manager.block_hashes(sequence)
+            full = sequence.num_computed_tokens // BLOCK
+            for at, block_id in enumerate(sequence.block_table()):
+                self.rows[block_id] = names[at] if at < full else b"a part of a block"
+            self.written.update(names[:full])
+
+    def fail(self) -> None:
+        for sequence in self.running:  # whatever they were to write may be half done
+            for block_id in sequence.block_table()[sequence.num_reused :]:
+                if self.rows.get(block_id) not in self.manager.block_hashes(sequence):
+                    self.rows[block_id] = b"torn"
+        for sequence in self.manager.fail_step():
+            self.running.remove(sequence)
+        self.unsaved.roll_back(self.manager.take_events())
+
+    def end(self, sequence: TokenSequence) -> None:
+        self.running.remove(sequence)
+        if sequence.step == self.manager._step:
+            self.manager.discard([sequence])
+        else:
+            self.manager.free(sequence)
+
+
+@pytest.mark.parametrize("deduplicate", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_handed_on_lies_there_and_nothing_is_left_out(seed: int, deduplicate: bool) -> None:
+    engine = Engine(seed, deduplicate=deduplicate)
+    for number in range(300):
+        engine.step(number)
+        engine.manager.check()
+    while some := engine.unsaved.pending(3):
+        engine.unsaved.handed_on(engine.save(some, has_room=True))
+    assert len(engine.saved) > 100
+    cached = {name for name in engine.written if name in engine.rows.values()}
+    assert len(engine.unsaved) == 0
+    assert engine.saved <= engine.written
+    assert len(cached - engine.saved) == 0, "a block that lies in the pool was never handed on"
+
+
+def test_a_pool_that_was_built_anew_hands_on_the_same_blocks() -> None:
+    engine = Engine(0)
+    sequence = TokenSequence("one", list(range(30)))
+    assert engine.manager.allocate_slots(sequence, 30)
+    engine.unsaved.note(engine.manager.take_events(), 0)
+    engine.running = [sequence]
+    engine.write()
+    engine.manager.commit_step()
+    engine.unsaved.commit()
+    engine.manager._is_whole = False  # as after an interruption in the middle of a method
+    engine.manager.fail_step()
+    engine.unsaved.roll_back(engine.manager.take_events())
+    engine.manager.check()
+    blocks = engine.unsaved.pending(100)
+    assert [block.depth for block in blocks] == list(range(7))
+    assert [block.name for block in blocks] == engine.manager.block_hashes(sequence)
+    assert engine.save(blocks, has_room=True) == 7
+
+
+def test_nothing_is_left_after_a_reset() -> None:
+    engine = Engine(0)
+    sequence = TokenSequence("one", list(range(30)))
+    assert engine.manager.allocate_slots(sequence, 30)
+    engine.unsaved.note(engine.manager.take_events(), 0)
+    engine.manager.commit_step()
+    engine.unsaved.commit()
+    engine.manager.free(sequence)
+    assert engine.manager.reset_prefix_cache()
+    assert engine.unsaved.note(engine.manager.take_events(), 0) == []
+    assert engine.unsaved.pending(100) == []

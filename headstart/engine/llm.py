@@ -187,6 +187,17 @@ class LLM:
         )
         return RequestStream(self._driver, group, self._chats)
 
+    def recall_chat(
+        self, messages: Conversation, reply_token_ids: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Take up a conversation of another process: its next turn begins with the same ids.
+
+        reply_token_ids: those that were generated, by the place of the reply in `messages`. With
+        `cache_dir` their K/V are found again. Raises RequestError.
+        """
+        self.engine.require_open()
+        self._chats.recall(messages, reply_token_ids)
+
     def load_adapter(self, name: str, path: str | Path) -> Adapter:
         """Read a LoRA adapter from a folder in PEFT's format; `adapter=name` asks for it.
 

@@ -106,7 +106,7 @@ def _save(chat: Chat, argument: str) -> None:
 
 
 def _load(chat: Chat, argument: str) -> None:
-    chat.conversation = Conversation.load(_path(argument))
+    chat.take_up(Conversation.load(_path(argument)))
     note(f"{_count(len(chat.conversation.turns), 'turn')} loaded")
 
 

@@ -24,10 +24,11 @@ __all__ = ["Conversation", "Turn"]
 
 @dataclass(frozen=True)
 class Turn:
-    """One question, with what was shown before it, and its reply."""
+    """One question, with what was shown before it, and its reply, whose tokens may be known."""
 
     question: Content
     reply: str
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass
@@ -68,9 +69,21 @@ class Conversation:
             found.append({"role": "assistant", "content": turn.reply})
         return [*found, {"role": "user", "content": question}]
 
+    def reply_token_ids(self) -> dict[int, list[int]]:
+        """The tokens of replies, where they are known, by the place of the message."""
+        first = 2 if self.system else 1
+        return {
+            first + 2 * at: list(turn.token_ids)
+            for at, turn in enumerate(self.turns)
+            if turn.token_ids
+        }
+
     def save(self, path: Path, model: str) -> None:
         """Write all turns as JSON, readable by this user alone. Raises RequestError."""
-        content = {"model": model, "messages": self.messages("", 0)[:-1]}
+        messages = self.messages("", 0)[:-1]
+        for place, token_ids in self.reply_token_ids().items():
+            messages[place]["token_ids"] = token_ids
+        content = {"model": model, "messages": messages}
         part = path.with_name(f"{path.name}.part")
         try:
             with open(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
@@ -114,7 +127,8 @@ class Conversation:
             raise RequestError("its last message is a question without a reply")
         for place in range(0, len(rest), 2):
             reply = _check_text(offset + place + 1, rest[place + 1]["content"])
-            found.turns.append(Turn(rest[place]["content"], reply))
+            token_ids = _read_token_ids(rest[place + 1].get("token_ids"))
+            found.turns.append(Turn(rest[place]["content"], reply, token_ids))
         return found
 
 
@@ -132,3 +146,9 @@ def _check_text(place: int, content: object) -> str:
     if not isinstance(content, str):
         raise RequestError(f"message {place} has the content {describe(content)}; allowed: a text")
     return content
+
+
+def _read_token_ids(found: object) -> tuple[int, ...]:
+    """Token ids as `save` wrote them; none if they are anything else."""
+    is_whole = isinstance(found, list) and all(type(one) is int and one >= 0 for one in found)
+    return tuple(found) if isinstance(found, list) and is_whole else ()

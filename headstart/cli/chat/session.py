@@ -51,11 +51,20 @@ class Chat:
         self.llm = llm
         self.model = model
         self.params = params
-        self.conversation = conversation
         self.picture = PoolPicture(llm.engine.manager)
         self.last: RequestOutput | None = None
         self._plain = plain
         self._asked = 0
+        self.take_up(conversation)
+
+    def take_up(self, conversation: Conversation) -> None:
+        """Go on with this conversation; replies keep the tokens that they were generated as."""
+        self.conversation = conversation
+        replies = conversation.reply_token_ids()
+        if not replies:
+            return
+        with suppress(RequestError):  # the next turn tells what is wrong with it
+            self.llm.recall_chat(conversation.messages("", 0)[:-1], replies)
 
     def say(self, text: str) -> None:
         """Answer a message of the user's."""
@@ -109,7 +118,7 @@ class Chat:
         if not is_whole:
             note(f"[{_INTERRUPTED if answer.text else _TAKEN_BACK}]")
         if answer.text or is_whole:
-            self.conversation.turns.append(Turn(question, answer.text))
+            self.conversation.turns.append(Turn(question, answer.text, tuple(answer.token_ids)))
         return bool(answer.text or is_whole)
 
     def _fit(self, question: Content) -> RequestStream:

@@ -1,7 +1,7 @@
 """Chats as requests: what `LLM` and `AsyncLLM` share between messages and the engine."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypedDict, Unpack
 
@@ -100,3 +100,22 @@ class ChatRequests:
             for answer in output.outputs:
                 turn = Turn(*group.chat, answer.text, answer.token_ids)
                 self._memory.remember(turn, group.namespace)
+
+    def recall(self, messages: Conversation, replies: Mapping[int, Sequence[int]]) -> None:
+        """Take up a conversation of another process, with the ids of replies that were generated.
+
+        replies: ids by the place of the message. Those that do not spell the message are left out.
+        Raises RequestError for a conversation that the template refuses. Chats with images are
+        read anew.
+        """
+        if self._images is not None:
+            return
+        size = self._engine.model.vocab_size
+        options = TemplateOptions(chat_template=self.chat_template)
+        for place, token_ids in sorted(replies.items()):
+            text = messages[place]["content"]
+            if token_ids and max(token_ids) < size and isinstance(text, str):
+                with self._lock:
+                    prompt = self._memory.render(messages[:place], options)
+                    turn = Turn(prompt, self._memory.encode(prompt), text, token_ids)
+                    self._memory.remember(turn)

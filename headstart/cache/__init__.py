@@ -29,7 +29,7 @@ from headstart.cache.lookup import ComputedBlocks, PartialHit
 from headstart.cache.manager import KVCacheManager
 from headstart.cache.pool import BlockPicture, BlockPool, BlockState
 from headstart.cache.portable_names import BlockNames
-from headstart.cache.sequence import TokenSequence
+from headstart.cache.sequence import Mark, TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
 from headstart.cache.tree import PrefixTree, Stretch
 from headstart.cache.unsaved import UnsavedBlock, UnsavedBlocks
@@ -53,6 +53,7 @@ __all__ = [
     "FreeBlockQueue",
     "KVCacheBlock",
     "KVCacheManager",
+    "Mark",
     "MissExplanation",
     "MissReason",
     "MultiModalItem",

@@ -90,6 +90,11 @@ def block_ids(blocks: Iterable[KVCacheBlock]) -> list[int]:
     return [block._block_id for block in blocks]
 
 
+def count_free(blocks: Sequence[KVCacheBlock]) -> int:
+    """How many of these blocks nobody holds."""
+    return [block.ref_cnt for block in blocks].count(0)
+
+
 def make_chain(
     parent: PrefixNode, keys: Sequence[BlockKey], blocks: Sequence[KVCacheBlock]
 ) -> PrefixNode:

@@ -92,6 +92,7 @@ def _check_sequence(config: CacheConfig, sequence: TokenSequence) -> None:
     assert sequence.capacity == used * size, f"{name} counts its slots wrong"
     assert sequence.num_computed_tokens <= len(sequence.token_ids), f"{name} computed too much"
     full = sequence.num_computed_tokens // size if config.enable_prefix_caching else 0
+    full = full if sequence.is_stored else sequence.num_reused
     assert sequence.num_named == full, f"{name} has {full} full blocks, {sequence.num_named} named"
     node = sequence.node
     for at in range(full - 1, -1, -1):

@@ -11,22 +11,19 @@ A step of the engine, as the manager sees it:
 Source: "Automatic Prefix Caching" (vLLM v1 design), operations.
 """
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 
 from headstart.cache.admission import Allocation, RowCopy, check_admission, check_count
-from headstart.cache.block import KVCacheBlock, PrefixNode, block_ids
+from headstart.cache.block import KVCacheBlock, PrefixNode, block_ids, count_free
 from headstart.cache.config import CacheConfig
 from headstart.cache.events import CacheEvent
+from headstart.cache.eviction import Clock
 from headstart.cache.identity import BlockHash
 from headstart.cache.index import PrefixIndex
 from headstart.cache.invariants import check_everything
-from headstart.cache.lookup import (
-    ComputedBlocks,
-    explain_end,
-    find_partial,
-    is_in_other_salt,
-)
+from headstart.cache.lookup import ComputedBlocks, explain_end, find_partial, is_in_other_salt
 from headstart.cache.naming import BlockNaming
 from headstart.cache.pool import BlockPicture, BlockPool
 from headstart.cache.portable_names import BlockNames, check_names
@@ -46,14 +43,19 @@ class KVCacheManager:
     in the middle of a method, `fail_step` is what makes the manager whole again.
     """
 
-    def __init__(self, config: CacheConfig, names: BlockNames | None = None) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        names: BlockNames | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
         """`names` are needed for events alone. Raises ConfigError if they do not fit."""
         ghosts = config.num_blocks // 10 if config.ghost_entries is None else config.ghost_entries
         self.config = config
         self.block_size = config.block_size
         self.names = check_names(config, names)
         self.stats = PrefixCacheStats()
-        self.pool = BlockPool(config.num_blocks, config.eviction, PrefixIndex(ghosts))
+        self.pool = BlockPool(config.num_blocks, config.eviction, PrefixIndex(ghosts), clock)
         self.pool.names = self.names if config.events else None
         self.shares = self.pool.shares
         self._naming = BlockNaming(config, self.pool)
@@ -147,7 +149,7 @@ class KVCacheManager:
     def can_admit(self, computed: ComputedBlocks) -> bool:
         """True if the free blocks suffice for all tokens of the sequence that was looked up."""
         blocks = -(-len(computed.sequence.token_ids) // self.block_size)
-        needed = blocks - len(computed.blocks) + _count_free(computed.blocks)
+        needed = blocks - len(computed.blocks) + count_free(computed.blocks)
         return needed <= len(self.pool.free)
 
     def allocate_slots(
@@ -168,7 +170,7 @@ class KVCacheManager:
         hit_tokens = computed.num_tokens if computed is not None else 0
         end = hit_tokens + num_new_tokens
         num_new = -(-end // self.block_size) - len(hits)
-        if num_new + _count_free(hits) > len(self.pool.free):
+        if num_new + count_free(hits) > len(self.pool.free):
             return None
         missed = self._explain_admission(computed)
         resumed = sequence.step >= 0
@@ -265,7 +267,8 @@ class KVCacheManager:
     def _extend_to(self, sequence: TokenSequence, end: int) -> None:
         sequence.step = self._step
         sequence.num_computed_tokens = end
-        if self._caching and (full := end // self.block_size) > sequence.num_named:
+        full = end // self.block_size
+        if full > sequence.num_named and self._caching and sequence.is_stored:
             self._naming.name_full_blocks(sequence, full)
 
     # The end of a step, and of a sequence
@@ -325,7 +328,7 @@ class KVCacheManager:
         self._check_whole()
         self._check_out_of_step(sequence)
         self._is_whole = False
-        if self._caching and self.config.partial_hits:
+        if self._caching and self.config.partial_hits and sequence.is_stored:
             self._naming.keep_partial(sequence)
         self._give_back(sequence)
         self._is_whole = True
@@ -366,6 +369,8 @@ class KVCacheManager:
 
     def _give_back(self, sequence: TokenSequence) -> None:
         self._in_progress.withdraw(sequence)
+        for mark in sequence.marks:
+            self.pool.free.retain(sequence.marked(mark, self.block_size), mark.seconds)
         self.pool.release(sequence.give_up()[::-1])
         del self._sequences[sequence.request_id]
 
@@ -394,7 +399,3 @@ class KVCacheManager:
         except BaseException:
             self.pool.events = events
             raise
-
-
-def _count_free(blocks: Sequence[KVCacheBlock]) -> int:
-    return [block.ref_cnt for block in blocks].count(0)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from headstart.cache.block import KVCacheBlock, PartialNode, PrefixNode, make_chain
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
-from headstart.cache.eviction import Shares, make_policy
+from headstart.cache.eviction import Clock, Shares, make_policy
 from headstart.cache.identity import BlockKey
 from headstart.cache.index import PrefixIndex
 from headstart.cache.portable_names import BlockNames
@@ -42,11 +42,12 @@ class BlockPool:
     which come to be where block tables are append-only.
     """
 
-    def __init__(self, num_blocks: int, eviction: str, index: PrefixIndex) -> None:
+    def __init__(self, num_blocks: int, eviction: str, index: PrefixIndex, clock: Clock) -> None:
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.eviction = eviction
         self.shares = Shares()
-        self.free = make_policy(eviction, self.blocks, self.shares)
+        self.clock = clock
+        self.free = make_policy(eviction, self.blocks, self.shares, clock)
         self.index = index
         self.copies: dict[PrefixNode, dict[KVCacheBlock, None]] = {}
         self.version = 0
@@ -182,7 +183,7 @@ class BlockPool:
         self.copies.clear()
         for block in self.free.take(len(self.free)):
             block.node = None
-        self.free = make_policy(self.eviction, self.blocks, self.shares)
+        self.free = make_policy(self.eviction, self.blocks, self.shares, self.clock)
         self.index.clear()
         self.version += 1
         if self.names is not None:

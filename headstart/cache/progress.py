@@ -17,9 +17,12 @@ class BlocksInProgress:
         self._by_block: dict[tuple[PrefixNode | Namespace, BlockKey], TokenSequence] = {}
 
     def announce(self, sequence: TokenSequence) -> None:
-        """The sequence computes the block after its last named one, if its tokens are known."""
+        """The sequence computes the block after its last named one, if its tokens are known.
+
+        Nobody waits for one that is not stored.
+        """
         self.withdraw(sequence)
-        if sequence.num_named < len(sequence.keys):
+        if sequence.num_named < len(sequence.keys) and sequence.is_stored:
             block = (sequence.node or sequence.namespace, sequence.keys[sequence.num_named])
             if block not in self._by_block:
                 self._by_block[block] = sequence

@@ -22,7 +22,8 @@ def rebuild(pool: BlockPool, sequences: Sequence[TokenSequence]) -> None:
     """Make the pool whole: every block is free, and what earlier steps cached can be found.
 
     The order of reuse is kept as far as it can be told; blocks that the sequences held are
-    reused last. Mirrors are told of everything that is cached. Costs a walk over all blocks.
+    reused last, and no block is retained any more. Mirrors are told of everything that is cached.
+    Costs a walk over all blocks.
     """
     pool.version += 1
     for block in pool.index.unwritten:
@@ -35,7 +36,7 @@ def rebuild(pool: BlockPool, sequences: Sequence[TokenSequence]) -> None:
     for block in pool.blocks:
         block.ref_cnt = 0
         block.prev_free_block = block.next_free_block = block
-    pool.free = make_policy(pool.eviction, pool.blocks, pool.shares)
+    pool.free = make_policy(pool.eviction, pool.blocks, pool.shares, pool.clock)
     pool.free.withdraw(cached)
     for block in cached:
         pool.free.release([block])

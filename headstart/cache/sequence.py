@@ -3,6 +3,7 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from headstart.cache.block import KVCacheBlock, PrefixNode
 from headstart.cache.identity import (
@@ -20,12 +21,21 @@ from headstart.errors import CacheError
 from headstart.validation import check_name
 
 
+class Mark(NamedTuple):
+    """The full blocks of the first `num_tokens` are worth keeping for so long after their use."""
+
+    num_tokens: int
+    seconds: float
+
+
 class TokenSequence:
     """The tokens of one request, prompt and output, and its block table.
 
     `token_ids` grows by `append` alone. `num_computed_tokens` counts the tokens whose K/V are
-    in the blocks, or will be when the step that is under way ends. The other fields belong to
-    the manager. Keys are cut once per token, ever: when a block's last token is known.
+    in the blocks, or will be when the step that is under way ends. Until it is admitted one may
+    set `marks`, which say what is worth keeping of it, and `is_stored`: without it nothing is that
+    the sequence computes. The other fields belong to the manager. Keys are cut once per token,
+    ever: when a block's last token is known.
 
     Raises CacheError for no tokens, a token id out of range, an adapter or salt that is empty or
     not in UTF-8, or items that overlap or stand outside the tokens.
@@ -37,8 +47,10 @@ class TokenSequence:
         "blocks",
         "capacity",
         "in_progress",
+        "is_stored",
         "items",
         "keys",
+        "marks",
         "namespace",
         "node",
         "num_computed_tokens",
@@ -68,6 +80,8 @@ class TokenSequence:
         if not self.token_ids:
             raise CacheError(f"sequence {request_id!r} has no tokens")
         self._prompt = encode_tokens(self.token_ids)
+        self.marks: Sequence[Mark] = ()
+        self.is_stored = True
         self.num_computed_tokens = 0
         self.blocks: list[KVCacheBlock] = []
         self.block_ids: list[int] = []  # of `blocks`; it changes with them
@@ -130,6 +144,10 @@ class TokenSequence:
         self.node = self.in_progress = None
         self.switched.clear()
         return blocks
+
+    def marked(self, mark: Mark, block_size: int) -> list[KVCacheBlock]:
+        """The named blocks that a mark covers."""
+        return self.blocks[: min(self.num_named, mark.num_tokens // block_size)]
 
     def block_table(self) -> Sequence[int]:
         """Its blocks' ids in prefix order. They change with the sequence: copy what is to stay."""

@@ -214,7 +214,7 @@ class NaiveEngine:
         """The step computes positions `start` to `end`; `own` is the table before any switch."""
         assert sequence.num_computed_tokens == end
         rows = self.contents.rows(sequence)
-        caching = self.config.enable_prefix_caching
+        is_stored = self.config.enable_prefix_caching and sequence.is_stored
         table = list(sequence.block_ids)
         assert len(table) == len(own)
         for position in range(max(start, first_own), end):
@@ -226,11 +226,11 @@ class NaiveEngine:
             if block != own[at]:
                 assert self.config.deduplicate
                 self.promised[own[at]] = [None] * self.size
-            elif caching and (at + 1) * self.size <= end and at * self.size >= first_own:
+            elif is_stored and (at + 1) * self.size <= end and at * self.size >= first_own:
                 self.valid[block] = self.size
                 self.filled.add(block)
         self.chunks.append((sequence, start, end))
-        if announces and caching:
+        if announces and is_stored:
             self._withdraw(sequence)
             next_end = (end // self.size + 1) * self.size
             if next_end <= len(rows):
@@ -325,7 +325,8 @@ class NaiveEngine:
         before, table = self.free_ids(), list(sequence.block_ids)
         version = self.manager.pool.version
         self.manager.free(sequence)
-        if rest and self.config.partial_hits and self.config.enable_prefix_caching:
+        keeps_rest = self.config.partial_hits and self.config.enable_prefix_caching
+        if rest and keeps_rest and sequence.is_stored:
             self.valid[last] = rest
         self._withdraw(sequence)
         if self.config.eviction == "lru" and self.manager.pool.version == version:

@@ -21,6 +21,7 @@ from headstart.cache import (
     CacheConfig,
     ComputedBlocks,
     KVCacheManager,
+    Mark,
     MultiModalItem,
     Namespace,
     TokenSequence,
@@ -35,6 +36,7 @@ PICK = st.integers(0, 7)
 AMOUNT = st.sampled_from([1, 1, 2, 3, 5, 99])
 AT_ONCE = st.sampled_from([None, None, 1, 2, 4, 99, 99])
 MORE = st.lists(st.sampled_from([0, 1]), max_size=4)
+MARKS = st.lists(st.builds(Mark, st.integers(0, 14), st.sampled_from([30, 300, 3600])), max_size=2)
 ITEMS = st.none() | st.tuples(st.sampled_from([b"cat", b"dog", b"\xff" * 8]), PICK, PICK)
 
 CONFIGS = st.builds(
@@ -58,7 +60,8 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(config=CONFIGS)
     def start(self, config: CacheConfig) -> None:
         names = BlockNames(config.block_size, digest=self.digest)
-        self.manager = KVCacheManager(config, names)
+        self.now = 0.0
+        self.manager = KVCacheManager(config, names, lambda: self.now)
         self.manager.shares.set("s", 2.0)  # an owner beside nobody; other salts are nobody's
         self.engine = NaiveEngine(self.manager)
         self.seen: list[TokenSequence] = []
@@ -118,6 +121,17 @@ class CacheMachine(RuleBasedStateMachine):
             self.old_lookups.append(found)
         else:
             self._admit(sequence, min(amount, len(tokens) - found.num_tokens), found)
+
+    @precondition(lambda self: self.waiting)
+    @rule(pick=PICK, marks=MARKS, is_stored=st.booleans())
+    def mark(self, pick: int, marks: list[Mark], is_stored: bool) -> None:
+        """What is worth keeping of a request, or that nothing of it may be kept."""
+        sequence = self.waiting[pick % len(self.waiting)]
+        sequence.marks, sequence.is_stored = marks, is_stored
+
+    @rule(seconds=st.sampled_from([1, 60, 1000]))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
 
     # Requests run
 

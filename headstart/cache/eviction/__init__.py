@@ -1,22 +1,24 @@
 """Which free block is reused next: policies by name, and whose blocks go first."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from headstart.cache.block import KVCacheBlock
 from headstart.cache.eviction.fair import FairLru
 from headstart.cache.eviction.policies import AdaptiveLru, EmptyFirstLru, EvictionPolicy, Lru
+from headstart.cache.eviction.retention import Clock, Marks
 from headstart.cache.eviction.shares import Shares
 from headstart.errors import ConfigError
 
-__all__ = ["POLICIES", "AdaptiveLru", "EvictionPolicy", "Shares", "make_policy"]
+__all__ = ["POLICIES", "AdaptiveLru", "Clock", "EvictionPolicy", "Shares", "make_policy"]
 
-POLICIES: Mapping[str, Callable[[Sequence[KVCacheBlock], Shares], EvictionPolicy]] = (
+POLICIES: Mapping[str, Callable[[Sequence[KVCacheBlock], Shares, Marks], EvictionPolicy]] = (
     MappingProxyType(
         {
-            "lru": lambda blocks, shares: Lru(blocks),
-            "empty-first-lru": lambda blocks, shares: EmptyFirstLru(blocks),
-            "adaptive-lru": lambda blocks, shares: AdaptiveLru(blocks),
+            "lru": lambda blocks, shares, marks: Lru(blocks),
+            "empty-first-lru": lambda blocks, shares, marks: EmptyFirstLru(blocks),
+            "adaptive-lru": lambda blocks, shares, marks: AdaptiveLru(blocks, marks),
             "fair-lru": FairLru,
         }
     )
@@ -24,9 +26,15 @@ POLICIES: Mapping[str, Callable[[Sequence[KVCacheBlock], Shares], EvictionPolicy
 
 
 def make_policy(
-    name: str, blocks: Sequence[KVCacheBlock], shares: Shares | None = None
+    name: str,
+    blocks: Sequence[KVCacheBlock],
+    shares: Shares | None = None,
+    clock: Clock = time.monotonic,
 ) -> EvictionPolicy:
-    """The policy of this name over these blocks, all free. Raises ConfigError."""
+    """The policy of this name over these blocks, all free. Raises ConfigError.
+
+    clock: by which the time of retained blocks is over.
+    """
     if name not in POLICIES:
         raise ConfigError(f"eviction {name!r} is not one of {', '.join(POLICIES)}")
-    return POLICIES[name](blocks, shares or Shares())
+    return POLICIES[name](blocks, shares or Shares(), Marks(clock))

@@ -6,6 +6,7 @@ from heapq import heapify, heappop, heappush
 
 from headstart.cache.block import KVCacheBlock, RootNode
 from headstart.cache.eviction.policies import AdaptiveLru
+from headstart.cache.eviction.retention import Marks
 from headstart.cache.eviction.shares import Shares
 from headstart.cache.free_queue import FreeBlockQueue
 from headstart.errors import CacheError
@@ -22,13 +23,15 @@ class FairLru:
     weight, held and cached blocks together, and the blocks that are taken count as the taker's. So
     an owner with less than its share loses nothing to one with more, however much that one asks
     for, and what nobody else wants anybody may have. A block costs O(log owners), and O(1) while
-    one owner alone has free cached blocks.
+    one owner alone has free cached blocks. An owner retains half of its share of the pool at the
+    most, and against its own blocks alone.
 
     Blocks with an identity that are released together are of one namespace.
     """
 
-    def __init__(self, blocks: Sequence[KVCacheBlock], shares: Shares) -> None:
+    def __init__(self, blocks: Sequence[KVCacheBlock], shares: Shares, marks: Marks) -> None:
         self._shares = shares
+        self._marks = marks
         self._num_blocks = len(blocks)
         self._num_cached = 0
         self._empty = FreeBlockQueue(blocks)
@@ -42,7 +45,9 @@ class FairLru:
         if cached:
             owner = self._find_owner(cached[-1])  # the nearest to the root
             if owner not in self._cached:
-                self._cached[owner] = AdaptiveLru([], self._num_blocks)
+                self._cached[owner] = AdaptiveLru([], self._marks, self._num_blocks)
+            if self._marks:
+                self._cached[owner].most_retained = self._count_retainable(owner)
             self._cached[owner].release(cached)
             self._num_cached += len(cached)
             self._note(cached, owner)
@@ -50,6 +55,15 @@ class FairLru:
             for block in blocks:
                 if block.node is None:
                     self._empty.appendleft(block)
+            self._marks.drop([block for block in blocks if block.node is None])
+
+    def _count_retainable(self, owner: Owner) -> int:
+        """Half of what the owner may have while every other one wants all that it can get."""
+        weight = self._shares.weight(owner)
+        return int(self._num_blocks * weight / sum(map(self._shares.weight, self._cached)) / 2)
+
+    def retain(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
+        self._marks.add(blocks, seconds)
 
     def _find_owner(self, block: KVCacheBlock) -> Owner:
         node = block.node
@@ -140,6 +154,7 @@ class FairLru:
         )
         assert +self._used == Counter(self._owner.values()), "an owner's blocks are miscounted"
         for owner, cached in self._cached.items():
+            cached.check()
             for block in cached:
                 assert self._owner.get(block, "") == owner, f"{block} counts for another owner"
                 assert self._find_owner(block) == owner, f"{block} is in another owner's queue"

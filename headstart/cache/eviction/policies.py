@@ -1,9 +1,10 @@
-"""Eviction policies: which free block is reused next, behind four verbs.
+"""Eviction policies: which free block is reused next, behind five verbs.
 
 A policy keeps the free blocks. `release` is told of blocks that nobody holds any more, `claim`
 of free blocks that a request hit, and `withdraw` of free blocks that leave the queue without a
-hit. `take` chooses what is reused: by then the block's content is lost. A policy never looks
-into the index and never changes a block's identity.
+hit. `retain` is told of held blocks that are worth keeping for a time. `take` chooses what is
+reused: by then the block's content is lost. A policy never looks into the index and never
+changes a block's identity.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,11 +12,12 @@ from itertools import chain, islice, takewhile
 from typing import Protocol
 
 from headstart.cache.block import KVCacheBlock, PrefixNode
+from headstart.cache.eviction.retention import Marks, RetainedBlocks
 from headstart.cache.free_queue import FreeBlockQueue
 
 
 class EvictionPolicy(Protocol):
-    """The four verbs, and the free blocks in the order of their reuse."""
+    """The five verbs, and the free blocks in the order of their reuse."""
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Blocks became free; of one request, its last block comes first."""
@@ -25,6 +27,9 @@ class EvictionPolicy(Protocol):
 
     def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
         """These free blocks leave the queue, and no request hit them."""
+
+    def retain(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
+        """These held blocks, of one namespace, are worth keeping for so long from now."""
 
     def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
         """Remove and return the `count` blocks to reuse, for a request of this salt.
@@ -46,7 +51,8 @@ class EvictionPolicy(Protocol):
 class Lru:
     """Least recently used first; of one request, the last block first. O(1) a block.
 
-    The order of the reference: an empty block waits its turn among the cached ones.
+    The order of the reference: an empty block waits its turn among the cached ones, and no block
+    is retained.
     Source: "Automatic Prefix Caching" (vLLM v1 design), free and eviction.
     """
 
@@ -61,6 +67,9 @@ class Lru:
 
     def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._queue.remove_all(blocks)
+
+    def retain(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
+        pass
 
     def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
         return self._queue.popleft(count)
@@ -104,18 +113,29 @@ class AdaptiveLru(EmptyFirstLru):
     claimed earns room for `EARNED` of them, and one that is taken gives back the room of one. One
     that is withdrawn does neither. Partial blocks within the room wait their turn by recency. If
     there are more, the oldest are taken before any full block. O(1) a block.
+
+    Retained blocks are taken after all others. When their time is over, or when they are more than
+    `most_retained`, they stand in line like blocks that were released just now.
     """
 
     EARNED = 4
 
-    def __init__(self, blocks: Sequence[KVCacheBlock], most: int | None = None) -> None:
+    def __init__(
+        self, blocks: Sequence[KVCacheBlock], marks: Marks, most: int | None = None
+    ) -> None:
         """`most` is how many blocks there may ever be; None for those that there are."""
         super().__init__(blocks)
         self._num_blocks = len(blocks) if most is None else most
         self._partial: dict[KVCacheBlock, None] = {}  # oldest first
         self._room = 0
+        self._marks = marks
+        self._retained = RetainedBlocks(marks)
+        self.most_retained = self._num_blocks // 2
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        if self._marks:
+            blocks = self._retained.add(blocks)
+            self._queue.extend(self._retained.fall_due(self.most_retained))
         super().release(blocks)
         for block in blocks:
             if block.node.__class__ is PrefixNode:  # a request's partial block comes first
@@ -123,16 +143,25 @@ class AdaptiveLru(EmptyFirstLru):
             if block.node is not None:
                 self._partial[block] = None
 
+    def retain(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
+        self._marks.add(blocks, seconds)
+
     def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
-        super().claim(blocks)
+        super().claim(self._retained.remove(blocks) if self._retained else blocks)
         if self._partial and not self._partial.keys().isdisjoint(blocks):
             self._room = min(self._num_blocks, self._room + self.EARNED * self._leave(blocks))
 
     def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
-        super().withdraw(blocks)
+        super().withdraw(self._retained.remove(blocks) if self._retained else blocks)
         self._leave(blocks)
 
     def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
+        late = count - len(self._queue)
+        if 0 < late <= len(self._retained):
+            return [*self._take(count - late), *self._retained.popleft(late)]
+        return self._take(count)
+
+    def _take(self, count: int) -> list[KVCacheBlock]:
         excess = len(self._partial) - self._room
         if excess <= 0 or count > len(self._queue):
             taken = self._queue.popleft(count)
@@ -146,6 +175,16 @@ class AdaptiveLru(EmptyFirstLru):
             self._room = max(0, self._room - self._leave(taken))
         return taken
 
+    def salvage(self) -> list[KVCacheBlock]:
+        return [*self._queue.salvage(), *self._retained.salvage()]
+
+    def check(self) -> None:
+        self._retained.check()
+        assert not any(block in self._marks for block in self._queue), "a block in line is marked"
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._retained)
+
     def __iter__(self) -> Iterator[KVCacheBlock]:
         excess = dict.fromkeys(islice(self._partial, max(0, len(self._partial) - self._room)))
         blocks = iter(self._queue)
@@ -156,6 +195,7 @@ class AdaptiveLru(EmptyFirstLru):
             yield block
         yield from excess
         yield from (block for block in blocks if block not in excess)
+        yield from self._retained
 
     def _leave(self, blocks: Sequence[KVCacheBlock]) -> int:
         """Forget the partial blocks among these; how many there were."""

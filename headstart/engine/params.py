@@ -50,9 +50,10 @@ class SamplingParams:
     stop and stop_token_ids end the answer; the text stops before a stop string unless
     include_stop_str_in_output. logprobs=k gives the k likeliest tokens and the chosen one for
     every token of the answer, prompt_logprobs=k the same for the prompt. Without a seed a
-    request takes the engine's next one. With similar_images an image of an earlier request that
-    looks like one of this prompt, has the same cache salt and asked for this too, stands in its
-    place; the output's `images` say for which.
+    request takes the engine's next one. With skip_storing_prefix_cache a request reads the cache,
+    and nothing that is computed for it is found by another. With similar_images an image of an
+    earlier request that looks like one of this prompt, has the same cache salt and asked for this
+    too, stands in its place; the output's `images` say for which.
 
     What changes logits: logit_bias adds a number from -100 to 100 to the logits of token ids;
     allowed_token_ids bans all others; bad_words bans the last token of each word where the others
@@ -96,6 +97,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     skip_reading_prefix_cache: bool | None = None
+    skip_storing_prefix_cache: bool | None = None
     similar_images: bool = False
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
@@ -134,6 +136,11 @@ class SamplingParams:
     def clone(self) -> Self:
         """A copy that may be changed."""
         return copy.copy(self)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether what is computed for a request may be kept for others."""
+        return not self.skip_storing_prefix_cache
 
     @property
     def num_logprobs(self) -> int | None:

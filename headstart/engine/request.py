@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from headstart.cache import MissExplanation, Namespace, TokenSequence
+from headstart.cache import Mark, MissExplanation, Namespace, TokenSequence
 from headstart.engine.adapters.request import Adapter, LoRARequest
 from headstart.engine.chat.conversation import ChatPrompt
 from headstart.engine.outputs import (
@@ -162,6 +162,14 @@ class RequestGroup:
     def namespace(self) -> Namespace:
         """Whose K/V, and whose earlier turns, the request may use."""
         return self.requests[0].sequence.namespace
+
+    def retain(self, num_tokens: int, seconds: float) -> None:
+        """Its first tokens are worth keeping for so long after its end; before it is submitted.
+
+        Not those of a request that is not stored: what it hits is others'.
+        """
+        for request in self.requests if self.params.is_stored else ():
+            request.sequence.marks = [*request.sequence.marks, Mark(num_tokens, seconds)]
 
     @property
     def finished(self) -> bool:

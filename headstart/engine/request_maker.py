@@ -59,7 +59,8 @@ class RequestMaker:
         salt = choose_salt(prompt, options.salt)
         params = params.clone()  # the caller's may change
         name = request_id if request_id is not None else f"request-{next(self._names)}"
-        ready = self._inputs.process(prompt, Tenant(salt, params.similar_images))
+        tenant = Tenant(salt, params.similar_images and params.is_stored)
+        ready = self._inputs.process(prompt, tenant)
         group = RequestGroup(
             name,
             ready.text,
@@ -98,6 +99,7 @@ class RequestMaker:
             salt=salt,
             items=group.extras.items if group.extras is not None else (),
         )
+        sequence.is_stored = params.is_stored
         sampling = SamplingState(
             params,
             group.prompt_token_ids,

@@ -29,14 +29,16 @@ __all__ = ["ChatCall", "PreparedChat", "prepare_chat"]
 class ChatCall:
     """A conversation to answer.
 
-    messages: in OpenAI's form. sampling: fields of `SamplingParams`; None was not said. template:
-    fields of `TemplateOptions`, without the tools.
+    messages: in OpenAI's form. sampling: fields of `SamplingParams`; None was not said. retention:
+    seconds that the whole prompt is worth keeping. template: fields of `TemplateOptions`, without
+    the tools.
     """
 
     model: str | None
     messages: Sequence[Any]
     sampling: Mapping[str, Any]
     salt: str | None = None
+    retention: float = 0.0
     priority: int = 0
     tools: ToolUse = field(default_factory=ToolUse)
     template: Mapping[str, Any] = field(default_factory=dict)
@@ -119,6 +121,8 @@ async def prepare_chat(
         is_kept=is_kept,
         **options,
     )
+    if call.retention:
+        request.retain(len(request.prompt_token_ids), call.retention)
     return PreparedChat(request, dialect.calls, call.tools, dialect)
 
 

@@ -38,7 +38,11 @@ VLLM_DEFAULTS = {
     "allowed_token_ids": None,
     "bad_words": None,
 }
-OURS = {"similar_images": False, "logits_processors": None}
+OURS = {
+    "similar_images": False,
+    "logits_processors": None,
+    "skip_storing_prefix_cache": None,
+}
 WHOLE = ["n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"]
 REAL = [
     "temperature",

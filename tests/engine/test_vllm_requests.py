@@ -163,6 +163,27 @@ def test_a_request_may_leave_the_cache_unread(llm: LLM) -> None:
     assert hits == [0, 0, len(PROMPT) - 1]
 
 
+def test_a_request_may_leave_nothing_in_the_cache(llm: LLM) -> None:
+    """Also of several answers, and while it runs; what it hits stays."""
+    unstored = greedy(20, n=2, skip_storing_prefix_cache=True)
+    assert llm.generate(PROMPT, unstored)[0].num_cached_tokens == 0
+    assert llm.generate(PROMPT, greedy(20))[0].num_cached_tokens == 0
+    [output] = llm.generate(PROMPT, unstored)
+    assert output.num_cached_tokens == len(PROMPT) - 1
+    longer = [*PROMPT, *range(60, 120)]
+    assert llm.generate(longer, greedy(1, skip_storing_prefix_cache=True))[0].num_cached_tokens > 0
+    assert llm.generate(longer, greedy(1))[0].num_cached_tokens <= len(PROMPT)
+
+
+def test_a_turn_that_is_not_stored_is_not_remembered(tiny: LLM) -> None:
+    turns = [{"role": "user", "content": "Who is never stored?"}]
+    known = len(tiny._chats._memory)
+    tiny.chat(turns, greedy(4, skip_storing_prefix_cache=True))
+    assert len(tiny._chats._memory) == known
+    tiny.chat(turns, greedy(4))
+    assert len(tiny._chats._memory) > known
+
+
 def test_the_cache_is_reset_while_requests_run(llm: LLM) -> None:
     """They are computed anew, and answer the same."""
     [expected] = llm.generate(PROMPT, greedy(20))

@@ -68,7 +68,7 @@ class ChatRequests:
         salt, adapter = request.salt, request.adapter
         found = self._engine.adapters.find(adapter) if adapter is not None else None
         namespace = Namespace(found.digest if found is not None else None, salt)
-        tenant = Tenant(salt, params.similar_images)
+        tenant = Tenant(salt, params.similar_images and params.is_stored)
         template = template or TemplateOptions()
         if template.chat_template is None:
             template = replace(template, chat_template=self.chat_template)
@@ -96,6 +96,8 @@ class ChatRequests:
     def remember(self, group: RequestGroup, output: RequestOutput) -> None:
         """Keep the ids of a finished request's answers, for later turns of the same namespace."""
         assert group.chat is not None
+        if not group.params.is_stored:
+            return
         with self._lock:
             for answer in output.outputs:
                 turn = Turn(*group.chat, answer.text, answer.token_ids)

@@ -60,7 +60,7 @@ class EncoderBudget:
                 held.append((at, image))
         # Those that are there first, so that making room for the others evicts none of them.
         for at, image in sorted(held, key=lambda pair: pair[1].key not in self._cache):
-            self._cache.hold((request, at), image)
+            self._cache.hold((request, at), image, is_stored=request.group.params.is_stored)
 
     def leave(self, request: Request) -> None:
         """Leave all of the request's images."""

@@ -5,6 +5,8 @@
     held       > 0     yes                 yes       no
     kept       0       yes                 yes       oldest first
 
+Rows that only requests used which leave nothing behind go with the last of these.
+
 An image is encoded once for each salt, however many prompts of that salt show it and wherever in
 them it stands, as long as its entry is there. An entry of one salt is never found under another,
 so the time to the first token does not tell whether another tenant has shown the image.
@@ -88,12 +90,13 @@ class PromptImage:
 class _Entry:
     """One image's rows, and who needs them: (request, index of the image in its prompt).
 
-    `image` is let go when it is encoded.
+    `image` is let go when it is encoded. is_stored: the rows stay when nobody needs them.
     """
 
     image: ProcessedImage | None
     num_rows: int
     rows: Tensor | None = None
+    is_stored: bool = False
     users: set["tuple[object, int]"] = field(default_factory=set)
 
 
@@ -134,8 +137,11 @@ class EncoderCache:
         new = sum(rows for key, rows in wanted.items() if key not in self._entries)
         return self._used - kept + new <= self.capacity
 
-    def hold(self, user: tuple[object, int], image: PromptImage) -> None:
-        """One more use of an image; `fits` said that there is room. Twice is once."""
+    def hold(self, user: tuple[object, int], image: PromptImage, *, is_stored: bool = True) -> None:
+        """One more use of an image; `fits` said that there is room. Twice is once.
+
+        is_stored: the user lets the rows stay for others.
+        """
         key = image.key
         entry = self._entries.get(key)
         if entry is None:
@@ -146,6 +152,7 @@ class EncoderCache:
         elif user not in entry.users:
             self.num_hits += 1
         self._kept.pop(key, None)
+        entry.is_stored |= is_stored
         entry.users.add(user)
 
     def _make_room(self, rows: int) -> None:
@@ -159,8 +166,13 @@ class EncoderCache:
         if entry is None:
             return
         entry.users.discard(user)
-        if not entry.users and image.key not in self._kept:
+        if entry.users or image.key in self._kept:
+            return
+        if entry.is_stored:
             self._kept[image.key] = None
+        else:
+            del self._entries[image.key]
+            self._derive()
 
     def encode_wanted(self) -> dict[object, EngineError]:
         """Encode the images that are held and have no rows yet.

@@ -83,7 +83,7 @@ SAMPLING = Names(
         }
     ),
     RequestError,
-    own=["logits_processors", "similar_images"],
+    own=["logits_processors", "similar_images", "skip_storing_prefix_cache"],
 )
 
 BEAM_SEARCH = Names(

@@ -1,8 +1,7 @@
 """Breakpoints of the cache: which beginnings of a prompt a client marked as worth keeping.
 
 The cache keeps every full block of every prompt, marked or not, and finds it again whatever the
-marks say. Marks are checked and read, and they shape the usage that a client is told; no block is
-kept longer for them.
+marks say. Up to a mark the blocks are reused after all others, until the mark's time is over.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from headstart.server.anthropic.schema import (
     ToolUseBlock,
     Turn,
 )
+from headstart.server.bodies import read_keeping
 from headstart.server.errors import ApiError
 from headstart.server.tools import Tool, ToolUse
 
@@ -145,9 +146,9 @@ def read_sampling(body: MessageRequest) -> dict[str, Any]:
     """The sampling of an answer. Raises RequestError."""
     params: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     form = body.output_config.format if body.output_config is not None else None
-    return params | {
+    params |= {
         "stop": body.stop_sequences or None,
         "structured_outputs": form
         and StructuredOutputsParams(json=form.schema_, disable_any_whitespace=True),
-        "skip_reading_prefix_cache": body.no_read or None,
     }
+    return params | read_keeping(body)

@@ -21,8 +21,8 @@ from headstart.server.anthropic.conversation import (
 )
 from headstart.server.anthropic.events import MessageEvents, stop_of
 from headstart.server.anthropic.schema import CountRequest, MessageRequest
-from headstart.server.anthropic.usage import Usage, measure_breakpoints
-from headstart.server.bodies import read_salt
+from headstart.server.anthropic.usage import Usage, apply_breakpoints
+from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
 from headstart.server.errors import JsonResponse
 from headstart.server.service import Service, service_of, unless_gone
@@ -42,7 +42,7 @@ async def create_message(body: MessageRequest, request: Request) -> Response:
     service = service_of(request)
     call = _read_call(service, body, request, read_sampling(body), body.priority)
     prepared = await prepare_chat(service, call, service.new_id("msg"), stream=body.stream)
-    usage = await measure_breakpoints(service, body, call, prepared)
+    usage = await apply_breakpoints(service, body, call, prepared)
     name = prepared.request.request_id
     head = {"id": name, "type": "message", "role": "assistant", "model": body.model}
     if body.stream:
@@ -74,6 +74,7 @@ def _read_call(
         messages=read_messages(body),
         sampling=sampling,
         salt=service.salt(request, read_salt(body)),
+        retention=read_retention(body),
         priority=priority,
         tools=read_tools(body),
         template=read_template(body),

@@ -20,7 +20,9 @@ from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
 from headstart.server.counting import TokenCount
 from headstart.server.service import Service
 
-__all__ = ["Usage", "measure_breakpoints"]
+__all__ = ["Usage", "apply_breakpoints"]
+
+_SECONDS = {"5m": 300.0, "1h": 3600.0}
 
 
 class Usage:
@@ -52,15 +54,16 @@ class Usage:
         }
 
 
-async def measure_breakpoints(
+async def apply_breakpoints(
     service: Service, body: CountRequest, call: ChatCall, prepared: PreparedChat
 ) -> Usage:
-    """Find out at which tokens of a prompt the breakpoints of its body stand.
+    """Have a prompt kept up to the breakpoints of its body, for their time after each use.
 
     The longest of each ttl counts. Each is found by the prompt of the conversation up to it: the
     tokens that it has in common with the whole. Beyond the last full block nothing is cached.
     """
-    points = list({one.ttl: one for one in read_breakpoints(body)}.values())
+    marked = read_breakpoints(body) if prepared.request.params.is_stored else ()
+    points = list({one.ttl: one for one in marked}.values())
     token_ids = prepared.request.prompt_token_ids
     full = len(token_ids) - len(token_ids) % service.llm.engine.config.block_size
     lengths = []
@@ -72,6 +75,7 @@ async def measure_breakpoints(
             cut = replace(call, messages=read_messages(begin), template=_whole(call.template))
             length = min(full, await _count_common(service, cut, token_ids))
         lengths.append(length)
+        prepared.request.retain(length, _SECONDS[point.ttl])
     return Usage(points, lengths)
 
 

@@ -38,8 +38,12 @@ class Watch:
         self.metrics = Metrics(llm, name)
 
     def finished(self, request: RequestGroup, output: RequestOutput) -> None:
-        """A request has its last token."""
+        """A request has its last token; of one that is not stored only counts are kept."""
         with self._lock:
+            if not request.params.is_stored:
+                self.metrics.finished(output, None, 0)
+                self._recent.append(_describe(output))
+                return
             seen = self._traffic.add(
                 output.request_id,
                 request.namespace,

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headstart.server.answers.parts import Call, CallBegin, Content, Part, Reasoning, gather
-from headstart.server.bodies import read_salt
+from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
 from headstart.server.counting import TokenCount
 from headstart.server.errors import JsonResponse, as_api_error, body_of
@@ -44,6 +44,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         messages=body.messages,
         sampling=read_chat_sampling(body),
         salt=service.salt(request, read_salt(body)),
+        retention=read_retention(body),
         priority=body.priority,
         tools=read_tools(body),
         template=_read_template(body),

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headstart.errors import RequestError
-from headstart.server.bodies import read_salt
+from headstart.server.bodies import read_retention, read_salt
 from headstart.server.counting import TokenCount
 from headstart.server.errors import JsonResponse, as_api_error, body_of
 from headstart.server.merging import merge
@@ -53,6 +53,8 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         )
         for place, prompt in enumerate(_prompts(body.prompt))
     ]
+    for prepared in requests if read_retention(body) else ():
+        prepared.retain(len(prepared.prompt_token_ids), read_retention(body))
     told = _Told(body, name, service)
     if body.stream:
         return EventStream(told.events(service, requests))

@@ -7,6 +7,7 @@ from typing import Any
 
 from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.errors import RequestError
+from headstart.server.bodies import read_keeping
 from headstart.server.errors import ApiError
 from headstart.server.openai.schema import (
     ChatRequest,
@@ -34,8 +35,7 @@ def _common(body: SamplingFields) -> dict[str, Any]:
         params["stop"] = None
     params["logit_bias"] = _read_bias(body.logit_bias)
     params["structured_outputs"] = _read_form(body)
-    params["skip_reading_prefix_cache"] = body.no_read or None
-    return params
+    return params | read_keeping(body)
 
 
 def read_completion_sampling(body: CompletionRequest) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class ResponseAnswer:
             "reasoning": {"effort": None, "summary": None, **asked.get("reasoning", {})},
             "truncation": "disabled",
             "metadata": body.metadata or {},
-            "store": body.store is not False,
+            "store": body.store is not False and not body.no_store,
             **{name: asked.get(name) for name in _AS_ASKED},
         }
 
@@ -88,12 +88,13 @@ class ResponseAnswer:
 
     def _usage(self) -> dict[str, Any]:
         count = self._count
+        is_stored = self._prepared.request.params.is_stored
         full = count.prompt - count.prompt % self._service.llm.engine.config.block_size
         return {
             "input_tokens": count.prompt,
             "input_tokens_details": {
                 "cached_tokens": count.cached,
-                "cache_write_tokens": max(0, full - count.cached),
+                "cache_write_tokens": max(0, full - count.cached) if is_stored else 0,
             },
             "output_tokens": count.completion,
             "output_tokens_details": {"reasoning_tokens": self._count_reasoning()},

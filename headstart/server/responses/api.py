@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headstart.server.bodies import read_salt
+from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, prepare_chat
 from headstart.server.errors import ApiError, JsonResponse
 from headstart.server.responses.answer import ResponseAnswer
@@ -42,6 +42,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
         messages=[*system, *messages],
         sampling=read_sampling(body),
         salt=service.salt(request, read_salt(body)),
+        retention=read_retention(body),
         priority=body.priority,
         tools=read_tools(body),
         template=read_template(body),
@@ -50,7 +51,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     answer = ResponseAnswer(service, body, prepared)
 
     def keep(response: dict[str, Any]) -> None:
-        if body.store is not False:
+        if body.store is not False and not body.no_store:
             after = extend(messages, as_items(response["output"]))
             _store(request).add(response, after, _tenant(request))
 

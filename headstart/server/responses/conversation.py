@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from headstart.engine.structured.params import StructuredOutputsParams
+from headstart.server.bodies import read_keeping
 from headstart.server.errors import ApiError
 from headstart.server.responses.schema import (
     FunctionCall,
@@ -107,8 +108,7 @@ def read_sampling(body: ResponseRequest) -> dict[str, Any]:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "structured_outputs": _read_form(body),
-        "skip_reading_prefix_cache": body.no_read or None,
-    }
+    } | read_keeping(body)
 
 
 def _read_form(body: ResponseRequest) -> StructuredOutputsParams | None:

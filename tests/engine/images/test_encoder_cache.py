@@ -20,6 +20,7 @@ from headstart.engine.images.encoder_cache import (
     PromptImage,
     PromptImages,
 )
+from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PromptExtras
 from headstart.models.vision import ProcessedImage
 from tests.interruptions import Interrupted, Interruption
@@ -141,8 +142,9 @@ def test_one_salt_s_rows_are_never_found_under_another() -> None:
 class Shows:
     """Stands for a request that shows images, as far as the gate looks at it."""
 
-    def __init__(self, cache: EncoderCache, *images: PromptImage) -> None:
+    def __init__(self, cache: EncoderCache, *images: PromptImage, is_stored: bool = True) -> None:
         self.group = self
+        self.params = SamplingParams(skip_storing_prefix_cache=not is_stored)
         self.extras = PromptExtras(embeddings=PromptImages(images, cache))
 
 
@@ -151,11 +153,12 @@ def test_an_interruption_at_any_line_leaves_the_cache_whole() -> None:
     and the step is called off, itself interrupted and done again. What was encoded may stay."""
     numbers = [1, 2, 3, 4]
     for number in count(1):
+        is_stored = number % 3 > 0
         encoder = Encoder()
         cache = EncoderCache(encoder, 30)
         gate = EncoderBudget(cache, None)
         shown = [image(name, offset=10 * at) for at, name in enumerate(numbers)]
-        one: Any = Shows(cache, *shown)
+        one: Any = Shows(cache, *shown, is_stored=is_stored)
         two: Any = Shows(cache, shown[0])
         with (
             suppress(Interrupted),
@@ -187,3 +190,20 @@ def test_an_interruption_at_any_line_leaves_the_cache_whole() -> None:
         if not run.raised:
             break
     assert number > 300
+
+
+def test_rows_of_a_request_that_is_not_stored_go_with_it() -> None:
+    """Unless another needs them, or has let them stay."""
+    cache = EncoderCache(Encoder(), 100)
+    for others, stays in ((), False), (("other",), True):
+        shown = image(7)
+        cache.hold(("secret", 0), shown, is_stored=False)
+        cache.encode_wanted()
+        for other in others:
+            cache.hold((other, 0), shown)
+        cache.leave(("secret", 0), shown)
+        cache.check()
+        for other in others:
+            cache.leave((other, 0), shown)
+        assert (shown.key in cache) is stays
+        cache.check()

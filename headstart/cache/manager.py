@@ -72,7 +72,7 @@ class KVCacheManager:
 
     @property
     def num_evictions(self) -> int:
-        """Cached blocks that were reused for other content, since the start."""
+        """Cached blocks that were reused for other content."""
         return self.pool.num_evicted
 
     @property

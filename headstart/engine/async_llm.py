@@ -215,6 +215,13 @@ class AsyncLLM:
             self._driver.call, lambda: self.engine.reset_prefix_cache(reset_running_requests=again)
         )
 
+    async def forget_inputs(self) -> None:
+        """Forget the turns of earlier chats, and the images that no request uses."""
+        await asyncio.to_thread(self._chats.clear)
+        images = self.engine.images
+        if images is not None:
+            await self.call(images.clear)
+
     async def check_health(self) -> None:
         """Raise EngineError when no request can be answered any more."""
         self.engine.require_open()

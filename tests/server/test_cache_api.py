@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.running import running
+from headstart.cache import Stretch
+from tests.server.running import Running, running
+from tests.server.templates import png_of
 
 PEOPLE = "Anna is 31 years old. Ben is 45 years old. Carl is 60 years old.\n" * 10
 
@@ -125,7 +128,51 @@ def test_everything_is_forgotten(client: httpx.Client) -> None:
     ask(client, PEOPLE)
     assert client.post("/cache/reset").json() == {"reset": True}
     assert client.get("/cache").json()["cached"] == 0
+    assert client.post("/cache/explain", json={"prompt": PEOPLE}).json()["closest"] is None
     assert cached(ask(client, PEOPLE)) == 0
+
+
+def test_images_and_turns_are_forgotten_too(image_server: Running) -> None:
+    url = f"data:image/png;base64,{png_of(9)}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "Eh?"}]
+    body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": parts}]}
+    llm = image_server.llm
+    assert llm.engine.images is not None
+    encoded = []
+    with httpx.Client(base_url=image_server.url, timeout=60) as client:
+        for _ in range(2):
+            client.post("/v1/chat/completions", json=body).raise_for_status()
+            encoded.append(llm.engine.images.cache.num_encoded)
+            assert llm.engine.images.cache.num_rows > 0
+            assert len(llm._chats._memory) > 0
+            client.post("/cache/reset").raise_for_status()
+            assert llm.engine.images.cache.num_rows == 0
+            assert len(llm._chats._memory) == 0
+    assert encoded[1] == encoded[0] + 1
+
+
+def test_many_questions_cost_few_looks() -> None:
+    """All that came before a look share it; none is told what was before its question."""
+    with running(num_blocks=128) as server:
+        looks, look = [], server.llm.engine.manager.stretches
+
+        def count() -> list[Stretch]:
+            looks.append(1)
+            return look()
+
+        server.llm.engine.manager.stretches = count  # type: ignore[method-assign]
+
+        async def ask_often() -> list[int]:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+                answers = await asyncio.gather(*(client.get("/cache") for _ in range(60)))
+                return [answer.json()["empty"] for answer in answers]
+
+        assert asyncio.run(ask_often()) == [128] * 60
+        assert 0 < len(looks) < 30
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            for round in range(3):
+                ask(client, f"{round} {PEOPLE}")
+                assert client.get("/cache").json()["requests"] == round + 1
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,10 @@ class ConversationMemory:
         for text, count in texts.items():
             self._texts.add(text, token_ids, count, namespace)
 
+    def clear(self) -> None:
+        """Forget every turn."""
+        self._texts.clear()
+
     def _count_shown(self, token_ids: Sequence[int], text: str) -> int:
         """How many of a reply's first ids spell the beginning of `text`, whole characters only.
 

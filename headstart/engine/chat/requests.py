@@ -121,3 +121,8 @@ class ChatRequests:
                     prompt = self._memory.render(messages[:place], options)
                     turn = Turn(prompt, self._memory.encode(prompt), text, token_ids)
                     self._memory.remember(turn)
+
+    def clear(self) -> None:
+        """Forget what was answered: later turns are tokenised as a whole."""
+        with self._lock:
+            self._memory.clear()

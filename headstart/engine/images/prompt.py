@@ -58,6 +58,11 @@ class ImagePrompts:
                 self.placeholder, add_special_tokens=False, split_special_tokens=True
             )
 
+    def clear(self) -> None:
+        """Forget every image that no request uses. For the engine's thread."""
+        self.cache.clear()
+        self._similar.clear()
+
     def prepare(
         self, text: str | None, token_ids: Sequence[int], loaded: Sequence[LoadedImage]
     ) -> PreparedPrompt:

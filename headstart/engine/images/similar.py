@@ -79,6 +79,13 @@ class SimilarImages:
         """Images that are kept."""
         return len(self._known)
 
+    def clear(self) -> None:
+        """Forget every image."""
+        with self._lock:
+            self._known.clear()
+            self._tenants.clear()
+            self._num_bytes = 0
+
     def settle(self, loaded: LoadedImage, salt: str | None) -> LoadedImage:
         """The image that takes this one's place, or this one.
 

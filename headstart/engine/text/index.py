@@ -118,6 +118,12 @@ class TextIndex:
             self._num_bytes -= _size(known.token_ids)
         self._num_bytes -= ENTRY_BYTES
 
+    def clear(self) -> None:
+        """Forget every text."""
+        self._changing = True
+        self._known.clear()
+        self._repair()
+
     def longest(self, text: str, namespace: Namespace) -> tuple[list[int], str]:
         """The ids of the longest known beginning of `text`, and the text after it."""
         self._repair()

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from headstart.server.bodies import read_salt
 from headstart.server.cache.advice import Explanation
 from headstart.server.cache.schema import PromptBody, ResetBody
-from headstart.server.cache.state import describe_engine, describe_pool, describe_prefixes
 from headstart.server.errors import ApiError, JsonResponse
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, frame
@@ -24,25 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["router"]
 
 router = APIRouter(prefix="/cache")
-_MOST_PREFIXES = 100
 
 
 @router.get("")
 async def show_cache(request: Request) -> Response:
     """The pool by state and owner, the hit rate, the largest prefixes."""
-    service = service_of(request)
-    engine = service.llm.engine
-
-    def look() -> tuple[dict[str, Any], list[Any]]:
-        stretches = engine.manager.stretches()
-        told = describe_engine(engine) | describe_pool(engine.manager, stretches)
-        return told, stretches
-
-    told, stretches = await service.llm.call(look)
-    prefixes = await asyncio.to_thread(
-        describe_prefixes, stretches, _MOST_PREFIXES, service.watch.decode
-    )
-    return JsonResponse(told | {"prefixes": prefixes})
+    told = await service_of(request).live.show_now()
+    return JsonResponse(told["engine"] | told["pool"] | {"prefixes": told["prefixes"]})
 
 
 @router.post("/explain")
@@ -91,6 +78,7 @@ async def reset(request: Request, body: ResetBody | None = None) -> Response:
         raise ApiError(
             409, "requests run: wait, or set reset_running_requests, which computes them anew"
         )
+    await service.llm.forget_inputs()
     await asyncio.to_thread(service.watch.clear)
     return JsonResponse({"reset": True})
 

@@ -1,8 +1,8 @@
 """The pool as the page draws it: cells in the colours of prefixes, and what goes on, every second.
 
 A look takes the engine's thread 0.4 us a block. So that watching costs at most a fiftieth of its
-time, the next one comes after fifty times as long as the last took, and all pages share it. A pool
-of more than `MAX_CELLS` blocks is drawn with several blocks to a cell.
+time, the next one comes after fifty times as long as the last took, and all who ask share it. A
+pool of more than `MAX_CELLS` blocks is drawn with several blocks to a cell.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ EMPTY, CACHED, HELD = 0, 1, 2
 
 @dataclass(slots=True)
 class _Look:
-    """The last look at the pool: what pages are told, and what is behind it."""
+    """The last look at the pool: what is told of it, and what is behind it.
+
+    at: when it began, `time.monotonic`. took: seconds of two threads.
+    """
 
     at: float = -1e9
     took: float = 0.0
@@ -42,7 +45,7 @@ class _Look:
 
 
 class Live:
-    """Looks at the pool for all pages that are open; for the tasks of one event loop."""
+    """Looks at the pool for all who ask; for the tasks of one event loop."""
 
     def __init__(self, llm: AsyncLLM, watch: Watch) -> None:
         self._llm = llm
@@ -63,6 +66,16 @@ class Live:
         traffic = await asyncio.to_thread(self._watch.recent_requests)
         return self._look.told | {"traffic": traffic}
 
+    async def show_now(self) -> dict[str, Any]:
+        """The pool as it is after this call came, which may wait for the time of the next look."""
+        came = time.monotonic()
+        async with self._lock:
+            if self._look.at < came:
+                due = self._look.at + _SHARE * self._look.took
+                await asyncio.sleep(due - time.monotonic())
+                await self._refresh()
+        return self._look.told
+
     async def block_text(self, block_id: int) -> dict[str, Any]:
         """What a block of the last look holds."""
         for at, stretch in enumerate(self._look.stretches):
@@ -76,6 +89,7 @@ class Live:
     async def _refresh(self) -> None:
         engine = self._llm.engine
         manager = engine.manager
+        at = time.monotonic()
 
         def look() -> tuple[float, dict[str, Any], list[Stretch], list[int]]:
             start = time.perf_counter()
@@ -88,12 +102,16 @@ class Live:
             return time.perf_counter() - start, told, stretches, held
 
         took, told, stretches, held = await self._llm.call(look)
-        told["prefixes"] = await asyncio.to_thread(
-            describe_prefixes, stretches, _MOST_PREFIXES, self._watch.decode
-        )
-        shown = {prefix["id"] for prefix in told["prefixes"]}
-        told["cells"] = draw_cells(manager.config.num_blocks, stretches, held, shown)
-        self._look = _Look(time.monotonic(), took, told, stretches)
+
+        def describe() -> float:
+            start = time.perf_counter()
+            told["prefixes"] = describe_prefixes(stretches, _MOST_PREFIXES, self._watch.decode)
+            shown = {prefix["id"] for prefix in told["prefixes"]}
+            told["cells"] = draw_cells(manager.config.num_blocks, stretches, held, shown)
+            return time.perf_counter() - start
+
+        took += await asyncio.to_thread(describe)
+        self._look = _Look(at, took, told, stretches)
 
 
 def draw_cells(

@@ -7,7 +7,9 @@ import contextlib
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -63,8 +65,8 @@ def serve(
 ) -> None:
     """Answer requests until SIGINT or SIGTERM; `ready` is called when the first can come.
 
-    Then nothing new is taken, and what runs has `drain_seconds` to end. A second signal ends it at
-    once. Whoever made `llm` closes it.
+    Then nothing new is taken, and what runs has `drain_seconds` to end. A second signal ends it,
+    a third kills the process. Whoever made `llm` closes it.
     """
     set_up_logs(options.log_format)
     app = create_app(llm, name, options, tenants)
@@ -75,14 +77,17 @@ def serve(
         lifespan="off",
         ssl_certfile=options.tls_cert,
         ssl_keyfile=options.tls_key,
-        timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
     )
     server = _Server(config, app.state.service, ready)
     asyncio.run(server.serve(sockets=[at]))
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which tells the service when it stops."""
+    """uvicorn's server, which goes on listening while the service drains.
+
+    takes ──signal──▶ drains: new calls are refused, /ready is 503 ──▶ closed
+                         └──nothing runs, its time is over, or a second signal──┘
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -93,8 +98,22 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self._ready()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came: drain, or if that is so already end now and have the next one kill."""
+        self.force_exit = self.should_exit
+        self.should_exit = self._service.is_draining = True
+        if self.force_exit:
+            for kind in _SIGNALS:
+                signal.signal(kind, signal.SIG_DFL)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.is_draining = True
+        service = self._service
+        service.is_draining = True
+        deadline = time.monotonic() + service.options.drain_seconds
+        while service.calls.num_places and not self.force_exit and time.monotonic() < deadline:
+            await asyncio.sleep(_TICK)
+        is_over = self.force_exit or service.calls.num_places > 0
+        self.config.timeout_graceful_shutdown = 0 if is_over else _LAST_BYTES
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
@@ -109,3 +128,5 @@ class _Server(uvicorn.Server):
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_TICK = 0.05  # seconds
+_LAST_BYTES = 5  # seconds for what is no call, such as a scrape of metrics

@@ -78,9 +78,29 @@ def test_what_runs_is_answered_before_the_end(kind: signal.Signals, tmp_path: Pa
         assert server.process.stderr.read().endswith("Stopped.\n")
 
 
-def test_an_answer_that_takes_too_long_is_cut_off(tmp_path: Path) -> None:
+def test_while_it_drains_it_says_so_and_takes_nothing(tmp_path: Path) -> None:
+    with process(tmp_path, "--port", "0", "--drain-seconds", "600") as server:
+        with server.stream(3000) as lines:
+            assert httpx.get(f"{server.url}/ready").status_code == 200
+            server.process.send_signal(signal.SIGTERM)
+            while (ready := httpx.get(f"{server.url}/ready")).status_code == 200:
+                assert next(lines) != "data: [DONE]"
+            assert ready.status_code == 503 and ready.headers["retry-after"]
+            refused = server.ask()
+            assert refused.status_code == 503 and refused.headers["retry-after"]
+            assert "the server is stopping" in refused.json()["error"]["message"]
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            *_, last = filter(None, lines)
+            assert last == "data: [DONE]"
+        assert server.process.wait(SECONDS) == 0
+        with pytest.raises(httpx.ConnectError):
+            server.ask()
+
+
+@pytest.mark.parametrize("seconds", ["0", "0.2"])
+def test_an_answer_that_takes_too_long_is_cut_off(seconds: str, tmp_path: Path) -> None:
     """More tokens than a second makes."""
-    with process(tmp_path, "--port", "0", "--drain-seconds", "0") as server:
+    with process(tmp_path, "--port", "0", "--drain-seconds", seconds) as server:
         with server.stream(8000) as lines:
             server.process.send_signal(signal.SIGTERM)
             with pytest.raises(httpx.RemoteProtocolError):
@@ -88,17 +108,15 @@ def test_an_answer_that_takes_too_long_is_cut_off(tmp_path: Path) -> None:
         assert server.process.wait(SECONDS) == 0
 
 
-def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kinds", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM,) * 2])
+def test_a_second_signal_ends_it_at_once(kinds: tuple[signal.Signals, ...], tmp_path: Path) -> None:
+    first, second = kinds
     with process(tmp_path, "--port", "0", "--drain-seconds", "600") as server:
         with server.stream(8000) as lines:
-            server.process.send_signal(signal.SIGINT)
-            for line in lines:  # the first was seen: what comes anew is refused
-                assert line != "data: [DONE]"
-                try:
-                    server.ask()
-                except httpx.ConnectError:
-                    break
-            server.process.send_signal(signal.SIGINT)
+            server.process.send_signal(first)
+            while server.ask().status_code == 200:  # until the first was seen
+                assert next(lines) != "data: [DONE]"
+            server.process.send_signal(second)
             with pytest.raises(httpx.RemoteProtocolError):
                 list(lines)
         assert server.process.wait(SECONDS) == 0

@@ -27,7 +27,7 @@ async def health(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     """Status 200 while new requests are taken; 503 while the server stops."""
     if not service_of(request).is_ready:
-        raise ApiError(503, "the server is stopping")
+        raise ApiError(503, "the server is stopping", retry_after=5)
     return JsonResponse({"status": "ready"})
 
 

@@ -1,5 +1,6 @@
 """One request's progress, from arrival to its last token."""
 
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -30,6 +31,7 @@ class Request:
 
     `group` is what the user asked for; with `n` answers it has as many requests, which share
     their prompt by ordinary prefix caching. turn: see `headstart.engine.limits.fair_share`.
+    token_gaps: seconds from each token to the next.
     """
 
     group: "RequestGroup"
@@ -47,6 +49,7 @@ class Request:
     turn: float = 0.0
     first_token_time: float | None = None
     last_token_time: float | None = None
+    token_gaps: "array[float]" = field(default_factory=lambda: array("d"))
 
     @property
     def priority(self) -> int:
@@ -89,8 +92,10 @@ class Request:
         """Take its next token; `finish_reason` is set if that was the last. `now` in seconds."""
         self.sequence.append(token.token_id)
         self.sampling.output_token_ids.append(token.token_id)
-        if self.first_token_time is None:
+        if self.last_token_time is None:
             self.first_token_time = now
+        else:
+            self.token_gaps.append(now - self.last_token_time)
         self.last_token_time = now
         if self.logprobs is not None and token.logprob is not None:
             self.logprobs.append(self.group.show_logprobs(token.top))

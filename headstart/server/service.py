@@ -88,17 +88,26 @@ class Service:
 
     async def run(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:
         """The outputs of a prepared request. Raises ApiError (504) when its time is over."""
-        async with aclosing(self.llm.outputs(request)) as outputs:
-            while True:
-                async with self._in_time():
-                    output = await anext(outputs, None)
-                if output is None:
-                    return
-                if output.finished:
-                    whole = request.output()  # of a stream the last output has what is new
-                    note_output(whole)
-                    await asyncio.to_thread(self.watch.finished, request, whole)
-                yield output
+        end = "abort"
+        try:
+            async with aclosing(self.llm.outputs(request)) as outputs:
+                while True:
+                    async with self._in_time():
+                        output = await anext(outputs, None)
+                    if output is None:
+                        return
+                    if output.finished:
+                        end = "told"
+                        whole = request.output()  # of a stream the last output has what is new
+                        note_output(whole)
+                        await asyncio.to_thread(self.watch.finished, request, whole)
+                    yield output
+        except EngineError:
+            end = "error"
+            raise
+        finally:
+            if end != "told":
+                self.watch.cut_off(request, end)
 
     async def answer(self, request: RequestGroup) -> RequestOutput:
         """The whole answer to a prepared request."""

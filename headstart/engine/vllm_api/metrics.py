@@ -1,14 +1,38 @@
-"""`LLM.get_metrics`: the engine's counts under the names that vLLM gives them."""
+"""The engine's counts and values of now, under the names that vLLM gives them; the only table.
+
+`LLM.get_metrics` hands them out as they are, the server's `/metrics` in the format of Prometheus.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
+
+from headstart.cache import MissReason
 
 if TYPE_CHECKING:
     from headstart.engine.engine import Engine
 
-__all__ = ["Counter", "Gauge", "Metric", "read_metrics"]
+__all__ = ["MEANINGS", "Counter", "Gauge", "Metric", "read_metrics"]
+
+_REASONS = [reason for reason in MissReason if reason is not MissReason.NONE]
+_MISSES = "headstart:prefix_cache_misses"
+
+MEANINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "vllm:prefix_cache_queries": "Tokens asked for",
+        "vllm:prefix_cache_hits": "Tokens found cached",
+        "vllm:num_preemptions": "Requests that gave way",
+        "vllm:num_requests_running": "Answers that are computed",
+        "vllm:num_requests_waiting": "Answers that wait",
+        "vllm:kv_cache_usage_perc": "Share of the KV blocks that requests hold",
+        "headstart:blocks_evicted": "Cached blocks reused",
+        _MISSES: "Requests by why they hit no more",
+    }
+)
+"""What each name means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +63,18 @@ def read_metrics(engine: Engine) -> list[Metric]:
     stats, num_blocks = manager.stats, manager.config.num_blocks
     running, waiting = engine.num_requests
     counters = {
-        "prefix_cache_queries": stats.queried_tokens,
-        "prefix_cache_hits": stats.hit_tokens,
-        "num_preemptions": engine.num_preemptions,
+        "vllm:prefix_cache_queries": stats.queried_tokens,
+        "vllm:prefix_cache_hits": stats.hit_tokens,
+        "vllm:num_preemptions": engine.num_preemptions,
+        "headstart:blocks_evicted": manager.num_evictions,
     }
     gauges = {
-        "num_requests_running": running,
-        "num_requests_waiting": waiting,
-        "kv_cache_usage_perc": 1 - manager.num_free_blocks / num_blocks,
+        "vllm:num_requests_running": running,
+        "vllm:num_requests_waiting": waiting,
+        "vllm:kv_cache_usage_perc": 1 - manager.num_free_blocks / num_blocks,
     }
     return [
-        *(Counter(f"vllm:{name}", {}, value) for name, value in counters.items()),
-        *(Gauge(f"vllm:{name}", {}, value) for name, value in gauges.items()),
+        *(Counter(name, {}, value) for name, value in counters.items()),
+        *(Gauge(name, {}, value) for name, value in gauges.items()),
+        *(Counter(_MISSES, {"reason": r.name.lower()}, stats.missed[r]) for r in _REASONS),
     ]

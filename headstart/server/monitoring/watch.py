@@ -41,7 +41,7 @@ class Watch:
         """A request has its last token; of one that is not stored only counts are kept."""
         with self._lock:
             if not request.params.is_stored:
-                self.metrics.finished(output, None, 0)
+                self.metrics.finished(request, output, None, 0)
                 self._recent.append(_describe(output))
                 return
             seen = self._traffic.add(
@@ -52,8 +52,12 @@ class Watch:
                 output.why_missed,
                 output.metrics.total or 0.0,
             )
-            self.metrics.finished(output, _age(seen), _count_regretted(seen))
+            self.metrics.finished(request, output, _age(seen), _count_regretted(seen))
             self._recent.append(_describe(output))
+
+    def cut_off(self, request: RequestGroup, reason: str) -> None:
+        """A request ended without an answer: reason "abort", or "error"."""
+        self.metrics.cut_off(request, reason)
 
     def explain(
         self, namespace: Namespace, token_ids: Sequence[int], missed: MissExplanation

@@ -52,7 +52,7 @@ def create_app(
     """
     options = options or ServerOptions()
     tenants = tenants or open_tenants(options)
-    app = FastAPI(title="headstart", version=__version__, redoc_url=None)
+    app = FastAPI(title="headstart", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = Service(llm, name, options, tenants)
     app.state.responses = ResponseStore()
     for router in _ROUTERS:

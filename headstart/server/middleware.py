@@ -16,8 +16,9 @@ from headstart.server.service import Service, too_late
 
 __all__ = ["Frontdoor"]
 
-# Without a key: probes, and the page, which is the same for everybody and asks for a key itself.
-_OPEN = re.compile(r"/|/health|/ready|/page/.*", re.DOTALL)
+# Without a key: probes, the API's description, and the page, which asks for a key itself; all are
+# the same for everybody.
+_OPEN = re.compile(r"/|/health|/ready|/docs|/openapi\.json|/page/.*", re.DOTALL)
 # Across tenants: what shows or changes more than the asker's own.
 _FOR_ADMINS = re.compile(r"/metrics|/cache(?!/explain$|/prewarm$)(/.*)?", re.DOTALL)
 _NAME = re.compile(rb"[\w.-]{1,128}", re.ASCII)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
+from headstart.server.page.reference import render_reference
 from tests.server.running import Running
 
 with warnings.catch_warnings():
@@ -44,6 +46,22 @@ def tame(path: str, body: Any) -> Any:
     if name and (length is None or isinstance(length, int)):
         body[name] = 2 if length is None else min(length, 2)
     return body
+
+
+def test_pages_may_load_nothing_from_elsewhere(server: Running) -> None:
+    for path in ("/", "/docs", "/page/page.css", "/page/icon.svg", "/page/main.js"):
+        answer = httpx.get(server.url + path)
+        assert answer.status_code == 200
+        assert answer.headers["content-security-policy"].startswith("default-src 'self';")
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_the_reference_escapes_what_it_shows() -> None:
+    body = {"properties": {"<a>": {"type": "string", "default": "<b>"}}, "description": "<c>"}
+    shown = render_reference({"paths": {}, "components": {"schemas": {"<d>": body}}})
+    assert not any(f"<{letter}>" in shown for letter in "abcd")
+    assert all(f"&lt;{letter}&gt;" in shown for letter in "abcd")
 
 
 def test_no_request_fails_the_server(server: Running) -> None:

@@ -1,28 +1,47 @@
 """The page at `/`: the pool as a map, the tree of prefixes, hits over time, and a chat."""
 
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
+
+from headstart.server.page.reference import render_reference
 
 __all__ = ["mount"]
 
 _FILES = Path(__file__).parent / "files"
 # Everything comes from this server, and nothing that a model writes can be run.
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "Content-Security-Policy": (
+        "default-src 'self'; object-src 'none'; form-action 'self'; frame-ancestors 'none'; "
+        "base-uri 'none'"
+    ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
 
 
+class _Files(StaticFiles):
+    """The page's files; an SVG that is opened by itself is a page, too."""
+
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        response = super().file_response(*args, **options)
+        response.headers.update(_HEADERS)
+        return response
+
+
 def mount(app: FastAPI) -> None:
-    """Serve the page and its files."""
+    """Serve the page and its files, and the description of the API at `/docs`."""
 
     @app.get("/", include_in_schema=False)
     async def show_page(request: Request) -> Response:
         return FileResponse(_FILES / "index.html", headers=_HEADERS)
 
-    app.mount("/page", StaticFiles(directory=_FILES), name="page")
+    @app.get("/docs", include_in_schema=False)
+    async def show_reference(request: Request) -> Response:
+        return HTMLResponse(render_reference(app.openapi()), headers=_HEADERS)
+
+    app.mount("/page", _Files(directory=_FILES), name="page")

@@ -205,7 +205,7 @@ def test_without_a_good_key_nothing_is_read(server: Running, key: str, given: st
     assert claude.json()["error"]["type"] == "authentication_error"
 
 
-OPEN = {"/", "/health", "/ready"}
+OPEN = {"/", "/docs", "/health", "/openapi.json", "/ready"}
 OF_A_TENANT = {"/cache/explain", "/cache/prewarm"}
 
 

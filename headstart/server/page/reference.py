@@ -1,0 +1,105 @@
+"""The page at `/docs`: every path of the API and every field, as plain HTML without a script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
+from typing import Any
+
+__all__ = ["render_reference"]
+
+Schema = Mapping[str, Any]
+_HEAD = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>headstart: the HTTP API</title>
+<link rel="icon" href="page/icon.svg" type="image/svg+xml">
+<link rel="stylesheet" href="page/page.css">
+</head>
+<body class="reference">
+<header><h1>headstart</h1><p class="quiet">The HTTP API, as in
+<a href="openapi.json">openapi.json</a></p></header>
+<main>
+"""
+
+
+def render_reference(description: Schema) -> str:
+    """A page of an OpenAPI description, whose bodies are references to its schemas."""
+    paths = [
+        _operation(method, path, operation)
+        for path, operations in description["paths"].items()
+        for method, operation in operations.items()
+    ]
+    schemas = description.get("components", {}).get("schemas", {})
+    shown = [_schema(name, schema) for name, schema in schemas.items() if "properties" in schema]
+    return "".join([_HEAD, *paths, *shown, "</main>\n</body>\n</html>\n"])
+
+
+def _operation(method: str, path: str, operation: Schema) -> str:
+    rows = [(one["name"], _kind(one["schema"]), "") for one in operation.get("parameters", ())]
+    for content in operation.get("requestBody", {}).get("content", {}).values():
+        rows.append(("body", _kind(content["schema"]), ""))
+    text = _text(operation.get("description", ""))
+    return _section(f"{method.upper()} {path}", f"{method}-{path}", text, rows)
+
+
+def _schema(name: str, schema: Schema) -> str:
+    required = schema.get("required", ())
+    rows = [
+        (key, _kind(field), _default(field, key in required))
+        for key, field in schema["properties"].items()
+    ]
+    return _section(name, f"schema-{name}", _text(schema.get("description", "")), rows)
+
+
+def _section(title: str, place: str, text: str, rows: Iterable[tuple[str, str, str]]) -> str:
+    """Kinds and texts are HTML already."""
+    cells = "".join(
+        f'<tr><th scope="row">{escape(name)}</th><td>{kind}</td><td>{more}</td></tr>\n'
+        for name, kind, more in rows
+    )
+    table = (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Fields of {escape(title)}">'
+        f"<table><tbody>\n{cells}</tbody></table></div>\n"
+    )
+    return (
+        f'<section id="{escape(place)}"><h2><code>{escape(title)}</code></h2>\n'
+        f"{text}{table if cells else ''}</section>\n"
+    )
+
+
+def _text(description: str) -> str:
+    paragraphs = description.strip().split("\n\n")
+    return "".join(f"<p>{escape(one)}</p>\n" for one in paragraphs if one)
+
+
+def _default(field: Schema, is_required: bool) -> str:
+    if is_required:
+        return "required"
+    default = field.get("default")
+    return "" if default is None else f"<code>{escape(json.dumps(default))}</code>"
+
+
+def _kind(schema: Schema) -> str:
+    """What a value may be, as HTML."""
+    return " | ".join(dict.fromkeys(_kinds(schema))) or "any"
+
+
+def _kinds(schema: Schema) -> Iterator[str]:
+    for key in ("anyOf", "oneOf", "allOf"):
+        for one in schema.get(key, ()):
+            yield from _kinds(one)
+    if "$ref" in schema:
+        name = escape(schema["$ref"].rpartition("/")[2])
+        yield f'<a href="#schema-{name}">{name}</a>'
+    elif "enum" in schema or "const" in schema:
+        for value in schema.get("enum", [schema.get("const")]):
+            yield f"<code>{escape(json.dumps(value))}</code>"
+    elif schema.get("type") == "array":
+        yield f"list of ({_kind(schema.get('items', {}))})"
+    elif "type" in schema:
+        yield escape(schema["type"])

@@ -86,8 +86,8 @@ def test_a_chat_shows_what_was_cached_and_the_map_shows_where(browser, served) -
     page.close()
 
 
-def test_a_reply_can_be_stopped(browser, served) -> None:  # type: ignore[no-untyped-def]
-    page, problems = open_page(browser, served)
+def go_on_and_on(page) -> None:  # type: ignore[no-untyped-def]
+    """Ask what takes long to answer, with the button; some of the answer is there."""
     page.route(
         "**/v1/chat/completions",
         lambda route: route.continue_(
@@ -97,10 +97,72 @@ def test_a_reply_can_be_stopped(browser, served) -> None:  # type: ignore[no-unt
     page.fill("#message", "Go on and on")
     page.get_by_role("button", name="Send").click()
     expect(page.locator(".turn.reply")).to_have_text(re.compile(r"\S+\s+\S+"))
-    page.get_by_role("button", name="Stop").click()
+
+
+def test_a_reply_can_be_stopped(browser, served) -> None:  # type: ignore[no-untyped-def]
+    page, problems = open_page(browser, served)
+    go_on_and_on(page)
+    expect(page.get_by_role("button", name="Send")).to_be_hidden()
+    stop = page.get_by_role("button", name="Stop")
+    expect(stop).to_be_focused()
+    page.fill("#message", "What is next?")
+    page.press("#message", "Enter")
+    expect(page.locator(".turn.user")).to_have_count(1)
+    stop.click()
     expect(page.locator(".cost")).to_contain_text("stopped")
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    expect(page.locator("#message")).to_have_value("What is next?")
     page.close()
     assert problems == []
+
+
+def test_a_new_chat_ends_a_reply_and_forgets_it(browser, served) -> None:  # type: ignore[no-untyped-def]
+    page, problems = open_page(browser, served)
+    go_on_and_on(page)
+    page.get_by_role("button", name="New chat").click()
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    expect(page.locator(".turn")).to_have_count(0)
+    page.unroute("**/v1/chat/completions")
+    asked: list[str] = []
+    page.on("request", lambda one: asked.append(one.post_data or ""))
+    say(page, "How old is Ben?")
+    assert not any("on and on" in body for body in asked)
+    page.close()
+    assert problems == []
+
+
+def test_one_is_one(browser) -> None:  # type: ignore[no-untyped-def]
+    with running(num_blocks=512) as alone:
+        page, problems = open_page(browser, alone)
+        say(page, "Eh?")
+        expect(page.locator("#tree .count")).to_have_text("1 block")
+        page.close()
+        assert problems == []
+
+
+CUT = """() => [...document.querySelectorAll("main *")].filter((one) => {
+  const style = getComputedStyle(one);
+  return style.display !== "inline" && one.clientWidth && one.scrollWidth > one.clientWidth + 1;
+}).map((one) => one.outerHTML.slice(0, 80))"""
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_the_api_is_described_without_any_other_server(browser, served, width: int) -> None:  # type: ignore[no-untyped-def]
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    asked: list[str] = []
+    page.on("request", lambda one: asked.append(one.url))
+    page.on("console", lambda said: asked.append(said.text) if said.type == "error" else None)
+    answer = page.goto(f"{served.url}/docs")
+    assert "default-src 'self'" in answer.headers["content-security-policy"]
+    assert all(url.startswith(served.url) for url in asked)
+    for path in served.app.openapi()["paths"]:
+        expect(page.locator("h2", has_text=f" {path}").first).to_be_visible()
+    page.locator("a[href='#schema-ChatRequest']").first.click()
+    expect(page.locator("#schema-ChatRequest")).to_contain_text("no_store")
+    results = axe.Axe().run(page)
+    assert results.violations_count == 0, results.generate_report()
+    assert not page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
+    page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -115,4 +177,6 @@ def test_nothing_hinders_anybody(browser, served, scheme: str, width: int) -> No
     assert results.violations_count == 0, results.generate_report()
     wide = page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
     assert not wide and problems == []
+    if width == 390:
+        assert page.evaluate(CUT) == []
     page.close()

@@ -63,8 +63,9 @@ class Adviser:
         lost = closest.num_lost(missed.position, missed)
         if lost >= self._block_size:
             missed = MissExplanation(MissReason.EVICTED, missed.position)
+            lacking = -(-lost // self._block_size)
             told += f"; since then {lost:,} of these were evicted: the pool lacked "
-            told += f"{-(-lost // self._block_size):,} blocks to keep them"
+            told += f"{lacking:,} {'block' if lacking == 1 else 'blocks'} to keep them"
         elif difference is not None and difference.looks_like != ENDS:
             told += f"; what differs there looks like {difference.looks_like}"
         return Explanation(

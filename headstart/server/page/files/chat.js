@@ -2,12 +2,14 @@
 
 import { events, post } from "./api.js";
 import { seconds } from "./chart.js";
+import { count, counted } from "./words.js";
 
 export class Chat {
   constructor(elements, modelName) {
     Object.assign(this, elements);
     this.modelName = modelName;
     this.messages = [];
+    this.number = 0; // of chats begun in this tab
     this.coldRate = null; // prompt tokens computed a second, of the last reply that computed some
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -21,6 +23,8 @@ export class Chat {
     });
     this.stop.addEventListener("click", () => this.abort.abort());
     this.anew.addEventListener("click", () => {
+      this.abort?.abort();
+      this.number += 1;
       this.messages = [];
       this.turns.replaceChildren();
       this.message.focus();
@@ -36,6 +40,15 @@ export class Chat {
     return turn;
   }
 
+  // While a reply comes, Stop stands where Send does; who was there with the keyboard stays there.
+  wait(isWaiting) {
+    const [shown, hidden] = isWaiting ? [this.stop, this.submit] : [this.submit, this.stop];
+    const hadFocus = document.activeElement === hidden;
+    shown.hidden = false;
+    hidden.hidden = true;
+    if (hadFocus) shown.focus();
+  }
+
   async send() {
     const content = this.message.value;
     if (!content.trim() || this.abort) return;
@@ -44,7 +57,8 @@ export class Chat {
     const reply = this.add("reply", "");
     const asked = [...this.messages, { role: "user", content }];
     this.abort = new AbortController();
-    this.stop.hidden = false;
+    this.wait(true);
+    const number = this.number;
     let text = "", first = null, usage = null, problem = null;
     const start = performance.now();
     try {
@@ -65,7 +79,8 @@ export class Chat {
       problem = error.name === "AbortError" ? "stopped" : error.message;
     }
     this.abort = null;
-    this.stop.hidden = true;
+    this.wait(false);
+    if (number !== this.number) return; // another chat was begun meanwhile
     if (text) this.messages = [...asked, { role: "assistant", content: text }];
     else this.message.value ||= content; // nothing is lost
     this.tell(reply, usage, first, problem);
@@ -79,7 +94,7 @@ export class Chat {
     if (usage) {
       const cached = usage.prompt_tokens_details.cached_tokens;
       const computed = usage.prompt_tokens - cached;
-      parts.push(`${cached.toLocaleString("en")} of ${usage.prompt_tokens.toLocaleString("en")} prompt tokens were cached`);
+      parts.push(`${count(cached)} of ${counted(usage.prompt_tokens, "prompt token")} cached`);
       if (first !== null) parts.push(`first token after ${seconds(first)}`);
       if (first !== null && computed > 64) this.coldRate = computed / first;
       if (this.coldRate && cached > 16) parts.push(`saved about ${seconds(cached / this.coldRate)}`);

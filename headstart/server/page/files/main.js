@@ -5,9 +5,9 @@ import { Chat } from "./chat.js";
 import { drawChart, fillTable, isWarm, median, seconds } from "./chart.js";
 import { PoolMap } from "./map.js";
 import { colourFor, fillBars, fillTree } from "./tree.js";
+import { count, counted } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
-const count = (value) => value.toLocaleString("en");
 let model = "";
 let colours = new Map();
 
@@ -17,7 +17,8 @@ const resolve = (colour) => colour.replace("var(--saturation)", styles.getProper
   .replace("var(--lightness)", styles.getPropertyValue("--lightness"));
 const map = new PoolMap($("pool"), $("block"), (prefix) => colours.has(prefix) ? resolve(colours.get(prefix)) : plain());
 
-new Chat({ form: $("ask"), message: $("message"), stop: $("stop"), anew: $("anew"), turns: $("turns") }, () => model);
+new Chat({ form: $("ask"), message: $("message"), submit: $("send"), stop: $("stop"), anew: $("anew"),
+  turns: $("turns") }, () => model);
 
 const MISSED = {
   disabled: "caching is off", not_read: "asked not to read", unseen: "nothing like it seen",
@@ -42,7 +43,7 @@ function show(look) {
   $("first").textContent = `${seconds(warm)} · ${seconds(cold)}`;
   $("running").textContent = count(engine.running);
   $("waiting").textContent = engine.waiting ? `${count(engine.waiting)} waiting` : "none waits";
-  $("pool-counts").textContent = `${count(pool.num_blocks)} blocks of ${pool.block_size} tokens: ${count(pool.held)} held, ${count(pool.cached)} cached, ${count(pool.empty)} empty`;
+  $("pool-counts").textContent = `${counted(pool.num_blocks, "block")} of ${counted(pool.block_size, "token")}: ${count(pool.held)} held, ${count(pool.cached)} cached, ${count(pool.empty)} empty`;
   colours = new Map(prefixes.map((prefix) => [prefix.id, colourFor(prefix)]));
   map.show(look.cells, pool.num_blocks);
   fillTree($("tree"), prefixes);
@@ -62,7 +63,7 @@ async function showAdvice() {
     const told = await get("cache/advice");
     const items = told.forks.slice(0, 3).map((fork) => fork.advice);
     if (told.memory.evicted_prompts) {
-      items.push(`${told.memory.evicted_prompts} prompts found their beginning evicted: ${count(told.memory.more_blocks)} more blocks would have kept it`);
+      items.push(`${counted(told.memory.evicted_prompts, "prompt")} found a beginning evicted: ${counted(told.memory.more_blocks, "more block")} would have kept it`);
     }
     if (!items.length) return;
     $("advice").replaceChildren(...items.map((text) => Object.assign(document.createElement("li"), { textContent: text })));

@@ -2,6 +2,7 @@
 // pool, whatever the pool's size, so a hundred thousand blocks cost as little as a thousand.
 
 import { get } from "./api.js";
+import { counted } from "./words.js";
 
 const EMPTY = 0, HELD = 2;
 
@@ -93,7 +94,7 @@ export class PoolMap {
     try {
       const told = await get(`cache/blocks/${first}`);
       if (asked !== this.asked || told.text === null) return;
-      this.caption.textContent = `${name}: ${stateName}, ${told.tokens} tokens: “${told.text}”`;
+      this.caption.textContent = `${name}: ${stateName}, ${counted(told.tokens, "token")}: “${told.text}”`;
     } catch { /* texts are for administrators */ }
   }
 }

@@ -1,5 +1,7 @@
 // The tree of cached prefixes, and bars of counts.
 
+import { count, counted } from "./words.js";
+
 // A colour that stays with a prefix from look to look.
 export function colourFor(prefix) {
   const name = `${prefix.salt}|${prefix.adapter}|${prefix.first_block}|${prefix.text}`;
@@ -18,11 +20,11 @@ function line(prefix) {
   text.className = "text";
   text.textContent = prefix.text === null ? "(text not shown)" : prefix.text.replace(/\s+/g, " ");
   text.title = prefix.text || "";
-  const count = document.createElement("span");
-  count.className = "count";
+  const size = document.createElement("span");
+  size.className = "count";
   const held = prefix.held ? `, ${prefix.held} held` : "";
-  count.textContent = `${prefix.blocks.toLocaleString("en")} blocks${held}`;
-  row.append(swatch, text, count);
+  size.textContent = counted(prefix.blocks, "block") + held;
+  row.append(swatch, text, size);
   return row;
 }
 
@@ -45,15 +47,15 @@ export function fillTree(list, prefixes) {
 }
 
 export function fillBars(list, counts) {
-  const most = Math.max(1, ...counts.map(([, count]) => count));
-  list.replaceChildren(...counts.flatMap(([name, count]) => {
+  const most = Math.max(1, ...counts.map(([, value]) => value));
+  list.replaceChildren(...counts.flatMap(([name, number]) => {
     const term = document.createElement("dt");
     term.textContent = name;
     const value = document.createElement("dd");
     const bar = document.createElement("span");
     bar.className = "bar";
-    bar.style.width = `${Math.round((70 * count) / most)}%`;
-    value.append(bar, count.toLocaleString("en"));
+    bar.style.width = `${Math.round((70 * number) / most)}%`;
+    value.append(bar, count(number));
     return [term, value];
   }));
 }

@@ -21,7 +21,7 @@ def export(source: Path, folder: Path) -> None:
     tokenizer, model = trainer.tokenizer, trainer.model
     model.bfloat16()
     model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, temperature=0.0
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -214,3 +215,16 @@ def test_a_client_that_goes_away_ends_its_request(client: openai.OpenAI, server:
         server.llm.engine.abort = engine_abort  # type: ignore[method-assign]
     blocks, free = server.pool()
     assert free == blocks
+
+
+def test_a_first_question_has_a_sensible_answer(client: openai.OpenAI) -> None:
+    """The one that `headstart serve` shows, without a word about sampling; asked for, it draws."""
+    turns: Any = [{"role": "user", "content": "Anna is 31. Ben is 45. How old is Ben?"}]
+
+    def ask(**more: Any) -> str | None:
+        answer = client.chat.completions.create(model="tiny", messages=turns, **more)
+        return answer.choices[0].message.content
+
+    assert ask() == ask() == "The age of Ben is 45"
+    drawn = {ask(temperature=2.0, max_tokens=16, seed=seed) for seed in range(3)}
+    assert len(drawn) > 1

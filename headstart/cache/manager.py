@@ -84,8 +84,6 @@ class KVCacheManager:
         """True if this very sequence holds blocks."""
         return self._sequences.get(sequence.request_id) is sequence
 
-    # Lookup
-
     def get_computed_blocks(self, sequence: TokenSequence) -> ComputedBlocks:
         """Look up the sequence's cached prefix. Changes nothing: no count, no order.
 
@@ -186,7 +184,8 @@ class KVCacheManager:
         self._extend_to(sequence, end)
         self._in_progress.announce(sequence)
         self._is_whole = True
-        self.stats.record(len(sequence.token_ids), hit_tokens, missed, resumed=resumed)
+        if sequence.is_counted:
+            self.stats.record(len(sequence.token_ids), hit_tokens, missed, resumed=resumed)
         if copies and sequence.blocks[len(hits)] is not new[0]:  # cached since the lookup
             copies = ()
         return Allocation(copies, missed)

@@ -33,9 +33,9 @@ class TokenSequence:
 
     `token_ids` grows by `append` alone. `num_computed_tokens` counts the tokens whose K/V are
     in the blocks, or will be when the step that is under way ends. Until it is admitted one may
-    set `marks`, which say what is worth keeping of it, and `is_stored`: without it nothing is that
-    the sequence computes. The other fields belong to the manager. Keys are cut once per token,
-    ever: when a block's last token is known.
+    set `marks`, which say what is worth keeping of it, `is_stored`: without it nothing that it
+    computes is kept, and `is_counted`: without it statistics leave it out. The other fields belong
+    to the manager. Keys are cut once per token, ever: when a block's last token is known.
 
     Raises CacheError for no tokens, a token id out of range, an adapter or salt that is empty or
     not in UTF-8, or items that overlap or stand outside the tokens.
@@ -47,6 +47,7 @@ class TokenSequence:
         "blocks",
         "capacity",
         "in_progress",
+        "is_counted",
         "is_stored",
         "items",
         "keys",
@@ -81,7 +82,7 @@ class TokenSequence:
             raise CacheError(f"sequence {request_id!r} has no tokens")
         self._prompt = encode_tokens(self.token_ids)
         self.marks: Sequence[Mark] = ()
-        self.is_stored = True
+        self.is_stored = self.is_counted = True
         self.num_computed_tokens = 0
         self.blocks: list[KVCacheBlock] = []
         self.block_ids: list[int] = []  # of `blocks`; it changes with them

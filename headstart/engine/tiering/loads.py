@@ -174,6 +174,7 @@ class Loads:
                 salt=wanted.namespace.salt,
                 items=wanted.items,
             )
+            sequence.is_counted = False  # the request that waits is
             found = self._manager.get_computed_blocks(sequence)
             load.next = len(found.blocks)
             blocks = blocks[load.next - load.first :] if load.next >= load.first else []

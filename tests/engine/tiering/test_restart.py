@@ -55,6 +55,8 @@ def test_a_second_process_hits_what_the_first_computed(model: Path, tmp_path: Pa
         assert llm.engine.tiers is not None
         assert llm.engine.tiers.stats.loaded_tokens == {"disk": 96 + 16 + 16}
         assert llm.engine.tiers.stats.saved_blocks == 0, "it is all there"
+        stats = llm.engine.manager.stats
+        assert stats.requests == 3 and stats.queried_tokens == 300, "a load is no request"
     assert [out.outputs[0].token_ids for out in again] == [
         out.outputs[0].token_ids for out in alone
     ]

@@ -79,7 +79,5 @@ def test_token_ids_that_are_another_model_s_change_nothing(
 def test_a_conversation_that_is_none_is_refused(model: Path, tmp_path: Path) -> None:
     llm = open_llm(model, tmp_path)
     with pytest.raises(RequestError):
-        llm.recall_chat(
-            [{"content": "no role"}, {"role": "assistant", "content": "a"}], {1: [3]}
-        )
+        llm.recall_chat([{"content": "no role"}, {"role": "assistant", "content": "a"}], {1: [3]})
     llm.close()

@@ -19,6 +19,7 @@ __all__ = ["MEANINGS", "Counter", "Gauge", "Metric", "read_metrics"]
 
 _REASONS = [reason for reason in MissReason if reason is not MissReason.NONE]
 _MISSES = "headstart:prefix_cache_misses"
+_LOADED = "headstart:loaded_tokens"
 
 MEANINGS: Mapping[str, str] = MappingProxyType(
     {
@@ -29,6 +30,10 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "vllm:num_requests_waiting": "Answers that wait",
         "vllm:kv_cache_usage_perc": "Share of the KV blocks that requests hold",
         "headstart:blocks_evicted": "Cached blocks reused",
+        _LOADED: "Tokens of prompts loaded from disk or another machine",
+        "headstart:declined_tokens": "Tokens that were stored, and sooner computed than loaded",
+        "headstart:stored_blocks": "Blocks written to disk or another machine",
+        "headstart:dropped_blocks": "Blocks reused before they could be stored",
         _MISSES: "Requests by why they hit no more",
     }
 )
@@ -76,5 +81,19 @@ def read_metrics(engine: Engine) -> list[Metric]:
     return [
         *(Counter(name, {}, value) for name, value in counters.items()),
         *(Gauge(name, {}, value) for name, value in gauges.items()),
+        *_read_tiers(engine),
         *(Counter(_MISSES, {"reason": r.name.lower()}, stats.missed[r]) for r in _REASONS),
+    ]
+
+
+def _read_tiers(engine: Engine) -> list[Metric]:
+    """What came from tiers and went there; nothing where there are none."""
+    if engine.tiers is None:
+        return []
+    stats = engine.tiers.stats
+    return [
+        *(Counter(_LOADED, {"tier": tier}, n) for tier, n in stats.loaded_tokens.items()),
+        Counter("headstart:declined_tokens", {}, stats.declined_tokens),
+        Counter("headstart:stored_blocks", {}, stats.saved_blocks),
+        Counter("headstart:dropped_blocks", {}, stats.dropped_blocks),
     ]

@@ -11,6 +11,7 @@ import pytest
 from headstart import LLM, SamplingParams
 from headstart.cache import BlockHash
 from headstart.engine.outputs import RequestOutput
+from headstart.engine.vllm_api.metrics import Counter
 from headstart.tiers import DiskStore, LoadedBlock
 from tests.engine.tiny_llm import make_llm, save_smallest
 
@@ -55,6 +56,9 @@ def test_a_second_process_hits_what_the_first_computed(model: Path, tmp_path: Pa
         assert llm.engine.tiers is not None
         assert llm.engine.tiers.stats.loaded_tokens == {"disk": 96 + 16 + 16}
         assert llm.engine.tiers.stats.saved_blocks == 0, "it is all there"
+        counts = {(m.name, *m.labels.values()): m for m in llm.get_metrics()}
+        loaded = counts["headstart:loaded_tokens", "disk"]
+        assert isinstance(loaded, Counter) and loaded.value == 128
         stats = llm.engine.manager.stats
         assert stats.requests == 3 and stats.queried_tokens == 300, "a load is no request"
     assert [out.outputs[0].token_ids for out in again] == [

@@ -2,10 +2,11 @@
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headstart.attention import PagedKVMemory
-from headstart.cache import KVCacheManager
+from headstart.cache import BlockHash, KVCacheManager
 from headstart.engine.batch import Batch
 from headstart.engine.request import RequestGroup
 from headstart.engine.tiering.loads import Loads
@@ -73,6 +74,13 @@ class Tiers:
             return found
         self._stats.declined_tokens += tokens
         return 0
+
+    def count_stored(self, names: Sequence[BlockHash]) -> int:
+        """Tokens of a prompt that the store has, from the first of these blocks on.
+
+        For any thread.
+        """
+        return self._store.find(names) * self._manager.block_size
 
     def take_in(self) -> None:
         """Put what was loaded into the pool, before a step is scheduled."""

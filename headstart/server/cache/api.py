@@ -18,6 +18,7 @@ from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, frame
 
 if TYPE_CHECKING:
+    from headstart.cache import BlockHash
     from headstart.engine.request import RequestGroup
 
 __all__ = ["router"]
@@ -40,10 +41,12 @@ async def explain_prompt(body: PromptBody, request: Request) -> Response:
     sequence = prepared.requests[0].sequence
     manager = service.llm.engine.manager
 
-    def look() -> tuple[int, Any]:
-        return manager.get_computed_blocks(sequence).num_tokens, manager.explain(sequence)
+    def look() -> tuple[int, Any, list[BlockHash]]:
+        found = manager.get_computed_blocks(sequence)
+        names = manager.block_hashes(sequence)[len(found.blocks) :]
+        return found.num_tokens, manager.explain(sequence), names
 
-    num_cached, missed = await service.llm.call(look)
+    num_cached, missed, beyond = await service.llm.call(look)
     explanation = await asyncio.to_thread(
         service.watch.explain,
         sequence.namespace,
@@ -51,6 +54,9 @@ async def explain_prompt(body: PromptBody, request: Request) -> Response:
         missed,
     )
     told = {"prompt_tokens": len(prepared.prompt_token_ids), "cached_tokens": num_cached}
+    tiers = service.llm.engine.tiers
+    if tiers is not None:
+        told["stored_tokens"] = await asyncio.to_thread(tiers.count_stored, beyond)
     return JsonResponse(told | _describe(explanation))
 
 

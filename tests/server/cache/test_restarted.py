@@ -1,0 +1,65 @@
+"""A server that is restarted is warm; usage, metrics and explanations say so."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.engine.tiny_llm import save_smallest
+from tests.server.running import Running, running
+from tests.tiny_tokenizers import TINY_TOKENIZERS
+
+TEXT = "A prefix that was computed once stays computed, whoever asks, and whenever. " * 4
+OPTIONS = {"num_blocks": 64, "block_size": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return save_smallest(folder, positions=512, tokenizer=TINY_TOKENIZERS["byte_level"]())
+
+
+def complete(server: Running, **fields: object) -> dict[str, int]:
+    """The prompt's tokens, and how many were cached."""
+    body = {"model": "tiny", "prompt": TEXT, "max_tokens": 1, "temperature": 0} | fields
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    return {"prompt": usage["prompt_tokens"]} | usage["prompt_tokens_details"]
+
+
+def test_a_restarted_server_is_warm(model: Path, tmp_path: Path) -> None:
+    kept = {"cache_dir": str(tmp_path), **OPTIONS}
+    with running(model, **kept) as server:
+        first = complete(server)
+        assert first["cached_tokens"] == 0
+        assert complete(server, cache_salt="another")["cached_tokens"] == 0
+        assert complete(server, cache_salt="third", no_store=True)["cached_tokens"] == 0
+    whole = (first["prompt"] - 1) // 4 * 4
+    with running(model, **kept) as server:
+        explained = httpx.post(f"{server.url}/cache/explain", json={"prompt": TEXT}, timeout=60)
+        told = explained.json()
+        assert (told["cached_tokens"], told["stored_tokens"]) == (0, first["prompt"] // 4 * 4)
+        assert complete(server)["cached_tokens"] == whole
+        assert complete(server, cache_salt="another")["cached_tokens"] == whole
+        assert complete(server, cache_salt="third")["cached_tokens"] == 0, "it was not to be kept"
+        metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
+        line = next(line for line in metrics.splitlines() if "loaded_tokens_total{" in line)
+        assert 'tier="disk"' in line and float(line.split()[-1]) == 2 * whole
+
+
+def test_many_clients_of_a_restarted_server_load_a_prefix_once(model: Path, tmp_path: Path) -> None:
+    kept = {"cache_dir": str(tmp_path), **OPTIONS}
+    with running(model, **kept) as server:
+        whole = (complete(server)["prompt"] - 1) // 4 * 4
+    with running(model, **kept) as server:
+        answer = httpx.post(
+            f"{server.url}/v1/completions",
+            json={"model": "tiny", "prompt": [TEXT] * 6, "max_tokens": 2, "temperature": 0},
+            timeout=60,
+        )
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 6 * whole
+        tiers = server.llm.engine.tiers
+        assert tiers is not None and tiers.stats.loaded_tokens == {"disk": whole}
+        blocks, free = server.pool()
+        assert blocks == free

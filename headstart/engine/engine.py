@@ -35,7 +35,7 @@ from headstart.engine.scheduler import Scheduler
 from headstart.engine.startup.parts import Parts, make_parts
 from headstart.engine.step import Choice, OpenStep, Phase, StepResult, choose_tokens, engine_error
 from headstart.engine.text.max_length import TextLimit
-from headstart.engine.tiering.tiers import Tiers
+from headstart.engine.tiering.tiers import make_tiers
 from headstart.errors import EngineError, RequestError
 from headstart.models.decoder import DecoderModel
 
@@ -58,7 +58,9 @@ class Engine:
         self.kv_cache_bytes = parts.memory.nbytes
         backend = make_backend(parts.memory, share=config.share_attention)
         self.model.attach(backend)
-        self.images = make_image_prompts(parts.vision, parts.tokenizer, config)
+        self.tiers = make_tiers(parts.stores, self.manager, parts.memory)
+        kept = self.tiers.image_rows if self.tiers is not None else None
+        self.images = make_image_prompts(parts.vision, parts.tokenizer, config, kept)
         self.adapters = AdapterStore(self.model, config)
         self.text_limit = TextLimit(parts.tokenizer, parts.max_model_len)
         self._maker = RequestMaker(
@@ -72,9 +74,6 @@ class Engine:
             self.model, backend, parts.memory, self.adapters, deterministic=config.deterministic
         )
         self._sampler, self._turns = Sampler(self.model.vocab_size), FairShare(self.manager, config)
-        self.tiers: Tiers | None = None
-        if parts.store is not None:
-            self.tiers = Tiers(parts.store, self.manager, parts.memory)
         self._scheduler = Scheduler(
             self.manager,
             max_tokens=config.max_num_batched_tokens,

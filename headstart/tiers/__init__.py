@@ -4,11 +4,13 @@ from headstart.tiers.chain import ChainedStores
 from headstart.tiers.disk import DiskStore
 from headstart.tiers.folder import default_folder, make_folder
 from headstart.tiers.loader import Loader, LoadJob
+from headstart.tiers.objects import OBJECTS, ObjectStore
 from headstart.tiers.remote import RemoteStore
 from headstart.tiers.saver import Saver
 from headstart.tiers.store import BlockStore, LoadedBlock, ModelRecord, StoredBlock
 
 __all__ = [
+    "OBJECTS",
     "BlockStore",
     "ChainedStores",
     "DiskStore",
@@ -16,6 +18,7 @@ __all__ = [
     "LoadedBlock",
     "Loader",
     "ModelRecord",
+    "ObjectStore",
     "RemoteStore",
     "Saver",
     "StoredBlock",

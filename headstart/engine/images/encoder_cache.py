@@ -26,6 +26,7 @@ is called, in any order and as often as need be.
 Source: vLLM's `EncoderCacheManager`.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -39,7 +40,14 @@ from headstart.engine.prompt import PlacedRows
 from headstart.errors import EngineError
 from headstart.models.vision import ProcessedImage
 
-__all__ = ["EncoderCache", "EncoderKey", "ImageEncoder", "PromptImage", "PromptImages"]
+__all__ = [
+    "EmbeddingStore",
+    "EncoderCache",
+    "EncoderKey",
+    "ImageEncoder",
+    "PromptImage",
+    "PromptImages",
+]
 
 
 class ImageEncoder(Protocol):
@@ -47,6 +55,16 @@ class ImageEncoder(Protocol):
 
     def encode(self, image: ProcessedImage) -> Tensor:
         """Embeddings `[rows, hidden]`."""
+
+
+class EmbeddingStore(Protocol):
+    """Where embeddings outlive the cache."""
+
+    def load(self, key: "EncoderKey") -> Tensor | None:
+        """Embeddings `[rows, hidden]` that were saved under this key, None if there are none."""
+
+    def save(self, key: "EncoderKey", rows: Tensor, seconds: float) -> None:
+        """Keep embeddings that took so long to compute."""
 
 
 class EncoderKey(NamedTuple):
@@ -93,6 +111,7 @@ class _Entry:
     `image` is let go when it is encoded. is_stored: the rows stay when nobody needs them.
     """
 
+    key: EncoderKey
     image: ProcessedImage | None
     num_rows: int
     rows: Tensor | None = None
@@ -103,12 +122,17 @@ class _Entry:
 class EncoderCache:
     """Embeddings of images, `capacity` rows of them at the most.
 
-    Not thread-safe: one engine calls it.
+    store: asked before an image is encoded, and given what is encoded; None for none. Not
+    thread-safe: one engine calls it.
     """
 
-    def __init__(self, encoder: ImageEncoder, capacity: int) -> None:
+    def __init__(
+        self, encoder: ImageEncoder, capacity: int, store: EmbeddingStore | None = None
+    ) -> None:
         self.capacity = capacity
         self.num_encoded = 0
+        self.num_loaded = 0
+        self._store = store
         self.num_hits = 0
         self._encoder = encoder
         self._entries: dict[EncoderKey, _Entry] = {}
@@ -146,7 +170,7 @@ class EncoderCache:
         entry = self._entries.get(key)
         if entry is None:
             self._make_room(image.image.num_rows)
-            entry = self._entries[key] = _Entry(image.image, image.image.num_rows)
+            entry = self._entries[key] = _Entry(key, image.image, image.image.num_rows)
             self._wanted.append(entry)
             self._used += image.image.num_rows
         elif user not in entry.users:
@@ -194,6 +218,12 @@ class EncoderCache:
 
     def _encode(self, entry: _Entry) -> None:
         assert entry.image is not None
+        kept = self._store.load(entry.key) if self._store is not None else None
+        if kept is not None and len(kept) == entry.num_rows:
+            entry.rows, entry.image = kept, None
+            self.num_loaded += 1
+            return
+        begun = time.perf_counter()
         rows = self._encoder.encode(entry.image)
         if len(rows) != entry.num_rows:
             raise ValueError(
@@ -201,6 +231,8 @@ class EncoderCache:
             )
         entry.rows, entry.image = rows, None
         self.num_encoded += 1
+        if self._store is not None and entry.is_stored:
+            self._store.save(entry.key, rows, time.perf_counter() - begun)
 
     def drop_wanted(self) -> None:
         """The step is off, and its requests have left: forget what it did not encode.

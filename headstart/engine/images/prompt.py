@@ -17,7 +17,12 @@ from headstart.cache import MultiModalItem
 from headstart.cache.identity import MAX_TOKEN_ID
 from headstart.engine.config import EngineConfig
 from headstart.engine.images.budget import EncoderBudget
-from headstart.engine.images.encoder_cache import EncoderCache, PromptImage, PromptImages
+from headstart.engine.images.encoder_cache import (
+    EmbeddingStore,
+    EncoderCache,
+    PromptImage,
+    PromptImages,
+)
 from headstart.engine.images.reading import NOBODY, ImageReader, LoadedImage, Tenant, check_sources
 from headstart.engine.images.similar import SimilarImages
 from headstart.engine.outputs import ImageUse
@@ -40,9 +45,13 @@ class ImagePrompts:
     """
 
     def __init__(
-        self, vision: VisionModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
+        self,
+        vision: VisionModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        config: EngineConfig,
+        store: EmbeddingStore | None = None,
     ) -> None:
-        self.cache = EncoderCache(vision, config.encoder_cache_rows)
+        self.cache = EncoderCache(vision, config.encoder_cache_rows, store)
         self.budget = EncoderBudget(self.cache, config.block_size if config.deterministic else None)
         self._similar = SimilarImages(self.cache)
         self._vision = vision
@@ -179,7 +188,10 @@ class ImagePrompts:
 
 
 def make_image_prompts(
-    vision: VisionModel | None, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
+    vision: VisionModel | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: EngineConfig,
+    store: EmbeddingStore | None = None,
 ) -> ImagePrompts | None:
     """The image side of an engine; None for a model without vision."""
-    return None if vision is None else ImagePrompts(vision, tokenizer, config)
+    return None if vision is None else ImagePrompts(vision, tokenizer, config, store)

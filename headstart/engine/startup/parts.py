@@ -9,9 +9,11 @@ from headstart.cache import BlockNames, CacheConfig, KVCacheManager
 from headstart.engine.config import EngineConfig
 from headstart.engine.startup.sizing import count_blocks, longest_sequence
 from headstart.engine.tiering.identity import identify
+from headstart.engine.tiering.tiers import Stores
 from headstart.models.decoder import DecoderModel
 from headstart.models.vision import VisionModel, load_vision
 from headstart.tiers import (
+    OBJECTS,
     BlockStore,
     ChainedStores,
     DiskStore,
@@ -25,7 +27,7 @@ __all__ = ["Parts", "make_parts", "open_store"]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of an engine. store: where blocks outlive the pool, None for nowhere."""
+    """The parts of an engine. stores: where blocks outlive the pool, None for nowhere."""
 
     model: DecoderModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -33,7 +35,7 @@ class Parts:
     manager: KVCacheManager
     max_model_len: int
     vision: VisionModel | None = None
-    store: BlockStore | None = None
+    stores: Stores | None = None
 
 
 def open_store(model: ModelRecord, config: EngineConfig) -> BlockStore:
@@ -56,16 +58,16 @@ def make_parts(
     memory = PagedKVMemory(
         decoder.layouts, blocks, config.block_size, decoder.dtype, decoder.device
     )
-    folder, model, store = config.kept_folder, None, None
+    folder, model, stores = config.kept_folder, None, None
     if config.enable_prefix_caching and (folder is not None or config.remote_cache):
         if folder is not None:
             make_folder(folder)
         model = identify(decoder, memory, config, folder)
-        store = open_store(model, config)
+        stores = Stores(open_store(model, config), open_store(OBJECTS, config))
     cache = CacheConfig(
         num_blocks=blocks,
-        events=store is not None,
+        events=stores is not None,
         **config.shared() | {"partial_hits": config.partial_hits and not config.deterministic},
     )
     names = BlockNames(config.block_size, "" if model is None else model.fingerprint)
-    return Parts(decoder, tokenizer, memory, KVCacheManager(cache, names), limit, vision, store)
+    return Parts(decoder, tokenizer, memory, KVCacheManager(cache, names), limit, vision, stores)

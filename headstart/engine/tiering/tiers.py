@@ -4,22 +4,31 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from headstart.attention import PagedKVMemory
 from headstart.cache import BlockHash, KVCacheManager
 from headstart.engine.batch import Batch
 from headstart.engine.request import RequestGroup
+from headstart.engine.tiering.image_rows import KeptRows
 from headstart.engine.tiering.loads import Loads
 from headstart.engine.tiering.offers import Offers
 from headstart.engine.tiering.rates import ComputeRate, is_worth_loading
-from headstart.tiers import BlockStore, LoadedBlock, Loader, Saver
+from headstart.tiers import BlockStore, LoadedBlock, Loader, ObjectStore, Saver
 
-__all__ = ["TierStats", "Tiers"]
+__all__ = ["Stores", "TierStats", "Tiers", "make_tiers"]
 
 _QUEUED_BYTES = 256 << 20  # that wait to be saved, and as many that wait to be taken in
 _PATIENCE = 0.05  # seconds that a step waits for a load when nothing else can run
 _LAST_SAVES = 10.0  # seconds that closing waits for what is not saved yet
 _TRY_AGAIN = 16  # loads that were not worth it, after which one is tried
+
+
+class Stores(NamedTuple):
+    """Where K/V of one model, and objects such as image embeddings, outlive the process."""
+
+    blocks: BlockStore
+    objects: BlockStore
 
 
 @dataclass(slots=True)
@@ -38,14 +47,17 @@ class TierStats:
 class Tiers:
     """What an engine tells its tiers, in the order of a step. All in the engine's thread."""
 
-    def __init__(self, store: BlockStore, manager: KVCacheManager, memory: PagedKVMemory) -> None:
-        self._store = store
+    def __init__(self, stores: Stores, manager: KVCacheManager, memory: PagedKVMemory) -> None:
+        store = stores.blocks
+        self._store, self._objects = store, stores.objects
         self._manager = manager
         self._memory = memory
         self._stats = TierStats()
         self._rate = ComputeRate()
         self._saver = Saver(store, _QUEUED_BYTES)
         self._loader = Loader(store, _QUEUED_BYTES)
+        self._object_saver = Saver(stores.objects, _QUEUED_BYTES)
+        self.image_rows = KeptRows(ObjectStore(stores.objects, self._object_saver))
         self._offers = Offers(manager, memory, self._saver, self._rate)
         self.loads = Loads(manager, memory, self._loader, self._choose, self._take_slots)
         self._began = 0.0  # when the step under way had its blocks
@@ -130,15 +142,24 @@ class Tiers:
     def flush(self, timeout: float) -> bool:
         """Save all that is written; False if that takes longer than so many seconds."""
         self._offers.flush()
-        return self._saver.flush(timeout)
+        return self._saver.flush(timeout) and self._object_saver.flush(timeout)
 
     def close(self) -> None:
         """Save what is not saved yet, and let go of the store. Idempotent."""
         self.loads.end_all()
         self._offers.flush()
         self._saver.close(_LAST_SAVES)
+        self._object_saver.close(_LAST_SAVES)
         self._loader.close(_LAST_SAVES)
         self._store.close()
+        self._objects.close()
+
+
+def make_tiers(
+    stores: Stores | None, manager: KVCacheManager, memory: PagedKVMemory
+) -> Tiers | None:
+    """The tiers of an engine; None for one without stores."""
+    return None if stores is None else Tiers(stores, manager, memory)
 
 
 def _wall_time(arrival: float) -> float:

@@ -1,0 +1,81 @@
+"""Images across a restart: K/V of prompts that show them, and their embeddings elsewhere."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart import LLM, SamplingParams
+from headstart.engine.images.encoder_cache import EncoderCache
+from tests.tiny_vision import make_image, save_tiny_vision
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["llava", "qwen2_vl"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_vision(request.param, tmp_path_factory.mktemp("model"))
+
+
+@contextmanager
+def opened(model: Path, folder: Path | None) -> Iterator[tuple[LLM, EncoderCache]]:
+    kept = None if folder is None else str(folder)
+    llm = LLM(model, num_blocks=128, block_size=4, debug=True, cache_dir=kept)
+    assert llm.engine.images is not None
+    try:
+        yield llm, llm.engine.images.cache
+    finally:
+        llm.close()
+
+
+def ask(llm: LLM, text: str, *seeds: int, **options: Any) -> tuple[list[int], int]:
+    """The answer's tokens, and how many of the prompt's were cached."""
+    placeholder = llm.engine.images.placeholder if llm.engine.images is not None else ""
+    prompt = {
+        "prompt": text.replace("<image>", placeholder),
+        "multi_modal_data": {"image": [make_image(seed, 56, 56) for seed in seeds]},
+    }
+    [output] = llm.generate(prompt, GREEDY, use_tqdm=False, **options)
+    return list(output.outputs[0].token_ids), output.num_cached_tokens
+
+
+def test_an_image_is_encoded_by_the_first_process_alone(model: Path, tmp_path: Path) -> None:
+    with opened(model, None) as (llm, _):
+        alone = [ask(llm, "What is <image> here?", 1), ask(llm, "Another text: <image>", 1)]
+    with opened(model, tmp_path) as (llm, cache):
+        ask(llm, "What is <image> here?", 1)
+        assert (cache.num_encoded, cache.num_loaded) == (1, 0)
+    with opened(model, tmp_path) as (llm, cache):
+        answer, cached = ask(llm, "What is <image> here?", 1)
+        assert answer == alone[0][0] and cached > 4, "its K/V were kept"
+        assert ask(llm, "Another text: <image>", 1)[0] == alone[1][0]
+        assert (cache.num_encoded, cache.num_loaded) == (0, 1)
+        ask(llm, "Another text: <image>", 2)
+        assert cache.num_encoded == 1, "another image is another identity"
+        ask(llm, "Another text: <image>", 1, cache_salt="another")
+        assert cache.num_encoded == 2, "another tenant's is not found"
+
+
+def test_damaged_embeddings_are_made_anew(model: Path, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as (llm, cache):
+        answer, _ = ask(llm, "What is <image> here?", 1)
+    for file in tmp_path.glob("*.kv"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 3] ^= 1
+        file.write_bytes(data)
+    with opened(model, tmp_path) as (llm, cache):
+        assert ask(llm, "What is <image> here?", 1)[0] == answer
+        assert ask(llm, "Look: <image>", 1)
+        assert cache.num_encoded + cache.num_loaded == 1
+
+
+def test_what_is_not_to_be_kept_is_not(model: Path, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, skip_storing_prefix_cache=True)
+    for _ in range(2):
+        with opened(model, tmp_path) as (llm, cache):
+            placeholder = llm.engine.images.placeholder if llm.engine.images is not None else ""
+            image = make_image(1, 56, 56)
+            llm.generate({"prompt": placeholder, "multi_modal_data": {"image": image}}, params)
+            assert (cache.num_encoded, cache.num_loaded) == (1, 0)

@@ -1,0 +1,56 @@
+"""Objects of any size over a store of blocks: whole, or not there."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headstart.tiers import DiskStore, Saver
+from headstart.tiers.objects import OBJECT_BLOCK, OBJECTS, ObjectStore, _name
+from tests.tiers.stores import payload
+
+SIZES = [0, 1, 1000, OBJECT_BLOCK - 9, OBJECT_BLOCK - 8, OBJECT_BLOCK, 300_000]
+
+
+def save_all(folder: Path) -> None:
+    with closing(DiskStore(folder, OBJECTS, 1 << 30)) as store:
+        saver = Saver(store, 1 << 30)
+        objects = ObjectStore(store, saver)
+        for size in SIZES:
+            assert objects.load(b"%d" % size) is None
+            objects.save(b"%d" % size, payload(size, size), 0.5)
+        saver.close(60)
+
+
+def loaded(folder: Path) -> list[int]:
+    """The sizes of objects that are there, each as it was saved."""
+    found = []
+    with closing(DiskStore(folder, OBJECTS, 1 << 30)) as store:
+        saver = Saver(store, 1 << 30)
+        for size in SIZES:
+            data = ObjectStore(store, saver).load(b"%d" % size)
+            if data is not None:
+                assert bytes(data) == payload(size, size)
+                found.append(size)
+        saver.close(60)
+    return found
+
+
+def test_objects_come_back_as_they_were(tmp_path: Path) -> None:
+    save_all(tmp_path)
+    assert loaded(tmp_path) == SIZES
+
+
+@pytest.mark.parametrize("lost", [0, 2, 4])
+def test_an_object_that_lost_a_part_is_not_there(tmp_path: Path, lost: int) -> None:
+    save_all(tmp_path)
+    with closing(DiskStore(tmp_path, OBJECTS, 1 << 30)) as store:
+        assert store.remove([_name(b"300000", lost)]) == 1
+    assert loaded(tmp_path) == SIZES[:-1]
+
+
+@given(st.lists(st.tuples(st.binary(max_size=9), st.integers(0, 99)), min_size=2, unique=True))
+def test_no_two_parts_share_a_name(parts: list[tuple[bytes, int]]) -> None:
+    assert len({_name(key, at) for key, at in parts}) == len(parts)

@@ -3,17 +3,22 @@
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from rich.console import Console
 
-from headstart.cli.chat.commands import find_command
+from headstart.cli.chat.commands import COMMANDS, find_command, find_nearest
 from headstart.cli.chat.conversation import Conversation, Turn
 from headstart.cli.markdown import MarkdownWriter, split_finished
 from headstart.cli.options import CHAT_SAMPLING, chat_sampling, parse_sampling
 from headstart.cli.reply import WrappingWriter
 from headstart.errors import RequestError
 from headstart.models.files import BUILT_IN, find_folder
+
+if TYPE_CHECKING:
+    from headstart.cli.chat.session import Chat
 
 REPLY = "A *word*, and more words.\n\n- one\n\n  more\n\n```\ncode\n\ncode\n```\n\nThe end"
 
@@ -136,3 +141,29 @@ def test_a_file_that_is_no_conversation_is_one_sentence(content: str, tmp_path: 
     (tmp_path / "chat.json").write_text(content)
     with pytest.raises(RequestError, match="is no saved conversation"):
         Conversation.load(tmp_path / "chat.json")
+
+
+@pytest.mark.parametrize(
+    ("message", "meant"),
+    [
+        ("/hlep", "/help"),
+        ("/explian", "/explain"),
+        ("/help", None),
+        ("/usr/bin/python", None),
+        ("/hlep me out", None),
+        ("help", None),
+        ("/x", None),
+    ],
+)
+def test_the_command_that_was_meant(message: str, meant: str | None) -> None:
+    assert find_nearest(message) == meant
+
+
+def test_documents_that_wait_are_taken_back_before_turns() -> None:
+    conversation = Conversation(turns=[Turn("a", "b")], documents=["a text"])
+    chat = SimpleNamespace(conversation=conversation)
+    undo = COMMANDS["/undo"].run
+    undo(cast("Chat", chat), "")
+    assert conversation.documents == [] and len(conversation.turns) == 1
+    undo(cast("Chat", chat), "")
+    assert conversation.turns == []

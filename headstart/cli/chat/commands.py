@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +18,7 @@ from headstart.cli.options import SAMPLING_FLAGS, parse_sampling
 from headstart.cli.reply_metrics import cached_share
 from headstart.errors import RequestError
 
-__all__ = ["COMMANDS", "PATH_COMMANDS", "Command", "find_command"]
+__all__ = ["COMMANDS", "PATH_COMMANDS", "Command", "find_command", "find_nearest"]
 
 
 _KEYS = (
@@ -54,6 +55,14 @@ def find_command(message: str) -> tuple[Command, str] | None:
     if command is None or not command.takes(argument.strip()):
         return None
     return command, argument.strip()
+
+
+def find_nearest(message: str) -> str | None:
+    """The command that a message of one word, which is none, may have been meant for."""
+    word = message.strip()
+    if not word.startswith("/") or word in COMMANDS or " " in word:
+        return None
+    return next(iter(get_close_matches(word, COMMANDS, n=1, cutoff=0.7)), None)
 
 
 def _help(chat: Chat, argument: str) -> None:
@@ -95,6 +104,10 @@ def _retry(chat: Chat, argument: str) -> None:
 
 
 def _undo(chat: Chat, argument: str) -> None:
+    if chat.conversation.documents or chat.conversation.images:
+        chat.conversation.drop_waiting()
+        note("the documents and images that waited are taken back; /undo again takes a turn back")
+        return
     chat.conversation.take_back()
     note(f"the last turn is taken back; {_count(len(chat.conversation.turns), 'turn')} left")
 
@@ -113,7 +126,9 @@ def _load(chat: Chat, argument: str) -> None:
 def _set(chat: Chat, argument: str) -> None:
     name, _, value = argument.partition(" ")
     if value.strip():
-        chat.set(**parse_sampling(name, value.strip()))
+        values = parse_sampling(name, value.strip())
+        chat.set(**values)
+        note(", ".join(f"{known} is {told}" for known, told in values.items()))
     elif name:
         raise RequestError(f"/set {name} needs a value, as in /set temperature 0.2")
     else:
@@ -148,7 +163,7 @@ COMMANDS: Mapping[str, Command] = {
     "/image": Command(_image, "shows the model an image", "PATH"),
     "/system": Command(_system, "sets the system message, or shows it", "[TEXT]"),
     "/retry": Command(_retry, "answers the last question anew"),
-    "/undo": Command(_undo, "takes the last turn back"),
+    "/undo": Command(_undo, "takes back documents and images that wait, else the last turn"),
     "/save": Command(_save, "writes the conversation, as JSON", "PATH"),
     "/load": Command(_load, "goes on with a saved conversation", "PATH"),
     "/set": Command(_set, "sets temperature, top_p, ...", "[NAME VALUE]"),

@@ -4,7 +4,13 @@ import sys
 
 import click
 
-from headstart.cli.chat.commands import COMMANDS, PATH_COMMANDS, QuitChat, find_command
+from headstart.cli.chat.commands import (
+    COMMANDS,
+    PATH_COMMANDS,
+    QuitChat,
+    find_command,
+    find_nearest,
+)
 from headstart.cli.chat.messages import piped_messages, terminal_messages
 from headstart.cli.chat.session import Chat
 from headstart.cli.notes import note
@@ -35,4 +41,6 @@ def _answer(chat: Chat, message: str) -> None:
         command, argument = found
         command.run(chat, argument)
     elif message:
+        if (nearest := find_nearest(message)) is not None:
+            note(f"{message.strip()} is no command, so it is a message; did you mean {nearest}?")
         chat.say(message)

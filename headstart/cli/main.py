@@ -98,6 +98,8 @@ def demo(svg: Path | None, wav_folder: Path | None, model: str, **options: Any) 
     if wav_folder is not None and kinds != ["omni"]:
         raise click.UsageError("--wav is for the answers of --omni")
     check_svg(svg)
+    for name in ("cache_dir", "cache_dir_bytes", "remote_cache"):
+        options.pop(name)  # they may stand in the environment; a demo begins with nothing cached
     chosen = sort_options(options).engine
     if kinds == ["omni"]:
         load_module("headstart.cli.demo.omni").show_omni_demo(chosen, wav_folder)

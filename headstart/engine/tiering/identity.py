@@ -17,6 +17,7 @@ from headstart.engine.config import EngineConfig
 from headstart.machine import cpu_flags
 from headstart.models.compatibility.proven import stamp_files
 from headstart.models.decoder import DecoderModel
+from headstart.models.files import BUILT_IN, find_folder
 from headstart.tiers import ModelRecord
 from headstart.version import __version__
 
@@ -40,10 +41,20 @@ def identify(
     if config.deterministic:
         parts += [name_backend(memory), *_rounding(decoder, config)]
     framed = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)
-    title = decoder.folder.resolve().name if decoder.folder is not None else "a model in memory"
-    return ModelRecord(
-        hashlib.sha256(framed).hexdigest(), title, config.block_size, memory.block_bytes
-    )
+    fingerprint = hashlib.sha256(framed).hexdigest()
+    return ModelRecord(fingerprint, _name(decoder.folder), config.block_size, memory.block_bytes)
+
+
+def _name(folder: Path | None) -> str:
+    """What people call a model: its name on the hub, or its folder's."""
+    if folder is None:
+        return "a model in memory"
+    folder = folder.absolute()
+    if folder == find_folder(BUILT_IN).absolute():
+        return BUILT_IN
+    if folder.parent.name == "snapshots":  # .../models--owner--name/snapshots/commit
+        return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return folder.resolve().name
 
 
 def _rounding(decoder: DecoderModel, config: EngineConfig) -> list[str]:

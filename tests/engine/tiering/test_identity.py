@@ -1,0 +1,64 @@
+"""What a model is called where people read it, and what its fingerprint is remembered by."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from headstart import LLM
+from headstart.engine.tiering.identity import _name
+from headstart.models import decoder
+from headstart.models.files import BUILT_IN, find_folder
+from tests.engine.tiny_llm import make_llm, save_smallest
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        (Path("/cache/models--Qwen--Qwen2.5-0.5B/snapshots/0123abcd"), "Qwen/Qwen2.5-0.5B"),
+        (Path("/models/mine"), "mine"),
+        (find_folder(BUILT_IN), BUILT_IN),
+        (None, "a model in memory"),
+    ],
+)
+def test_a_model_has_the_name_that_people_know(folder: Path | None, name: str) -> None:
+    assert _name(folder) == name
+
+
+def fingerprint(llm: LLM) -> str:
+    found = llm.engine.manager.names._model
+    llm.close()
+    return found
+
+
+def test_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another start, another dtype: remembered. Other bytes under the same name: read again."""
+    read: list[Path] = []
+    original = decoder.fingerprint_files
+
+    def count(folder: Path) -> str:
+        read.append(folder)
+        return original(folder)
+
+    monkeypatch.setattr(decoder, "fingerprint_files", count)
+    model, kept = save_smallest(tmp_path / "model"), str(tmp_path / "kept")
+    first = fingerprint(make_llm(model, cache_dir=kept))
+    assert fingerprint(make_llm(model, cache_dir=kept)) == first
+    other = fingerprint(make_llm(model, cache_dir=kept, dtype="bfloat16"))
+    assert other != first and len(read) == 1
+    weights = model / "model.safetensors"
+    state = weights.stat()
+    data = bytearray(weights.read_bytes())
+    data[-4] ^= 1  # the lowest bit of a weight
+    weights.write_bytes(data)
+    os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert fingerprint(make_llm(model, cache_dir=kept)) != first, "size and times are the same"
+    assert len(read) == 2
+
+
+def test_what_is_remembered_may_be_damaged(tmp_path: Path) -> None:
+    model, kept = save_smallest(tmp_path / "model"), tmp_path / "kept"
+    first = fingerprint(make_llm(model, cache_dir=str(kept)))
+    for damage in ("", "[]", "{", '{"a": 7}', "\0" * 99):
+        (kept / "fingerprints.json").write_text(damage)
+        assert fingerprint(make_llm(model, cache_dir=str(kept))) == first

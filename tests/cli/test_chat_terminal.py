@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.forked import start_in_terminal
+from tests.forked import start_headstart
 
 pexpect = pytest.importorskip("pexpect")
 fdpexpect = pytest.importorskip("pexpect.fdpexpect")
@@ -31,8 +31,13 @@ class Terminal:
     def __init__(self, home: Path, *arguments: str, columns: int = 100) -> None:
         ours, theirs = os.openpty()
         termios.tcsetwinsize(theirs, (40, columns))
-        command = ["chat", "--num-blocks", "512", *arguments]
-        self.process = start_in_terminal(os.ttyname(theirs), command, str(home))
+        terminal = Path(os.ttyname(theirs))
+        self.process = start_headstart(
+            ["chat", "--num-blocks", "512", *arguments],
+            (terminal, terminal, terminal),
+            XDG_DATA_HOME=str(home),
+            TERM="xterm-256color",
+        )
         self.child = fdpexpect.fdspawn(ours, encoding="utf-8", timeout=120)
         try:
             self.wait(READY)

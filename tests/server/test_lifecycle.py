@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import ssl
-import subprocess
-import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from headstart.cli.main import main
 from headstart.server.keys import KeyFolder
+from tests.forked import start_headstart
 from tests.house.source import ROOT
 from tests.server.running import running
 
@@ -30,17 +31,33 @@ class Process:
     """A server, and its address once it has said it."""
 
     def __init__(self, *options: str, folder: Path) -> None:
-        command = [sys.executable, "-m", "headstart", "serve", "--num-blocks", "512"]
-        command += ["--served-model-name", "tiny", "--keys-folder", str(folder)]
-        self.process = subprocess.Popen(
-            [*command, *options],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.url = self.process.stdout.readline().split()[-1]
+        command = ["serve", "--num-blocks", "512", "--served-model-name", "tiny"]
+        command += ["--keys-folder", str(folder), *options]
+        pipes = [Path(tempfile.mkdtemp(dir=folder.parent), "pipe") for _ in range(2)]
+        for pipe in pipes:
+            os.mkfifo(pipe)
+        self._process = start_headstart(command, (Path(os.devnull), pipes[0], pipes[1]))
+        self._stdout, self._stderr = (pipe.open(encoding="utf-8") for pipe in pipes)
+        self.url = self._stdout.readline().split()[-1]
+
+    def signal(self, kind: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, kind)
+
+    def wait(self) -> int | None:
+        """The exit status."""
+        self._process.join(SECONDS)
+        return self._process.exitcode
+
+    def errors(self) -> str:
+        """What it said on stderr, once it has ended."""
+        return self._stderr.read()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._stdout.close()
+        self._stderr.close()
 
     def ask(self) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/completions", json=BODY, timeout=SECONDS)
@@ -62,27 +79,25 @@ def process(folder: Path, *options: str) -> Iterator[Process]:
     try:
         yield server
     finally:
-        server.process.kill()
-        server.process.communicate()
+        server.end()
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
 def test_what_runs_is_answered_before_the_end(kind: signal.Signals, tmp_path: Path) -> None:
     with process(tmp_path, "--port", "0") as server:
         with server.stream(100) as lines:
-            server.process.send_signal(kind)
+            server.signal(kind)
             *_, last = filter(None, lines)
             assert last == "data: [DONE]"
-        assert server.process.wait(SECONDS) == 0
-        assert server.process.stderr is not None
-        assert server.process.stderr.read().endswith("Stopped.\n")
+        assert server.wait() == 0
+        assert server.errors().endswith("Stopped.\n")
 
 
 def test_while_it_drains_it_says_so_and_takes_nothing(tmp_path: Path) -> None:
     with process(tmp_path, "--port", "0", "--drain-seconds", "600") as server:
         with server.stream(3000) as lines:
             assert httpx.get(f"{server.url}/ready").status_code == 200
-            server.process.send_signal(signal.SIGTERM)
+            server.signal(signal.SIGTERM)
             while (ready := httpx.get(f"{server.url}/ready")).status_code == 200:
                 assert next(lines) != "data: [DONE]"
             assert ready.status_code == 503 and ready.headers["retry-after"]
@@ -92,7 +107,7 @@ def test_while_it_drains_it_says_so_and_takes_nothing(tmp_path: Path) -> None:
             assert httpx.get(f"{server.url}/health").status_code == 200
             *_, last = filter(None, lines)
             assert last == "data: [DONE]"
-        assert server.process.wait(SECONDS) == 0
+        assert server.wait() == 0
         with pytest.raises(httpx.ConnectError):
             server.ask()
 
@@ -102,10 +117,10 @@ def test_an_answer_that_takes_too_long_is_cut_off(seconds: str, tmp_path: Path) 
     """More tokens than a second makes."""
     with process(tmp_path, "--port", "0", "--drain-seconds", seconds) as server:
         with server.stream(8000) as lines:
-            server.process.send_signal(signal.SIGTERM)
+            server.signal(signal.SIGTERM)
             with pytest.raises(httpx.RemoteProtocolError):
                 assert "data: [DONE]" not in list(lines)
-        assert server.process.wait(SECONDS) == 0
+        assert server.wait() == 0
 
 
 @pytest.mark.parametrize("kinds", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM,) * 2])
@@ -113,13 +128,13 @@ def test_a_second_signal_ends_it_at_once(kinds: tuple[signal.Signals, ...], tmp_
     first, second = kinds
     with process(tmp_path, "--port", "0", "--drain-seconds", "600") as server:
         with server.stream(8000) as lines:
-            server.process.send_signal(first)
+            server.signal(first)
             while server.ask().status_code == 200:  # until the first was seen
                 assert next(lines) != "data: [DONE]"
-            server.process.send_signal(second)
+            server.signal(second)
             with pytest.raises(httpx.RemoteProtocolError):
                 list(lines)
-        assert server.process.wait(SECONDS) == 0
+        assert server.wait() == 0
 
 
 def test_after_a_kill_it_serves_again(tmp_path: Path) -> None:
@@ -138,8 +153,8 @@ def test_after_a_kill_it_serves_again(tmp_path: Path) -> None:
                 "POST", url, json=BODY | {"max_tokens": 8000, "stream": True}, headers=headers
             ) as streamed:
                 assert next(streamed.iter_lines()).startswith("data: ")
-                server.process.kill()
-            assert server.process.wait(SECONDS) == -signal.SIGKILL
+                server.signal(signal.SIGKILL)
+            assert server.wait() == -signal.SIGKILL
     assert said[0] == said[1]
 
 

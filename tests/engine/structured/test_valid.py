@@ -6,6 +6,7 @@ An answer that `max_tokens` cuts is not judged, so enough of them must finish.
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
@@ -18,6 +19,8 @@ from headstart import LLM, SamplingParams, StructuredOutputsParams
 from headstart.errors import EngineError
 
 Schema = dict[str, Any]
+Form = tuple[int, dict[str, Any]]
+"""A seed, and the fields of StructuredOutputsParams."""
 
 KEYS = st.sampled_from(["a", "b", "name", "é", 'quo"te', "with space", "𝄞"])
 CONSTANTS = st.none() | st.booleans() | st.integers(-99, 99) | st.text('ab é"\\\n🙂', max_size=4)
@@ -96,32 +99,49 @@ def refer(schema: Schema) -> Schema:
 SCHEMAS = TREES | TREES.map(refer)
 
 
-def answer(llm: LLM, tally: Counter[str], seed: int, **form: Any) -> list[str]:
-    """The texts of the answers that finished, greedy and drawn ones."""
+AT_ONCE = 5
+"""Forms that are answered beside one another: the steps of one fit all."""
+
+
+def answer(llm: LLM, tally: Counter[str], forms: Sequence[Form]) -> list[tuple[Form, list[str]]]:
+    """Each form with the texts of its answers that finished, greedy and drawn ones."""
     params = [
         SamplingParams(
             max_tokens=90, n=n, seed=seed, temperature=temperature,
             structured_outputs=StructuredOutputsParams(**form),
         )
+        for seed, form in forms
         for n, temperature in ((3, 1.0), (1, 0.0))
     ]  # fmt: skip
-    outputs = llm.generate(["the other day"] * 2, params, use_tqdm=False)
-    found = [one for output in outputs for one in output.outputs]
-    tally["all"] += len(found)
-    finished = [one.text for one in found if one.finish_reason == "stop"]
-    tally["finished"] += len(finished)
-    return finished
+    outputs = llm.generate(["the other day"] * len(params), params, use_tqdm=False)
+    found = []
+    for form, drawn, greedy in zip(forms, outputs[::2], outputs[1::2], strict=True):
+        answers = [*drawn.outputs, *greedy.outputs]
+        finished = [one.text for one in answers if one.finish_reason == "stop"]
+        tally["all"] += len(answers)
+        tally["finished"] += len(finished)
+        found.append((form, finished))
+    return found
+
+
+def several(forms: SearchStrategy[dict[str, Any]]) -> SearchStrategy[list[Form]]:
+    """As many forms as are answered at once, each with a seed."""
+    return st.lists(st.tuples(st.integers(0, 99), forms), min_size=AT_ONCE, max_size=AT_ONCE)
 
 
 def test_json_is_valid_by_its_schema(writer: LLM) -> None:
     tally: Counter[str] = Counter()
 
-    @settings(max_examples=30)
-    @given(schema=SCHEMAS, seed=st.integers(0, 99), tight=st.booleans())
-    def check(schema: Schema, seed: int, tight: bool) -> None:
-        jsonschema.Draft202012Validator.check_schema(schema)
-        for text in answer(writer, tally, seed, json=schema, disable_any_whitespace=tight):
-            jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
+    @settings(max_examples=30 // AT_ONCE)
+    @given(
+        several(st.fixed_dictionaries({"json": SCHEMAS, "disable_any_whitespace": st.booleans()}))
+    )
+    def check(forms: list[Form]) -> None:
+        for (_, form), texts in answer(writer, tally, forms):
+            jsonschema.Draft202012Validator.check_schema(form["json"])
+            judge = jsonschema.Draft202012Validator(form["json"])
+            for text in texts:
+                judge.validate(json.loads(text))
 
     check()
     assert tally["finished"] > 0.6 * tally["all"], tally
@@ -129,8 +149,8 @@ def test_json_is_valid_by_its_schema(writer: LLM) -> None:
 
 def test_any_object_is_one(writer: LLM) -> None:
     tally: Counter[str] = Counter()
-    for seed in range(6):
-        for text in answer(writer, tally, seed, json_object=True):
+    for _, texts in answer(writer, tally, [(seed, {"json_object": True}) for seed in range(6)]):
+        for text in texts:
             assert isinstance(json.loads(text), dict)
     assert tally["finished"] > 2, tally
 
@@ -155,11 +175,13 @@ def test_an_answer_matches_its_regular_expression(writer: LLM) -> None:
         not writer.get_tokenizer().decode(writer.get_tokenizer().encode(" a")).startswith(" ")
     )  # type: ignore[union-attr]
 
-    @settings(max_examples=30)
-    @given(regex=REGEXES, seed=st.integers(0, 99))
-    def check(regex: str, seed: int) -> None:
-        for text in answer(writer, tally, seed, regex=regex):
-            assert re.fullmatch(regex, text) or (drops_space and re.fullmatch(regex, " " + text))
+    @settings(max_examples=30 // AT_ONCE)
+    @given(several(st.fixed_dictionaries({"regex": REGEXES})))
+    def check(forms: list[Form]) -> None:
+        for (_, form), texts in answer(writer, tally, forms):
+            for text in texts:
+                spaced = drops_space and re.fullmatch(form["regex"], " " + text)
+                assert spaced or re.fullmatch(form["regex"], text)
 
     check()
     assert tally["finished"] > 0.6 * tally["all"], tally
@@ -168,16 +190,13 @@ def test_an_answer_matches_its_regular_expression(writer: LLM) -> None:
 def test_an_answer_is_one_of_the_choices(writer: LLM) -> None:
     tally: Counter[str] = Counter()
 
-    @settings(max_examples=20)
-    @given(
-        choice=st.lists(
-            st.text('abé🙂"\\\n|/ ', max_size=6).map(lambda text: f"x{text}"), min_size=1
-        ),
-        seed=st.integers(0, 99),
-    )
-    def check(choice: list[str], seed: int) -> None:
-        for text in answer(writer, tally, seed, choice=choice):
-            assert text in choice
+    words = st.text('abé🙂"\\\n|/ ', max_size=6).map(lambda text: f"x{text}")
+
+    @settings(max_examples=20 // AT_ONCE)
+    @given(several(st.fixed_dictionaries({"choice": st.lists(words, min_size=1)})))
+    def check(forms: list[Form]) -> None:
+        for (_, form), texts in answer(writer, tally, forms):
+            assert set(texts) <= set(form["choice"])
 
     check()
     assert tally["finished"] == tally["all"]
@@ -188,8 +207,8 @@ def test_an_answer_is_of_a_context_free_grammar(writer: LLM, grammar: str) -> No
     """No regular expression says this: parentheses that close."""
     tally: Counter[str] = Counter()
     lengths = set()
-    for seed in range(15):
-        for text in answer(writer, tally, seed, grammar=grammar):
+    for _, texts in answer(writer, tally, [(seed, {"grammar": grammar}) for seed in range(15)]):
+        for text in texts:
             depth = len(text) // 2
             assert text == "(" * depth + "x" + ")" * depth
             lengths.add(depth)

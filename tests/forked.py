@@ -1,4 +1,4 @@
-"""`headstart` in a process of its own that has made its imports already.
+"""Processes that have made their imports already, and `headstart` as one of them.
 
 Importing torch, transformers and the package takes 5 s and more. A server does it once, and each
 process is its fork: with streams, signals and an exit status like any other.
@@ -13,15 +13,16 @@ from pathlib import Path
 
 from headstart.cli.main import main
 
-__all__ = ["start_headstart"]
+__all__ = ["FORKS", "start_headstart"]
 
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
     [
         "headstart.cli.chat.session",
         "headstart.cli.chat.talk",
         "headstart.engine.llm",
         "headstart.engine.startup.loading",
+        "headstart.models.demo.llama",
         "headstart.server.launch",
         "transformers.models.llama.modeling_llama",
         __name__,
@@ -38,7 +39,7 @@ def start_headstart(
     process's own: Ctrl-C arrives there. A named pipe is opened once somebody opens its other end.
     """
     everything = {**os.environ, **environment}
-    process = _FORKS.Process(target=_run, args=(arguments, streams, everything), daemon=True)
+    process = FORKS.Process(target=_run, args=(arguments, streams, everything), daemon=True)
     process.start()
     return process
 

@@ -31,7 +31,7 @@ EVERY_KIND = os.environ.get("HEADSTART_EVERY_KIND") == "1"
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = save_smallest(tmp_path_factory.mktemp("model"))
+    folder = save_smallest(tmp_path_factory.mktemp("model"), layers=1)
     made = make_llm(folder, num_blocks=NUM_BLOCKS, max_num_batched_tokens=48)
     yield made
     made.close()

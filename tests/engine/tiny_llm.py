@@ -17,9 +17,12 @@ def save_smallest(
     folder: Path,
     poison: int | None = None,
     positions: int = 256,
+    layers: int = 2,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Path:
     """Save the model, the same one each time; the embedding of the token `poison` is infinite.
+
+    One layer halves the time of a step, where a test counts on steps and not on the model.
 
     With a tokenizer it has five tokens more than that, as models padded to a round number do.
     """
@@ -32,7 +35,7 @@ def save_smallest(
         vocab_size=VOCABULARY if tokenizer is None else len(tokenizer) + 5,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=positions,

@@ -68,9 +68,11 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_answers_are_right_cold_and_warm(name: str, engines: Any) -> None:
     llm = engines(**OPTIONS[name])
+    # Where nothing is cached each prompt is read whole, twice, and more often when preempted.
+    count = len(PROMPTS) if llm.engine.config.enable_prefix_caching else 3
     for _ in range(2):
-        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        assert [output.outputs[0].text for output in outputs] == list(ANSWERS.values())
+        outputs = llm.generate(PROMPTS[:count], GREEDY, use_tqdm=False)
+        assert [output.outputs[0].text for output in outputs] == list(ANSWERS.values())[:count]
         assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
         assert (llm.engine.num_preemptions > 0) is (name == "preempted")
 

@@ -37,7 +37,7 @@ NUM_BLOCKS = 24
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_smallest(
-        tmp_path_factory.mktemp("model"), tokenizer=TINY_TOKENIZERS["byte_level"]()
+        tmp_path_factory.mktemp("model"), layers=1, tokenizer=TINY_TOKENIZERS["byte_level"]()
     )
 
 

@@ -22,18 +22,18 @@ def duration(seconds: float | None) -> str:
 
 
 def cached_share(output: RequestOutput) -> str:
-    """Cached prompt tokens, what part of the prompt that is, and how many were loaded."""
+    """Cached prompt tokens and what part of the prompt they are, rounded down."""
     percent = 100 * output.num_cached_tokens // len(output.prompt_token_ids)
-    share = f"{output.num_cached_tokens:,} ({percent}%)"
-    return f"{share}, {output.num_loaded_tokens:,} from disk" if output.num_loaded_tokens else share
+    return f"{output.num_cached_tokens:,} ({percent}%)"
 
 
 def figures(output: RequestOutput) -> str:
     """The line below a reply: tokens in, tokens cached, time to first token, time per token."""
     metrics, reason = output.metrics, output.outputs[0].finish_reason
     end = "interrupted" if reason == "abort" else reason
+    loaded = f", {output.num_loaded_tokens:,} loaded" if output.num_loaded_tokens else ""
     return (
-        f"[prompt {len(output.prompt_token_ids):,} tokens, cached {cached_share(output)} · "
+        f"[prompt {len(output.prompt_token_ids):,} tokens, cached {cached_share(output)}{loaded} · "
         f"first token {duration(metrics.time_to_first_token)}, "
         f"then {duration(metrics.time_per_token)} each · {end}]"
     )

@@ -27,7 +27,7 @@ _TRY_AGAIN = 16  # loads that were not worth it, after which one is tried
 class Stores(NamedTuple):
     """Where K/V of one model, and objects such as image embeddings, outlive the process."""
 
-    blocks: BlockStore
+    kv: BlockStore
     objects: BlockStore
 
 
@@ -48,7 +48,7 @@ class Tiers:
     """What an engine tells its tiers, in the order of a step. All in the engine's thread."""
 
     def __init__(self, stores: Stores, manager: KVCacheManager, memory: PagedKVMemory) -> None:
-        store = stores.blocks
+        store = stores.kv
         self._store, self._objects = store, stores.objects
         self._manager = manager
         self._memory = memory

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -29,6 +30,7 @@ Prompt = PromptType | Mapping[str, Any] | PreparedPrompt
 Token ids are a sequence of integers, or a numpy array or torch tensor of one dimension."""
 
 _PRIORITIES = Number(int, -(2**63), 2**63 - 1)
+_PIECE = 1 << 16  # token ids that are looked at while no other thread runs
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -183,9 +185,13 @@ class InputProcessor:
         self._check_length(_length(given))
         if isinstance(given, (np.ndarray, Tensor)):
             given = given.tolist()
-        if set(map(type, given)) <= {int}:
-            return list(given)
-        return [self._read_id(token_id) for token_id in given]
+        given = iter(given)
+        token_ids: list[int] = []
+        while piece := list(islice(given, _PIECE)):
+            if not set(map(type, piece)) <= {int}:
+                piece = [self._read_id(token_id) for token_id in piece]
+            token_ids += piece
+        return token_ids
 
     def _read_id(self, token_id: object) -> int:
         if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -64,17 +65,21 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         token_ids = await asyncio.to_thread(_encode, service, body.prompt, body)
     else:
         token_ids = await _encode_chat(service, body, request)
-    texts = None
-    if body.return_token_strs:
-        texts = _tokenizer(service).convert_ids_to_tokens(token_ids)
-    return JsonResponse(
-        {
+
+    def tell() -> bytes:
+        texts = None
+        if body.return_token_strs:
+            texts = _tokenizer(service).convert_ids_to_tokens(token_ids)
+        told = {
             "count": len(token_ids),
             "max_model_len": service.llm.engine.max_model_len,
             "tokens": token_ids,
             "token_strs": texts,
         }
-    )
+        # Piece by piece, so that other threads run between the pieces of a long list.
+        return "".join(json.JSONEncoder(separators=(",", ":")).iterencode(told)).encode()
+
+    return Response(await asyncio.to_thread(tell), media_type="application/json")
 
 
 @router.post("/detokenize")

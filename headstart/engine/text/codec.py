@@ -1,20 +1,34 @@
 """Texts and token ids, back and forth, for prompts that are put together from pieces."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from headstart.errors import RequestError
 from headstart.validation import describe, shorten
 
 __all__ = ["Spelling", "encode_text"]
 
+_LONG = 1 << 16  # characters
+_ENCODING = ("__call__", "_encode_plus", "encode")
+
 
 def encode_text(
     tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True
 ) -> list[int]:
-    """The ids of a text by a tokenizer. Raises RequestError for what the tokenizer refuses."""
+    """The ids of a text by a tokenizer. Raises RequestError for what the tokenizer refuses.
+
+    A long text is encoded without what transformers asks for beside the ids: a mask and places in
+    the text. Making and dropping those of a million tokens stops every thread for 0.1 s.
+    """
     try:
+        backend = _plain_backend(tokenizer) if len(text) > _LONG else None
+        if backend is not None:
+            [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoding.ids
+            return ids
         token_ids: list[int] = tokenizer.encode(
             text, add_special_tokens=add_special_tokens, verbose=False
         )
@@ -24,6 +38,19 @@ def encode_text(
             f"the tokenizer refuses {describe(text)}: {type(error).__name__}: {shorten(str(error))}"
         ) from error
     return token_ids
+
+
+def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
+    """The tokenizer that makes all of the ids; None if transformers or a subclass does a part."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    own = takewhile(lambda kind: kind is not PreTrainedTokenizerFast, type(tokenizer).__mro__)
+    backend = tokenizer.backend_tokenizer
+    is_changed = any(name in vars(kind) for kind in own for name in _ENCODING)
+    is_set = backend.truncation is not None or backend.padding is not None
+    if is_changed or is_set or backend.encode_special_tokens != tokenizer.split_special_tokens:
+        return None
+    return backend
 
 
 class Spelling:

@@ -17,7 +17,7 @@ from headstart.engine.images.reading import NOBODY, Tenant
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.prompt_types import PromptType
-from headstart.engine.text.codec import encode_text
+from headstart.engine.text.codec import encode_text, too_many_tokens
 from headstart.engine.text.max_length import TextLimit
 from headstart.engine.vllm_api.calls import PROMPT
 from headstart.errors import RequestError
@@ -207,7 +207,7 @@ class InputProcessor:
         tokenizer = self._require_tokenizer()
         if self._images is not None:
             return self._images.tokenize(text)
-        return encode_text(tokenizer, text)
+        return encode_text(tokenizer, text, max_model_len=self._limit.max_model_len)
 
     def _require_tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
@@ -225,10 +225,7 @@ class InputProcessor:
     def _check_length(self, count: int) -> None:
         longest = self._limit.max_model_len
         if count >= longest:
-            raise RequestError(
-                f"the prompt has {count} tokens; with room for one more it may have "
-                f"{longest - 1} at the most (max_model_len {longest})"
-            )
+            raise too_many_tokens(count, longest)
 
 
 def _may_be_ids(given: object) -> bool:

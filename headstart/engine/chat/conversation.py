@@ -81,7 +81,8 @@ class ConversationMemory:
         max_texts: int = MAX_TEXTS,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        self._spelling = spelling or Spelling(tokenizer)
+        longest = limit.max_model_len if limit is not None else None
+        self._spelling = spelling or Spelling(tokenizer, longest)
         self._texts = TextIndex(max_texts, max_bytes)
         self._limit = limit
 

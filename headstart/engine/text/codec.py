@@ -9,16 +9,30 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from headstart.errors import RequestError
 from headstart.validation import describe, shorten
 
-__all__ = ["Spelling", "encode_text"]
+__all__ = ["Spelling", "encode_text", "too_many_tokens"]
 
 _LONG = 1 << 16  # characters
 _ENCODING = ("__call__", "_encode_plus", "encode")
 
 
+def too_many_tokens(count: int, max_model_len: int) -> RequestError:
+    """The error of a prompt that is too long."""
+    return RequestError(
+        f"the prompt has {count} tokens; with room for one more it may have "
+        f"{max_model_len - 1} at the most (max_model_len {max_model_len})"
+    )
+
+
 def encode_text(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    add_special_tokens: bool = True,
+    max_model_len: int | None = None,
 ) -> list[int]:
     """The ids of a text by a tokenizer. Raises RequestError for what the tokenizer refuses.
+
+    max_model_len: refuse a long text of as many tokens before they are made Python's.
 
     A long text is encoded without what transformers asks for beside the ids: a mask and places in
     the text. Making and dropping those of a million tokens stops every thread for 0.1 s.
@@ -27,11 +41,15 @@ def encode_text(
         backend = _plain_backend(tokenizer) if len(text) > _LONG else None
         if backend is not None:
             [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            if max_model_len is not None and len(encoding) >= max_model_len:
+                raise too_many_tokens(len(encoding), max_model_len)
             ids: list[int] = encoding.ids
             return ids
         token_ids: list[int] = tokenizer.encode(
             text, add_special_tokens=add_special_tokens, verbose=False
         )
+    except RequestError:
+        raise
     # A vocabulary without a token for unknown words has tokenizers raise a bare Exception.
     except Exception as error:
         raise RequestError(
@@ -56,11 +74,15 @@ def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
 class Spelling:
     """A tokenizer's way of spelling; `tokenizer` is None for a model without one.
 
-    A subclass may know texts and ids that stand for something else than they say.
+    max_model_len: refuse texts of as many tokens, where that saves work. A subclass may know texts
+    and ids that stand for something else than they say.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, max_model_len: int | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -71,7 +93,9 @@ class Spelling:
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text whose special tokens the template has spelled."""
-        return encode_text(self.tokenizer, text, add_special_tokens=False)
+        return encode_text(
+            self.tokenizer, text, add_special_tokens=False, max_model_len=self._max_model_len
+        )
 
     def tokenize_anchored(self, text: str) -> list[list[int]]:
         """The ids of a text that does not stand at the beginning; empty if there is no telling.

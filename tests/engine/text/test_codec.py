@@ -5,6 +5,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from headstart.engine.text import codec
 from headstart.engine.text.codec import encode_text
+from headstart.errors import RequestError
 from headstart.models.tokenizer import load_tokenizer
 from tests.tiny_tokenizers import END_OF_TURN, TINY_TOKENIZERS
 
@@ -42,3 +43,12 @@ def test_a_tokenizer_that_adds_its_own_is_asked_itself() -> None:
     plain.backend_tokenizer.enable_truncation(8)  # type: ignore[attr-defined]
     assert codec._plain_backend(plain) is None
     assert len(encode_text(plain, TEXT)) > 8
+
+
+def test_a_text_of_too_many_tokens_is_refused() -> None:
+    """In the words of a short one, by a tokenizer of any kind."""
+    for tokenizer in every_tokenizer().values():
+        count = len(tokenizer.encode(TEXT))
+        assert len(encode_text(tokenizer, TEXT, max_model_len=count + 1)) == count
+        with pytest.raises(RequestError, match=f"has {count} tokens.*{count - 1} at the most"):
+            encode_text(tokenizer, TEXT, max_model_len=count)

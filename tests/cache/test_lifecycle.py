@@ -1,4 +1,5 @@
-"""Preemption, reset, statistics, events, duplicates; and a cache that is off."""
+"""Preemption, reset, statistics, events, duplicates; a cache that is off, and requests that leave
+nothing in it."""
 
 from headstart.cache import (
     AllBlocksCleared,
@@ -12,12 +13,14 @@ from tests.cache.steps import (
     cached_ids,
     decode,
     finish,
+    free_ids,
     hits,
     make_manager,
     start,
 )
 
 PROMPT = list(range(100, 110))  # two blocks of four, and two tokens
+LONGER = list(range(14))
 
 
 def test_without_prefix_caching_nothing_is_cached() -> None:
@@ -206,3 +209,56 @@ def test_a_later_block_that_is_cached_is_shared_again_after_a_gap() -> None:
     assert second.block_ids[2] == blocks[2].block_id
     manager.commit_step()
     manager.check()
+
+
+def not_stored(name: str, tokens: list[int]) -> TokenSequence:
+    sequence = TokenSequence(name, tokens)
+    sequence.is_stored = False
+    return sequence
+
+
+def test_nothing_that_it_computes_is_found_while_it_runs_or_later() -> None:
+    manager = make_manager()
+    sequence = not_stored("secret", LONGER)
+    assert admit(manager, sequence) == 0
+    assert hits(manager, LONGER) == 0
+    manager.commit_step()
+    decode(manager, sequence, 1, 2, 3)
+    assert hits(manager, LONGER) == 0
+    manager.free(sequence)
+    manager.check()
+    assert hits(manager, LONGER) == 0
+    assert cached_ids(manager) == []
+
+
+def test_it_hits_what_others_left_and_that_stays() -> None:
+    manager = make_manager()
+    finish(manager, "open", LONGER)
+    sequence = not_stored("secret", [*LONGER, 20, 21, 22, 23, 24])
+    assert admit(manager, sequence) == 14
+    manager.commit_step()
+    manager.free(sequence)
+    manager.check()
+    assert hits(manager, [*LONGER, 20, 21, 22, 23, 24]) == 14
+
+
+def test_its_blocks_are_the_next_to_be_reused() -> None:
+    manager = make_manager()
+    finish(manager, "open", [9] * 8)
+    sequence = not_stored("secret", LONGER)
+    admit(manager, sequence)
+    table = list(sequence.block_ids)
+    manager.commit_step()
+    manager.free(sequence)
+    assert sorted(free_ids(manager)[:4]) == sorted(table)
+
+
+def test_nobody_waits_for_what_it_computes() -> None:
+    """A lookup names who writes the next block; that one would never come."""
+    manager = make_manager()
+    sequence = not_stored("secret", LONGER)
+    admit(manager, sequence, 4)
+    assert manager.get_computed_blocks(TokenSequence("other", LONGER)).writer is None
+    stored = TokenSequence("open", LONGER)
+    admit(manager, stored, 4)
+    assert manager.get_computed_blocks(TokenSequence("other", LONGER)).writer == "open"

@@ -80,7 +80,7 @@ def test_the_engine_s_counts_are_those_of_get_metrics(server: Running) -> None:
         ask(server, 1)
     told = read(server)
     metrics = server.llm._driver.call(lambda: read_metrics(server.llm.engine))
-    assert {metric.name for metric in metrics} == set(MEANINGS)
+    assert {metric.name for metric in metrics} <= set(MEANINGS)
     for metric in metrics:
         name = metric.name + "_total" * (type(metric).__name__ == "Counter")
         name += "".join(f" {k}={v}" for k, v in metric.labels.items())

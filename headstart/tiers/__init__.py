@@ -8,20 +8,25 @@ from headstart.tiers.objects import OBJECTS, ObjectStore
 from headstart.tiers.remote import RemoteStore
 from headstart.tiers.saver import Saver
 from headstart.tiers.store import BlockStore, LoadedBlock, ModelRecord, StoredBlock
+from headstart.tiers.verify import Counts, ModelReport, VerifyReport, verify
 
 __all__ = [
     "OBJECTS",
     "BlockStore",
     "ChainedStores",
+    "Counts",
     "DiskStore",
     "LoadJob",
     "LoadedBlock",
     "Loader",
     "ModelRecord",
+    "ModelReport",
     "ObjectStore",
     "RemoteStore",
     "Saver",
     "StoredBlock",
+    "VerifyReport",
     "default_folder",
     "make_folder",
+    "verify",
 ]

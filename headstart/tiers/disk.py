@@ -10,13 +10,13 @@ have no gaps: where a block goes, the last one of its file takes its place.
 """
 
 import os
-import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from headstart.cache import BlockHash
+from headstart.errors import ConfigError
 from headstart.tiers.faults import Faults
 from headstart.tiers.files import SlotFile
 from headstart.tiers.folder import (
@@ -27,7 +27,7 @@ from headstart.tiers.folder import (
     reopen,
     slot_path,
 )
-from headstart.tiers.index import DiskIndex, KeptBlock, KeptModel
+from headstart.tiers.index import DiskIndex, KeptBlock, KeptModel, is_passing
 from headstart.tiers.store import LoadedBlock, ModelRecord, StoredBlock
 
 __all__ = ["DiskStore"]
@@ -45,20 +45,21 @@ class DiskStore:
     tier = "disk"
 
     def __init__(self, folder: Path, model: ModelRecord, max_bytes: int) -> None:
-        self.folder = folder
+        self.folder = folder.absolute()
         self.faults = Faults(f"cache folder {folder}")
         self.model = model  # whose blocks they are
-        self._max_bytes = max_bytes
-        self._files: dict[str, SlotFile] = {}
+        self._max_bytes = self._room = max_bytes
+        self._made_anew = 0  # times that the index was
+        self._new: set[BlockHash] = set()  # what the save under way has listed
+        self._files: dict[Path, SlotFile] = {}
         # Two connections, so that a lookup does not wait for what is being written.
         self._reading, self._writing = threading.RLock(), threading.RLock()
+        self._opening = threading.Lock()
         self._reader: OpenIndex | None = None
         self._writer: OpenIndex | None = None
         make_folder(folder)
-        with self._guard(), self._writing:
-            index = self._open_writer()
-            with index.changing():
-                self._model_id(index)
+        with self._guard():
+            self._check_files()
 
     def find(self, names: Sequence[BlockHash]) -> int:
         with self._guard(), self._reading:
@@ -71,60 +72,87 @@ class DiskStore:
                 slots = self._open_reader().find(names)
                 file = self._file(self.model)
             for (name, _), payload in zip(slots, file.read(slots), strict=True):
-                if payload is None or payload.nbytes != self.model.block_bytes:
-                    self._drop_damaged(name)
+                if not self._is_whole(payload):
+                    payload = self._look_again(name)
+                if payload is None:
                     return
                 yield LoadedBlock(self.tier, payload)
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
-        saved = 0
+        made_anew = self._made_anew
+        saved = self._save(blocks)
+        if made_anew != self._made_anew:
+            saved = self._save(blocks)
+        return saved
+
+    def _save(self, blocks: Sequence[StoredBlock]) -> int:
         with self._guard(), self._writing:
+            saved = 0
+            self._room = self._max_bytes
+            self._new.clear()
             index = self._open_writer()
             with index.changing():
                 model = self._model_id(index)
-                known = index.known([block.name for block in blocks])
                 for block in blocks:
-                    if block.name not in known:
-                        if not self._save_one(index, model, block):
-                            break
-                        saved += 1
-        return saved
+                    if index.block(block.name) is not None:
+                        index.use(block.name, block.used)  # or the next one could take its place
+                        continue
+                    if not self._save_one(index, model, block):
+                        break
+                    saved += 1
+                if index.known(list(self._new)) != self._new:
+                    raise ValueError("it does not find what was just listed")
+            return saved
+        return 0
 
     def _save_one(self, index: DiskIndex, model: int, block: StoredBlock) -> bool:
         """Save a block; False if there is no room, or the disk is full."""
         file = self._file(self.model)
-        worth = index.worth(block.seconds, file.slot_bytes)
-        slot = self._find_room(index, model, block.used, worth)
-        if slot is None:
+        if memoryview(block.payload).nbytes != self.model.block_bytes:
+            self.faults.note("a block is of another size", block.name.hex())
             return False
-        try:
-            file.write(slot, block)
-        except OSError as error:
-            self.faults.note("a block cannot be written", error)
-            return False
-        index.insert(model, slot, block, worth)
-        return True
+        for _ in range(2):
+            slot = self._find_room(index, model, block.used)
+            if slot is None:
+                return False
+            try:
+                file.write(slot, block)
+            except OSError as error:
+                self.faults.note("a block cannot be written", error)
+                self._room = self._taken(index)  # more does not fit: others have to go
+            else:
+                index.insert(model, slot, block, index.worth(block.seconds, file.slot_bytes))
+                self._new.add(block.name)
+                return True
+        return False
 
-    def _find_room(self, index: DiskIndex, model: int, used: float, worth: float) -> int | None:
-        """A slot for a block of this worth; None if what would go is worth more, or used since."""
+    def _find_room(self, index: DiskIndex, model: int, used: float) -> int | None:
+        """A slot for a block; None if all that is there was used since."""
         own = self._file(self.model)
         while True:
-            taken = sum(self._bytes_of(index, kept) for kept in index.models())
-            if taken + own.slot_bytes <= self._max_bytes and self._has_space(own.slot_bytes):
+            taken = self._taken(index)
+            if taken + own.slot_bytes <= self._room and self._has_space(own.slot_bytes):
                 return index.count(model)
             found = index.victim(used)
-            if found is None or found[1] > worth:
+            if found is None or own.slot_bytes > self._room:
                 return None
-            index.advance(found[1])
-            if found[0].model == model:
-                return found[0].slot
-            self._take_out(index, found[0])
+            block, worth = found
+            index.advance(worth)
+            self._new.discard(block.name)
+            if block.model == model and taken <= self._room:
+                return block.slot
+            self._take_out(index, block)
+
+    def _taken(self, index: DiskIndex) -> int:
+        """Bytes that the blocks of all models take."""
+        return sum(self._bytes_of(index, kept) for kept in index.models())
 
     def _bytes_of(self, index: DiskIndex, model: KeptModel) -> int:
         """Bytes that a model's blocks take. Raises ValueError if its file has no such slots."""
         file, count = self._file(model.record), index.count(model.id)
         if count > file.num_slots:
             raise ValueError(f"it tells of {count:,} blocks, and {file.num_slots:,} are there")
+        file.cut(count)  # what comes after was written by a process that was killed
         return count * file.slot_bytes
 
     def _has_space(self, nbytes: int) -> bool:
@@ -160,18 +188,29 @@ class DiskStore:
                         removed += 1
         return removed
 
-    def _drop_damaged(self, name: BlockHash) -> None:
-        """Forget a block that cannot be read, unless another process moved it meanwhile."""
+    def forget_damaged(self, names: Sequence[BlockHash]) -> None:
+        """Forget those of the blocks that cannot be read."""
+        for name in names:
+            with self._guard():
+                self._look_again(name)
+
+    def _is_whole(self, payload: memoryview | None) -> bool:
+        return payload is not None and payload.nbytes == self.model.block_bytes
+
+    def _look_again(self, name: BlockHash) -> memoryview | None:
+        """A block that another process may have moved meanwhile; forgotten if it is damaged."""
         with self._writing:
             index = self._open_writer()
             with index.changing():
                 block = index.block(name)
                 if block is None:
-                    return
+                    return None
                 [payload] = self._file(self.model).read([(name, block.slot)])
-                if payload is None or payload.nbytes != self.model.block_bytes:
-                    self.faults.note("a block is damaged", name.hex())
-                    self._take_out(index, block)
+                if self._is_whole(payload):
+                    return payload
+                self.faults.note("a block is damaged", name.hex())
+                self._take_out(index, block)
+                return None
 
     def close(self) -> None:
         with self._reading, self._writing:
@@ -187,43 +226,64 @@ class DiskStore:
         """What goes wrong inside is noted; a damaged index is made anew."""
         try:
             yield
-        except sqlite3.OperationalError as error:
-            self.faults.note("the index cannot be used", error)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             self.faults.note("a file cannot be used", error)
+        except ConfigError as error:
+            self.faults.note("the folder cannot be used", error)
         except Exception as error:  # of any kind: what a damaged index says may be anything
-            self.faults.note("the index is damaged", error)
-            self._make_anew()
+            if is_passing(error):
+                self.faults.note("the index cannot be used", error)
+            else:
+                self.faults.note("the index is damaged", error)
+                self._make_anew()
+
+    def _check_files(self) -> None:
+        """Describe the model, and look for files that the index lacks."""
+        with self._writing:
+            index = self._open_writer()
+            with index.changing():
+                describe_model(self.folder, self.model)
+                listed = {slot_path(self.folder, kept.record) for kept in index.models()}
+                for path in set(self.folder.glob("*.kv")) - listed:
+                    if path.stat().st_size:
+                        raise ValueError(f"it lacks {path.name}")
+                self._model_id(index)
 
     def _open_reader(self) -> DiskIndex:
-        self._reader = reopen(self.folder, self._reader)
+        opened, self._reader = self._reader, None
+        self._reader = reopen(self.folder, opened)
         return self._reader.connection
 
     def _open_writer(self) -> DiskIndex:
-        self._writer = reopen(self.folder, self._writer)
+        opened, self._writer = self._writer, None
+        self._writer = reopen(self.folder, opened)
         return self._writer.connection
 
     def _model_id(self, index: DiskIndex) -> int:
+        path = slot_path(self.folder, self.model)
         for kept in index.models():
-            if kept.record.fingerprint == self.model.fingerprint:
+            if slot_path(self.folder, kept.record) == path:
                 return kept.id
         describe_model(self.folder, self.model)
         return index.add_model(self.model)
 
     def _file(self, record: ModelRecord) -> SlotFile:
-        file = self._files.get(record.fingerprint)
-        if file is None:
-            file = SlotFile(slot_path(self.folder, record), record.block_bytes)
-            self._files[record.fingerprint] = file
+        path = slot_path(self.folder, record)
+        with self._opening:
+            file = self._files.get(path)
+            if file is None or not file.is_in_place:
+                file = self._files[path] = SlotFile(path, record.block_bytes)
         return file
 
     def _make_anew(self) -> None:
         try:
             with self._reading, self._writing:
-                broken = self._writer or self._reader
+                broken = {opened.inode for opened in (self._reader, self._writer) if opened}
                 self._close_indexes()
-                rebuild_index(self.folder, None if broken is None else broken.inode)
-        except (sqlite3.Error, OSError) as error:
+                describe_model(self.folder, self.model)
+                rebuild_index(self.folder, broken)
+                self._made_anew += 1
+        except Exception as error:  # of any kind, again
             self.faults.note("the index cannot be made anew", error)
 
     def _close_indexes(self) -> None:

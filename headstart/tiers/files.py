@@ -24,7 +24,21 @@ class SlotFile:
 
     def __init__(self, path: Path, block_bytes: int) -> None:
         self.slot_bytes = -(-(HEADER_BYTES + block_bytes) // _ALIGN) * _ALIGN
+        self._path = path
+        self._fd = -1
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._inode = os.fstat(self._fd).st_ino
+
+    def __del__(self) -> None:
+        self.close()  # no sooner: another thread may be reading it
+
+    @property
+    def is_in_place(self) -> bool:
+        """False once the file was removed, or another has its name."""
+        try:
+            return os.stat(self._path).st_ino == self._inode
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -47,6 +61,9 @@ class SlotFile:
     def read(self, blocks: Sequence[tuple[BlockHash, int]]) -> Iterator[memoryview | None]:
         """The payloads of these (name, slot), in order; None for one that is not whole."""
         for first, last in self._runs([slot for _, slot in blocks]):
+            if not 0 <= blocks[first][1] < self.num_slots:
+                yield from [None] * (last - first)
+                continue
             data = self._pread(blocks[first][1], last - first)
             for at in range(first, last):
                 start = (at - first) * self.slot_bytes
@@ -87,6 +104,10 @@ class SlotFile:
     def headers(self) -> Iterator[tuple[int, RecordHeader]]:
         """The slots that begin with a header that is whole; payloads are not read."""
         for slot in range(self.num_slots):
-            header = read_header(os.pread(self._fd, HEADER_BYTES, slot * self.slot_bytes))
+            header = self.header(slot)
             if header is not None:
                 yield slot, header
+
+    def header(self, slot: int) -> RecordHeader | None:
+        """The header that a slot begins with; None if it is damaged, or none."""
+        return read_header(os.pread(self._fd, HEADER_BYTES, slot * self.slot_bytes))

@@ -2,16 +2,19 @@
 
 import fcntl
 import json
+import math
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
 from headstart.errors import ConfigError
 from headstart.tiers.files import SlotFile
-from headstart.tiers.index import DiskIndex
+from headstart.tiers.index import DiskIndex, is_passing
 from headstart.tiers.records import RecordHeader
 from headstart.tiers.store import ModelRecord, StoredBlock
 
@@ -20,6 +23,7 @@ __all__ = [
     "OpenIndex",
     "default_folder",
     "describe_model",
+    "described_models",
     "make_folder",
     "rebuild_index",
     "reopen",
@@ -28,6 +32,7 @@ __all__ = [
 
 INDEX = "index.sqlite"
 _LARGEST = 1 << 40  # bytes of a block that a description may tell
+_PATIENCE = 5.0  # seconds to wait for another process that makes the index anew
 
 
 class OpenIndex(NamedTuple):
@@ -61,29 +66,34 @@ def make_folder(folder: Path) -> None:
         raise ConfigError(f"cache folder {folder} cannot be written")
 
 
+@lru_cache(maxsize=256)  # asked for every model with every block that is saved
 def slot_path(folder: Path, record: ModelRecord) -> Path:
-    """The file of a model's blocks."""
-    return folder / f"{sha256(record.fingerprint.encode()).hexdigest()[:32]}.kv"
+    """The file of a model's blocks; its name follows from all that its slots depend on."""
+    told = f"{record.fingerprint} {record.block_size} {record.block_bytes}"
+    return folder / f"{sha256(told.encode()).hexdigest()[:32]}.kv"
 
 
 def describe_model(folder: Path, record: ModelRecord) -> None:
     """Write down what a model's file holds, for `rebuild_index`. Raises OSError."""
     path = slot_path(folder, record).with_suffix(".json")
+    if _read_description(path) == record:
+        return
     partial = path.with_suffix(f".{os.getpid()}.tmp")
     partial.write_text(json.dumps(record._asdict()), encoding="utf-8")
     partial.replace(path)
 
 
 def reopen(folder: Path, opened: OpenIndex | None) -> OpenIndex:
-    """A connection to the index that is there now. Raises sqlite3.Error or OSError."""
-    path = folder / INDEX
+    """A connection to the index that is there now. Raises what opening it may raise."""
+    inode = _inode(folder)
     if opened is not None:
-        try:
-            if os.stat(path).st_ino == opened.inode:
-                return opened
-        except FileNotFoundError:
-            pass
+        if inode == opened.inode:
+            return opened
         opened.connection.close()
+    make_folder(folder)
+    if inode is None:
+        rebuild_index(folder, ())
+    path = folder / INDEX
     index = DiskIndex(path)
     try:
         path.chmod(0o600)
@@ -93,21 +103,28 @@ def reopen(folder: Path, opened: OpenIndex | None) -> OpenIndex:
         raise
 
 
-def rebuild_index(folder: Path, broken: int | None) -> None:
+def rebuild_index(folder: Path, broken: Collection[int]) -> None:
     """Make a damaged index anew from the records, one process at a time.
 
-    broken: the inode of the one that is; another process may have been faster. None if it could
-    not be opened. Raises sqlite3.Error or OSError.
+    broken: inodes of indexes that are. Another process may have been faster: one that is not
+    among them stays if it is sound. Raises sqlite3.Error or OSError.
     """
     with _locked(folder):
-        if _is_sound(folder) if broken is None else _inode(folder) not in (broken, None):
+        if _inode(folder) not in (None, *broken) and _is_sound(folder):
             return
-        for name in (INDEX, f"{INDEX}-journal"):
-            (folder / name).unlink(missing_ok=True)
-        with closing(DiskIndex(folder / INDEX)) as index, index.changing():
-            for record in _described(folder):
+        partial = folder / f"{INDEX}.tmp"
+        partial.unlink(missing_ok=True)
+        records = list(described_models(folder))
+        for path in set(folder.glob("*.kv")) - {slot_path(folder, record) for record in records}:
+            path.unlink(missing_ok=True)  # nobody could find what is in it, or bound its size
+        with closing(DiskIndex(partial, create=True)) as index, index.changing():
+            for record in records:
                 with closing(SlotFile(slot_path(folder, record), record.block_bytes)) as file:
                     _add_records(index, index.add_model(record), record, file)
+        # In this order: a journal of the old index would be played back into the new one.
+        for name in (INDEX, f"{INDEX}-journal"):
+            (folder / name).unlink(missing_ok=True)
+        partial.replace(folder / INDEX)
 
 
 def _add_records(index: DiskIndex, model: int, record: ModelRecord, file: SlotFile) -> None:
@@ -115,7 +132,7 @@ def _add_records(index: DiskIndex, model: int, record: ModelRecord, file: SlotFi
     found: dict[bytes, tuple[int, RecordHeader]] = {
         header.name: (slot, header)
         for slot, header in file.headers()
-        if header.length == record.block_bytes
+        if header.length == record.block_bytes and math.isfinite(header.seconds)
     }
     kept = sorted(found.values())
     gaps = sorted(set(range(len(kept))) - {slot for slot, _ in kept})
@@ -137,30 +154,35 @@ def _inode(folder: Path) -> int | None:
 
 
 def _is_sound(folder: Path) -> bool:
-    """True if the index can be read from end to end."""
+    """True if the index can be read from end to end, or cannot be read just now."""
     try:
         with closing(DiskIndex(folder / INDEX)) as index:
             return index.is_sound()
-    except Exception:  # of whatever kind: it is made anew
-        return False
+    except Exception as error:  # of whatever kind: it is made anew
+        return is_passing(error)
 
 
-def _described(folder: Path) -> Iterator[ModelRecord]:
+def described_models(folder: Path) -> Iterator[ModelRecord]:
     """The models whose descriptions can be read."""
     for path in sorted(folder.glob("*.json")):
-        try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            record = ModelRecord(
-                str(told["fingerprint"]),
-                str(told["title"]),
-                int(told["block_size"]),
-                int(told["block_bytes"]),
-            )
-        except (OSError, ValueError, TypeError, KeyError):
-            continue
-        fits = record.block_size > 0 and 0 < record.block_bytes < _LARGEST
-        if fits and slot_path(folder, record).stem == path.stem:
+        record = _read_description(path)
+        if record is not None and slot_path(folder, record).stem == path.stem:
             yield record
+
+
+def _read_description(path: Path) -> ModelRecord | None:
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        record = ModelRecord(
+            str(told["fingerprint"]),
+            str(told["title"]),
+            int(told["block_size"]),
+            int(told["block_bytes"]),
+        )
+    except Exception:  # of any kind: a damaged file may say anything
+        return None
+    fits = record.block_size > 0 and 0 < record.block_bytes < _LARGEST
+    return record if fits else None
 
 
 @contextmanager
@@ -168,7 +190,19 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, which ends with the process that has it."""
     fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        until = time.monotonic() + _PATIENCE
+        while not _try_lock(fd):
+            if time.monotonic() > until:
+                raise TimeoutError("another process makes the index anew, and takes long")
+            time.sleep(0.02)
         yield
     finally:
         os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

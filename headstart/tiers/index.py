@@ -5,8 +5,8 @@ that is killed leaves it whole, and a damaged file is an exception and never a c
 synced to the disk. After a power loss it may be damaged, and is made anew from the records.
 
 A block's worth is GreedyDual-Size (Cao and Irani, 1997): `clock + seconds to compute / bytes`,
-where the clock is the worth of the last block that was evicted. So what was used lately stays,
-among models what is costly for its size stays longer, and a prefix goes from its end.
+where the clock is the worth of the last block that was evicted. So what was used lately stays, and
+among models what is costly for its size stays longer. Of a prefix only the last block may go.
 """
 
 import sqlite3
@@ -14,29 +14,55 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headstart.cache import BlockHash
 from headstart.tiers.store import ModelRecord, StoredBlock
 
-__all__ = ["DiskIndex", "KeptBlock", "KeptModel"]
+__all__ = ["DiskIndex", "KeptBlock", "KeptModel", "is_passing"]
 
 _PATIENCE = 5.0  # seconds to wait for another process's transaction
 _AT_ONCE = 500  # names in a query
 _FIRST = 8  # of a lookup: most prompts that are new miss there
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS models (
-    id INTEGER PRIMARY KEY, fingerprint TEXT UNIQUE NOT NULL, title TEXT NOT NULL,
-    block_size INTEGER NOT NULL, block_bytes INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS blocks (
+_VERSION = 1  # of the tables, written last: a file without it is no index
+_SCHEMA = f"""
+CREATE TABLE models (
+    id INTEGER PRIMARY KEY, fingerprint TEXT NOT NULL, title TEXT NOT NULL,
+    block_size INTEGER NOT NULL, block_bytes INTEGER NOT NULL,
+    UNIQUE (fingerprint, block_size, block_bytes));
+CREATE TABLE blocks (
     name BLOB PRIMARY KEY, model INTEGER NOT NULL, slot INTEGER NOT NULL, parent BLOB NOT NULL,
     depth INTEGER NOT NULL, seconds REAL NOT NULL, worth REAL NOT NULL, made REAL NOT NULL,
     used REAL NOT NULL, hits INTEGER NOT NULL) WITHOUT ROWID;
-CREATE UNIQUE INDEX IF NOT EXISTS slots ON blocks (model, slot);
-CREATE INDEX IF NOT EXISTS order_of_eviction ON blocks (worth, used, depth DESC);
-CREATE TABLE IF NOT EXISTS clock (one INTEGER PRIMARY KEY CHECK (one = 1), worth REAL NOT NULL);
-INSERT OR IGNORE INTO clock VALUES (1, 0);
+CREATE UNIQUE INDEX slots ON blocks (model, slot);
+CREATE INDEX parents ON blocks (parent);
+CREATE INDEX order_of_eviction ON blocks (worth, used, depth DESC);
+CREATE TABLE clock (one INTEGER PRIMARY KEY CHECK (one = 1), worth REAL NOT NULL);
+INSERT INTO clock VALUES (1, 0);
+PRAGMA user_version = {_VERSION};
 """
+
+
+# Errors that say nothing against the index: it is busy, the disk is full, and the like.
+_PASSING = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_INTERRUPT,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_PROTOCOL,
+    }
+)
+
+
+def is_passing(error: BaseException) -> bool:
+    """True if an error of SQLite says nothing against the index itself."""
+    return getattr(error, "sqlite_errorcode", -1) & 0xFF in _PASSING
 
 
 class KeptModel(NamedTuple):
@@ -64,16 +90,27 @@ _COLUMNS = ", ".join(KeptBlock._fields)
 
 
 class DiskIndex:
-    """One connection to the index; belongs to one thread at a time. Raises sqlite3.Error."""
+    """One connection to the index; belongs to one thread at a time.
 
-    def __init__(self, path: Path) -> None:
+    Raises sqlite3.Error; ValueError where the index says what cannot be.
+    """
+
+    def __init__(self, path: Path, *, create: bool = False) -> None:
         self._connection = sqlite3.connect(
-            path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False
+            f"{path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}",
+            timeout=_PATIENCE,
+            isolation_level=None,
+            check_same_thread=False,
+            uri=True,
         )
         try:
-            self._connection.execute("PRAGMA journal_mode = TRUNCATE")
+            journal = "MEMORY" if create else "TRUNCATE"
+            self._connection.execute(f"PRAGMA journal_mode = {journal}")
             self._connection.execute("PRAGMA synchronous = OFF")
-            self._connection.executescript(_SCHEMA)
+            if create:
+                self._connection.executescript(_SCHEMA)
+            elif self._connection.execute("PRAGMA user_version").fetchone() != (_VERSION,):
+                raise ValueError("these are not the tables of an index")
         except BaseException:
             self._connection.close()
             raise
@@ -89,14 +126,14 @@ class DiskIndex:
     @contextmanager
     def changing(self) -> Iterator[None]:
         """A transaction: all of it, or nothing. Other processes change nothing meanwhile."""
-        self._connection.execute("BEGIN IMMEDIATE")
         try:
+            self._connection.execute("BEGIN IMMEDIATE")
             yield
-        except BaseException:
+            self._connection.execute("COMMIT")
+        except BaseException:  # COMMIT too: one that fails would leave the index locked
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
-        self._connection.execute("COMMIT")
 
     # Models
 
@@ -115,10 +152,6 @@ class DiskIndex:
             record,
         )
         return int(row.fetchone()[0])
-
-    def drop_blocks(self, model: int) -> None:
-        """Forget all blocks of a model."""
-        self._connection.execute("DELETE FROM blocks WHERE model = ?", (model,))
 
     # Blocks
 
@@ -148,16 +181,28 @@ class DiskIndex:
         rows = self._connection.execute(
             f"SELECT name, slot FROM blocks WHERE name IN ({marks})", names
         )
-        return {BlockHash(name): slot for name, slot in rows}
+        slots = {BlockHash(name): slot for name, slot in rows}
+        if not slots.keys() <= set(names):
+            raise ValueError("it finds a block under another's name")
+        return slots
 
     def block(self, name: BlockHash) -> KeptBlock | None:
         """What is known of a block."""
         row = self._connection.execute(
             f"SELECT {_COLUMNS} FROM blocks WHERE name = ?", (name,)
         ).fetchone()
-        return KeptBlock(*row) if row is not None else None
+        if row is not None and row[0] != name:
+            raise ValueError("it finds a block under another's name")
+        return _kept(row) if row is not None else None
 
     def list_blocks(self, model: int) -> list[KeptBlock]:
+        """All blocks of a model, by slot."""
+        rows = self._connection.execute(
+            f"SELECT {_COLUMNS} FROM blocks WHERE model = ? ORDER BY slot", (model,)
+        )
+        return [KeptBlock(*row) for row in rows]
+
+    def blocks(self, model: int) -> list[KeptBlock]:
         """All blocks of a model, by slot."""
         rows = self._connection.execute(
             f"SELECT {_COLUMNS} FROM blocks WHERE model = ? ORDER BY slot", (model,)
@@ -172,17 +217,24 @@ class DiskIndex:
             "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
             (name, model, slot, parent, depth, seconds, worth, time.time(), used),
         )
+        if self.count(model) <= slot:
+            raise ValueError("it counts less blocks than there are")
 
     def move(self, model: int, source: int, target: int) -> None:
         """The block in one slot lies in another now, instead of what was there."""
         self._connection.execute("DELETE FROM blocks WHERE model = ? AND slot = ?", (model, target))
-        self._connection.execute(
+        self._change_one(
             "UPDATE blocks SET slot = ? WHERE model = ? AND slot = ?", (target, model, source)
         )
 
     def remove(self, name: BlockHash) -> None:
-        """Forget a block."""
-        self._connection.execute("DELETE FROM blocks WHERE name = ?", (name,))
+        """Forget a block that is there."""
+        self._change_one("DELETE FROM blocks WHERE name = ?", (name,))
+
+    def _change_one(self, statement: str, values: tuple[int | bytes, ...]) -> None:
+        """Change one row. In a damaged index a row may be found one way, and not another."""
+        if self._connection.execute(statement, values).rowcount != 1:
+            raise ValueError("a block that it tells of is not there")
 
     # Worth
 
@@ -194,17 +246,33 @@ class DiskIndex:
         return float(self._connection.execute("SELECT worth FROM clock").fetchone()[0])
 
     def victim(self, before: float) -> tuple[KeptBlock, float] | None:
-        """Which block goes first of those that were last used before a time; and its worth."""
-        row = self._connection.execute(
-            f"SELECT {_COLUMNS}, worth FROM blocks WHERE used < ? "
+        """Which block goes first of those that were last used before a time; and its worth.
+
+        One that others continue stays, since without it they cannot be found. A block that was
+        used in the future was used before the clock was set back.
+        """
+        row = self._connection.execute(  # of columns that the order of eviction has by itself
+            "SELECT name, worth FROM blocks AS block WHERE (used < ? OR used > ?) AND "
+            "NOT EXISTS (SELECT 1 FROM blocks AS next WHERE next.parent = block.name) "
             "ORDER BY worth, used, depth DESC LIMIT 1",
-            (before,),
+            (before, time.time()),
         ).fetchone()
-        return (KeptBlock(*row[:-1]), row[-1]) if row is not None else None
+        if row is None:
+            return None
+        block = self.block(row[0])
+        if block is None:
+            raise ValueError("the order of eviction tells of a block that is not there")
+        return block, row[1]
 
     def advance(self, worth: float) -> None:
         """A block of this worth was evicted."""
         self._connection.execute("UPDATE clock SET worth = max(worth, ?)", (worth,))
+
+    def use(self, name: BlockHash, used: float) -> None:
+        """A block was used at this time, or later; its worth stays."""
+        self._connection.execute(
+            "UPDATE blocks SET used = max(used, ?) WHERE name = ?", (used, name)
+        )
 
     def touch(self, names: Iterable[BlockHash], block_bytes: int) -> None:
         """These blocks were used now."""
@@ -213,6 +281,13 @@ class DiskIndex:
             "UPDATE blocks SET worth = ? + seconds / ?, used = ?, hits = hits + 1 WHERE name = ?",
             [(clock, max(block_bytes, 1), now, name) for name in names],
         )
+
+
+def _kept(row: Sequence[Any]) -> KeptBlock:
+    block = KeptBlock(*row)
+    if block.slot < 0:
+        raise ValueError(f"a block lies in slot {block.slot}")
+    return block
 
 
 def _cut(names: Sequence[BlockHash]) -> Iterator[Sequence[BlockHash]]:

@@ -5,6 +5,7 @@
 Looking up has a thread of its own, so that a prompt that is new waits for nobody's load.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from headstart.tiers.store import BlockStore, LoadedBlock
 
 __all__ = ["LoadJob", "Loader"]
 
+_LOG = logging.getLogger("headstart.tiers")
 _CHUNK_BYTES = 8 << 20
 _WEIGHT = 0.3  # of the last measurement in the rate
 
@@ -48,6 +50,7 @@ class Loader:
         self._max_bytes = max_bytes
         self._asked: deque[LoadJob] = deque()
         self._found: deque[LoadJob] = deque()
+        self._current: set[LoadJob] = set()  # those that a thread works on
         self._nbytes = 0
         self._news = False
         self._closed = False
@@ -58,23 +61,25 @@ class Loader:
         """Look for these blocks, and load as many as `choose` says when it is told how many are."""
         job = LoadJob(names, choose)
         with self._changed:
-            if self._closed:
-                job.done = True
+            if self._closed or not self._has_threads():
+                job.done = self._news = True
                 return job
             self._asked.append(job)
-            if not self._threads:
-                for queue, work in ((self._asked, self._look_up), (self._found, self._load)):
-                    self._threads.append(
-                        threading.Thread(
-                            target=self._run,
-                            args=(queue, work),
-                            name=f"headstart{work.__name__}",
-                            daemon=True,
-                        )
-                    )
-                    self._threads[-1].start()
             self._changed.notify_all()
         return job
+
+    def _has_threads(self) -> bool:
+        """Start the threads that do not run; False if the machine has no more threads."""
+        works = ((self._asked, self._look_up), (self._found, self._load))
+        for queue, work in works[len(self._threads) :]:
+            name = f"headstart{work.__name__}"
+            thread = threading.Thread(target=self._run, args=(queue, work), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
+            self._threads.append(thread)
+        return True
 
     def take(self, job: LoadJob, most: int) -> list[LoadedBlock]:
         """Up to `most` of the blocks that have arrived, in order."""
@@ -105,8 +110,8 @@ class Loader:
         """End every job. Idempotent."""
         with self._changed:
             self._closed = True
-            for job in (*self._asked, *self._found):
-                job.cancelled = True
+            for job in (*self._asked, *self._found, *self._current):
+                job.cancelled = job.done = True
             self._changed.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -123,16 +128,19 @@ class Loader:
                 if not queue:
                     return
                 job = queue.popleft()
+                self._current.add(job)
             goes_on = False
             try:
                 goes_on = not job.cancelled and work(job)
-            finally:
-                with self._changed:
-                    if goes_on and not self._closed:
-                        self._found.append(job)
-                    else:
-                        job.done = self._news = True
-                    self._changed.notify_all()
+            except BaseException:  # or whoever asks next would wait for ever
+                _LOG.exception("a load failed; what it was for is computed")
+            with self._changed:
+                self._current.discard(job)
+                if goes_on and not self._closed:
+                    self._found.append(job)
+                else:
+                    job.done = self._news = True
+                self._changed.notify_all()
 
     def _look_up(self, job: LoadJob) -> bool:
         job.count = job.choose(self._store.find(job.names))

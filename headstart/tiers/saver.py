@@ -1,5 +1,6 @@
 """Saving off the engine's thread: offers are queued up to a number of bytes, and dropped beyond."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -10,6 +11,7 @@ from headstart.tiers.store import BlockStore, StoredBlock
 
 __all__ = ["Saver"]
 
+_LOG = logging.getLogger("headstart.tiers")
 _BATCH_BLOCKS = 64
 _BATCH_BYTES = 16 << 20
 
@@ -59,8 +61,12 @@ class Saver:
 
     def _wake(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="headstart-saver", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="headstart-saver", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the machine has no more threads: the next offer tries again
+                return
+            self._thread = thread
         self._changed.notify_all()
 
     def _run(self) -> None:
@@ -72,10 +78,13 @@ class Saver:
                     return
                 batch, touched = self._take_batch()
                 self._busy = True
-            if batch:
-                self.num_saved += self._store.save(batch)
-            if touched:
-                self._store.touch(touched)
+            try:
+                if batch:
+                    self.num_saved += self._store.save(batch)
+                if touched:
+                    self._store.touch(touched)
+            except BaseException:  # or nothing would be saved from now on
+                _LOG.exception("blocks could not be saved")
             with self._changed:
                 self._nbytes -= sum(memoryview(block.payload).nbytes for block in batch)
                 self._busy = False
@@ -104,6 +113,7 @@ class Saver:
 
     def close(self, timeout: float) -> None:
         """Save what is queued, for so many seconds at the most; then take no more. Idempotent."""
+        until = time.monotonic() + timeout
         self.flush(timeout)
         with self._changed:
             self._closed = True
@@ -112,4 +122,4 @@ class Saver:
             self._touched.clear()
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+            self._thread.join(max(0.0, until - time.monotonic()))

@@ -69,7 +69,7 @@ class BlockStore(Protocol):
         ...
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Keep the blocks, unless that would cost others that are worth more; how many are new."""
+        """Keep the blocks, unless that would cost others that were used since; how many are new."""
         ...
 
     def touch(self, names: Sequence[BlockHash]) -> None:

@@ -1,0 +1,151 @@
+"""Random operations on disk stores of one folder, held after every one against a naive model.
+
+Two models, two stores of one of them, a budget for all. The naive model is a dict of what was
+saved and when it was used. What must hold: no wrong bytes, what `find` promises is loaded, the
+slots have no gaps, the files are as long as their slots and within the budget, and nothing goes
+but by need: what is gone was removed, or is the end of a prefix that others needed the room of.
+"""
+
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from headstart.cache import BlockHash
+from headstart.tiers import DiskStore, ModelRecord
+from headstart.tiers.folder import INDEX, slot_path
+from headstart.tiers.index import DiskIndex
+from tests.tiers.stores import MODEL, block, name, payload
+
+OTHER = ModelRecord("other weights", "another model", 16, 700)
+SLOTS = {MODEL: 2560, OTHER: 1024}  # bytes that a block takes
+LENGTH = 6  # blocks of a prompt
+PROMPTS = st.integers(0, 3)  # of each model; two of them share their first blocks
+STORES = st.sampled_from([0, 1, 2])  # the first two are of one model
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Three stores in a folder."""
+
+    @initialize(budget=st.sampled_from([0, 2000, 3 * 2560, 7 * 2560, 40 * 2560]))
+    def start(self, budget: int) -> None:
+        self.made = TemporaryDirectory(prefix="headstart-machine-")
+        self.folder = Path(self.made.name)
+        self.budget = budget
+        self.stores: list[DiskStore] = [self.open(at) for at in range(3)]
+        self.kept: dict[int, float] = {}  # when each block was used
+        self.clock = 1.0
+
+    def open(self, at: int) -> DiskStore:
+        return DiskStore(self.folder, OTHER if at == 2 else MODEL, self.budget)
+
+    def teardown(self) -> None:
+        if hasattr(self, "made"):
+            for store in self.stores:
+                store.close()
+            self.made.cleanup()
+
+    def numbers(self, at: int, prompt: int, first: int, count: int) -> list[int]:
+        start = (5000 if at == 2 else 0) + 100 * prompt
+        return list(range(start, start + LENGTH))[first : first + count]
+
+    def present(self) -> dict[ModelRecord, dict[BlockHash, int]]:
+        """What the index lists."""
+        with closing(DiskIndex(self.folder / INDEX)) as index:
+            return {
+                kept.record: {one.name: one.slot for one in index.blocks(kept.id)}
+                for kept in index.models()
+            }
+
+    def listed(self) -> set[int]:
+        names = {found for blocks in self.present().values() for found in blocks}
+        return {number for number in self.kept if name(number) in names}
+
+    @rule(at=STORES, prompt=PROMPTS, first=st.integers(0, LENGTH), count=st.integers(1, LENGTH))
+    def save(self, at: int, prompt: int, first: int, count: int) -> None:
+        self.clock += 1.0
+        numbers = self.numbers(at, prompt, first, count)
+        model = OTHER if at == 2 else MODEL
+        before = self.listed()
+        saved = self.stores[at].save([block(n, self.clock, model) for n in numbers])
+        self.kept |= {n: self.clock for n in numbers if n not in before}
+        after = self.listed()
+        new = [n for n in numbers if n not in before]
+        assert after - before <= set(new) and len(after - before) <= saved
+        held = [n for n in numbers if n in after]
+        assert held == numbers[: len(held)], "a save takes the place of nothing of its own prefix"
+        gone = before - after
+        room = self.budget - sum(SLOTS[OTHER if n >= 5000 else MODEL] for n in after)
+        if saved < len(new):  # all that is left was used as late, or is too large
+            assert room < SLOTS[model]
+        if gone:
+            assert room < max(SLOTS.values()) + SLOTS[model], "no more than needed"
+        self.check_ends_went_first(before, gone)
+        for n in gone:
+            del self.kept[n]
+        self.kept = {n: used for n, used in self.kept.items() if n in after}
+
+    def check_ends_went_first(self, before: set[int], gone: set[int]) -> None:
+        for number in gone:
+            if (number + 1) % 100 and number + 1 in before:
+                assert number + 1 in gone, "a prefix goes from its end"
+
+    @rule(at=STORES, prompt=PROMPTS, first=st.integers(0, LENGTH))
+    def load(self, at: int, prompt: int, first: int) -> None:
+        numbers = self.numbers(at, prompt, first, LENGTH)
+        names = [name(n) for n in numbers]
+        expected = next((i for i, n in enumerate(numbers) if n not in self.kept), len(numbers))
+        assert self.stores[at].find(names) == expected
+        loaded = [bytes(found.payload) for found in self.stores[at].load(names)]
+        nbytes = (OTHER if at == 2 else MODEL).block_bytes
+        assert loaded == [payload(n, nbytes) for n in numbers[:expected]]
+
+    @rule(at=STORES, prompt=PROMPTS, count=st.integers(0, LENGTH))
+    def touch(self, at: int, prompt: int, count: int) -> None:
+        before = self.listed()
+        self.stores[at].touch([name(n) for n in self.numbers(at, prompt, 0, count)])
+        assert self.listed() == before
+
+    @rule(at=STORES, prompt=PROMPTS, first=st.integers(0, LENGTH), count=st.integers(1, 3))
+    def remove(self, at: int, prompt: int, first: int, count: int) -> None:
+        numbers = [n for n in self.numbers(at, prompt, first, count) if n in self.kept]
+        names = [name(n) for n in self.numbers(at, prompt, first, count)]
+        assert self.stores[at].remove(names) == len(numbers)
+        for n in numbers:
+            del self.kept[n]
+        assert self.listed() == set(self.kept)
+
+    @rule(at=STORES)
+    def reopen(self, at: int) -> None:
+        self.stores[at].close()
+        self.stores[at] = self.open(at)
+        assert self.listed() == set(self.kept)
+
+    @rule()
+    def lose_the_index(self) -> None:
+        """The order of use is lost with it, and no block."""
+        (self.folder / INDEX).unlink()
+        self.stores[0].find([])
+        assert self.listed() == set(self.kept)
+
+    @invariant()
+    def slots_have_no_gaps_and_fit(self) -> None:
+        if not hasattr(self, "made"):
+            return
+        total = 0
+        for model, blocks in self.present().items():
+            assert sorted(blocks.values()) == list(range(len(blocks)))
+            path = slot_path(self.folder, model)
+            size = path.stat().st_size if path.exists() else 0
+            assert -(-size // SLOTS[model]) == len(blocks)
+            total += size
+        assert total <= self.budget
+        for store in self.stores:
+            assert not store.faults.counts
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

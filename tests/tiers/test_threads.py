@@ -1,0 +1,242 @@
+"""The threads that save and load: nothing waits for ever, whatever the store does, and whenever
+somebody closes or cancels."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from headstart.cache import BlockHash
+from headstart.tiers import BlockStore, LoadedBlock, Loader, LoadJob, Saver, StoredBlock
+from tests.tiers.stores import MODEL, block, blocks, name, names, payload
+
+FOREVER = 20.0  # seconds that nothing here takes
+SIZE = MODEL.block_bytes
+ERRORS = [RuntimeError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit]
+
+
+class Store(BlockStore):
+    """Has every block. before: called with a method's name when it begins, and with each block."""
+
+    def __init__(self, before: Callable[[str], None] = lambda method: None) -> None:
+        self.before = before
+        self.saved: list[BlockHash] = []
+        self.touched: list[BlockHash] = []
+        self.numbers = {name(number): number for number in range(200)}
+
+    def find(self, names: Sequence[BlockHash]) -> int:
+        self.before("find")
+        return len(names)
+
+    def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
+        self.before("load")
+        for one in names:
+            self.before("block")
+            yield LoadedBlock("test", memoryview(payload(self.numbers[one])))
+
+    def save(self, blocks: Sequence[StoredBlock]) -> int:
+        self.before("save")
+        self.saved += [block.name for block in blocks]
+        return len(blocks)
+
+    def touch(self, names: Sequence[BlockHash]) -> None:
+        self.before("touch")
+        self.touched += names
+
+    def close(self) -> None:
+        self.before("close")
+
+
+class Gate:
+    """Holds a thread at a method until it is opened."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, method: str) -> None:
+        if method == self.method:
+            self.reached.set()
+            assert self.opened.wait(FOREVER)
+
+
+def fails_once(method: str, error: type[BaseException]) -> Callable[[str], None]:
+    errors = iter([error("on purpose")])
+
+    def before(reached: str) -> None:
+        if reached == method and (found := next(errors, None)) is not None:
+            raise found
+
+    return before
+
+
+def everything(found: int) -> int:
+    return found
+
+
+def arrived(loader: Loader, job: LoadJob) -> int:
+    """Take all of a job; how many there were."""
+    count = 0
+    while True:
+        done = job.done
+        if taken := len(loader.take(job, 3)):
+            count += taken
+        elif done:
+            return count
+        else:
+            loader.wait(FOREVER)
+
+
+@contextmanager
+def loading(store: BlockStore, max_bytes: int = 1 << 20) -> Iterator[Loader]:
+    loader = Loader(store, max_bytes)
+    try:
+        yield loader
+    finally:
+        loader.close(FOREVER)
+        assert not any(thread.is_alive() for thread in loader._threads)
+
+
+@contextmanager
+def saving(store: BlockStore, max_bytes: int = 1 << 20) -> Iterator[Saver]:
+    saver = Saver(store, max_bytes)
+    try:
+        yield saver
+    finally:
+        saver.close(FOREVER)
+        assert saver._thread is None or not saver._thread.is_alive()
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.tiers.loader._CHUNK_BYTES", 2 * SIZE)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("method", ["find", "load", "block"])
+def test_a_load_that_fails_ends_and_the_next_one_comes(
+    method: str, error: type[BaseException]
+) -> None:
+    with loading(Store(fails_once(method, error))) as loader:
+        first, second = (loader.start(names(range(20)), everything) for _ in range(2))
+        assert arrived(loader, first) < 20
+        assert arrived(loader, second) == 20
+
+
+def test_whoever_chooses_may_fail(caplog: pytest.LogCaptureFixture) -> None:
+    with loading(Store()) as loader:
+        assert arrived(loader, loader.start(names(range(9)), lambda found: 1 // 0)) == 0
+        assert arrived(loader, loader.start(names(range(9)), lambda found: 4)) == 4
+    assert "a load failed" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["find", "load", "block"])
+def test_a_loader_is_closed_while_a_store_blocks(method: str) -> None:
+    gate = Gate(method)
+    with loading(Store(gate)) as loader:
+        jobs = [loader.start(names(range(20)), everything) for _ in range(3)]
+        assert gate.reached.wait(FOREVER)
+        loader.close(0.0)
+        assert all(job.done for job in jobs), "nobody waits for them any more"
+        assert loader.start(names(range(3)), everything).done
+        loader.wait(FOREVER)
+        gate.opened.set()
+
+
+def test_a_loader_is_closed_while_it_waits_for_blocks_to_be_taken() -> None:
+    with loading(Store(), max_bytes=SIZE) as loader:
+        job = loader.start(names(range(20)), everything)
+        while not job.arrived:
+            loader.wait(FOREVER)
+        loader.close(FOREVER)
+        assert job.done
+
+
+@pytest.mark.parametrize("max_bytes", [0, 1, SIZE, 5 * SIZE])
+def test_blocks_larger_than_the_bound_come_one_after_the_other(max_bytes: int) -> None:
+    with loading(Store(), max_bytes) as loader:
+        for _ in range(5):
+            assert arrived(loader, loader.start(names(range(20)), everything)) == 20
+    with saving(store := Store(), max_bytes) as saver:
+        while saver.num_saved != 20:
+            for one in blocks(range(20)):
+                if one.name not in store.saved:
+                    saver.offer([one])
+            assert saver.flush(FOREVER)
+
+
+def test_jobs_by_the_thousand_that_are_cancelled_at_any_time() -> None:
+    chance = random.Random(1)
+    with loading(Store(), 4 * SIZE) as loader:
+        jobs: list[LoadJob] = []
+        for _ in range(3000):
+            jobs.append(loader.start(names(range(chance.randint(1, 12))), everything))
+            if len(jobs) > 8:
+                job = jobs.pop(chance.randrange(len(jobs)))
+                if chance.random() < 0.7:
+                    loader.take(job, 2)
+                loader.cancel(job)
+                assert job.done and not job.arrived
+        for job in jobs:
+            assert arrived(loader, job) <= 12
+        assert loader._nbytes == 0
+        assert arrived(loader, loader.start(names(range(12)), everything)) == 12
+
+
+def test_threads_that_cannot_be_started_fail_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with loading(Store()) as loader, saving(store := Store()) as saver:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            assert loader.start(names(range(3)), everything).done
+            saver.offer(blocks(range(3)))
+            assert not saver.flush(0.0)
+        assert arrived(loader, loader.start(names(range(3)), everything)) == 3
+        saver.offer(blocks(range(3, 6)))
+        assert saver.flush(FOREVER) and store.saved == names(range(6))
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("method", ["save", "touch"])
+def test_a_save_that_fails_is_the_only_one(method: str, error: type[BaseException]) -> None:
+    with saving(store := Store(fails_once(method, error))) as saver:
+        for first in (0, 10):
+            saver.offer(blocks(range(first, first + 10)))
+            saver.touch(names(range(3)))
+            assert saver.flush(FOREVER)
+        assert store.saved[-10:] == names(range(10, 20))
+        assert saver.has_room(1 << 20), "what failed waits no more"
+
+
+def test_a_saver_is_closed_while_the_store_blocks() -> None:
+    gate = Gate("save")
+    with saving(store := Store(gate)) as saver:
+        saver.offer([block(0)])
+        assert gate.reached.wait(FOREVER)
+        saver.offer(blocks(range(1, 5)))
+        assert not saver.flush(0.0)
+        saver.close(0.0)
+        assert saver.num_dropped == 4 and not saver.offer([block(9)])
+        gate.opened.set()
+    assert store.saved == [name(0)]
+
+
+def test_offers_from_many_threads_while_one_closes() -> None:
+    with saving(store := Store()) as saver:
+
+        def offer(first: int) -> None:
+            for number in range(first, first + 50):
+                saver.offer([block(number)])
+                saver.touch([name(number)])
+
+        threads = [threading.Thread(target=offer, args=(50 * at,)) for at in range(4)]
+        for thread in threads:
+            thread.start()
+        saver.close(FOREVER)
+        for thread in threads:
+            thread.join(FOREVER)
+    assert len(store.saved) + saver.num_dropped == 200

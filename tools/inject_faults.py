@@ -1,0 +1,183 @@
+"""Damages cache folders in every way we know, and checks what the disk store makes of it.
+
+    python tools/inject_faults.py [--faults 10000] [--seed 0] [--kind "files cut"] [--folder PATH]
+
+After each fault no exception may leave the store, no block may have other bytes than it was saved
+with, new blocks must be kept at the second try at the latest, the files must be within their
+budget, no file may stay open or be left behind, and `verify` must find nothing after a repair.
+Each fault happens in a process of its own, so that a crash or a hang is one fault's. `--folder` on
+a small file system (`mount -t tmpfs -o size=700k`) fills that disk. What limits it: 200 faults a
+second and core, or 30 where processes are killed. Ends in one JSON line; exit status 1 if anything
+was wrong.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+from injection.damage import DAMAGES
+from injection.limits import LIMITS
+from injection.processes import PROCESSES
+from injection.world import (
+    MODELS,
+    PROMPTS,
+    Outcome,
+    Templates,
+    WrongAnswerError,
+    examine,
+    exercise,
+    make_templates,
+    open_store,
+)
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+_SHARES = {**dict.fromkeys(DAMAGES, 7), **dict.fromkeys(LIMITS, 3)} | {
+    "process killed": 10,
+    "process stopped": 1,
+    "processes at once": 2,
+    "index held": 2,
+}
+_HANGS = 60  # seconds after which a fault is a hang
+
+
+class Fault(NamedTuple):
+    """One fault; the same number does the same."""
+
+    kind: str
+    number: int
+
+
+def damaged(fault: Fault, random: Random, folder: Path, templates: Templates) -> Outcome:
+    """Damage a folder while a store has it open, or not."""
+    if "journal" in fault.kind or random.random() < 0.5:  # opening it would play it back
+        DAMAGES[fault.kind](random, folder, templates)
+        return examine(folder)
+    with closing(open_store(folder)) as store:
+        exercise(store, MODELS[0], PROMPTS[MODELS[0]])
+        DAMAGES[fault.kind](random, folder, templates)
+        return examine(folder, store)
+
+
+def happen(fault: Fault, folder: Path, templates: Templates) -> Outcome:
+    """Inject a fault into a copy of a template; what came of it."""
+    random = Random(f"{fault.kind} {fault.number}")
+    is_journal = "journal" in fault.kind or random.random() < 0.1
+    shutil.copytree(templates.journal if is_journal else templates.whole, folder)
+    files_open = len(os.listdir("/proc/self/fd"))
+    try:
+        if fault.kind in DAMAGES:
+            outcome = damaged(fault, random, folder, templates)
+        else:
+            outcome = (PROCESSES | LIMITS)[fault.kind](random, folder)
+    except WrongAnswerError as error:
+        return Outcome(wrong=1, problem=str(error))
+    except Exception:
+        return Outcome(problem=traceback.format_exc())
+    gc.collect()
+    if len(os.listdir("/proc/self/fd")) > files_open:
+        outcome.problem = outcome.problem or "files stay open"
+    return outcome
+
+
+def inject(fault: Fault, base: Path, templates: Templates) -> Outcome:
+    """Inject a fault in a process of its own."""
+    folder = base / "folder"
+    shutil.rmtree(folder, ignore_errors=True)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(_HANGS)
+        try:
+            outcome = happen(fault, folder, templates)
+            os.write(writing, json.dumps(asdict(outcome)).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as told:
+        answer = told.read()
+    status = os.waitpid(child, 0)[1]
+    if not answer:
+        return Outcome(problem=f"the process ended with status {status}")
+    return Outcome(**json.loads(answer))
+
+
+def choose(count: int, seed: int, kinds: list[str]) -> list[Fault]:
+    """So many faults, of every kind by its share."""
+    shares = {kind: share for kind, share in _SHARES.items() if not kinds or kind in kinds}
+    total, numbers = sum(shares.values()), Counter[str]()
+    for at in range(count):
+        kind = max(shares, key=lambda kind: shares[kind] * (at + 1) / total - numbers[kind])
+        numbers[kind] += 1
+    return [Fault(kind, seed * 1_000_000 + at) for kind in shares for at in range(numbers[kind])]
+
+
+def run(faults: list[Fault], base: Path) -> dict[str, Counter[str]]:
+    """Inject all; what came of them by kind."""
+    console = Console(stderr=True)
+    found: dict[str, Counter[str]] = {}
+    with tempfile.TemporaryDirectory(prefix="headstart-faults-") as name:
+        templates = make_templates(Path(name))
+        gc.freeze()  # so that looking for open files is quick in each process
+        Path(name).chmod(0o711)  # a process without permission gets as far as its folder
+        where = base / Path(name).name
+        where.mkdir(mode=0o711, exist_ok=True)
+        with Progress(console=console, auto_refresh=False) as progress:
+            for fault in progress.track(faults, description="faults"):
+                outcome = inject(fault, where, templates)
+                counts = found.setdefault(fault.kind, Counter())
+                counts["faults"] += 1
+                counts["lost"] += outcome.lost
+                counts["wrong"] += outcome.wrong
+                counts["problems"] += bool(outcome.problem)
+                if outcome.problem:
+                    progress.console.print(f"{fault}: {outcome.problem}", markup=False)
+        shutil.rmtree(where, ignore_errors=True)
+    return found
+
+
+def show(found: dict[str, Counter[str]]) -> None:
+    """Print the table, and the JSON line."""
+    table = Table("kind of fault", "faults", "blocks lost", "wrong answers", "other problems")
+    columns = ("faults", "lost", "wrong", "problems")
+    for kind, counts in found.items():
+        table.add_row(kind, *(f"{counts[column]:,}" for column in columns))
+    total = Counter[str]()
+    for counts in found.values():
+        total.update(counts)
+    table.add_section()
+    table.add_row("all", *(f"{total[column]:,}" for column in columns))
+    Console().print(table)
+    print(json.dumps({column: total[column] for column in columns}))
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status: 0 if every fault cost blocks at the most."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--faults", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", action="append", default=[], choices=list(_SHARES))
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    options = parser.parse_args(arguments)
+    logging.disable()
+    found = run(choose(options.faults, options.seed, options.kind), options.folder)
+    show(found)
+    return int(any(counts["wrong"] or counts["problems"] for counts in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Faults for cache folders, by what fails: files, processes, the machine."""

@@ -1,0 +1,131 @@
+"""Faults of the machine: a full disk, reads and writes that fail, no permission, a wrong clock."""
+
+import errno
+import os
+import resource
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+from injection.blocks import block
+from injection.processes import work
+from injection.world import MODELS, PROMPTS, Outcome, examine, exercise, open_store
+
+__all__ = ["LIMITS"]
+
+_NOBODY = 65534
+
+
+def _use(random: Random, folder: Path) -> None:
+    work(random, folder, random.randint(1, 6))
+
+
+def file_size(random: Random, folder: Path) -> Outcome:
+    """No file may grow beyond a number of bytes."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    with closing(open_store(folder)) as store:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (random.randrange(160_000), most))
+        _use(random, folder)
+        store.save([block(number, time.time()) for number in range(9000, 9010)])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        return _unless_evicted(examine(folder, store))
+
+
+def _unless_evicted(outcome: Outcome) -> Outcome:
+    """Not counting what is gone, since blocks were evicted and removed as they should."""
+    outcome.lost = 0
+    return outcome
+
+
+def _failing(random: Random, real: Callable[..., Any], share: float) -> Callable[..., Any]:
+    """A call of the system that fails now and then."""
+
+    def call(*arguments: Any) -> Any:
+        if random.random() < share:
+            number = random.choice((errno.ENOSPC, errno.EIO, errno.EPERM, errno.EDQUOT))
+            raise OSError(number, os.strerror(number))
+        return real(*arguments)
+
+    return call
+
+
+def _cutting(random: Random, real: Callable[..., int], share: float) -> Callable[..., int]:
+    """`os.pwritev` that writes a part now and then."""
+
+    def call(fd: int, parts: Any, offset: int) -> int:
+        if random.random() < share:
+            data = b"".join(parts)
+            return os.pwrite(fd, data[: random.randrange(len(data))], offset)
+        return real(fd, parts, offset)
+
+    return call
+
+
+def failing_calls(random: Random, folder: Path) -> Outcome:
+    """Reads and writes fail, some or all."""
+    share = random.choice((0.05, 0.3, 1.0))
+    names = random.sample(("pwritev", "preadv", "pwrite", "pread", "truncate", "fstat", "open"), 3)
+    with closing(open_store(folder)) as store:
+        patches = [patch.object(os, n, _failing(random, getattr(os, n), share)) for n in names]
+        for one in patches:
+            one.start()
+        _use(random, folder)
+        exercise(store, MODELS[0], PROMPTS[MODELS[0]])
+        for one in patches:
+            one.stop()
+        return _unless_evicted(examine(folder, store))
+
+
+def short_writes(random: Random, folder: Path) -> Outcome:
+    """A part of a block is written."""
+    with closing(open_store(folder)) as store:
+        with patch.object(os, "pwritev", _cutting(random, os.pwritev, 0.5)):
+            _use(random, folder)
+            store.save([block(number, time.time()) for number in range(9000, 9010)])
+        return _unless_evicted(examine(folder, store))
+
+
+def no_permission(random: Random, folder: Path) -> Outcome:
+    """Files, or the folder, may not be read or written for a while."""
+    if os.geteuid() == 0:
+        for path in (folder, *folder.iterdir()):
+            os.chown(path, _NOBODY, _NOBODY)
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    paths = [folder, *sorted(folder.iterdir())]
+    some = random.sample(paths, random.randint(1, len(paths)))
+    modes = {path: path.stat().st_mode for path in paths}
+    with closing(open_store(folder)) as store:
+        if random.random() < 0.5:
+            exercise(store, MODELS[0], PROMPTS[MODELS[0]])
+        mode = random.choice((0o000, 0o400, 0o500))
+        for path in sorted(some, reverse=True):
+            path.chmod(mode)
+        exercise(store, MODELS[0], PROMPTS[MODELS[0]])
+        store.save([block(number, time.time()) for number in range(9000, 9010)])
+        for path in paths:
+            with suppress(FileNotFoundError):
+                path.chmod(modes[path])
+        return examine(folder, store)
+
+
+def wrong_clock(random: Random, folder: Path) -> Outcome:
+    """The clock jumps by years, back and forth."""
+    now = time.time()
+    with patch("time.time", lambda: now + random.uniform(-3e8, 3e8)):
+        for _ in range(10):
+            work(random, folder, 5)
+    return _unless_evicted(examine(folder))
+
+
+LIMITS: dict[str, Callable[[Random, Path], Outcome]] = {
+    "file size limited": file_size,
+    "system calls failing": failing_calls,
+    "writes cut short": short_writes,
+    "permission lost": no_permission,
+    "clock jumping": wrong_clock,
+}

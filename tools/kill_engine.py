@@ -1,0 +1,191 @@
+"""Kills engines that keep their prefixes on disk, and asks the next one what the killed one was.
+
+    python tools/kill_engine.py MODEL [--rounds 300] [--seed 0]
+
+Each round an engine with `cache_dir` answers prompts in a process of its own and gets SIGKILL,
+SIGTERM or SIGINT at a random moment; after SIGINT it answers again itself. Then an engine in a new
+process must give the tokens of one without a store. The budget of the store is too small for all
+prompts. What limits it: about two seconds a round with the smallest model. Ends in one JSON line;
+exit status 1 if an answer differs, or a process fails or hangs.
+"""
+
+import argparse
+import json
+import logging
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from headstart import LLM, SamplingParams
+from headstart.tiers import verify
+
+_BLOCKS = 30  # that the store has room for
+_PATIENCE = 120.0  # seconds after which a process hangs
+_SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+Answers = list[list[int]]
+
+
+def make_prompts(random: Random) -> list[list[int]]:
+    """Prompts that share their beginnings."""
+    begins = [[random.randrange(3, 140) for _ in range(80)] for _ in range(4)]
+    return [
+        begins[at % 4] + [random.randrange(3, 140) for _ in range(random.randrange(1, 60))]
+        for at in range(8)
+    ]
+
+
+def ask(model: str, prompts: list[list[int]], folder: str | None, tell: Callable[[], None]) -> str:
+    """What an engine answers, as JSON: its tokens, and how many prompt tokens were cached.
+
+    tell: called when the engine is ready.
+    """
+    llm = LLM(
+        model,
+        dtype="float32",
+        num_blocks=24,
+        num_threads=1,
+        deterministic=True,
+        cache_dir=folder,
+        cache_dir_bytes=_BLOCKS * 4608,
+    )
+    tell()
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    given = [{"prompt_token_ids": tokens} for tokens in prompts]
+    try:
+        outputs = llm.generate(given, params, use_tqdm=False)
+    except KeyboardInterrupt:
+        outputs = llm.generate(given, params, use_tqdm=False)
+    llm.close()
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    return json.dumps([tokens, sum(output.num_cached_tokens or 0 for output in outputs)])
+
+
+def start(work: Callable[[Callable[[], None]], str]) -> tuple[int, int]:
+    """Begin work in a process of its own; its id, and the pipe that its answer comes from."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.write(writing, work(lambda: _write(writing, b"!")).encode())
+            status = 0
+        except KeyboardInterrupt:
+            status = 2  # it came before or after the answers
+        finally:
+            os._exit(status)
+    os.close(writing)
+    return child, reading
+
+
+def _write(pipe: int, data: bytes) -> None:
+    os.write(pipe, data)
+
+
+def read(reading: int) -> bytes:
+    """What came from a process, once something has; nothing at its end."""
+    if not select.select([reading], [], [], _PATIENCE)[0]:
+        raise TimeoutError("a process hangs")
+    return os.read(reading, 1 << 20)
+
+
+def finish(child: int, reading: int) -> str:
+    """The answer of a process; empty if it ended without one."""
+    told = b""
+    try:
+        while some := read(reading):
+            told += some
+    finally:
+        os.close(reading)
+        if not told:
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return told.lstrip(b"!").decode()
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status: 0 if every answer was right."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    logging.disable()
+    random = Random(options.seed)
+    prompts = make_prompts(random)
+    counts = Counter[str]()
+    with (
+        tempfile.TemporaryDirectory(prefix="headstart-killed-") as folder,
+        Progress(console=Console(stderr=True), auto_refresh=False) as progress,
+    ):
+        # In this process, which thereby has imported all that the others need.
+        ask(options.model, prompts[:1], None, lambda: None)
+        began = time.perf_counter()
+        alone = json.loads(ask(options.model, prompts, None, lambda: None))[0]
+        seconds = time.perf_counter() - began
+        for _ in progress.track(range(options.rounds), description="rounds"):
+            moment = random.random() * seconds * 1.5
+            one_round(
+                partial(ask, options.model, prompts, folder),
+                random.choice(_SIGNALS),
+                moment,
+                alone,
+                counts,
+            )
+            found = verify(Path(folder)).total
+            counts["blocks damaged or lost"] += found.damaged + found.lost
+    return show(counts)
+
+
+def one_round(
+    work: Callable[[Callable[[], None]], str],
+    kind: signal.Signals,
+    moment: float,
+    alone: Answers,
+    counts: Counter[str],
+) -> None:
+    """Send an engine a signal so many seconds after it is ready, and ask the next one."""
+    counts[f"rounds with {kind.name}"] += 1
+    child, reading = start(work)
+    ready = read(reading)
+    time.sleep(moment)
+    if ready == b"!":
+        os.kill(child, kind)
+    told = finish(child, reading)
+    if told:
+        counts["answers before the end"] += 1
+        counts["wrong"] += json.loads(told)[0] != alone
+    child, reading = start(work)
+    told = finish(child, reading)
+    if not told:
+        counts["failed"] += 1
+        return
+    tokens, cached = json.loads(told)
+    counts["wrong"] += tokens != alone
+    counts["cached tokens"] += cached
+
+
+def show(counts: Counter[str]) -> int:
+    """Print the table, and the JSON line; the exit status."""
+    found = {"wrong": 0, "failed": 0, **counts}
+    table = Table("after the signal", "")
+    for what, count in found.items():
+        table.add_row(what, f"{count:,}")
+    Console().print(table)
+    print(json.dumps(found))
+    return int(bool(found["wrong"] or found["failed"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

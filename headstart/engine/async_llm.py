@@ -211,8 +211,10 @@ class AsyncLLM:
     ) -> bool:
         """As `LLM.reset_prefix_cache`."""
         again = check_flag("reset_running_requests", reset_running_requests)
+        tiers = check_flag("reset_connector", reset_connector)
         return await asyncio.to_thread(
-            self._driver.call, lambda: self.engine.reset_prefix_cache(reset_running_requests=again)
+            self._driver.call,
+            lambda: self.engine.reset_prefix_cache(reset_running_requests=again, reset_tiers=tiers),
         )
 
     async def forget_inputs(self) -> None:

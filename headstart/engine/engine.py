@@ -160,22 +160,27 @@ class Engine:
         self.adapters.unload(name)
         self.adapters.forget_unnamed(self._groups.values())
 
-    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(
+        self, *, reset_running_requests: bool = False, reset_tiers: bool = False
+    ) -> bool:
         """Forget everything cached; False, and nothing done, while a request runs.
 
         reset_running_requests: have those that run wait, and be computed anew, instead.
+        reset_tiers: forget what the tiers have of the model, too.
         """
         self.require_open()
         step = self._begin()
         if reset_running_requests:
             self._scheduler.preempt_all()
         done = self.manager.reset_prefix_cache()
+        if done and reset_tiers and self.tiers is not None:
+            self.tiers.clear()
         self._close_step(step)
         return done
 
     @property
     def has_unfinished(self) -> bool:
-        """True if a step would do something."""
+        """Whether a step would do something."""
         return bool(self._groups or self._open)
 
     @property
@@ -303,7 +308,6 @@ class Engine:
                 self._groups.pop(group.request_id, None)
 
     # What ends a request, or rolls a step back. All of it may be interrupted and called again.
-
     def _begin(self) -> OpenStep:
         """Begin a change; if interrupted before `_close_step`, the next call rolls it back."""
         if self._open and self._open[0].begun:

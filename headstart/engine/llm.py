@@ -243,12 +243,13 @@ class LLM:
     ) -> bool:
         """Forget everything cached; False, and nothing done, while a request runs.
 
-        reset_running_requests: those that run are computed anew, instead. reset_connector: there
-        is none.
+        reset_running_requests: those that run are computed anew, instead. reset_connector: forget
+        what the model has on disk or another machine, too.
         """
         again = check_flag("reset_running_requests", reset_running_requests)
+        tiers = check_flag("reset_connector", reset_connector)
         return self._driver.call(
-            lambda: self.engine.reset_prefix_cache(reset_running_requests=again)
+            lambda: self.engine.reset_prefix_cache(reset_running_requests=again, reset_tiers=tiers)
         )
 
     def close(self) -> None:

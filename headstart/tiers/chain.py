@@ -43,6 +43,10 @@ class ChainedStores:
         for store in self._stores:
             store.touch(names)
 
+    def clear(self) -> None:
+        for store in self._stores:
+            store.clear()
+
     def close(self) -> None:
         for store in self._stores:
             store.close()

@@ -25,6 +25,7 @@ from headstart.tiers.folder import (
     make_folder,
     rebuild_index,
     reopen,
+    slot_files,
     slot_path,
 )
 from headstart.tiers.index import DiskIndex, KeptBlock, KeptModel, is_passing
@@ -188,6 +189,14 @@ class DiskStore:
                         removed += 1
         return removed
 
+    def clear(self) -> None:
+        """Forget all blocks of the model."""
+        with self._guard(), self._writing:
+            index = self._open_writer()
+            with index.changing():
+                index.drop_blocks(self._model_id(index))
+                self._file(self.model).cut(0)
+
     def forget_damaged(self, names: Sequence[BlockHash]) -> None:
         """Forget those of the blocks that cannot be read."""
         for name in names:
@@ -244,7 +253,7 @@ class DiskStore:
             with index.changing():
                 describe_model(self.folder, self.model)
                 listed = {slot_path(self.folder, kept.record) for kept in index.models()}
-                for path in set(self.folder.glob("*.kv")) - listed:
+                for path in slot_files(self.folder) - listed:
                     if path.stat().st_size:
                         raise ValueError(f"it lacks {path.name}")
                 self._model_id(index)

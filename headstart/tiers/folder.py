@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
@@ -27,10 +28,12 @@ __all__ = [
     "make_folder",
     "rebuild_index",
     "reopen",
+    "slot_files",
     "slot_path",
 ]
 
 INDEX = "index.sqlite"
+_OURS = re.compile(r"index\.sqlite.*|lock|fingerprints\..*|[0-9a-f]{32}\..*")
 _LARGEST = 1 << 40  # bytes of a block that a description may tell
 _PATIENCE = 5.0  # seconds to wait for another process that makes the index anew
 
@@ -50,10 +53,19 @@ def default_folder() -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder that its owner alone may enter. Raises ConfigError."""
+    """Make a folder that its owner alone may enter. Raises ConfigError.
+
+    One that holds other files is not taken: its mode would change for them too.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
+        names = [entry.name for entry in os.scandir(folder)]
+        if names and not any(_OURS.fullmatch(name) for name in names):
+            raise ConfigError(
+                f"cache folder {folder} holds other files, such as {sorted(names)[0]}; allowed: "
+                "a new folder, or an empty one"
+            )
         if state.st_uid != os.geteuid():
             raise ConfigError(
                 f"cache folder {folder} belongs to another user; give one of your own"
@@ -71,6 +83,11 @@ def slot_path(folder: Path, record: ModelRecord) -> Path:
     """The file of a model's blocks; its name follows from all that its slots depend on."""
     told = f"{record.fingerprint} {record.block_size} {record.block_bytes}"
     return folder / f"{sha256(told.encode()).hexdigest()[:32]}.kv"
+
+
+def slot_files(folder: Path) -> set[Path]:
+    """The files of all models."""
+    return {path for path in folder.glob("*.kv") if _OURS.fullmatch(path.name)}
 
 
 def describe_model(folder: Path, record: ModelRecord) -> None:
@@ -115,7 +132,7 @@ def rebuild_index(folder: Path, broken: Collection[int]) -> None:
         partial = folder / f"{INDEX}.tmp"
         partial.unlink(missing_ok=True)
         records = list(described_models(folder))
-        for path in set(folder.glob("*.kv")) - {slot_path(folder, record) for record in records}:
+        for path in slot_files(folder) - {slot_path(folder, record) for record in records}:
             path.unlink(missing_ok=True)  # nobody could find what is in it, or bound its size
         with closing(DiskIndex(partial, create=True)) as index, index.changing():
             for record in records:

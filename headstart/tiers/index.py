@@ -202,13 +202,6 @@ class DiskIndex:
         )
         return [KeptBlock(*row) for row in rows]
 
-    def blocks(self, model: int) -> list[KeptBlock]:
-        """All blocks of a model, by slot."""
-        rows = self._connection.execute(
-            f"SELECT {_COLUMNS} FROM blocks WHERE model = ? ORDER BY slot", (model,)
-        )
-        return [KeptBlock(*row) for row in rows]
-
     def insert(self, model: int, slot: int, block: StoredBlock, worth: float) -> None:
         """A block lies in this slot from now on, instead of what was there."""
         name, parent, depth, seconds, used, _ = block
@@ -226,6 +219,10 @@ class DiskIndex:
         self._change_one(
             "UPDATE blocks SET slot = ? WHERE model = ? AND slot = ?", (target, model, source)
         )
+
+    def drop_blocks(self, model: int) -> None:
+        """Forget all blocks of a model."""
+        self._connection.execute("DELETE FROM blocks WHERE model = ?", (model,))
 
     def remove(self, name: BlockHash) -> None:
         """Forget a block that is there."""

@@ -76,6 +76,10 @@ class BlockStore(Protocol):
         """These blocks were of use: they go later."""
         ...
 
+    def clear(self) -> None:
+        """Forget all blocks of the model."""
+        ...
+
     def close(self) -> None:
         """Let go of files and connections. Idempotent."""
         ...

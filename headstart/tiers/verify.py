@@ -143,7 +143,7 @@ class _Reader:
         self._index = index if kept is not None else None
         self._model = kept.id if kept is not None else 0
         self._file = SlotFile(path, record.block_bytes) if path.exists() else None
-        blocks = self._index.blocks(self._model) if self._index is not None else []
+        blocks = self._index.list_blocks(self._model) if self._index is not None else []
         self._listed = [(block.name, block.slot) for block in blocks]
         slots = {block.slot for block in blocks}
         num_slots = self._file.num_slots if self._file is not None else 0
@@ -213,7 +213,7 @@ class _Reader:
         if self._index is None:
             return
         with self._index.changing():
-            slots = {block.slot for block in self._index.blocks(self._model)}
+            slots = {block.slot for block in self._index.list_blocks(self._model)}
             num_slots = self._file.num_slots if self._file is not None else 0
             self._unlisted = [at for at in self._unlisted if at not in slots and at < num_slots]
             self.gaps = self._index.count(self._model) - len(slots)

@@ -56,7 +56,7 @@ class StoreMachine(RuleBasedStateMachine):
         """What the index lists."""
         with closing(DiskIndex(self.folder / INDEX)) as index:
             return {
-                kept.record: {one.name: one.slot for one in index.blocks(kept.id)}
+                kept.record: {one.name: one.slot for one in index.list_blocks(kept.id)}
                 for kept in index.models()
             }
 

@@ -71,6 +71,12 @@ def test_blocks_come_back_on_another_machine(server: Server) -> None:
     other = ModelRecord("other weights", "another", 16, MODEL.block_bytes)
     with closing(RemoteStore(server.url, other)) as store:
         assert store.find(names(range(40))) == 0
+        store.save(blocks(range(3)))
+    with closing(RemoteStore(server.url, MODEL)) as store:
+        store.clear()
+        assert store.find(names(range(40))) == 0
+    with closing(RemoteStore(server.url, other)) as store:
+        assert store.find(names(range(40))) == 3, "other models keep theirs"
 
 
 def test_a_damaged_block_is_a_miss_and_is_forgotten(server: Server) -> None:

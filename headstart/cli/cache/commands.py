@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
 import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from headstart.cli.cache.keeping import shorten_home
 from headstart.cli.cache.listing import show_models, show_prefixes
@@ -23,6 +31,7 @@ from headstart.tiers.contents import KeptPrefix, ModelState, read_models, read_p
 from headstart.tiers.folder import reopen
 from headstart.tiers.index import KeptBlock
 from headstart.tiers.transfer import export_blocks, import_blocks, read_model
+from headstart.tiers.verify import verify as verify_folder
 
 __all__ = ["cache"]
 
@@ -71,6 +80,26 @@ def stat(folder: str | None) -> None:
         click.echo(f"models   {len(states)}")
         click.echo(f"loaded   {sum(one.hits for one in states):,} blocks")
         click.echo(f"saved    {sum(one.saved_seconds for one in states):,.1f} s of computing")
+
+
+@cache.command()
+@click.option("--repair", is_flag=True, help="Forget what is damaged or lost.")
+@_folder()
+def verify(repair: bool, folder: str | None) -> None:
+    """Read every block, and say what is whole; exit status 1 if not all that is listed is."""
+    with _opened(folder) as path, _progress("blocks") as advance:
+        report = verify_folder(path, repair=repair, progress=advance)
+    for model, counts in report.models:
+        told = ", ".join(f"{n:,} {what}" for what, n in counts._asdict().items() if n)
+        click.echo(f"{model.title}  {told or 'nothing'}")
+    if not report.index_is_sound:
+        click.echo("the index is damaged" + (" and was made anew" if repair else ""))
+    if report.is_whole:
+        click.echo("every block that is listed is whole")
+        return
+    if not repair:
+        click.echo("headstart cache verify --repair forgets what is not whole", err=True)
+    click.get_current_context().exit(1)
 
 
 @cache.command()
@@ -132,6 +161,18 @@ def import_file(file: Path, folder: str | None) -> None:
         with closing(DiskStore(path, record, _most(path))) as store:
             count = import_blocks(store, file, time.time())
         click.echo(f"{count * record.block_size:,} tokens of {record.title} are new here")
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, in terminals alone."""
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(what)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @contextmanager

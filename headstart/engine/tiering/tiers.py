@@ -139,6 +139,13 @@ class Tiers:
         self.loads.end_all()
         self._offers.roll_back()
 
+    def clear(self) -> None:
+        """Forget what the stores have; the pool is empty."""
+        self._offers.roll_back()
+        self.flush(_LAST_SAVES)
+        self._store.clear()
+        self._objects.clear()
+
     def flush(self, timeout: float) -> bool:
         """Save all that is written; False if that takes longer than so many seconds."""
         self._offers.flush()

@@ -80,7 +80,9 @@ async def reset(request: Request, body: ResetBody | None = None) -> Response:
     """Forget everything that is cached; status 409 while requests run, unless told to."""
     service = service_of(request)
     again = body is not None and body.reset_running_requests
-    if not await service.llm.reset_prefix_cache(reset_running_requests=again):
+    tiers = body is not None and body.reset_tiers
+    done = await service.llm.reset_prefix_cache(reset_running_requests=again, reset_connector=tiers)
+    if not done:
         raise ApiError(
             409, "requests run: wait, or set reset_running_requests, which computes them anew"
         )

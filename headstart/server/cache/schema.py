@@ -22,6 +22,10 @@ class PromptBody(CacheFields):
 
 
 class ResetBody(Body):
-    """reset_running_requests: have those that run wait, and be computed anew."""
+    """reset_running_requests: have those that run wait, and be computed anew.
+
+    reset_tiers: forget what the model has on disk or another machine, too.
+    """
 
     reset_running_requests: bool = False
+    reset_tiers: bool = False

@@ -206,3 +206,15 @@ def test_a_damaged_store_costs_time_alone(model: Path, tmp_path: Path) -> None:
             assert says(output)[0] == says(first)[0] and output.num_cached_tokens < 96
         with opened(model, tmp_path) as llm:
             assert ask(llm, PROMPTS[0]).num_cached_tokens == 96, "it was computed and kept again"
+
+
+def test_a_reset_may_forget_the_disk_too(model: Path, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as llm:
+        assert [ask(llm, tokens).num_cached_tokens for tokens in PROMPTS] == [0, 80, 80]
+        assert llm.reset_prefix_cache()
+        assert ask(llm, PROMPTS[0]).num_loaded_tokens == 96
+        assert llm.reset_prefix_cache(reset_connector=True)
+        assert ask(llm, PROMPTS[0]).num_cached_tokens == 0
+        assert llm.reset_prefix_cache(reset_connector=True)
+    with opened(model, tmp_path) as llm:
+        assert ask(llm, PROMPTS[0]).num_cached_tokens == 0

@@ -1,0 +1,110 @@
+"""`headstart cache` as a person uses it, over a folder that an engine has filled."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from headstart import SamplingParams
+from headstart.cli.main import main
+from tests.engine.tiny_llm import make_llm, save_smallest
+
+TEXT = list(range(3, 83))
+PARAMS = SamplingParams(temperature=0, max_tokens=1)
+
+Cache = Callable[..., Result]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_smallest(tmp_path / "tiny-model")
+
+
+def hits(model: Path, folder: Path) -> list[int]:
+    """Ask two prompts that begin alike in a new process; how much of each was loaded."""
+    llm = make_llm(model, cache_dir=str(folder))
+    prompts = [{"prompt_token_ids": TEXT + [90 + at] * 20} for at in range(2)]
+    found = [llm.generate(one, PARAMS, use_tqdm=False)[0].num_loaded_tokens for one in prompts]
+    llm.close()
+    return found
+
+
+@pytest.fixture
+def folder(model: Path, tmp_path: Path) -> Path:
+    assert hits(model, tmp_path / "kept") == [0, 0]
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def cache(folder: Path) -> Cache:
+    def run(*arguments: str, status: int = 0) -> Result:
+        done = CliRunner().invoke(main, ["cache", *arguments, "--cache-dir", str(folder)])
+        assert done.exit_code == status, done.output
+        return done
+
+    return run
+
+
+def test_models_and_prefixes_are_listed(cache: Cache) -> None:
+    heading, line = cache("ls").output.splitlines()
+    assert heading.split()[:3] == ["model", "fingerprint", "size"]
+    assert line.startswith("tiny-model") and " 112 " in line
+    _, shared, one, other = cache("ls", "tiny-model").output.splitlines()
+    assert "0 to 80" in shared
+    assert [line.startswith("  ") and "80 to 96" in line for line in (one, other)] == [True, True]
+    assert "... 2 more" in cache("ls", "tiny-model", "--lines", "1").output
+    assert "112 tokens in 7 blocks" in cache("stat").output
+
+
+def test_what_is_dropped_is_computed_again(cache: Cache, model: Path, folder: Path) -> None:
+    name = cache("ls", "tiny-model").output.splitlines()[2].split()[0]
+    assert cache("drop", name).output == "1 blocks dropped\n"
+    assert sorted(hits(model, folder)) == [0, 96] or hits(model, folder) == [96, 16]
+    assert cache("drop", "--all").output == "7 blocks dropped\n"
+    assert hits(model, folder) == [0, 0]
+
+
+def test_a_prefix_goes_to_another_folder(
+    cache: Cache, model: Path, folder: Path, tmp_path: Path
+) -> None:
+    name = cache("ls", "tiny-model").output.splitlines()[1].split()[0]
+    moved = str(tmp_path / "moved")
+    cache("export", name, moved)
+    assert "exists" in cache("export", name, moved, status=2).stderr
+    assert cache("import", moved).output == "0 tokens of tiny-model are new here\n"
+    cache("drop", "--model", "tiny-model")
+    assert cache("import", moved).output == "112 tokens of tiny-model are new here\n"
+    assert hits(model, folder) == [96, 16]
+
+
+def test_blocks_of_a_model_that_never_ran_here_are_refused(cache: Cache, tmp_path: Path) -> None:
+    name = cache("ls", "tiny-model").output.splitlines()[1].split()[0]
+    moved, elsewhere = str(tmp_path / "moved"), str(tmp_path / "elsewhere")
+    cache("export", name, moved)
+    done = CliRunner().invoke(main, ["cache", "import", moved, "--cache-dir", elsewhere])
+    assert done.exit_code == 2 and "has not run here" in done.stderr
+
+
+def test_damage_is_told_and_repaired(cache: Cache, folder: Path) -> None:
+    assert "every block that is listed is whole" in cache("verify").output
+    file = max(folder.glob("*.kv"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert "1 damaged" in cache("verify", status=1).output
+    assert "1 damaged" in cache("verify", "--repair", status=1).output
+    assert "6 whole" in cache("verify").output
+
+
+def test_a_folder_with_other_files_is_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "thesis.kv").write_text("mine")
+    mode = tmp_path.stat().st_mode
+    done = CliRunner().invoke(main, ["cache", "ls", "--cache-dir", str(tmp_path)])
+    assert done.exit_code == 2 and "other files, such as thesis.kv" in done.stderr
+    assert tmp_path.stat().st_mode == mode and (tmp_path / "thesis.kv").read_text() == "mine"
+
+
+@pytest.mark.parametrize("arguments", [["drop"], ["drop", "a", "--all"]])
+def test_what_to_drop_must_be_said(cache: Cache, arguments: list[str]) -> None:
+    assert "give names, or --model, or --all" in cache(*arguments, status=2).stderr

@@ -1,0 +1,237 @@
+"""The prefix index over replicas: how much of a prompt each of them holds.
+
+A dictionary for each tier maps a block to the replicas that hold it, as the bits of one int, so
+a block that many replicas hold costs no more than one that a single replica holds. A block is
+known by the first 8 bytes of its SHA-256 name: an int of 32 bytes, where the whole name would
+take 80. Two of ten million blocks share these bytes with a probability of 3 in a million, and
+even then a prompt would have to hold the one where the other is expected. The index is a hint
+in any case: an engine looks up its own blocks, so a lost event or a shared name costs a worse
+choice, never a wrong answer.
+
+A query takes one lookup a block and tier, about 0.05 us.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import NamedTuple, NewType
+
+import numpy
+
+from headstart.cache import BlockHash
+from headstart.cluster.events import NAME_BYTES, POOL, TIERS, EventBatch
+from headstart.errors import ConfigError
+
+PrefixKey = NewType("PrefixKey", int)
+
+MAX_BACKLOG = 1024
+"""Batches kept of a replica whose snapshot is awaited."""
+
+
+class Match(NamedTuple):
+    """How many blocks of a prompt's head each replica has, by replica.
+
+    pool: blocks in its KV pool. expected: in its pool, or being computed for a request that was
+    sent there. stored: the same, or in a slower tier, from which they must be loaded.
+    """
+
+    pool: list[int]
+    expected: list[int]
+    stored: list[int]
+
+
+def prefix_keys(names: Sequence[BlockHash]) -> list[PrefixKey]:
+    """What the index knows blocks of these names by."""
+    return unpack_keys(b"".join(names))
+
+
+def unpack_keys(packed: bytes) -> list[PrefixKey]:
+    """The same of names that stand one behind the other."""
+    words: list[PrefixKey] = numpy.frombuffer(packed, "<u8")[:: NAME_BYTES // 8].tolist()
+    return words
+
+
+class _Feed:
+    """How far the events of one replica and tier have come."""
+
+    __slots__ = ("backlog", "epoch", "is_current", "number")
+
+    def __init__(self) -> None:
+        self.epoch: int | None = None
+        self.number = -1
+        self.is_current = True
+        self.backlog: list[EventBatch] = []
+
+
+class ReplicaIndex:
+    """Which replicas hold which blocks, fed by the events of each.
+
+    Raises ConfigError for fewer than one replica.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        if num_replicas < 1:
+            raise ConfigError(f"num_replicas is {num_replicas}; allowed: at least 1")
+        self.num_replicas = num_replicas
+        self._bits = [1 << replica for replica in range(num_replicas)]
+        self._holders: dict[str, dict[PrefixKey, int]] = {tier: {} for tier in TIERS}
+        self._expected: dict[PrefixKey, int] = {}
+        self._feeds = {(r, tier): _Feed() for r in range(num_replicas) for tier in TIERS}
+
+    def __len__(self) -> int:
+        """Blocks that some replica holds in its pool."""
+        return len(self._holders[POOL])
+
+    # Events
+
+    def apply(self, batch: EventBatch) -> bool:
+        """Take a batch or snapshot; False where a snapshot is needed to be exact again.
+
+        What comes while a snapshot is awaited is applied too, and again after the snapshot if
+        it is newer. Raises ConfigError for a replica or tier that there is not.
+        """
+        feed = self._feeds.get((batch.replica, batch.tier))
+        if feed is None:
+            raise ConfigError(
+                f"events of replica {batch.replica}, tier {batch.tier!r}; allowed: replicas "
+                f"below {self.num_replicas}, tiers {', '.join(TIERS)}"
+            )
+        if batch.epoch != feed.epoch:
+            self._restart(feed, batch)
+        if batch.snapshot:
+            return self._replace(feed, batch)
+        if batch.number <= feed.number:
+            return feed.is_current  # it came twice
+        if batch.number != feed.number + 1:
+            feed.is_current = False
+        feed.number = batch.number
+        if not feed.is_current:
+            feed.backlog = [*feed.backlog[1 - MAX_BACKLOG :], batch]
+        self._change(batch)
+        return feed.is_current
+
+    def is_current(self, replica: int, tier: str = POOL) -> bool:
+        """False while a snapshot of the replica is awaited."""
+        return self._feeds[replica, tier].is_current
+
+    def remove(self, replica: int) -> None:
+        """The replica is gone: nothing of it is held. One scan over all blocks."""
+        for tier in TIERS:
+            self._clear(replica, tier)
+            self._feeds[replica, tier] = _Feed()
+        self._drop(self._expected, replica)
+
+    def _restart(self, feed: _Feed, batch: EventBatch) -> None:
+        if feed.epoch is not None:
+            self._clear(batch.replica, batch.tier)
+        feed.epoch, feed.number, feed.is_current, feed.backlog = batch.epoch, -1, True, []
+
+    def _replace(self, feed: _Feed, snapshot: EventBatch) -> bool:
+        """Begin anew from a snapshot, then apply what came after it was taken."""
+        newer = [batch for batch in feed.backlog if batch.number > snapshot.number]
+        if feed.is_current and feed.number > snapshot.number:
+            return True  # it comes late, and nothing is missing
+        expected = range(snapshot.number + 1, snapshot.number + 1 + len(newer))
+        if feed.number > snapshot.number + len(newer) or [b.number for b in newer] != [*expected]:
+            return False  # older than what was lost
+        feed.number = snapshot.number + len(newer)
+        feed.is_current, feed.backlog = True, []
+        for batch in (snapshot, *newer):
+            self._change(batch)
+        return True
+
+    def _change(self, batch: EventBatch) -> None:
+        if batch.cleared:
+            self._clear(batch.replica, batch.tier)
+        holders, bit = self._holders[batch.tier], self._bits[batch.replica]
+        for key in unpack_keys(batch.stored):
+            before = holders.get(key)
+            # The bit itself, not a new int, where one replica holds the block.
+            holders[key] = bit if before is None else before | bit
+        for key in unpack_keys(batch.removed):
+            _take_bit(holders, key, bit, self._bits)
+
+    def _clear(self, replica: int, tier: str) -> None:
+        self._drop(self._holders[tier], replica)
+
+    def _drop(self, holders: dict[PrefixKey, int], replica: int) -> None:
+        bit = self._bits[replica]
+        for key in [key for key, mask in holders.items() if mask & bit]:
+            _take_bit(holders, key, bit, self._bits)
+
+    # Prefixes that are being computed
+
+    def expect(self, replica: int, keys: Iterable[PrefixKey]) -> list[PrefixKey]:
+        """A request is sent to the replica, which will hold its blocks. Returns those it adds.
+
+        The caller hands them to `unexpect` when the blocks are computed, or will not be.
+        """
+        expected, pool, bit = self._expected, self._holders[POOL], self._bits[replica]
+        added = []
+        for key in keys:
+            before = expected.get(key, 0)
+            if not (before | pool.get(key, 0)) & bit:
+                expected[key] = before | bit if before else bit
+                added.append(key)
+        return added
+
+    def unexpect(self, replica: int, keys: Iterable[PrefixKey]) -> None:
+        """Take back what `expect` added."""
+        for key in keys:
+            _take_bit(self._expected, key, self._bits[replica], self._bits)
+
+    # Queries
+
+    def match(self, keys: Sequence[PrefixKey]) -> Match:
+        """How many of a prompt's blocks, from the first on, each replica has."""
+        masks = list(map(self._holders[POOL].get, keys, repeat(0)))
+        pool = self._runs(masks)
+        expected = pool
+        if self._expected:
+            coming = map(self._expected.get, keys, repeat(0))
+            masks = [mask | more for mask, more in zip(masks, coming, strict=True)]
+            expected = self._runs(masks)
+        stored = expected
+        for tier in TIERS[1:]:
+            if self._holders[tier]:
+                slower = map(self._holders[tier].get, keys, repeat(0))
+                masks = [mask | more for mask, more in zip(masks, slower, strict=True)]
+                stored = self._runs(masks)
+        return Match(pool, expected, stored)
+
+    def _runs(self, masks: Sequence[int]) -> list[int]:
+        """For each replica, the number of masks from the first on that have its bit."""
+        runs = [0] * self.num_replicas
+        held = (1 << self.num_replicas) - 1
+        depth = 0
+        for depth, mask in enumerate(masks):  # noqa: B007
+            left = held & mask
+            if left != held:
+                _set_bits(runs, held ^ left, depth)
+                held = left
+                if not held:
+                    return runs
+        _set_bits(runs, held, len(masks))
+        return runs
+
+
+def _set_bits(runs: list[int], bits: int, depth: int) -> None:
+    if not depth:
+        return  # they are 0 already, and mostly many
+    while bits:
+        low = bits & -bits
+        runs[low.bit_length() - 1] = depth
+        bits ^= low
+
+
+def _take_bit(
+    holders: dict[PrefixKey, int], key: PrefixKey, bit: int, singles: Sequence[int]
+) -> None:
+    mask = holders.get(key, 0)
+    if mask & bit:
+        left = mask ^ bit
+        if not left:
+            del holders[key]
+        elif left & (left - 1):
+            holders[key] = left
+        else:
+            holders[key] = singles[left.bit_length() - 1]

@@ -1,0 +1,101 @@
+"""What a router knows of a request and of each replica when it chooses."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headstart.cluster.index import Match, PrefixKey
+
+_FORGET = 0.9
+"""Weight of what was measured before, each time that a request's prompt is done."""
+_LEAST_SECONDS = 1e-9
+
+
+@dataclass(slots=True)
+class RouteRequest:
+    """A request to send somewhere.
+
+    keys: of the prompt's full blocks. num_tokens: of the whole prompt. block_size: tokens in a
+    block. session: equal for the requests of one conversation, or None.
+    """
+
+    request_id: str
+    keys: Sequence[PrefixKey]
+    num_tokens: int
+    block_size: int
+    session: str | None = None
+
+    def tokens(self, num_blocks: int) -> int:
+        """Tokens of the prompt's first blocks that need no computing: all but one at the most."""
+        return min(num_blocks * self.block_size, self.num_tokens - 1)
+
+
+@dataclass(slots=True)
+class ReplicaLoad:
+    """The work that was sent to one replica and is not done, and how fast it does it.
+
+    queued_tokens: tokens of prompts that are still to be computed. waiting: requests without a
+    first token yet. running: requests with one. routed_tokens: tokens to compute, of all
+    requests so far. rate: tokens a second while prompts were waiting, as measured here: the
+    time that decoding takes is in it.
+    """
+
+    replica: int
+    first_rate: float
+    queued_tokens: int = 0
+    waiting: int = 0
+    running: int = 0
+    routed_tokens: int = 0
+    is_alive: bool = True
+    _tokens: float = field(default=0.0, repr=False)
+    _seconds: float = field(default=0.0, repr=False)
+    _since: float = field(default=0.0, repr=False)
+
+    @property
+    def active(self) -> int:
+        """Requests that are not finished."""
+        return self.waiting + self.running
+
+    @property
+    def rate(self) -> float:
+        """Tokens of prompts computed a second; `first_rate` until something was measured."""
+        return self._tokens / self._seconds if self._seconds else self.first_rate
+
+    def add(self, num_tokens: int, now: float) -> None:
+        """A request with so many tokens to compute is sent here."""
+        if not self.waiting:
+            self._since = now
+        self.waiting += 1
+        self.queued_tokens += num_tokens
+        self.routed_tokens += num_tokens
+
+    def finish_prompt(self, num_tokens: int, now: float) -> None:
+        """A request that was added with so many tokens has its first token."""
+        self.waiting -= 1
+        self.running += 1
+        self.queued_tokens -= num_tokens
+        seconds = max(now - self._since, _LEAST_SECONDS)
+        self._since = now
+        # What was measured once counts for little, so that one odd request does.
+        before = _FORGET if self._seconds else 0.0
+        self._tokens = before * self._tokens + max(num_tokens, 1)
+        self._seconds = before * self._seconds + seconds
+
+    def finish(self) -> None:
+        """A request with a first token is done."""
+        self.running -= 1
+
+    def give_up(self, num_tokens: int) -> None:
+        """A request without a first token will get none here."""
+        self.waiting -= 1
+        self.queued_tokens -= num_tokens
+
+
+@dataclass(slots=True)
+class Choice:
+    """What a policy chooses from. `match` is None where the policy asks for no prefixes."""
+
+    request: RouteRequest
+    match: Match | None
+    loads: Sequence[ReplicaLoad]
+    alive: Sequence[ReplicaLoad]
+    now: float

@@ -1,0 +1,89 @@
+"""The router: sends each request to one of many replicas, and keeps the books for that.
+
+    route         choose a replica; its blocks are expected there from now on
+    first_token   the prompt is computed: the replica's rate is measured
+    finish        the reply is whole, or the request is given up
+    index.apply   what the replicas' caches hold, as they say in events
+
+One thread calls it. Times come from the caller, so that a simulator may have its own clock.
+"""
+
+from typing import NamedTuple
+
+from headstart.cluster.index import PrefixKey, ReplicaIndex
+from headstart.cluster.load import Choice, ReplicaLoad, RouteRequest
+from headstart.cluster.policies import RoutingPolicy
+from headstart.errors import RequestError
+
+FIRST_RATE = 10_000.0
+"""Tokens of prompts a second that a replica is thought to compute before it was measured."""
+
+
+class _Sent(NamedTuple):
+    request: RouteRequest
+    replica: int
+    num_tokens: int
+    expected: list[PrefixKey]
+
+
+class Router:
+    """Routes requests over replicas 0 to `num_replicas` - 1.
+
+    Raises ConfigError for fewer than one replica.
+    """
+
+    def __init__(
+        self, num_replicas: int, policy: RoutingPolicy, first_rate: float = FIRST_RATE
+    ) -> None:
+        self.index = ReplicaIndex(num_replicas)
+        self.policy = policy
+        self.loads = [ReplicaLoad(replica, first_rate) for replica in range(num_replicas)]
+        self._alive = list(self.loads)
+        self._waiting: dict[str, _Sent] = {}
+        self._running: dict[str, _Sent] = {}
+
+    def set_alive(self, replica: int, is_alive: bool) -> None:
+        """Send requests to this replica, or no longer. What it holds is forgotten when it dies."""
+        self.loads[replica].is_alive = is_alive
+        self._alive = [load for load in self.loads if load.is_alive]
+        if not is_alive:
+            self.index.remove(replica)
+
+    def route(self, request: RouteRequest, now: float) -> int:
+        """The replica to send the request to. Raises RequestError if none is alive."""
+        if not self._alive:
+            raise RequestError(f"none of {len(self.loads)} replicas is alive; start one")
+        match = self.index.match(request.keys) if self.policy.needs_prefixes else None
+        load = self.policy.choose(Choice(request, match, self.loads, self._alive, now))
+        held = 0 if match is None else match.expected[load.replica]
+        num_tokens = request.num_tokens - request.tokens(held)
+        expected: list[PrefixKey] = []
+        if match is not None:
+            expected = self.index.expect(load.replica, request.keys)
+        load.add(num_tokens, now)
+        self._waiting[request.request_id] = _Sent(request, load.replica, num_tokens, expected)
+        self.policy.sent(request, load.replica)
+        return load.replica
+
+    def first_token(self, request_id: str, now: float) -> None:
+        """The request's prompt is computed. Unknown requests are none of the router's."""
+        sent = self._waiting.pop(request_id, None)
+        if sent is None:
+            return
+        self.index.unexpect(sent.replica, sent.expected)
+        self.loads[sent.replica].finish_prompt(sent.num_tokens, now)
+        self.policy.prompt_done(sent.request, sent.replica)
+        self._running[request_id] = sent
+
+    def finish(self, request_id: str) -> None:
+        """The request is finished, or given up at any time before."""
+        sent = self._running.pop(request_id, None)
+        if sent is not None:
+            self.loads[sent.replica].finish()
+        else:
+            sent = self._waiting.pop(request_id, None)
+            if sent is None:
+                return
+            self.index.unexpect(sent.replica, sent.expected)
+            self.loads[sent.replica].give_up(sent.num_tokens)
+        self.policy.done(sent.request, sent.replica)

@@ -1,0 +1,174 @@
+"""Readers of trace files.
+
+    Mooncake's JSON lines   {"timestamp": ms, "input_length", "output_length", "hash_ids": [...]}
+                            one id for each 512 tokens of the prompt; equal ids, equal prefixes
+    headstart's JSON lines  {"time": s, "tokens": [...], "output": 16, "session": "a"}
+                            the prompt's token ids; `output` and `session` may be left out
+    npz of sessions         a prefix trie of blocks of `B` tokens: `t`, `L`, `out`, `sess`,
+                            `nblk`, `leaf` for each request, and `pdelta` for each node, whose
+                            parent is node - 1 - pdelta, or -1
+
+Files that end in .gz are unpacked.
+"""
+
+import gzip
+import json
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from headstart.errors import ConfigError
+from headstart.replay.trace import Trace, TraceRequest
+from headstart.validation import describe
+
+MOONCAKE_BLOCK = 512
+_SESSION_ARRAYS = ("B", "t", "L", "out", "sess", "nblk", "leaf", "pdelta")
+
+
+def read_trace(path: Path) -> Trace:
+    """The trace in this file. Raises ConfigError if it cannot be read, or is none of the formats."""
+    try:
+        if path.suffix == ".npz":
+            return _read_sessions(path)
+        lines = list(_read_lines(path))
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} cannot be read as a trace: {error}") from error
+    if not lines:
+        raise ConfigError(f"{path} has no requests; allowed: at least one line of JSON")
+    return _from_blocks(path, lines) if "hash_ids" in lines[0] else _from_tokens(path, lines)
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
+    with opened as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            found = json.loads(line)
+            if not isinstance(found, dict) or not {"hash_ids", "tokens"} & found.keys():
+                raise ConfigError(
+                    f"{path}, line {number}: {describe(found)}; allowed: an object with "
+                    "hash_ids or tokens"
+                )
+            yield found
+
+
+def _from_blocks(path: Path, lines: Sequence[dict[str, Any]]) -> Trace:
+    requests, highest = [], 0
+    for number, line in enumerate(lines, 1):
+        ids = _whole_numbers(path, number, line, "hash_ids")
+        length = _number(path, number, line, "input_length", 1)
+        full = length // MOONCAKE_BLOCK
+        if len(ids) < full:
+            raise ConfigError(
+                f"{path}, request {number}: {len(ids)} hash_ids for {length} tokens; "
+                f"allowed: one for each {MOONCAKE_BLOCK}"
+            )
+        highest = max(highest, *ids, 0)
+        # Every prompt of the published trace begins with one block: the second tells chats apart.
+        session = str(ids[1] if len(ids) > 1 else f"alone {number}")
+        requests.append(
+            TraceRequest(
+                time=_number(path, number, line, "timestamp", 0) / 1000,
+                parts=_runs(ids[:full]),
+                num_tokens=length,
+                num_output=_number(path, number, line, "output_length", 0),
+                session=session,
+            )
+        )
+    return _trace(path, MOONCAKE_BLOCK, highest + 1, requests)
+
+
+def _from_tokens(path: Path, lines: Sequence[dict[str, Any]]) -> Trace:
+    requests, highest = [], 0
+    for number, line in enumerate(lines, 1):
+        tokens = _whole_numbers(path, number, line, "tokens")
+        if not tokens:
+            raise ConfigError(f"{path}, request {number}: tokens is []; allowed: at least one")
+        highest = max(highest, *tokens)
+        requests.append(
+            TraceRequest(
+                time=_number(path, number, {"time": 0, **line}, "time", 0),
+                parts=(tokens,),
+                num_tokens=len(tokens),
+                num_output=int(_number(path, number, {"output": 1, **line}, "output", 0)),
+                session=str(line.get("session", f"alone {number}")),
+            )
+        )
+    return _trace(path, 1, highest + 1, requests)
+
+
+def _trace(path: Path, grain: int, num_units: int, requests: list[TraceRequest]) -> Trace:
+    requests.sort(key=lambda request: request.time)
+    return Trace(path.name, grain, num_units, requests)
+
+
+def _whole_numbers(path: Path, number: int, line: dict[str, Any], key: str) -> list[int]:
+    values = line.get(key)
+    fits = isinstance(values, list) and all(
+        type(value) is int and 0 <= value < 2**30 for value in values
+    )
+    if not isinstance(values, list) or not fits:
+        raise ConfigError(
+            f"{path}, request {number}: {key} is {describe(values)}; allowed: a list of whole "
+            "numbers from 0 to 2**30 - 1"
+        )
+    return values
+
+
+def _number(path: Path, number: int, line: dict[str, Any], key: str, least: int) -> Any:
+    value = line.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+        raise ConfigError(
+            f"{path}, request {number}: {key} is {describe(value)}; allowed: at least {least}"
+        )
+    return value
+
+
+def _runs(ids: Sequence[int]) -> tuple[range, ...]:
+    """The same ids as ranges of consecutive ones: a prompt's own blocks are numbered in a row."""
+    found = numpy.asarray(ids, dtype=numpy.int64)
+    cuts = (numpy.flatnonzero(numpy.diff(found) != 1) + 1).tolist()
+    return tuple(
+        range(ids[start], ids[stop - 1] + 1)
+        for start, stop in zip([0, *cuts], [*cuts, len(ids)], strict=True)
+        if start < stop
+    )
+
+
+def _read_sessions(path: Path) -> Trace:
+    with numpy.load(path) as file:
+        missing = [name for name in _SESSION_ARRAYS if name not in file.files]
+        if missing:
+            raise ConfigError(
+                f"{path} has no {', '.join(missing)}; allowed: the arrays "
+                f"{', '.join(_SESSION_ARRAYS)}"
+            )
+        arrays = {name: file[name] for name in _SESSION_ARRAYS}
+    pdelta = arrays["pdelta"].astype(numpy.int64)
+    parents = numpy.arange(len(pdelta)) - 1 - pdelta
+    # The first node of each row of nodes that are parents of one another.
+    first = numpy.where(parents == numpy.arange(len(pdelta)) - 1, 0, numpy.arange(len(pdelta)))
+    first = numpy.maximum.accumulate(first).tolist()
+    up = parents.tolist()
+    columns = [arrays[name].tolist() for name in ("t", "L", "out", "sess", "leaf", "nblk")]
+    requests = [
+        TraceRequest(time, _path(first, up, leaf, blocks), length, out, str(session))
+        for time, length, out, session, leaf, blocks in zip(*columns, strict=True)
+    ]
+    return _trace(path, int(arrays["B"]), len(up), requests)
+
+
+def _path(first: list[int], up: list[int], leaf: int, num_blocks: int) -> tuple[range, ...]:
+    """The nodes from the root to a leaf, as ranges."""
+    parts: list[range] = []
+    at = leaf
+    while at >= 0 and num_blocks:
+        parts.append(range(first[at], at + 1))
+        at = up[first[at]]
+    return tuple(reversed(parts))

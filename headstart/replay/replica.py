@@ -1,0 +1,209 @@
+"""One replica of the simulation: a real cache manager and a simple scheduler in simulated time.
+
+Requests wait in the order they came. A step continues prompts that are under way, oldest first,
+then admits from the head of the line, up to `chunk` tokens; every request that decodes gets one
+token. A request waits while another computes its next block, as in the engine, and while the
+pool has no room for its whole prompt and reply beside those of all that run: nothing is ever
+preempted. A step in which nothing but decoding happens repeats until a reply ends or a request
+comes, and is simulated as one event.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from headstart.cache import BlockNames, CacheConfig, KVCacheManager, TokenSequence
+from headstart.errors import ConfigError
+from headstart.replay.speed import SpeedModel
+
+MAX_SKIPPED = 16
+"""Requests at the head of the line that may wait for others' blocks before nobody is asked."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on its way: its sequence of units, and when what happened to it.
+
+    num_blocks: of prompt and reply. reply: unit ids of the reply beyond the prompt's last unit.
+    computed: units that are computed, or hit. Times are in seconds.
+    """
+
+    name: str
+    sequence: TokenSequence
+    num_tokens: int
+    num_output: int
+    num_blocks: int
+    reply: list[int] = field(repr=False)
+    arrived: float
+    replica: int = 0
+    computed: int = 0
+    hit_tokens: int = 0
+    first_token: float = -1.0
+
+
+class StepResult(NamedTuple):
+    """Requests whose prompts are computed since this step, and those whose replies are whole."""
+
+    started: list[Job]
+    finished: list[Job]
+
+
+@dataclass(slots=True)
+class _Step:
+    start: float
+    seconds: float  # of one repetition
+    count: int
+    num_tokens: int
+
+
+class Replica:
+    """A cache manager, the requests sent to it, and the step under way."""
+
+    def __init__(self, pool: CacheConfig, grain: int, speed: SpeedModel) -> None:
+        """`pool` counts in units of `grain` tokens."""
+        self.manager = KVCacheManager(pool, BlockNames(pool.block_size))
+        self.grain = grain
+        self.speed = speed
+        self.waiting: deque[Job] = deque()
+        self.busy_seconds = 0.0
+        self.computed_tokens = 0
+        self.num_requests = 0
+        self._prompts: list[Job] = []  # whose prompts are under way
+        self._decoding: list[tuple[int, int, Job]] = []  # a heap by their last decode step
+        self._decoded = 0  # decode steps so far
+        self._ticket = 0
+        self._reserved = 0  # blocks that those who run will take yet
+        self._step: _Step | None = None
+
+    def check_fits(self, num_blocks: int, name: str) -> None:
+        """Raise ConfigError if a request needs more blocks than there are."""
+        have, size = self.manager.config.num_blocks, self.manager.block_size * self.grain
+        if num_blocks > have:
+            raise ConfigError(
+                f"request {name} needs {num_blocks * size:,} tokens of KV memory, and a replica "
+                f"has {have * size:,}; give each more"
+            )
+
+    def add(self, job: Job) -> None:
+        """The request waits in line."""
+        self.num_requests += 1
+        self.waiting.append(job)
+
+    def begin(self, now: float) -> float | None:
+        """Plan the next step; when it ends, or None if there is nothing to do."""
+        num_tokens = 0
+        for job in self._prompts:
+            if num_tokens >= self.speed.chunk:
+                break
+            num_tokens += self._compute(job, self.speed.chunk - num_tokens)
+        num_tokens += self._admit(self.speed.chunk - num_tokens)
+        if not num_tokens and not self._decoding:
+            return None
+        count = 1 if num_tokens else max(1, self._decoding[0][0] - self._decoded)
+        seconds = self.speed.seconds(num_tokens, len(self._decoding))
+        self._step = _Step(now, seconds, count, num_tokens)
+        return now + count * seconds
+
+    def interrupt(self, now: float) -> float | None:
+        """A request came: repeat a step no further than needed. The new end, if it changes."""
+        step = self._step
+        if step is None or step.count == 1:
+            return None
+        done = int((now - step.start) / step.seconds) + 1
+        if done >= step.count:
+            return None
+        step.count = done
+        return step.start + done * step.seconds
+
+    def end(self, now: float) -> StepResult:
+        """The step is over."""
+        step, self._step = self._step, None
+        assert step is not None
+        self.manager.commit_step()
+        self.busy_seconds += step.count * step.seconds
+        self.computed_tokens += step.num_tokens
+        self._decoded += step.count
+        finished = []
+        while self._decoding and self._decoding[0][0] <= self._decoded:
+            finished.append(heappop(self._decoding)[2])
+        started = []
+        if step.num_tokens:
+            started = [job for job in self._prompts if self._is_computed(job)]
+            self._prompts = [job for job in self._prompts if not self._is_computed(job)]
+        for job in started:
+            job.first_token = now
+            if job.num_output > 1:
+                self._decode(job)
+            else:
+                finished.append(job)
+        for job in finished:
+            self.manager.free(job.sequence)
+            self._reserved -= job.num_blocks - self._blocks(job.computed)
+        return StepResult(started, finished)
+
+    def _blocks(self, num_units: int) -> int:
+        return -(-num_units // self.manager.block_size)
+
+    def _is_computed(self, job: Job) -> bool:
+        return job.computed >= len(job.sequence.token_ids)
+
+    def _tokens(self, job: Job, num_units: int) -> int:
+        return min(num_units * self.grain, job.num_tokens)
+
+    def _chunk(self, job: Job, start: int, budget: int) -> int:
+        """Units to compute next; one at least, though it may be more than the budget."""
+        return min(max(budget // self.grain, 1), len(job.sequence.token_ids) - start)
+
+    def _compute(self, job: Job, budget: int) -> int:
+        """Continue a prompt; how many tokens of it are computed in this step."""
+        start = job.computed
+        count = self._chunk(job, start, budget)
+        moved = self.manager.append_slots(job.sequence, count)
+        assert moved, "blocks were reserved"
+        return self._advance(job, start, start + count)
+
+    def _advance(self, job: Job, start: int, stop: int) -> int:
+        self._reserved -= self._blocks(stop) - self._blocks(job.computed)
+        job.computed = stop
+        return self._tokens(job, stop) - self._tokens(job, start)
+
+    def _admit(self, budget: int) -> int:
+        """Admit requests from the head of the line; how many of their tokens are computed."""
+        num_tokens = 0
+        skipped: list[Job] = []
+        while (
+            self.waiting
+            and num_tokens < budget
+            and len(self._prompts) + len(self._decoding) < self.speed.max_running
+            and len(skipped) < MAX_SKIPPED
+        ):
+            job = self.waiting[0]
+            found = self.manager.get_computed_blocks(job.sequence)
+            if found.writer is not None:
+                skipped.append(self.waiting.popleft())
+                continue
+            if job.num_blocks > self.manager.num_free_blocks - self._reserved:
+                break
+            start = found.num_tokens
+            count = self._chunk(job, start, budget - num_tokens)
+            admitted = self.manager.allocate_slots(job.sequence, count, found)
+            assert admitted is not None, "room was seen to"
+            self.waiting.popleft()
+            self._prompts.append(job)
+            self._reserved += job.num_blocks
+            job.hit_tokens = self._tokens(job, start)
+            num_tokens += self._advance(job, start, start + count)
+        self.waiting.extendleft(reversed(skipped))
+        return num_tokens
+
+    def _decode(self, job: Job) -> None:
+        """The prompt is computed: room for the whole reply is taken now."""
+        for unit in job.reply:
+            job.sequence.append(unit)
+        if job.reply:
+            moved = self.manager.append_slots(job.sequence, len(job.reply))
+            assert moved, "blocks were reserved"
+            self._advance(job, job.computed, job.computed + len(job.reply))
+        self._ticket += 1  # jobs have no order of their own
+        heappush(self._decoding, (self._decoded + job.num_output - 1, self._ticket, job))

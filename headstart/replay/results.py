@@ -1,0 +1,62 @@
+"""What a replay gave, in numbers."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy
+
+from headstart.replay.replica import Job, Replica
+
+
+@dataclass(slots=True)
+class ReplayResult:
+    """The numbers of one trace, router and fleet.
+
+    hit_rate: tokens of prompts that were hit, of all. ttft_*: seconds from a request's arrival
+    to its first token. imbalance: the busy seconds of the busiest replica over the mean. busy:
+    the mean busy share of the time. seconds: simulated. events_per_second: simulated requests
+    and steps of the real managers, per second of this machine. evictions: cached blocks whose
+    memory was reused.
+    """
+
+    router: str
+    replicas: int
+    requests: int
+    prompt_tokens: int
+    hit_rate: float
+    ttft_mean: float
+    ttft_p50: float
+    ttft_p99: float
+    imbalance: float
+    busy: float
+    evictions: int
+    seconds: float
+    wall_seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The numbers by name."""
+        return asdict(self)
+
+
+def summarise(
+    router: str, jobs: Sequence[Job], replicas: Sequence[Replica], seconds: float
+) -> ReplayResult:
+    """The result of finished jobs; there is at least one."""
+    waits = numpy.array([job.first_token - job.arrived for job in jobs])
+    busy = numpy.array([replica.busy_seconds for replica in replicas])
+    asked = sum(job.num_tokens for job in jobs)
+    return ReplayResult(
+        router=router,
+        replicas=len(replicas),
+        requests=len(jobs),
+        prompt_tokens=asked,
+        hit_rate=sum(job.hit_tokens for job in jobs) / asked,
+        ttft_mean=float(waits.mean()),
+        ttft_p50=float(numpy.percentile(waits, 50)),
+        ttft_p99=float(numpy.percentile(waits, 99)),
+        imbalance=float(busy.max() / busy.mean()),
+        busy=float(busy.mean() / seconds),
+        evictions=sum(replica.manager.num_evictions for replica in replicas),
+        seconds=seconds,
+    )

@@ -9,14 +9,15 @@ import click
 
 from headstart.server.options import ServerOptions
 
-__all__ = ["GroupedCommand", "GroupedOption", "group_of"]
+__all__ = ["SPEED", "GroupedCommand", "GroupedOption", "group_of"]
 
-MAIN, SERVER, SAMPLING, MEMORY, MODELS, INTERNALS, OTHER = (
+MAIN, SERVER, SAMPLING, MEMORY, MODELS, SPEED, INTERNALS, OTHER = (
     "Options",
     "How the server is reached",
     "How answers are chosen",
     "Memory and speed",
     "Images and adapters",
+    "Speed of a replica",
     "Engine internals",
     "Other",
 )
@@ -72,7 +73,7 @@ class GroupedCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """One list of options for each group that has some."""
         groups: dict[str, list[tuple[str, str]]] = {
-            name: [] for name in (MAIN, SERVER, SAMPLING, MEMORY, MODELS, INTERNALS, OTHER)
+            name: [] for name in (MAIN, SERVER, SAMPLING, MEMORY, MODELS, SPEED, INTERNALS, OTHER)
         }
         for parameter in self.get_params(ctx):
             is_option = isinstance(parameter, click.Option)

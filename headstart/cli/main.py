@@ -1,4 +1,4 @@
-"""The command line: `headstart run`, `chat`, `serve`, `cache`, `keys`, `models`, `demo`, ...
+"""The command line: `headstart run`, `chat`, `serve`, `cache`, `keys`, `models`, `replay`, ...
 
 Everything that headstart raises on purpose ends as one line on stderr and exit status 2; usage
 errors do so too. Replies go to stdout, the figures of `run` and `chat` to stderr, so that a
@@ -31,6 +31,7 @@ from headstart.cli.options import (
     server_options,
     sort_options,
 )
+from headstart.cli.replay import replay
 from headstart.cli.reply import print_reply
 from headstart.cli.run import read_questions
 from headstart.cli.serve import run_server, take_server_options
@@ -180,6 +181,7 @@ def serve(model: str, **options: Any) -> None:
 main.add_command(models)
 main.add_command(keys)
 main.add_command(cache)
+main.add_command(replay)
 
 
 @main.command()

@@ -203,7 +203,7 @@ class ReplicaIndex:
         runs = [0] * self.num_replicas
         held = (1 << self.num_replicas) - 1
         depth = 0
-        for depth, mask in enumerate(masks):  # noqa: B007
+        for depth, mask in enumerate(masks):
             left = held & mask
             if left != held:
                 _set_bits(runs, held ^ left, depth)

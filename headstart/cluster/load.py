@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 from headstart.cluster.index import Match, PrefixKey
 
-_FORGET = 0.9
-"""Weight of what was measured before, each time that a request's prompt is done."""
-_LEAST_SECONDS = 1e-9
+_HALF_LIFE = 20.0
+"""Busy seconds after which what was measured counts for half."""
+_TRUST = 1.0
+"""Busy seconds that the first rate counts for."""
 
 
 @dataclass(slots=True)
@@ -58,7 +59,16 @@ class ReplicaLoad:
     @property
     def rate(self) -> float:
         """Tokens of prompts computed a second; `first_rate` until something was measured."""
-        return self._tokens / self._seconds if self._seconds else self.first_rate
+        return (self._tokens + _TRUST * self.first_rate) / (self._seconds + _TRUST)
+
+    def backlog(self, now: float) -> float:
+        """Queued tokens less those that were computed, at the measured rate, since a prompt ended.
+
+        What a prompt under way has behind it is not reported.
+        """
+        if not self.waiting:
+            return 0.0
+        return max(self.queued_tokens - (now - self._since) * self.rate, 0.0)
 
     def add(self, num_tokens: int, now: float) -> None:
         """A request with so many tokens to compute is sent here."""
@@ -73,12 +83,11 @@ class ReplicaLoad:
         self.waiting -= 1
         self.running += 1
         self.queued_tokens -= num_tokens
-        seconds = max(now - self._since, _LEAST_SECONDS)
+        seconds = now - self._since
         self._since = now
-        # What was measured once counts for little, so that one odd request does.
-        before = _FORGET if self._seconds else 0.0
-        self._tokens = before * self._tokens + max(num_tokens, 1)
-        self._seconds = before * self._seconds + seconds
+        keep = 0.5 ** (seconds / _HALF_LIFE)
+        self._tokens = keep * self._tokens + num_tokens
+        self._seconds = keep * self._seconds + seconds
 
     def finish(self) -> None:
         """A request with a first token is done."""

@@ -29,7 +29,7 @@ _SESSION_ARRAYS = ("B", "t", "L", "out", "sess", "nblk", "leaf", "pdelta")
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in this file. Raises ConfigError if it cannot be read, or is none of the formats."""
+    """The trace in this file. Raises ConfigError if it is none of the formats."""
     try:
         if path.suffix == ".npz":
             return _read_sessions(path)
@@ -44,8 +44,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    with opened as file:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

@@ -66,7 +66,6 @@ class Replica:
         self.grain = grain
         self.speed = speed
         self.waiting: deque[Job] = deque()
-        self.busy_seconds = 0.0
         self.computed_tokens = 0
         self.num_requests = 0
         self._prompts: list[Job] = []  # whose prompts are under way
@@ -121,7 +120,6 @@ class Replica:
         step, self._step = self._step, None
         assert step is not None
         self.manager.commit_step()
-        self.busy_seconds += step.count * step.seconds
         self.computed_tokens += step.num_tokens
         self._decoded += step.count
         finished = []

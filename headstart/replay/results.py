@@ -14,10 +14,10 @@ class ReplayResult:
     """The numbers of one trace, router and fleet.
 
     hit_rate: tokens of prompts that were hit, of all. ttft_*: seconds from a request's arrival
-    to its first token. imbalance: the busy seconds of the busiest replica over the mean. busy:
-    the mean busy share of the time. seconds: simulated. events_per_second: simulated requests
-    and steps of the real managers, per second of this machine. evictions: cached blocks whose
-    memory was reused.
+    to its first token. imbalance: tokens of prompts that the busiest replica computed, over the
+    mean. load: tokens of prompts computed, over what the replicas could compute in that time if
+    they did nothing else. evictions: cached blocks whose memory was reused. seconds: simulated.
+    events_per_second: requests and steps simulated in a second of this machine.
     """
 
     router: str
@@ -29,10 +29,10 @@ class ReplayResult:
     ttft_p50: float
     ttft_p99: float
     imbalance: float
-    busy: float
+    load: float
     evictions: int
     seconds: float
-    wall_seconds: float = 0.0
+    events_per_second: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers by name."""
@@ -44,7 +44,7 @@ def summarise(
 ) -> ReplayResult:
     """The result of finished jobs; there is at least one."""
     waits = numpy.array([job.first_token - job.arrived for job in jobs])
-    busy = numpy.array([replica.busy_seconds for replica in replicas])
+    work = numpy.array([replica.computed_tokens for replica in replicas])
     asked = sum(job.num_tokens for job in jobs)
     return ReplayResult(
         router=router,
@@ -55,8 +55,8 @@ def summarise(
         ttft_mean=float(waits.mean()),
         ttft_p50=float(numpy.percentile(waits, 50)),
         ttft_p99=float(numpy.percentile(waits, 99)),
-        imbalance=float(busy.max() / busy.mean()),
-        busy=float(busy.mean() / seconds),
+        imbalance=float(work.max() / work.mean()),
+        load=float(work.mean() / replicas[0].speed.prefill_rate / seconds),
         evictions=sum(replica.manager.num_evictions for replica in replicas),
         seconds=seconds,
     )

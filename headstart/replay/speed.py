@@ -13,14 +13,14 @@ class SpeedModel:
         step_time + p / prefill_rate + n * decode_time
 
     and gives each decoding request a token. The defaults are those of a 70B model on four
-    accelerators, roughly: 10,000 tokens of prompt or 50 steps of decoding a second. Attention
+    accelerators, roughly: 15,000 tokens of prompts or 50 steps of decoding a second. Attention
     over a long context costs what over a short one.
 
     chunk: tokens of prompts in a step at the most. max_running: requests that run at once.
     Raises ConfigError.
     """
 
-    prefill_rate: float = option(10_000.0, "tokens of prompts a second", Number(float, 1))
+    prefill_rate: float = option(15_000.0, "tokens of prompts a second", Number(float, 1))
     step_time: float = option(0.02, "seconds of a step without any prompt", Number(float, 0))
     decode_time: float = option(0.0001, "seconds a decoding request adds", Number(float, 0))
     chunk: int = option(2048, "tokens of prompts in a step", Number(int, 1))

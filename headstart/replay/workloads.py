@@ -79,13 +79,12 @@ def _documents(rng: random.Random, ids: _Ids) -> _Drafts:
         yield now, _Draft((document, ids.take(_QUESTION)), rng.randint(32, 256), str(number))
 
 
-def _conversations(
-    rng: random.Random, ids: _Ids, head: int, turns: int, pause: float
-) -> _Drafts:
+def _conversations(rng: random.Random, ids: _Ids, head: int, turns: int, pause: float) -> _Drafts:
     system, start = ids.take(head), 0.0
     for number in count():
         start += rng.expovariate(RATE / turns)
-        now, parts = start, (system,)
+        now = start
+        parts: tuple[range, ...] = (system,)
         for _ in range(rng.randint(1, 2 * turns - 1)):
             parts = (*parts, ids.take(rng.randint(4, 64)))
             yield now, _Draft(parts, rng.randint(32, 256), str(number))

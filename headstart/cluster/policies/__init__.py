@@ -5,13 +5,13 @@ from collections.abc import Callable
 from headstart.cluster.policies.base import RoutingPolicy
 from headstart.cluster.policies.dynamo import Dynamo
 from headstart.cluster.policies.expected import Expected
+from headstart.cluster.policies.sglang import CacheAware
 from headstart.cluster.policies.simple import (
     LeastLoaded,
     PrefixAffinity,
     RoundRobin,
     SessionAffinity,
 )
-from headstart.cluster.policies.sglang import CacheAware
 from headstart.errors import ConfigError
 
 __all__ = ["DEFAULT_POLICY", "POLICIES", "RoutingPolicy", "make_policy"]

@@ -13,6 +13,9 @@ class RoutingPolicy:
     needs_prefixes = True
     """False for a policy that does not look at `Choice.match`; none is then made."""
 
+    needs_keys = True
+    """False for a policy that does not look at a request's keys; they may be left out."""
+
     def choose(self, choice: Choice) -> ReplicaLoad:
         """One of `choice.alive`, of which there is at least one."""
         raise NotImplementedError

@@ -10,7 +10,7 @@ from headstart.cluster.policies.base import RoutingPolicy
 class RoundRobin(RoutingPolicy):
     """Each replica in turn."""
 
-    needs_prefixes = False
+    needs_prefixes = needs_keys = False
 
     def __init__(self) -> None:
         self._turns = count()
@@ -23,7 +23,7 @@ class RoundRobin(RoutingPolicy):
 class LeastLoaded(RoutingPolicy):
     """The replica with the fewest unfinished requests; the fewest queued tokens among equals."""
 
-    needs_prefixes = False
+    needs_prefixes = needs_keys = False
 
     def choose(self, choice: Choice) -> ReplicaLoad:
         """The least loaded one."""
@@ -36,7 +36,7 @@ class SessionAffinity(RoutingPolicy):
     A replica that leaves takes along its own sessions only.
     """
 
-    needs_prefixes = False
+    needs_prefixes = needs_keys = False
 
     def __init__(self) -> None:
         self._without = LeastLoaded()

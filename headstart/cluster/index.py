@@ -30,11 +30,11 @@ MAX_BACKLOG = 1024
 class Match(NamedTuple):
     """How many blocks of a prompt's head each replica has, by replica.
 
-    pool: blocks in its KV pool. expected: in its pool, or being computed for a request that was
+    cached: blocks in its KV pool. expected: in its pool, or being computed for a request that was
     sent there. stored: the same, or in a slower tier, from which they must be loaded.
     """
 
-    pool: list[int]
+    cached: list[int]
     expected: list[int]
     stored: list[int]
 
@@ -184,8 +184,8 @@ class ReplicaIndex:
     def match(self, keys: Sequence[PrefixKey]) -> Match:
         """How many of a prompt's blocks, from the first on, each replica has."""
         masks = list(map(self._holders[POOL].get, keys, repeat(0)))
-        pool = self._runs(masks)
-        expected = pool
+        cached = self._runs(masks)
+        expected = cached
         if self._expected:
             coming = map(self._expected.get, keys, repeat(0))
             masks = [mask | more for mask, more in zip(masks, coming, strict=True)]
@@ -196,7 +196,7 @@ class ReplicaIndex:
                 slower = map(self._holders[tier].get, keys, repeat(0))
                 masks = [mask | more for mask, more in zip(masks, slower, strict=True)]
                 stored = self._runs(masks)
-        return Match(pool, expected, stored)
+        return Match(cached, expected, stored)
 
     def _runs(self, masks: Sequence[int]) -> list[int]:
         """For each replica, the number of masks from the first on that have its bit."""

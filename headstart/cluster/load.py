@@ -7,8 +7,8 @@ from headstart.cluster.index import Match, PrefixKey
 
 _HALF_LIFE = 20.0
 """Busy seconds after which what was measured counts for half."""
-_TRUST = 1.0
-"""Busy seconds that the first rate counts for."""
+_TRUST = 2.0
+"""Busy seconds that the rate of all counts for in the rate of one."""
 
 
 @dataclass(slots=True)
@@ -30,6 +30,22 @@ class RouteRequest:
         return min(num_blocks * self.block_size, self.num_tokens - 1)
 
 
+class MeasuredRate:
+    """Tokens a second, of late: `tokens` in `seconds`, of which the older count for less."""
+
+    __slots__ = ("seconds", "tokens")
+
+    def __init__(self, tokens: float = 0.0, seconds: float = 0.0) -> None:
+        self.tokens = tokens
+        self.seconds = seconds
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """So many tokens took so long."""
+        keep: float = 0.5 ** (seconds / _HALF_LIFE)
+        self.tokens = keep * self.tokens + tokens
+        self.seconds = keep * self.seconds + seconds
+
+
 @dataclass(slots=True)
 class ReplicaLoad:
     """The work that was sent to one replica and is not done, and how fast it does it.
@@ -37,18 +53,18 @@ class ReplicaLoad:
     queued_tokens: tokens of prompts that are still to be computed. waiting: requests without a
     first token yet. running: requests with one. routed_tokens: tokens to compute, of all
     requests so far. rate: tokens a second while prompts were waiting, as measured here: the
-    time that decoding takes is in it.
+    time that decoding takes is in it. `all_rate` is that of all replicas together, which stands
+    in for what was not measured here.
     """
 
     replica: int
-    first_rate: float
+    all_rate: MeasuredRate = field(repr=False)
     queued_tokens: int = 0
     waiting: int = 0
     running: int = 0
     routed_tokens: int = 0
     is_alive: bool = True
-    _tokens: float = field(default=0.0, repr=False)
-    _seconds: float = field(default=0.0, repr=False)
+    _own_rate: MeasuredRate = field(default_factory=MeasuredRate, repr=False)
     _since: float = field(default=0.0, repr=False)
 
     @property
@@ -58,8 +74,9 @@ class ReplicaLoad:
 
     @property
     def rate(self) -> float:
-        """Tokens of prompts computed a second; `first_rate` until something was measured."""
-        return (self._tokens + _TRUST * self.first_rate) / (self._seconds + _TRUST)
+        """Tokens of prompts computed a second."""
+        others = self.all_rate.tokens / self.all_rate.seconds
+        return (self._own_rate.tokens + _TRUST * others) / (self._own_rate.seconds + _TRUST)
 
     def backlog(self, now: float) -> float:
         """Queued tokens less those that were computed, at the measured rate, since a prompt ended.
@@ -85,9 +102,8 @@ class ReplicaLoad:
         self.queued_tokens -= num_tokens
         seconds = now - self._since
         self._since = now
-        keep = 0.5 ** (seconds / _HALF_LIFE)
-        self._tokens = keep * self._tokens + num_tokens
-        self._seconds = keep * self._seconds + seconds
+        self._own_rate.add(num_tokens, seconds)
+        self.all_rate.add(num_tokens, seconds)
 
     def finish(self) -> None:
         """A request with a first token is done."""

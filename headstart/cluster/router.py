@@ -11,12 +11,12 @@ One thread calls it. Times come from the caller, so that a simulator may have it
 from typing import NamedTuple
 
 from headstart.cluster.index import PrefixKey, ReplicaIndex
-from headstart.cluster.load import Choice, ReplicaLoad, RouteRequest
+from headstart.cluster.load import Choice, MeasuredRate, ReplicaLoad, RouteRequest
 from headstart.cluster.policies import RoutingPolicy
 from headstart.errors import RequestError
 
-FIRST_RATE = 10_000.0
-"""Tokens of prompts a second that a replica is thought to compute before it was measured."""
+FIRST_RATE = 15_000.0
+"""Tokens of prompts a second that replicas are thought to compute before any was measured."""
 
 
 class _Sent(NamedTuple):
@@ -37,7 +37,8 @@ class Router:
     ) -> None:
         self.index = ReplicaIndex(num_replicas)
         self.policy = policy
-        self.loads = [ReplicaLoad(replica, first_rate) for replica in range(num_replicas)]
+        rate = MeasuredRate(first_rate, seconds=1.0)
+        self.loads = [ReplicaLoad(replica, rate) for replica in range(num_replicas)]
         self._alive = list(self.loads)
         self._waiting: dict[str, _Sent] = {}
         self._running: dict[str, _Sent] = {}

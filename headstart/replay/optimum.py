@@ -29,7 +29,7 @@ def best_hit_rate(
 
 def _with_memory(trace: Trace, fleet: Fleet, progress: Callable[[int], None]) -> float:
     """The real manager: each prompt is looked up, computed with its reply, and freed."""
-    manager = KVCacheManager(fleet.pool(trace.grain, fleet.replicas))
+    manager = KVCacheManager(fleet.cache_config(trace.grain, fleet.replicas))
     fresh, hit, grain = private_units(), 0, trace.grain
     for number, request in enumerate(trace.requests):
         units = request.units()
@@ -53,7 +53,7 @@ def _with_memory(trace: Trace, fleet: Fleet, progress: Callable[[int], None]) ->
 
 def _unlimited(trace: Trace, fleet: Fleet) -> float:
     """A trie of blocks that forgets nothing; hits end at block borders."""
-    size = fleet.pool(trace.grain).block_size
+    size = fleet.cache_config(trace.grain).block_size
     nodes: dict[tuple[int, BlockKey], int] = {}
     hit = 0
     for number, request in enumerate(trace.requests):

@@ -36,7 +36,7 @@ class Fleet:
     block_size: int
     eviction: str = "adaptive-lru"
 
-    def pool(self, grain: int, share: int = 1, *, events: bool = False) -> CacheConfig:
+    def cache_config(self, grain: int, share: int = 1, *, events: bool = False) -> CacheConfig:
         """The options of a manager with the memory of `share` replicas, in units of a trace.
 
         Raises ConfigError for a block size that is no multiple of the trace's.
@@ -92,7 +92,7 @@ class _Simulation:
         self.trace, self.fleet, self.policy = trace, fleet, policy
         chosen = make_policy(policy)
         self.router = Router(fleet.replicas, chosen, speed.prefill_rate)
-        pool = fleet.pool(trace.grain, events=chosen.needs_prefixes)
+        pool = fleet.cache_config(trace.grain, events=chosen.needs_prefixes)
         self.replicas = [Replica(pool, trace.grain, speed) for _ in range(fleet.replicas)]
         self.publishers = [EventPublisher(replica) for replica in range(fleet.replicas)]
         self.jobs: list[Job] = []

@@ -1,9 +1,12 @@
 """Who may import whom: the arrows between rooms, and no knots.
 
-    cache      stdlib and numpy            tiers    + cache          replay   + cache, tiers
+    cache      stdlib and numpy            tiers    + cache          replay   + cache, tiers,
+                                                                                cluster's core
     native     torch, no other room        attention  + native       models   + native, attention
     engine     models, attention,          omni     engine, cache    server   engine, omni, cache
-               tiers, cache                cluster  anything; its router and index only cache
+               tiers, cache                cluster  anything; its core only cache
+
+The core of cluster is the prefix index and the router, with all that these need.
 
 Everyone may import `headstart.errors`, `.validation`, `.version`, `.imports` and `.machine`; the
 command line may import all.
@@ -19,7 +22,7 @@ from tests.house.source import PACKAGE, ROOT, Module, read_modules
 MAY_IMPORT = {
     "cache": set(),
     "tiers": {"cache"},
-    "replay": {"cache", "tiers"},
+    "replay": {"cache", "tiers", "cluster"},
     "native": set(),
     "attention": {"native"},
     "models": {"native", "attention"},
@@ -37,12 +40,10 @@ MAY_IMPORT = {
     "outputs": {"engine"},
     "sampling_params": {"engine"},
 }
-MODULE_MAY_IMPORT = {
-    "headstart.cluster.router": {"cache"},
-    "headstart.cluster.index": {"cache"},
-}
+CLUSTER_CORE = ("events", "index", "load", "policies", "router")
+CORE_MODULES = {"headstart.cluster", *(f"headstart.cluster.{name}" for name in CLUSTER_CORE)}
 EVERYONE_MAY_IMPORT = {"errors", "validation", "version", "imports", "machine"}
-WITHOUT_TORCH = ("cache", "tiers", "replay")
+WITHOUT_TORCH = ("cache", "tiers", "replay", *(f"cluster.{name}" for name in CLUSTER_CORE))
 
 # Imported inside functions, because a user may do without them.
 OPTIONAL_DEPENDENCIES = {"PIL", "llguidance", "redis"}
@@ -58,8 +59,15 @@ def resolve(imported: str, modules: dict[str, Module]) -> str | None:
     return imported or None
 
 
+def is_core(name: str) -> bool:
+    """True for a module of cluster that the replay imports: none of them may need torch."""
+    return name in CORE_MODULES or name.startswith("headstart.cluster.policies.")
+
+
 def wrong_arrows(module: Module, modules: dict[str, Module]) -> list[str]:
-    allowed = MODULE_MAY_IMPORT.get(module.name, MAY_IMPORT.get(module.room))
+    allowed = MAY_IMPORT.get(module.room)
+    if is_core(module.name):
+        allowed = {"cache"}
     if module.name == PACKAGE or module.room in ("cli", "__main__"):
         return []
     assert allowed is not None, f"{module.name}: give the room its arrows in MAY_IMPORT"
@@ -69,7 +77,9 @@ def wrong_arrows(module: Module, modules: dict[str, Module]) -> list[str]:
         if target is None:
             continue
         room = modules[target].room
-        if room not in {*allowed, module.room, *EVERYONE_MAY_IMPORT}:
+        wants_core = module.room == "replay" or is_core(module.name)
+        beyond_core = room == "cluster" and wants_core and not is_core(target)
+        if beyond_core or room not in {*allowed, module.room, *EVERYONE_MAY_IMPORT}:
             found.append(f"{module.name}:{imported.line} imports {imported.module}")
     return found
 
@@ -123,7 +133,7 @@ import importlib, pkgutil, sys
 for name in ("torch", "transformers", "tokenizers", "safetensors"):
     sys.modules[name] = None  # importing it raises ModuleNotFoundError
 room = importlib.import_module("{PACKAGE}.{room}")
-for found in pkgutil.walk_packages(room.__path__, room.__name__ + "."):
+for found in pkgutil.walk_packages(getattr(room, "__path__", []), room.__name__ + "."):
     importlib.import_module(found.name)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
@@ -139,6 +149,22 @@ def test_an_arrow_that_points_up_is_found() -> None:
     modules = pretend(headstart_cache_pool="from headstart.engine import llm", headstart_engine="")
     assert wrong_arrows(modules["headstart.cache.pool"], modules) == [
         "headstart.cache.pool:1 imports headstart.engine.llm"
+    ]
+
+
+def test_an_arrow_from_the_replay_beyond_the_router_is_found() -> None:
+    modules = {
+        name: Module(name, text)
+        for name, text in {
+            "headstart.replay.a": "from headstart.cluster import deployment, router",
+            "headstart.cluster.deployment": "",
+            "headstart.cluster.router": "from headstart.cluster import deployment",
+        }.items()
+    }
+    found = [complaint for each in modules.values() for complaint in wrong_arrows(each, modules)]
+    assert found == [
+        "headstart.replay.a:1 imports headstart.cluster.deployment",
+        "headstart.cluster.router:1 imports headstart.cluster.deployment",
     ]
 
 

@@ -8,7 +8,6 @@ from tests.house.source import PACKAGE, Module, read_modules
 
 # Fields that only the cache's own types have.
 PRIVATE = {
-    "block_hash",
     "next_free_block",
     "num_evicted",
     "num_named",
@@ -19,8 +18,12 @@ PRIVATE = {
     "switched",
     "unwritten",
 }
-# Fields that a block or a sequence shares its names of with other types.
-OF_A_LOOKUP = {"blocks": {"found", "computed"}, "writer": {"found", "computed"}}
+# Fields that a block, a node or a sequence shares its names of with other types.
+OF_A_LOOKUP = {
+    "block_hash": {"event"},
+    "blocks": {"found", "computed"},
+    "writer": {"found", "computed"},
+}
 # A field that another room's own types have, too.
 OF_A_ROOM = {"block_ids": "attention"}
 MAY_IMPORT_FROM = {"config", "identity"}  # the rest is imported from the package
@@ -63,6 +66,7 @@ def test_nobody_outside_reads_the_cache_s_own_fields(name: str) -> None:
         "block.ref_cnt",
         "sequence.blocks[0]",
         "found.blocks[0].writer",
+        "found.node.block_hash",
         "self.manager.pool.free",
         "request.sequence.block_ids",
         "from headstart.cache.block import KVCacheBlock",

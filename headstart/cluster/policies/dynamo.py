@@ -37,7 +37,7 @@ class Dynamo(RoutingPolicy):
     def choose(self, choice: Choice) -> ReplicaLoad:
         """The least cost; the first among equals."""
         assert choice.match is not None
-        request, held = choice.request, choice.match.pool
+        request, held = choice.request, choice.match.cached
         blocks = -(-request.num_tokens // request.block_size)
         resident = {load.replica: len(self._blocks.get(load.replica, ())) for load in choice.alive}
         least = min(resident.values())

@@ -1,7 +1,7 @@
 """Policies of a few lines: what others are measured against."""
 
+from hashlib import blake2b
 from itertools import count
-from zlib import crc32
 
 from headstart.cluster.load import Choice, ReplicaLoad
 from headstart.cluster.policies.base import RoutingPolicy
@@ -46,7 +46,12 @@ class SessionAffinity(RoutingPolicy):
         session = choice.request.session
         if session is None:
             return self._without.choose(choice)
-        return max(choice.alive, key=lambda load: crc32(f"{session} {load.replica}".encode()))
+        return max(choice.alive, key=lambda load: _draw(session, load.replica))
+
+
+def _draw(session: str, replica: int) -> bytes:
+    """A number by chance that is the same for the same two; a checksum's would not be by chance."""
+    return blake2b(f"{session} {replica}".encode(), digest_size=8).digest()
 
 
 class PrefixAffinity(RoutingPolicy):

@@ -1,0 +1,69 @@
+"""Real caches whose events may get lost on the way to an index."""
+
+from headstart.cache import BlockNames, CacheConfig, KVCacheManager, TokenSequence
+from headstart.cluster.events import EventBatch, EventPublisher
+from headstart.cluster.index import PrefixKey, prefix_keys
+
+BLOCK = 2
+
+
+class Engine:
+    """One replica: a small manager, its publisher, and the truth after each batch."""
+
+    def __init__(self, replica: int, num_blocks: int = 8) -> None:
+        self.replica = replica
+        self.num_blocks = num_blocks
+        self.epoch = -1
+        self.truth: dict[tuple[int, int], frozenset[bytes]] = {}
+        self.start()
+
+    def start(self) -> None:
+        """Start the process anew: nothing is cached."""
+        self.epoch += 1
+        config = CacheConfig(
+            num_blocks=self.num_blocks, block_size=BLOCK, events=True, partial_hits=False
+        )
+        self.manager = KVCacheManager(config, BlockNames(BLOCK, "model"))
+        self.publisher = EventPublisher(self.replica, self.epoch)
+        self.held: set[bytes] = set()
+
+    def serve(self, tokens: list[int]) -> EventBatch | None:
+        """Compute a prompt and free it; the batch of what changed."""
+        self.compute(tokens)
+        return self.publish()
+
+    def compute(self, tokens: list[int]) -> None:
+        """Compute a prompt and free it, unless it is larger than the cache."""
+        sequence = TokenSequence("one", tokens)
+        found = self.manager.get_computed_blocks(sequence)
+        if self.manager.allocate_slots(sequence, len(tokens) - found.num_tokens, found):
+            self.manager.commit_step()
+            self.manager.free(sequence)
+
+    def reset(self) -> EventBatch | None:
+        """Forget everything."""
+        assert self.manager.reset_prefix_cache()
+        return self.publish()
+
+    def publish(self) -> EventBatch | None:
+        batch = self.publisher.publish(self.manager.take_events())
+        if batch is not None:
+            if batch.cleared:
+                self.held.clear()
+            self.held |= set(cut(batch.stored))
+            self.held -= set(cut(batch.removed))
+            self.truth[batch.epoch, batch.number] = frozenset(self.held)
+        return batch
+
+    def keys(self, tokens: list[int]) -> list[PrefixKey]:
+        """Keys of a prompt's full blocks."""
+        return prefix_keys(self.manager.block_hashes(TokenSequence("asked", tokens)))
+
+    def depth(self, tokens: list[int]) -> int:
+        """How many blocks the manager itself finds."""
+        return len(self.manager.get_computed_blocks(TokenSequence("asked", tokens)).blocks)
+
+
+def cut(packed: bytes) -> list[bytes]:
+    """Names of 32 bytes."""
+    return [packed[at : at + 32] for at in range(0, len(packed), 32)]

@@ -1,0 +1,130 @@
+"""The prefix index: what it answers, what it costs in memory, what it refuses."""
+
+import gc
+import random
+import tracemalloc
+
+import pytest
+
+from headstart.cluster.events import DISK, EventBatch
+from headstart.cluster.index import MAX_BACKLOG, ReplicaIndex, prefix_keys
+from headstart.errors import ConfigError
+from tests.cluster.feeds import Engine, cut
+
+
+def names(*numbers: int) -> list[bytes]:
+    """Names of 32 bytes that stand for digests."""
+    return [random.Random(number).randbytes(32) for number in numbers]
+
+
+def stored(replica: int, number: int, *blocks: int, tier: str = "pool") -> EventBatch:
+    return EventBatch(replica, 0, number, stored=b"".join(names(*blocks)), tier=tier)
+
+
+def test_each_replica_has_as_much_as_its_events_say() -> None:
+    engines = [Engine(0), Engine(1), Engine(2)]
+    index = ReplicaIndex(3)
+    long, short = [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 9, 9]
+    for engine, tokens in ((engines[0], long), (engines[2], short)):
+        batch = engine.serve(tokens)
+        assert batch is not None and index.apply(batch)
+    assert index.match(engines[0].keys(long)).cached == [3, 0, 1]
+    assert index.match(engines[0].keys([1, 2])).cached == [1, 0, 1]
+    assert index.match([]).cached == [0, 0, 0]
+
+
+def test_what_is_on_disk_is_told_apart_from_what_is_in_the_pool() -> None:
+    index = ReplicaIndex(2)
+    index.apply(stored(0, 0, 1))
+    index.apply(stored(0, 0, 2, 3, tier=DISK))
+    index.apply(stored(1, 0, 1, 2))
+    found = index.match(prefix_keys(names(1, 2, 3)))
+    assert (found.cached, found.stored) == ([1, 2], [3, 2])
+
+
+def test_what_is_being_computed_is_expected_until_it_is_taken_back() -> None:
+    index = ReplicaIndex(2)
+    keys = prefix_keys(names(1, 2, 3))
+    index.apply(stored(1, 0, 1))
+    added = index.expect(1, keys)
+    assert added == keys[1:]
+    assert index.match(keys).cached == [0, 1]
+    assert index.match(keys).expected == [0, 3]
+    index.unexpect(1, added)
+    assert index.match(keys).expected == [0, 1]
+
+
+def test_a_gap_is_told_until_a_snapshot_comes() -> None:
+    index = ReplicaIndex(1)
+    assert index.apply(stored(0, 0, 1))
+    assert not index.apply(stored(0, 2, 3))
+    assert not index.is_current(0)
+    assert not index.apply(stored(0, 3, 4))
+    # The snapshot was taken before the last batch was sent, and comes after it.
+    whole = b"".join(names(1, 2, 3))
+    assert index.apply(EventBatch(0, 0, 2, stored=whole, cleared=True, snapshot=True))
+    assert index.match(prefix_keys(names(1, 2, 3, 4))).cached == [4]
+
+
+def test_a_snapshot_older_than_the_gap_does_not_close_it() -> None:
+    index = ReplicaIndex(1)
+    index.apply(stored(0, 0, 1))
+    index.apply(stored(0, 5, 3))
+    assert not index.apply(EventBatch(0, 0, 2, cleared=True, snapshot=True))
+    assert not index.is_current(0)
+
+
+def test_a_backlog_that_overflows_asks_for_another_snapshot() -> None:
+    index = ReplicaIndex(1)
+    for number in range(1, MAX_BACKLOG + 3):
+        assert not index.apply(stored(0, number, number))
+    assert not index.apply(EventBatch(0, 0, 0, cleared=True, snapshot=True))
+    last = MAX_BACKLOG + 2
+    assert index.apply(EventBatch(0, 0, last, cleared=True, snapshot=True))
+    assert len(index) == 0
+
+
+def test_a_batch_has_only_what_changed_in_the_end() -> None:
+    """A block that is stored and evicted between two batches is in neither list."""
+    engine = Engine(0, num_blocks=2)
+    first = engine.serve([1, 1, 1, 1])
+    assert first is not None and (len(first.stored), len(first.removed)) == (64, 0)
+    for tokens in ([2, 2, 2, 2], [3, 3, 3, 3]):
+        engine.compute(tokens)
+    batch = engine.publish()
+    assert batch is not None and set(cut(batch.removed)) == set(cut(first.stored))
+    assert prefix_keys(cut(batch.stored)) == engine.keys([3, 3, 3, 3])
+    engine.compute([4, 4])
+    engine.compute([3, 3, 3, 3])
+    for tokens in ([5, 5, 5, 5], [3, 3, 3, 3]):
+        engine.compute(tokens)
+    assert engine.publish() is None
+    assert engine.publisher.snapshot().number == batch.number == 1
+
+
+@pytest.mark.parametrize("holders", [1, 8, 64])
+def test_memory_is_at_most_100_bytes_a_block_and_replica(holders: int) -> None:
+    """At its dearest: just after the dictionary has grown."""
+    blocks = 2**15 * 2 // 3 + 10
+    packed = random.Random(0).randbytes(32 * blocks)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        index = ReplicaIndex(64)
+        for replica in range(holders):
+            index.apply(EventBatch(replica, 0, 0, stored=packed))
+        gc.collect()
+        used = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert len(index) == blocks
+    assert used / blocks / holders <= 100
+
+
+def test_no_replicas_and_unknown_ones_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_replicas is 0; allowed: at least 1"):
+        ReplicaIndex(0)
+    with pytest.raises(ConfigError, match="replica 3, tier 'pool'"):
+        ReplicaIndex(2).apply(stored(3, 0, 1))
+    with pytest.raises(ConfigError, match="tier 'tape'"):
+        ReplicaIndex(2).apply(stored(1, 0, 1, tier="tape"))

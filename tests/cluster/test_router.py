@@ -1,0 +1,214 @@
+"""The router: who gets a request, and that its books come out even."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headstart.cluster import POLICIES, EventBatch, Router, make_policy
+from headstart.cluster.events import DISK
+from headstart.cluster.index import PrefixKey, prefix_keys
+from headstart.cluster.load import RouteRequest
+from headstart.errors import ConfigError, RequestError
+
+BLOCK = 16
+
+
+def keys(prefix: int, count: int) -> list[PrefixKey]:
+    """Keys of a prompt that no other prefix shares."""
+    return [PrefixKey(prefix * 1000 + at) for at in range(count)]
+
+
+def request(
+    name: str, prefix: int, blocks: int = 64, own: int = 0, session: str | None = None
+) -> RouteRequest:
+    """A prompt of `blocks` blocks of a prefix, and `own` ones of its own."""
+    of_prompt = keys(prefix, blocks) + keys(10_000 + hash(name) % 10_000, own)
+    return RouteRequest(name, of_prompt, BLOCK * (blocks + own) + 1, BLOCK, session)
+
+
+def store(router: Router, replica: int, prompt: list[bytes], tier: str = "pool") -> None:
+    router.index.apply(EventBatch(replica, 0, 0, stored=b"".join(prompt), tier=tier))
+
+
+def router(policy: str = "expected", replicas: int = 4) -> Router:
+    return Router(replicas, make_policy(policy), first_rate=1000.0)
+
+
+def test_a_prompt_goes_to_where_it_is_cached() -> None:
+    many = router()
+    prompt = [bytes([number]) * 32 for number in range(1, 65)]
+    store(many, 2, prompt)
+    asked = RouteRequest("a", prefix_keys(prompt), 64 * BLOCK + 5, BLOCK)
+    assert many.route(asked, 0.0) == 2
+    assert many.loads[2].queued_tokens == 5
+
+
+def test_a_burst_of_one_new_prefix_follows_its_first_request() -> None:
+    many = router()
+    first = many.route(request("first", 1, own=1), 0.0)
+    others = [many.route(request(f"r{n}", 1, own=1), 0.01 * n) for n in range(10)]
+    assert others == [first] * 10
+    assert many.loads[first].queued_tokens == 65 * BLOCK + 1 + 10 * (BLOCK + 1)
+
+
+def test_a_hot_prefix_spreads_once_its_replica_is_loaded() -> None:
+    many = router()
+    places = Counter(many.route(request(f"r{n}", 1, own=16), 0.0) for n in range(200))
+    assert len(places) == 4
+    assert max(places.values()) <= 1.3 * 50
+
+
+def test_new_prefixes_fill_all_replicas_alike() -> None:
+    many = router()
+    for number in range(100):
+        at = many.route(request(str(number), number), float(number))
+        many.first_token(str(number), number + 0.9)
+        many.finish(str(number))
+        assert many.loads[at].active == 0
+    assert {load.routed_tokens for load in many.loads} == {25 * (64 * BLOCK + 1)}
+
+
+def test_a_slow_replica_gets_less() -> None:
+    many = router(replicas=2)
+    now, places = 0.0, Counter[int]()
+    for number in range(60):
+        at = many.route(request(str(number), number), now)
+        now += 10.0 if at == 0 else 1.0
+        many.first_token(str(number), now)
+        many.finish(str(number))
+        places[at] += 1
+    assert many.loads[0].rate < many.loads[1].rate / 3
+    assert places[1] > 5 * places[0]
+
+
+def test_what_is_on_a_replica_s_disk_is_loaded_rather_than_computed() -> None:
+    many = router()
+    prompt = [bytes([number]) * 32 for number in range(1, 65)]
+    store(many, 3, prompt, DISK)
+    assert many.route(RouteRequest("a", prefix_keys(prompt), 64 * BLOCK, BLOCK), 0.0) == 3
+
+
+def test_the_measured_rate_is_of_the_time_that_prompts_took() -> None:
+    many = router(replicas=1)
+    for number in range(100):
+        start = 1000.0 * number  # idle in between
+        many.route(request(str(number), number), start)
+        many.first_token(str(number), start + 0.5)
+        many.finish(str(number))
+    assert many.loads[0].rate == pytest.approx((64 * BLOCK + 1) / 0.5, rel=0.05)
+
+
+def test_round_robin_takes_turns_and_least_loaded_the_emptiest() -> None:
+    turns, least = router("round-robin", 3), router("least-loaded", 3)
+    assert [turns.route(request(str(n), n), 0.0) for n in range(6)] == [0, 1, 2, 0, 1, 2]
+    for number in range(6):
+        least.route(request(str(number), number), 0.0)
+    assert [load.active for load in least.loads] == [2, 2, 2]
+    least.finish("4")
+    freed = next(load.replica for load in least.loads if load.active == 1)
+    assert least.route(request("more", 9), 0.0) == freed
+
+
+def test_a_session_moves_only_when_its_replica_dies() -> None:
+    many = router("session")
+    names = [str(number) for number in range(50)]
+    before = {name: many.route(request(name, 1, session=name), 0.0) for name in names}
+    assert set(before.values()) == {0, 1, 2, 3}
+    many.set_alive(1, False)
+    for name in names:
+        after = many.route(request(f"again {name}", 1, session=name), 0.0)
+        assert after == before[name] if before[name] != 1 else after != 1
+
+
+def test_prefix_affinity_looks_at_nothing_else() -> None:
+    many = router("prefix")
+    first = many.route(request("first", 1), 0.0)
+    assert {many.route(request(f"r{n}", 1), 0.0) for n in range(100)} == {first}
+
+
+def test_dynamo_s_cost_by_hand() -> None:
+    """Replica 0 holds 3 of 4 blocks and decodes one request of 4: 1 + 8, against 4 + 4 of 1."""
+    many = router("dynamo", 2)
+    prompt = [bytes([number]) * 32 for number in range(1, 5)]
+    store(many, 0, prompt[:3])
+    busy = request("busy", 7, blocks=4)
+    busy.num_tokens = 4 * BLOCK
+    many.policy.sent(busy, 0)
+    asked = RouteRequest("a", prefix_keys(prompt), 4 * BLOCK, BLOCK)
+    assert many.route(asked, 0.0) == 1
+    many.finish("a")
+    many.policy.done(busy, 0)
+    assert many.route(asked, 0.0) == 0
+
+
+def test_sglang_s_rules() -> None:
+    many = router("sglang", 2)
+    assert many.route(request("a", 1), 0.0) == 0
+    assert many.route(request("b", 2), 0.0) == 1  # no match: the smaller tree
+    assert many.route(request("c", 1, own=1), 0.0) == 0  # more than half
+    assert many.route(request("d", 1, blocks=10, own=30), 0.0) == 1  # less than half
+    for number in range(31):
+        assert many.route(request(f"hot {number}", 1), 0.0) == 0
+    assert many.loads[0].active - many.loads[1].active == 31
+    assert many.route(request("e", 1), 0.0) == 0
+    assert many.route(request("f", 1), 0.0) == 0
+    assert many.route(request("g", 1), 0.0) == 1  # 33 more: out of balance
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_dead_replica_gets_nothing(policy: str) -> None:
+    many = router(policy)
+    for number in range(20):
+        many.route(request(f"before {number}", number % 3, session=str(number)), 0.0)
+    many.set_alive(2, False)
+    places = {
+        many.route(request(f"after {number}", number % 3, session=str(number)), 1.0)
+        for number in range(40)
+    }
+    assert 2 not in places
+    for load in list(many.loads):
+        many.set_alive(load.replica, False)
+    with pytest.raises(RequestError, match="none of 4 replicas is alive"):
+        many.route(request("last", 1), 2.0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_books_come_out_even(policy: str, data: st.DataObject) -> None:
+    many, open_requests, now = router(policy), dict[str, bool](), 0.0
+    for number in range(data.draw(st.integers(1, 40))):
+        now += data.draw(st.sampled_from([0.0, 0.1, 5.0]))
+        if open_requests and data.draw(st.booleans()):
+            name = data.draw(st.sampled_from(sorted(open_requests)))
+            if open_requests[name] or data.draw(st.booleans()):
+                many.finish(name)
+                del open_requests[name]
+            else:
+                many.first_token(name, now)
+                open_requests[name] = True
+        else:
+            prefix = data.draw(st.integers(0, 3))
+            many.route(request(str(number), prefix, own=data.draw(st.integers(0, 3))), now)
+            open_requests[str(number)] = False
+        assert sum(load.active for load in many.loads) == len(open_requests)
+        assert all(load.queued_tokens >= 0 and load.rate > 0 for load in many.loads)
+    for name in open_requests:
+        many.finish(name)
+    assert [(load.active, load.queued_tokens) for load in many.loads] == [(0, 0)] * 4
+    found = many.index.match(keys(0, 64) + keys(1, 64))
+    assert found.expected == found.cached == [0] * 4
+
+
+def test_what_a_router_does_not_know_changes_nothing() -> None:
+    many = router()
+    many.first_token("never sent", 0.0)
+    many.finish("never sent")
+    assert [load.active for load in many.loads] == [0] * 4
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="router is 'random'; allowed: expected, round-robin"):
+        make_policy("random")

@@ -1,0 +1,171 @@
+"""The simulator: times by hand, real managers kept whole, and every router on every workload."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headstart.cache import KVCacheManager
+from headstart.cluster import POLICIES
+from headstart.errors import ConfigError
+from headstart.replay import (
+    WORKLOADS,
+    Fleet,
+    ReplayResult,
+    SpeedModel,
+    Trace,
+    TraceRequest,
+    best_hit_rate,
+    make_workload,
+    replay,
+)
+
+SPEED = SpeedModel(prefill_rate=1000, step_time=0.1, decode_time=0.01, chunk=1000, max_running=8)
+
+
+def trace_of(*requests: tuple[float, list[int], int], grain: int = 16) -> Trace:
+    """(time, units, reply's tokens) each; prompts end with a full unit."""
+    return Trace(
+        "hand",
+        grain,
+        1000,
+        [
+            TraceRequest(time, (units,), grain * len(units), output, str(number))
+            for number, (time, units, output) in enumerate(requests)
+        ],
+    )
+
+
+def run(trace: Trace, *, replicas: int = 1, kv_tokens: int = 16_000) -> ReplayResult:
+    return replay(trace, Fleet(replicas, kv_tokens, 16), "expected", SPEED)
+
+
+def test_a_prompt_takes_its_steps() -> None:
+    """2,000 tokens in chunks of 992 (62 units), 992 and 16: three steps."""
+    result = run(trace_of((5.0, list(range(125)), 1)))
+    assert result.ttft_mean == pytest.approx(3 * 0.1 + 2000 / 1000)
+    assert (result.hit_rate, result.requests, result.imbalance) == (0, 1, 1)
+
+
+def test_decoding_takes_a_step_a_token_and_slows_others() -> None:
+    """The second prompt comes while the first decodes: its step begins when one of these ends."""
+    result = run(trace_of((0.0, [1], 11), (0.2, [2], 1)))
+    first = 0.1 + 0.016
+    # Steps of 0.11 s since then; one is under way at 0.2 and ends at 0.226.
+    second = first + 0.11 + (0.1 + 0.016 + 0.01) - 0.2
+    assert result.ttft_mean == pytest.approx((first + second) / 2)
+    # Ten more tokens: one in the step of the second prompt, the others at 0.11 s.
+    assert result.seconds == pytest.approx(first + 9 * 0.11 + 0.126)
+
+
+def test_a_prompt_hits_what_another_computed_and_recomputes_its_last_token() -> None:
+    result = run(trace_of((0.0, [1, 2, 3], 1), (9.0, [1, 2, 3, 4], 1), (19.0, [1, 2, 3, 4], 1)))
+    assert result.hit_rate == pytest.approx((3 * 16 + 3 * 16) / (11 * 16))
+
+
+def test_twins_wait_for_one_another() -> None:
+    """The second finds its prefix in the making, waits, and computes none of it again."""
+    shared = list(range(100))
+    result = run(trace_of((0.0, [*shared, 500], 1), (0.01, [*shared, 501], 1)))
+    assert result.hit_rate == pytest.approx(1600 / 3232)
+
+
+def test_a_request_waits_for_memory_and_nothing_is_preempted() -> None:
+    """Two prompts of 50 blocks and replies of 20 in a pool of 100 blocks: one after the other."""
+    long = trace_of((0.0, list(range(50)), 320), (0.0, list(range(100, 150)), 320))
+    result = run(long, kv_tokens=1600)
+    first = 0.1 + 0.8
+    assert result.ttft_p50 > (first + 319 * 0.11) / 2
+    assert result.evictions > 0
+
+
+def test_a_request_that_no_replica_can_hold_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="request 0 needs 1,696 tokens of KV memory"):
+        run(trace_of((0.0, list(range(100)), 90)), kv_tokens=1600)
+
+
+def test_blocks_are_multiples_of_what_the_trace_tells_apart() -> None:
+    with pytest.raises(ConfigError, match="block_size is 24; allowed: a multiple of 16"):
+        replay(trace_of((0, [1], 1)), Fleet(1, 1600, 24), "expected")
+    with pytest.raises(ConfigError, match="no requests"):
+        replay(trace_of(), Fleet(1, 1600, 16), "expected")
+    with pytest.raises(ConfigError, match="prefill_rate is 0; allowed: a number of at least 1"):
+        SpeedModel(prefill_rate=0)
+    with pytest.raises(ConfigError, match="one of them above 0"):
+        SpeedModel(step_time=0, decode_time=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_every_router_finishes_every_workload(policy: str, workload: str) -> None:
+    trace = make_workload(workload, 24, seed=1)
+    fleet = Fleet(3, 60_000, 16)
+    result = replay(trace, fleet, policy)
+    best = best_hit_rate(trace, replace(fleet, kv_tokens=200_000))
+    assert result.requests == 24
+    assert 0 < result.ttft_p50 <= result.ttft_p99
+    assert 1 <= result.imbalance <= 3
+    assert result.hit_rate <= best.same_memory == pytest.approx(best.unlimited, abs=0.01)
+    again = replay(trace, fleet, policy)
+    assert replace(again, events_per_second=0) == replace(result, events_per_second=0)
+
+
+def test_prefixes_known_by_events_beat_chance() -> None:
+    trace = make_workload("documents", 150)
+    fleet = Fleet(8, 200_000, 16)
+    known, turns = (replay(trace, fleet, policy) for policy in ("expected", "round-robin"))
+    assert known.hit_rate > turns.hit_rate + 0.2
+    assert known.ttft_mean < turns.ttft_mean
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), policy=st.sampled_from(list(POLICIES)))
+def test_managers_stay_whole(seed: int, policy: str) -> None:
+    """Any trace, in pools so small that requests wait and blocks are evicted all the time."""
+    rng = random.Random(seed)
+    requests = sorted(
+        (
+            rng.uniform(0, 5),
+            [rng.randrange(2) for _ in range(rng.randint(1, 12))],
+            rng.randint(0, 99),
+        )
+        for _ in range(20)
+    )
+    check, checked = KVCacheManager.commit_step, 0
+
+    def commit_and_check(manager: KVCacheManager) -> None:
+        nonlocal checked
+        check(manager)
+        manager.check()
+        checked += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVCacheManager, "commit_step", commit_and_check)
+        result = replay(trace_of(*requests), Fleet(2, 20 * 16, 32), policy, SPEED)
+    assert result.requests == 20 and checked
+
+
+def test_far_apart_requests_hit_what_one_engine_would() -> None:
+    """With one replica and nothing at the same time the simulation adds nothing of its own."""
+    requests = make_workload("chats", 80, seed=3).requests
+    trace = Trace(
+        "slow",
+        16,
+        10**6,
+        [replace(each, time=100.0 * number) for number, each in enumerate(requests)],
+    )
+    fleet = Fleet(1, 8000, 16)
+    best = best_hit_rate(trace, fleet)
+    assert replay(trace, fleet, "expected").hit_rate == pytest.approx(best.same_memory, abs=1e-9)
+    assert best.same_memory < best.unlimited
+
+
+def test_the_same_seed_makes_the_same_workload() -> None:
+    first, again, other = (make_workload("chats", 50, seed) for seed in (0, 0, 1))
+    assert first == again != other
+    with pytest.raises(ConfigError, match="workload is 'x'; allowed: shared-prompt"):
+        make_workload("x", 1)
+    with pytest.raises(ConfigError, match="requests is 0"):
+        make_workload("chats", 0)

@@ -256,4 +256,17 @@ def root_hash(
 
 def child_hash(parent: BlockHash, key: BlockKey, digest: Digest = sha256) -> BlockHash:
     """The portable name of the prefix that ends with a block of this key."""
-    return BlockHash(digest(struct.pack("<I", len(parent)) + parent + key))
+    return chain_hashes(parent, (key,), digest)[0]
+
+
+def chain_hashes(
+    parent: BlockHash, keys: Sequence[BlockKey], digest: Digest = sha256
+) -> list[BlockHash]:
+    """The portable names of prefixes that each go on from the one before by a block.
+
+    All digests have one length, so its frame is made once: a router names every prompt.
+    """
+    frame = struct.pack("<I", len(parent))
+    name: bytes = parent
+    names = [name := digest(frame + name + key) for key in keys]
+    return cast("list[BlockHash]", names)

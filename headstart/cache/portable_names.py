@@ -9,6 +9,7 @@ from headstart.cache.identity import (
     BlockKey,
     Digest,
     Namespace,
+    chain_hashes,
     child_hash,
     root_hash,
     sha256,
@@ -46,12 +47,7 @@ class BlockNames:
 
     def of_keys(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[BlockHash]:
         """The names of a prompt's full blocks, whether or not they are cached anywhere."""
-        block_hash = self._root(namespace)
-        names = []
-        for key in keys:
-            block_hash = child_hash(block_hash, key, self._digest)
-            names.append(block_hash)
-        return names
+        return chain_hashes(self._root(namespace), keys, self._digest)
 
     def _root(self, namespace: Namespace) -> BlockHash:
         return root_hash(namespace, self.block_size, self._model, self._digest)

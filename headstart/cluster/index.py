@@ -27,6 +27,10 @@ MAX_BACKLOG = 1024
 """Batches kept of a replica whose snapshot is awaited."""
 
 
+_STRIDE = 64
+"""Blocks that are looked up at once."""
+
+
 class Match(NamedTuple):
     """How many blocks of a prompt's head each replica has, by replica.
 
@@ -161,15 +165,15 @@ class ReplicaIndex:
     # Prefixes that are being computed
 
     def expect(self, replica: int, keys: Iterable[PrefixKey]) -> list[PrefixKey]:
-        """A request is sent to the replica, which will hold its blocks. Returns those it adds.
+        """The replica will hold these blocks, of a request sent there. Returns those it adds.
 
         The caller hands them to `unexpect` when the blocks are computed, or will not be.
         """
-        expected, pool, bit = self._expected, self._holders[POOL], self._bits[replica]
+        expected, bit = self._expected, self._bits[replica]
         added = []
         for key in keys:
             before = expected.get(key, 0)
-            if not (before | pool.get(key, 0)) & bit:
+            if not before & bit:
                 expected[key] = before | bit if before else bit
                 added.append(key)
         return added
@@ -182,20 +186,27 @@ class ReplicaIndex:
     # Queries
 
     def match(self, keys: Sequence[PrefixKey]) -> Match:
-        """How many of a prompt's blocks, from the first on, each replica has."""
-        masks = list(map(self._holders[POOL].get, keys, repeat(0)))
-        cached = self._runs(masks)
-        expected = cached
-        if self._expected:
-            coming = map(self._expected.get, keys, repeat(0))
-            masks = [mask | more for mask, more in zip(masks, coming, strict=True)]
-            expected = self._runs(masks)
-        stored = expected
-        for tier in TIERS[1:]:
-            if self._holders[tier]:
-                slower = map(self._holders[tier].get, keys, repeat(0))
-                masks = [mask | more for mask, more in zip(masks, slower, strict=True)]
-                stored = self._runs(masks)
+        """How many of a prompt's blocks, from the first on, each replica has.
+
+        Stops soon after the last block that anybody has.
+        """
+        tiers = [self._holders[POOL], self._expected]
+        tiers += [self._holders[tier] for tier in TIERS[1:]]
+        levels: list[list[int]] = [[] for _ in tiers]
+        for start in range(0, len(keys), _STRIDE):
+            part = keys[start : start + _STRIDE]
+            masks = list(map(tiers[0].get, part, repeat(0)))
+            levels[0] += masks
+            for holders, level in zip(tiers[1:], levels[1:], strict=True):
+                if holders:
+                    more = map(holders.get, part, repeat(0))
+                    masks = [mask | bits for mask, bits in zip(masks, more, strict=True)]
+                level += masks
+            if 0 in masks:
+                break
+        cached = self._runs(levels[0])
+        expected = self._runs(levels[1]) if self._expected else cached
+        stored = self._runs(levels[2]) if tiers[2] else expected
         return Match(cached, expected, stored)
 
     def _runs(self, masks: Sequence[int]) -> list[int]:

@@ -60,7 +60,7 @@ class Router:
         num_tokens = request.num_tokens - request.tokens(held)
         expected: list[PrefixKey] = []
         if match is not None:
-            expected = self.index.expect(load.replica, request.keys)
+            expected = self.index.expect(load.replica, request.keys[held:])
         load.add(num_tokens, now)
         self._waiting[request.request_id] = _Sent(request, load.replica, num_tokens, expected)
         self.policy.sent(request, load.replica)

@@ -46,8 +46,9 @@ def test_what_is_being_computed_is_expected_until_it_is_taken_back() -> None:
     index = ReplicaIndex(2)
     keys = prefix_keys(names(1, 2, 3))
     index.apply(stored(1, 0, 1))
-    added = index.expect(1, keys)
+    added = index.expect(1, keys[1:])
     assert added == keys[1:]
+    assert index.expect(1, keys[1:]) == []
     assert index.match(keys).cached == [0, 1]
     assert index.match(keys).expected == [0, 3]
     index.unexpect(1, added)

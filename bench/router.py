@@ -1,0 +1,205 @@
+"""What the router adds to a request, and what its prefix index costs, with no engine.
+
+    python bench/router.py [--replicas 64] [--requests 2000] [--blocks 20000]
+
+Each replica holds `--blocks` blocks of 16 tokens, a third of them shared by many. Then requests
+of 8,192 tokens come at random, 100 a second, while the replicas' events come at 10,000 a second,
+in a batch every 50 ms from each. One thread serves both in the order they come. Every piece of
+work is really done and timed; the times of arrival are drawn, so that a request's latency is its
+own time (names, lookup, policy, books) and that of whatever came before it and is not done.
+What limits it: SHA-256 over the prompt's blocks, then a dictionary lookup a block. Ends in one
+JSON line.
+"""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+import tracemalloc
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from headstart.cache import BlockHash, BlockNames, TokenSequence
+from headstart.cluster import EventBatch, ReplicaIndex, Router, make_policy
+from headstart.cluster.index import prefix_keys
+from headstart.cluster.load import RouteRequest
+
+TOKENS, BLOCK = 8192, 16
+REQUESTS_A_SECOND, EVENTS_A_SECOND, BATCH_SECONDS = 100.0, 10_000, 0.05
+LIMITS = {"match_us": 100.0, "match_full_us": 100.0, "added_ms": 1.0, "bytes": 100.0}
+NAMES = BlockNames(BLOCK, "bench")
+Figures = dict[str, float]
+
+
+class _Arrival(NamedTuple):
+    time: float
+    replica: int  # -1 for a request
+
+
+def shared_prompts(rng: random.Random) -> list[list[int]]:
+    """System prompts and documents that requests begin with."""
+    return [[rng.randrange(150_000) for _ in range(TOKENS // 2)] for _ in range(50)]
+
+
+def names_of(tokens: list[int]) -> list[BlockHash]:
+    """The names of a prompt's full blocks."""
+    sequence = TokenSequence("one", tokens)
+    return NAMES.of_keys(sequence.namespace, sequence.cut(BLOCK))
+
+
+def fill(router: Router, blocks: int, rng: random.Random) -> list[list[int]]:
+    """Tell the index what every replica holds; the prompts that requests may begin with."""
+    prompts = shared_prompts(rng)
+    named = [b"".join(names_of(prompt)) for prompt in prompts]
+    for replica in range(len(router.loads)):
+        held = b"".join(rng.sample(named, len(named) // 2))
+        held += rng.randbytes(max(32 * blocks - len(held), 0))
+        router.index.apply(EventBatch(replica, 0, 0, stored=held))
+    return prompts
+
+
+def arrivals(replicas: int, requests: int, rng: random.Random) -> list[_Arrival]:
+    """Requests and batches in the order they come."""
+    found, now = [], 0.0
+    for _ in range(requests):
+        now += rng.expovariate(REQUESTS_A_SECOND)
+        found.append(_Arrival(now, -1))
+    for replica in range(replicas):
+        at = rng.uniform(0, BATCH_SECONDS)
+        while at < now:
+            found.append(_Arrival(at, replica))
+            at += BATCH_SECONDS
+    return sorted(found)
+
+
+class Feed:
+    """What a replica with a full cache says: as many blocks stored as evicted."""
+
+    def __init__(self, replica: int, size: int, rng: random.Random) -> None:
+        self.replica, self.size, self.rng = replica, size, rng
+        self.number = 0
+        self.before = b""
+
+    def batch(self) -> EventBatch:
+        """The next one."""
+        self.number += 1
+        removed, self.before = self.before, self.rng.randbytes(32 * self.size)
+        return EventBatch(self.replica, 0, self.number, stored=self.before, removed=removed)
+
+
+def serve(router: Router, prompts: list[list[int]], requests: int, rng: random.Random) -> Figures:
+    """Serve all arrivals on one thread; what it took, by the clock of that thread alone."""
+    replicas = len(router.loads)
+    size = max(round(EVENTS_A_SECOND * BATCH_SECONDS / replicas / 2), 1)
+    feeds = [Feed(replica, size, rng) for replica in range(replicas)]
+    free_at, running = 0.0, list[str]()
+    added, own, applying = list[float](), list[float](), list[float]()
+    for number, arrival in enumerate(arrivals(replicas, requests, rng)):
+        if arrival.replica >= 0:
+            batch = feeds[arrival.replica].batch()
+            start = time.thread_time()
+            assert router.index.apply(batch)
+            spent = time.thread_time() - start
+            applying.append(spent / (2 * size))
+        else:
+            tokens = rng.choice(prompts) + [rng.randrange(150_000) for _ in range(TOKENS // 2)]
+            start = time.thread_time()
+            keys = prefix_keys(names_of(tokens))
+            router.route(RouteRequest(str(number), keys, TOKENS, BLOCK), arrival.time)
+            spent = time.thread_time() - start
+            own.append(spent)
+            added.append(max(free_at - arrival.time, 0.0) + spent)
+            running.append(str(number))
+            if len(running) > 2 * replicas:
+                router.first_token(running[-replicas], arrival.time)
+                router.finish(running.pop(0))
+        free_at = max(free_at, arrival.time) + spent
+    return {
+        "added_ms": 1e3 * percentile(added, 99),
+        "added_p50_ms": 1e3 * percentile(added, 50),
+        "route_ms": 1e3 * statistics.median(own),
+        "event_us": 1e6 * statistics.mean(applying),
+    }
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """The value that so many of a hundred do not exceed."""
+    return sorted(values)[min(len(values) * percent // 100, len(values) - 1)]
+
+
+def time_match(router: Router, prompts: list[list[int]], rng: random.Random) -> float:
+    """Median microseconds to look up a prompt of 8,192 tokens, half of which is cached."""
+    times = []
+    for _ in range(200):
+        tail = [rng.randrange(150_000) for _ in range(TOKENS // 2)]
+        keys = prefix_keys(names_of(rng.choice(prompts) + tail))
+        start = time.thread_time()
+        router.index.match(keys)
+        times.append(time.thread_time() - start)
+    return 1e6 * statistics.median(times)
+
+
+def time_full_match(replicas: int, rng: random.Random) -> float:
+    """The same of a prompt that all replicas hold as a whole, each to another depth."""
+    names = names_of([rng.randrange(150_000) for _ in range(TOKENS)])
+    index = ReplicaIndex(replicas)
+    for replica in range(replicas):
+        depth = len(names) - replica % 64
+        index.apply(EventBatch(replica, 0, 0, stored=b"".join(names[:depth])))
+    keys, times = prefix_keys(names), []
+    for _ in range(200):
+        start = time.thread_time()
+        index.match(keys)
+        times.append(time.thread_time() - start)
+    return 1e6 * statistics.median(times)
+
+
+def measure_memory(replicas: int) -> float:
+    """Bytes a block that one replica holds, where the dictionary has just grown: the worst."""
+    blocks = 2**18 * 2 // 3 + 10
+    held = random.Random(0).randbytes(32 * blocks)
+    gc.collect()
+    tracemalloc.start()
+    index = ReplicaIndex(replicas)
+    index.apply(EventBatch(0, 0, 0, stored=held))
+    gc.collect()
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return used / len(index)
+
+
+def measure(options: argparse.Namespace) -> Figures:
+    """All figures."""
+    rng = random.Random(0)
+    router = Router(options.replicas, make_policy("expected"))
+    prompts = fill(router, options.blocks, rng)
+    figures = {
+        "match_us": time_match(router, prompts, rng),
+        "match_full_us": time_full_match(options.replicas, rng),
+    }
+    figures |= serve(router, prompts, options.requests, rng)
+    return figures | {"bytes": measure_memory(options.replicas)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--replicas", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--blocks", type=int, default=20_000, help="that each replica holds")
+    options = parser.parse_args()
+    figures = measure(options)
+    table = Table("", "measured", "limit", "share of it")
+    for name, figure in figures.items():
+        limit = LIMITS.get(name)
+        share = f"{figure / limit:.2f}" if limit else ""
+        table.add_row(name, f"{figure:.3g}", f"{limit:g}" if limit else "", share)
+    Console().print(table)
+    print(json.dumps({name: round(figure, 3) for name, figure in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -26,7 +26,7 @@ help:
 	@echo "make emulate the kernels' tests on a CPU without AVX-512 (minutes; GCC on Linux)"
 	@echo "make sanitize the same over a build that watches memory"
 	@echo "make figures draw the figures of the docs anew"
-	@echo "make bench   the manager, the engine, cached prefixes, adapters, look-alikes, four loads"
+	@echo "make bench   the manager, the engine, cached prefixes, adapters, look-alikes, four loads, the router"
 	@echo "make curves  measure the curves of docs/performance.md anew, then draw them (minutes)"
 	@echo "make clean   remove .venv and every cache that the tools left"
 
@@ -80,6 +80,7 @@ bench: $(TOOLS)
 	$(BIN)/python bench/adapters.py
 	$(BIN)/python bench/similar_images.py
 	$(BIN)/python bench/cpu.py
+	$(BIN)/python bench/cluster/router.py
 
 curves: $(TOOLS)
 	$(BIN)/python bench/curves.py --shape qwen2.5-0.5b --save docs/performance.json

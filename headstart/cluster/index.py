@@ -147,10 +147,14 @@ class ReplicaIndex:
         if batch.cleared:
             self._clear(batch.replica, batch.tier)
         holders, bit = self._holders[batch.tier], self._bits[batch.replica]
+        last = bit
         for key in unpack_keys(batch.stored):
-            before = holders.get(key)
-            # The bit itself, not a new int, where one replica holds the block.
-            holders[key] = bit if before is None else before | bit
+            mask = holders.get(key, 0) | bit
+            # One int for all blocks of a prefix that the same replicas hold: less memory to
+            # keep, and to read in a query.
+            if mask != last:
+                last = bit if mask == bit else mask
+            holders[key] = last
         for key in unpack_keys(batch.removed):
             _take_bit(holders, key, bit, self._bits)
 
@@ -213,8 +217,11 @@ class ReplicaIndex:
         """For each replica, the number of masks from the first on that have its bit."""
         runs = [0] * self.num_replicas
         held = (1 << self.num_replicas) - 1
-        depth = 0
+        last = held
         for depth, mask in enumerate(masks):
+            if mask is last:
+                continue
+            last = mask
             left = held & mask
             if left != held:
                 _set_bits(runs, held ^ left, depth)

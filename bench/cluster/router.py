@@ -1,6 +1,6 @@
 """What the router adds to a request, and what its prefix index costs, with no engine.
 
-    python bench/router.py [--replicas 64] [--requests 2000] [--blocks 20000]
+    python bench/cluster/router.py [--replicas 64] [--requests 2000] [--blocks 20000]
 
 Each replica holds `--blocks` blocks of 16 tokens, a third of them shared by many. Then requests
 of 8,192 tokens come at random, 100 a second, while the replicas' events come at 10,000 a second,

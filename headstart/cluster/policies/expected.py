@@ -11,8 +11,7 @@ costs more than computing it anew elsewhere, the next request computes it there.
 w > 1, because a token computed delays those who come after as well, and takes memory from what
 is cached, while a token queued is waited for once. d spreads what costs little to compute anew,
 such as a short system prompt, before one replica decodes for all. Among equals the replica that
-holds most wins, then the one that was given least to compute so far: new prefixes then fill all
-pools alike.
+was given least to compute so far wins: new prefixes then fill all pools alike.
 """
 
 from headstart.cluster.load import Choice, ReplicaLoad
@@ -35,13 +34,11 @@ class Expected(RoutingPolicy):
         self.load_rate = load_rate
 
     def choose(self, choice: Choice) -> ReplicaLoad:
-        """The least expected time; of those close to it the longest prefix, then the least used."""
-        assert choice.match is not None
-        stored = choice.match.stored
+        """The one with the least expected time; of those close to it, the least used."""
         seconds = self._seconds(choice)
         limit = min(seconds) * (1 + SLACK) + SLACK_SECONDS
         close = [load for load, at in zip(choice.alive, seconds, strict=True) if at <= limit]
-        return min(close, key=lambda load: (-stored[load.replica], load.routed_tokens))
+        return min(close, key=lambda load: load.routed_tokens)
 
     def _seconds(self, choice: Choice) -> list[float]:
         assert choice.match is not None

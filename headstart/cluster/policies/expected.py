@@ -18,7 +18,7 @@ from headstart.cluster.load import Choice, ReplicaLoad
 from headstart.cluster.policies.base import RoutingPolicy
 
 COMPUTE_WEIGHT = 4.0
-DECODE_TOKENS = 128
+DECODE_TOKENS = 512
 """Tokens to compute that a request which decodes counts for."""
 SLACK, SLACK_SECONDS = 0.05, 0.01
 """How much more than the least still counts as equal: rates are not measured to the percent."""

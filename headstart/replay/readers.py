@@ -18,14 +18,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
-
 from headstart.errors import ConfigError
+from headstart.imports import load_module
 from headstart.replay.trace import Trace, TraceRequest
 from headstart.validation import describe
 
 MOONCAKE_BLOCK = 512
-_SESSION_ARRAYS = ("B", "t", "L", "out", "sess", "nblk", "leaf", "pdelta")
 
 
 def read_trace(path: Path) -> Trace:
@@ -102,6 +100,12 @@ def _from_tokens(path: Path, lines: Sequence[dict[str, Any]]) -> Trace:
     return _trace(path, 1, highest + 1, requests)
 
 
+def _read_sessions(path: Path) -> Trace:
+    """numpy reads them, which `headstart --help` does without."""
+    found: Trace = load_module("headstart.replay.sessions").read_sessions(path)
+    return found
+
+
 def _trace(path: Path, grain: int, num_units: int, requests: list[TraceRequest]) -> Trace:
     requests.sort(key=lambda request: request.time)
     return Trace(path.name, grain, num_units, requests)
@@ -131,43 +135,10 @@ def _number(path: Path, number: int, line: dict[str, Any], key: str, least: int)
 
 def _runs(ids: Sequence[int]) -> tuple[range, ...]:
     """The same ids as ranges of consecutive ones: a prompt's own blocks are numbered in a row."""
-    found = numpy.asarray(ids, dtype=numpy.int64)
-    cuts = (numpy.flatnonzero(numpy.diff(found) != 1) + 1).tolist()
-    return tuple(
-        range(ids[start], ids[stop - 1] + 1)
-        for start, stop in zip([0, *cuts], [*cuts, len(ids)], strict=True)
-        if start < stop
-    )
-
-
-def _read_sessions(path: Path) -> Trace:
-    with numpy.load(path) as file:
-        missing = [name for name in _SESSION_ARRAYS if name not in file.files]
-        if missing:
-            raise ConfigError(
-                f"{path} has no {', '.join(missing)}; allowed: the arrays "
-                f"{', '.join(_SESSION_ARRAYS)}"
-            )
-        arrays = {name: file[name] for name in _SESSION_ARRAYS}
-    pdelta = arrays["pdelta"].astype(numpy.int64)
-    parents = numpy.arange(len(pdelta)) - 1 - pdelta
-    # The first node of each row of nodes that are parents of one another.
-    first = numpy.where(parents == numpy.arange(len(pdelta)) - 1, 0, numpy.arange(len(pdelta)))
-    first = numpy.maximum.accumulate(first).tolist()
-    up = parents.tolist()
-    columns = [arrays[name].tolist() for name in ("t", "L", "out", "sess", "leaf", "nblk")]
-    requests = [
-        TraceRequest(time, _path(first, up, leaf, blocks), length, out, str(session))
-        for time, length, out, session, leaf, blocks in zip(*columns, strict=True)
-    ]
-    return _trace(path, int(arrays["B"]), len(up), requests)
-
-
-def _path(first: list[int], up: list[int], leaf: int, num_blocks: int) -> tuple[range, ...]:
-    """The nodes from the root to a leaf, as ranges."""
-    parts: list[range] = []
-    at = leaf
-    while at >= 0 and num_blocks:
-        parts.append(range(first[at], at + 1))
-        at = up[first[at]]
-    return tuple(reversed(parts))
+    found: list[range] = []
+    for unit in ids:
+        if found and found[-1].stop == unit:
+            found[-1] = range(found[-1].start, unit + 1)
+        else:
+            found.append(range(unit, unit + 1))
+    return tuple(found)

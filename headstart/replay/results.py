@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean as mean
 from typing import Any
-
-import numpy
 
 from headstart.replay.replica import Job, Replica
 
@@ -43,8 +42,8 @@ def summarise(
     router: str, jobs: Sequence[Job], replicas: Sequence[Replica], seconds: float
 ) -> ReplayResult:
     """The result of finished jobs; there is at least one."""
-    waits = numpy.array([job.first_token - job.arrived for job in jobs])
-    work = numpy.array([replica.computed_tokens for replica in replicas])
+    waits = sorted(job.first_token - job.arrived for job in jobs)
+    work = [replica.computed_tokens for replica in replicas]
     asked = sum(job.num_tokens for job in jobs)
     return ReplayResult(
         router=router,
@@ -52,11 +51,23 @@ def summarise(
         requests=len(jobs),
         prompt_tokens=asked,
         hit_rate=sum(job.hit_tokens for job in jobs) / asked,
-        ttft_mean=float(waits.mean()),
-        ttft_p50=float(numpy.percentile(waits, 50)),
-        ttft_p99=float(numpy.percentile(waits, 99)),
-        imbalance=float(work.max() / work.mean()),
-        load=float(work.mean() / replicas[0].speed.prefill_rate / seconds),
+        ttft_mean=mean(waits),
+        ttft_p50=_percentile(waits, 0.5),
+        ttft_p99=_percentile(waits, 0.99),
+        imbalance=max(work) / mean(work),
+        load=mean(work) / replicas[0].speed.prefill_rate / seconds,
         evictions=sum(replica.manager.num_evictions for replica in replicas),
         seconds=seconds,
     )
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    """The value below which this share of them lies, between the two nearest by their distance.
+
+    >>> _percentile([1.0, 2.0, 4.0], 0.5), _percentile([1.0, 2.0, 4.0], 0.75)
+    (2.0, 3.0)
+    """
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

@@ -250,7 +250,8 @@ def test_every_engine_option_is_a_flag(command: str) -> None:
         assert f"--{field.name.replace('_', '-')}" in declared or field.name in SAMPLING_FLAGS
 
 
-def test_flags_keep_the_types_of_their_fields() -> None:
+def test_flags_keep_the_types_of_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADSTART_CACHE_DIR")
     arguments = [
         "--no-deduplicate",
         "--kv-cache-fraction",

@@ -352,6 +352,7 @@ def _later(llm: LLM) -> dict[str, Callable[[], Any]]:
         "chat": lambda: llm.chat([], GREEDY),
         "stream": lambda: llm.stream(A, GREEDY),
         "stream_chat": lambda: llm.stream_chat(CHAT, GREEDY),
+        "recall_chat": lambda: llm.recall_chat(CHAT, {}),
         "load_adapter": lambda: llm.load_adapter("a", "nowhere"),
         "unload_adapter": lambda: llm.unload_adapter("a"),
         "get_tokenizer": llm.get_tokenizer,

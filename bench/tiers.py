@@ -6,8 +6,8 @@ Each round asks an engine with an empty pool about a document whose K/V lie on d
 40 tokens, and then another question, for which they are in memory. The files are in the system's
 page cache, as after a restart of the process; once more they are dropped from it first
 (`posix_fadvise`), so that they come from the disk itself, beside a plain read of as many bytes.
-Then requests decode beside a store that writes at full speed, and without it. Weights are random:
-only times count.
+Then requests decode beside a store that always has more to write, and without it. Weights are
+random: only times count.
 
 What limits it: the bytes of the K/V, copied twice (from the file, into the pool), with a CRC over
 them. Ends in one JSON line.
@@ -118,6 +118,7 @@ def writing(kept: Path, nbytes: int) -> Iterator[Saver]:
     record = ModelRecord("bench", "bench", 16, nbytes)
     with closing(DiskStore(kept, record, 2 << 30)) as store:
         saver = Saver(store, 64 * nbytes)
+        saver.rest(True)  # as an engine that computes on the CPU has it
 
         def offer() -> None:
             for count in itertools.count():

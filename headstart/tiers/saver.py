@@ -14,6 +14,7 @@ __all__ = ["Saver"]
 _LOG = logging.getLogger("headstart.tiers")
 _BATCH_BLOCKS = 64
 _BATCH_BYTES = 16 << 20
+_REST = 15
 
 
 class Saver:
@@ -21,6 +22,9 @@ class Saver:
 
     num_dropped: blocks that were offered while the queue was full. Whoever offers keeps count of
     nothing: a block that is dropped may be offered again.
+
+    While an engine computes on the cores that saving needs, `rest` has it rest for `_REST` times as
+    long as it worked.
     """
 
     def __init__(self, store: BlockStore, max_bytes: int) -> None:
@@ -33,6 +37,8 @@ class Saver:
         self._nbytes = 0
         self._busy = False
         self._closed = False
+        self._rests = False
+        self._hurried = 0  # callers that wait for all to be saved
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -59,6 +65,13 @@ class Saver:
                 self._touched.update(dict.fromkeys(names))
                 self._wake()
 
+    def rest(self, on: bool) -> None:
+        """Leave the cores to others for most of the time from now on, or no longer."""
+        if on is not self._rests:
+            with self._changed:
+                self._rests = on
+                self._changed.notify_all()
+
     def _wake(self) -> None:
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="headstart-saver", daemon=True)
@@ -78,6 +91,7 @@ class Saver:
                     return
                 batch, touched = self._take_batch()
                 self._busy = True
+            began = time.monotonic()
             try:
                 if batch:
                     self.num_saved += self._store.save(batch)
@@ -89,6 +103,10 @@ class Saver:
                 self._nbytes -= sum(memoryview(block.payload).nbytes for block in batch)
                 self._busy = False
                 self._changed.notify_all()
+                self._changed.wait_for(
+                    lambda: not self._rests or self._hurried or self._closed,
+                    _REST * (time.monotonic() - began) if self._rests else 0,
+                )
 
     def _take_batch(self) -> tuple[list[StoredBlock], list[BlockHash]]:
         batch: list[StoredBlock] = []
@@ -104,11 +122,16 @@ class Saver:
         """Wait until all is saved; False if that takes longer than so many seconds."""
         until = time.monotonic() + timeout
         with self._changed:
-            while self._blocks or self._touched or self._busy:
-                left = until - time.monotonic()
-                if left <= 0 or self._thread is None or not self._thread.is_alive():
-                    return False
-                self._changed.wait(left)
+            self._hurried += 1
+            self._changed.notify_all()
+            try:
+                while self._blocks or self._touched or self._busy:
+                    left = until - time.monotonic()
+                    if left <= 0 or self._thread is None or not self._thread.is_alive():
+                        return False
+                    self._changed.wait(left)
+            finally:
+                self._hurried -= 1
         return True
 
     def close(self, timeout: float) -> None:

@@ -125,6 +125,7 @@ class Tiers:
         """The step has its blocks, and writes nothing yet."""
         arrivals = [part.request.group.arrival_time for part in batch.scheduled]
         self._began = time.perf_counter()
+        self._rest(self._memory.device.type == "cpu")
         self._offers.note(_wall_time(min(arrivals)))
 
     def committed(self, batch: Batch, *, is_last: bool) -> None:
@@ -133,11 +134,18 @@ class Tiers:
         self._offers.commit()
         if is_last:
             self._offers.flush()
+            self._rest(False)
+
+    def _rest(self, on: bool) -> None:
+        """Have saving leave the cores to the steps, or no longer."""
+        self._saver.rest(on)
+        self._object_saver.rest(on)
 
     def roll_back(self) -> None:
         """The step did not come about."""
         self.loads.end_all()
         self._offers.roll_back()
+        self._rest(False)
 
     def clear(self) -> None:
         """Forget what the stores have; the pool is empty."""

@@ -98,6 +98,7 @@ class DiskStore:
                     if index.block(block.name) is not None:
                         index.use(block.name, block.used)  # or the next one could take its place
                         continue
+                    index.use(block.parent, block.used)  # or this one could take its parent's
                     if not self._save_one(index, model, block):
                         break
                     saved += 1

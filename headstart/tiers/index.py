@@ -159,6 +159,8 @@ class DiskIndex:
         """How many blocks a model has; they lie in as many slots, from 0 on."""
         row = self._connection.execute("SELECT max(slot) FROM blocks WHERE model = ?", (model,))
         last = row.fetchone()[0]
+        if last is not None and last < 0:
+            raise ValueError(f"the last block lies in slot {last}")
         return 0 if last is None else int(last) + 1
 
     def find(self, names: Sequence[BlockHash]) -> list[tuple[BlockHash, int]]:

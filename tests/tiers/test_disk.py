@@ -1,5 +1,6 @@
 """The disk store: what is saved comes back as it was, or not at all."""
 
+import sqlite3
 import stat
 from contextlib import closing
 from pathlib import Path
@@ -46,6 +47,26 @@ def test_a_prompt_that_does_not_fit_keeps_its_beginning(tmp_path: Path) -> None:
         for first in range(100, 130, 6):
             store.save(blocks(range(first, first + 6), used=5.0))
         assert held(store, range(100, 130)) == 10
+
+
+def test_a_block_never_takes_its_parent_s_place(tmp_path: Path) -> None:
+    """A prompt comes in several saves, later ones with a later time, and others are worth more."""
+    with closing(disk(tmp_path, 20 * SLOT)) as store:
+        for number in range(100, 2100, 100):
+            store.save([block(number)._replace(seconds=float(number))])
+        for number in range(9000, 9006):
+            assert store.save([block(number, used=float(number))]) == 1
+        assert held(store, range(9000, 9006)) == 6
+
+
+def test_an_index_with_slots_that_cannot_be_is_made_anew(tmp_path: Path) -> None:
+    with closing(disk(tmp_path)) as store:
+        store.save(blocks(range(9)))
+    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as index, index:
+        index.execute("UPDATE blocks SET slot = slot - 200")
+    with closing(disk(tmp_path)) as store:
+        assert store.save(blocks(range(9, 12))) == 3
+        assert held(store, range(12)) == 12
 
 
 def test_a_block_that_was_of_use_stays_longer(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ class SlotFile:
     """
 
     def __init__(self, path: Path, block_bytes: int) -> None:
+        self._fd = -1  # first, for `__del__`: a damaged index may tell no number of bytes
         self.slot_bytes = -(-(HEADER_BYTES + block_bytes) // _ALIGN) * _ALIGN
         self._path = path
-        self._fd = -1
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._inode = os.fstat(self._fd).st_ino
 

@@ -26,6 +26,7 @@ __all__ = [
     "describe_model",
     "described_models",
     "make_folder",
+    "parse_description",
     "rebuild_index",
     "reopen",
     "slot_files",
@@ -189,15 +190,20 @@ def described_models(folder: Path) -> Iterator[ModelRecord]:
 
 def _read_description(path: Path) -> ModelRecord | None:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        record = ModelRecord(
-            str(told["fingerprint"]),
-            str(told["title"]),
-            int(told["block_size"]),
-            int(told["block_bytes"]),
-        )
+        return parse_description(path.read_bytes())
     except Exception:  # of any kind: a damaged file may say anything
         return None
+
+
+def parse_description(data: bytes) -> ModelRecord | None:
+    """A model as JSON tells of it; None if it cannot be. Raises what JSON and its values may."""
+    told = json.loads(data)
+    record = ModelRecord(
+        str(told["fingerprint"]),
+        str(told["title"]),
+        int(told["block_size"]),
+        int(told["block_bytes"]),
+    )
     fits = record.block_size > 0 and 0 < record.block_bytes < _LARGEST
     return record if fits else None
 

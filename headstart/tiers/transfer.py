@@ -11,6 +11,7 @@ from typing import BinaryIO
 from headstart.cache import BlockHash
 from headstart.errors import CacheError
 from headstart.tiers.disk import DiskStore
+from headstart.tiers.folder import parse_description
 from headstart.tiers.index import KeptBlock
 from headstart.tiers.records import HEADER_BYTES, make_header, payload_of, read_header
 from headstart.tiers.store import ModelRecord, StoredBlock
@@ -83,15 +84,12 @@ def _read_model(file: BinaryIO, path: Path) -> ModelRecord:
     if file.read(len(_MAGIC)) != _MAGIC:
         raise CacheError(f"{path} is no file that `headstart cache export` wrote")
     try:
-        told = json.loads(file.readline(_LONGEST))
-        return ModelRecord(
-            str(told["fingerprint"]),
-            str(told["title"]),
-            int(told["block_size"]),
-            int(told["block_bytes"]),
-        )
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        model = parse_description(file.readline(_LONGEST))
+    except Exception as error:  # of any kind: a damaged file may say anything
         raise CacheError(f"{path} does not tell of which model it is") from error
+    if model is None:
+        raise CacheError(f"{path} tells of blocks of a size that none has")
+    return model
 
 
 def _read_blocks(file: BinaryIO, model: ModelRecord, now: float) -> Iterator[StoredBlock]:

@@ -108,3 +108,15 @@ def test_a_folder_with_other_files_is_not_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [["drop"], ["drop", "a", "--all"]])
 def test_what_to_drop_must_be_said(cache: Cache, arguments: list[str]) -> None:
     assert "give names, or --model, or --all" in cache(*arguments, status=2).stderr
+
+
+@pytest.mark.parametrize(
+    "line", ["", "{", "[]", '{"fingerprint": "a", "title": "b", "block_size": 1}', "HUGE"]
+)
+def test_a_file_that_does_not_tell_its_model_is_refused(
+    cache: Cache, tmp_path: Path, line: str
+) -> None:
+    huge = '{"fingerprint": "a", "title": "b", "block_size": 1, "block_bytes": 1000000000000000}'
+    moved = tmp_path / "moved"
+    moved.write_text("headstart blocks 1\n" + (huge if line == "HUGE" else line) + "\n")
+    assert "tell" in cache("import", str(moved), status=2).stderr

@@ -8,9 +8,9 @@ import torch
 
 from headstart import machine
 from headstart.machine import cpu_flags, multiplies_bfloat16
-from headstart.models import pretrained
+from headstart.models import dtypes
+from headstart.models.dtypes import fast_dtype
 from headstart.models.loader import load_model
-from headstart.models.pretrained import fast_dtype
 from tests.tiny_models import TINY
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
 def old_x86(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU without products of bfloat16."""
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr(pretrained, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(dtypes, "multiplies_bfloat16", lambda: False)
 
 
 @pytest.mark.usefixtures("old_x86")
@@ -87,10 +87,10 @@ def test_auto_keeps_the_dtype_where_memory_is_short(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wide = 2 * (folder / "model.safetensors").stat().st_size
-    monkeypatch.setattr(pretrained, "available_memory", lambda: 2 * wide)
+    monkeypatch.setattr(dtypes, "available_memory", lambda: 2 * wide)
     assert fast_dtype("auto", folder, CPU) == torch.float32
     caplog.clear()
-    monkeypatch.setattr(pretrained, "available_memory", lambda: 2 * wide - 1)
+    monkeypatch.setattr(dtypes, "available_memory", lambda: 2 * wide - 1)
     assert fast_dtype("auto", folder, CPU) == "auto"
     [record] = caplog.records
     assert "too few for float32" in record.getMessage()
@@ -101,7 +101,7 @@ def test_auto_is_the_checkpoints_where_bfloat16_is_fast_or_nothing_is_known(
     folder: Path, fast: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr(pretrained, "multiplies_bfloat16", lambda: fast)
+    monkeypatch.setattr(dtypes, "multiplies_bfloat16", lambda: fast)
     assert fast_dtype("auto", folder, CPU) == "auto"
     assert load_model(folder).dtype == torch.bfloat16
 

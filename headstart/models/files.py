@@ -9,7 +9,7 @@ import json
 import math
 import os
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import huggingface_hub as hub  # its names are imported when they are used, which takes 0.3 s
 from safetensors import SafetensorError, safe_open
@@ -20,11 +20,13 @@ from headstart.validation import describe, shorten
 
 __all__ = [
     "BUILT_IN",
+    "FileStamp",
     "check_files",
     "download_model",
     "find_folder",
     "fingerprint_files",
     "read_json",
+    "stamp_files",
     "tensor_shapes",
     "weight_files",
 ]
@@ -210,6 +212,35 @@ def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
         raise DamagedModelError(
             f"{file} is truncated or not a safetensors file: {_first_line(error)}"
         ) from error
+
+
+class FileStamp(NamedTuple):
+    """One version of a file: writing to the file, or replacing it, changes the stamp."""
+
+    name: str
+    device: int
+    inode: int
+    size: int
+    written_ns: int
+    changed_ns: int
+
+
+def stamp_files(folder: Path) -> tuple[FileStamp, ...]:
+    """The versions of a model's configuration and weight files, taken before they are read."""
+    stamps = []
+    for file in (folder / "config.json", *weight_files(folder)):
+        stat = file.stat()
+        stamps.append(
+            FileStamp(
+                file.name,
+                stat.st_dev,
+                stat.st_ino,
+                stat.st_size,
+                stat.st_mtime_ns,
+                stat.st_ctime_ns,
+            )
+        )
+    return tuple(stamps)
 
 
 def fingerprint_files(folder: Path) -> str:

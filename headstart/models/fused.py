@@ -3,7 +3,7 @@
 A fused part replaces the `forward` of one module object and uses the packed weights of its
 children. The children stay in place and can still be called. The module's own forward, which calls
 them one by one, runs if fusion is switched off or the call is not a step over paged K/V.
-`headstart.models.swap` decides which modules get a fused part.
+`headstart.models.zoo.swap` decides which modules get a fused part.
 """
 
 import ctypes

@@ -1,39 +1,19 @@
-"""Loading a model: find it, check its files, load it with transformers, prove that it works."""
+"""Loading a model: find it, check its files, load it in headstart's modules or transformers'."""
 
+import logging
 from pathlib import Path
-from typing import Any
 
-import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-from headstart.errors import UnsupportedModelError
-from headstart.models.checkpoint import check_decoder
-from headstart.models.compatibility.paged_kv import check_config
-from headstart.models.compatibility.proven import probe_once, stamp_files
+from headstart.imports import load_module
 from headstart.models.decoder import DecoderModel
+from headstart.models.dense.loader import load_dense
+from headstart.models.dtypes import fast_dtype, find_device, find_dtype
+from headstart.models.families import OtherKind
 from headstart.models.files import check_files, find_folder
 from headstart.models.prefetch import ReadyMemory
-from headstart.models.pretrained import (
-    fast_dtype,
-    find_device,
-    find_dtype,
-    load_config,
-    load_weights,
-)
-from headstart.models.silence_transformers import silence_transformers
-from headstart.models.simplify import simplify
-from headstart.models.swap import accelerate
-from headstart.models.vision import VISION_MODELS
 
-__all__ = ["DecoderModel", "load_model"]
+__all__ = ["load_model"]
+
+_log = logging.getLogger(__name__)
 
 
 def load_model(
@@ -46,39 +26,20 @@ def load_model(
 
     `dtype` is auto (see `fast_dtype`), float32, bfloat16 or float16. Packed weights lie in
     `ready_memory` if it is given and large enough. Raises `ConfigError`, `ModelNotFoundError`,
-    `DamagedModelError` (the files), `UnsupportedModelError` (the architecture); the cheap checks
-    come first.
+    `DamagedModelError` (the files), `UnsupportedModelError` (the architecture), `OutOfMemoryError`;
+    the cheap checks come first.
     """
     weights_dtype, wanted = find_dtype(dtype), find_device(device)
     folder = find_folder(model)
     check_files(folder)
-    files = stamp_files(folder)
     weights_dtype = fast_dtype(weights_dtype, folder, wanted)
-    with silence_transformers():
-        config = load_config(folder)
-        check_config(config)
-        if config.model_type not in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_MODELS}:
-            raise UnsupportedModelError(
-                f"model_type {config.model_type!r} is not a causal language model: transformers "
-                "has no decoder for it that gives the next token's logits"
-            )
-        loaded = _load_weights(folder, config, weights_dtype)
-        loaded = loaded.to(wanted).eval()  # type: ignore[arg-type]
-        fusion = accelerate(loaded, ready_memory)
-        decoder = DecoderModel(loaded, probe_once(loaded, files), folder, fusion)
-        simplify(decoder)
-    return decoder
-
-
-def _load_weights(
-    folder: Path, config: PreTrainedConfig, dtype: str | torch.dtype
-) -> PreTrainedModel:
-    sees = config.model_type in VISION_MODELS
-    auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    families = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING
-    family: Any = families[type(config)]
-    check_decoder(folder, config, family._keys_to_ignore_on_load_unexpected or ())
-    eager = {"text_config": "eager"} if sees else "eager"
-    return load_weights(
-        auto.from_pretrained, folder, config=config, dtype=dtype, attn_implementation=eager
-    )
+    try:
+        return load_dense(folder, weights_dtype, wanted, ready_memory)
+    except OtherKind as kind:
+        reason = str(kind)
+    _log.debug("%s runs through transformers: %s", folder, reason)
+    # transformers' modelling code takes seconds to import.
+    zoo = load_module("headstart.models.zoo.loader")
+    loaded: DecoderModel = zoo.load_transformers(folder, weights_dtype, wanted, ready_memory)
+    loaded.fallback_reason = reason
+    return loaded

@@ -1,10 +1,12 @@
 """Loads a model's tokenizer; names the file that is missing or broken."""
 
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from headstart.errors import DamagedModelError, UnsupportedModelError
+from headstart.models.families import FAMILIES
 from headstart.models.files import find_folder, read_json
 from headstart.models.silence_transformers import silence_transformers
 
@@ -33,14 +35,32 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase | None:
             )
         return None
     own_code = settings.get("auto_map") or {}  # older ones hold the tokenizer's names alone
-    return _load(folder, isinstance(own_code, list) or "AutoTokenizer" in own_code)
+    named = _name_architecture(folder) if settings.get("tokenizer_class") else {}
+    return _load(folder, isinstance(own_code, list) or "AutoTokenizer" in own_code, named)
 
 
-def _load(folder: Path, needs_own_code: bool) -> PreTrainedTokenizerBase:
+def _name_architecture(folder: Path) -> dict[str, Any]:
+    """AutoTokenizer's argument `config`, if the architecture is one that has no code to import.
+
+    transformers only looks at the names in it where the tokenizer's class is known, and takes
+    seconds to import the architecture's own configuration.
+    """
+    path = folder / "config.json"
+    content = read_json(path) if path.is_file() else {}
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        return {}
+    config: Any = PreTrainedConfig()
+    config.tokenizer_class = content.get("tokenizer_class")
+    config.model_type, config._name_or_path = kind, str(folder)
+    return {"config": config}
+
+
+def _load(folder: Path, needs_own_code: bool, named: dict[str, Any]) -> PreTrainedTokenizerBase:
     try:
         with silence_transformers():
             loaded = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
+                folder, local_files_only=True, trust_remote_code=False, **named
             )
     # transformers raises KeyError, TypeError, ValueError, OSError; tokenizers a bare Exception.
     except Exception as error:

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from headstart.attention import PagedKVMemory, Span, StepPlan, make_backend
 from headstart.models.compatibility.paged_kv import probe_model
-from headstart.models.decoder import DecoderModel
 from headstart.models.fused import FusionSwitch
+from headstart.models.zoo.decoder import TransformersDecoder
 
 BLOCK = 4
 
@@ -37,7 +37,7 @@ class Paged:
         seed: int = 0,
         fusion: FusionSwitch | None = None,
     ) -> None:
-        self.decoder = DecoderModel(model, probe_model(model), fusion=fusion)
+        self.decoder = TransformersDecoder(model, probe_model(model), fusion=fusion)
         self.memory = PagedKVMemory(
             self.decoder.layouts, num_blocks, BLOCK, self.decoder.dtype, self.decoder.device
         )

@@ -8,7 +8,7 @@ from headstart.attention import AttentionOptions, Span, StepPlan
 from headstart.errors import EngineError
 from headstart.models.fused import FusedLayer, FusedMLP, FusedNorm, FusionSwitch
 from headstart.models.packed import PackedLinear, PackedWeight
-from headstart.models.swap import accelerate
+from headstart.models.zoo.swap import accelerate
 from headstart.native import library
 from tests.models.paged import BLOCK, Paged
 from tests.tiny_models import TINY

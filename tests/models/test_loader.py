@@ -21,8 +21,10 @@ from headstart.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from headstart.models.decoder import DecoderModel, context_length
+from headstart.models.context_length import context_length
+from headstart.models.dense.decoder import DenseDecoder
 from headstart.models.loader import load_model
+from headstart.models.zoo.decoder import TransformersDecoder
 from tests.tiny_models import TINY, VOCABULARY, save_tiny
 
 
@@ -58,18 +60,18 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
 
 def test_what_comes_back(saved: Path) -> None:
     model = load_model(saved)
-    assert isinstance(model, DecoderModel)
+    assert isinstance(model, DenseDecoder)
+    assert model.fallback_reason is None
     assert model.layouts == (LayerLayout(2, 8, 8),) * 3
     assert (model.vocab_size, model.max_model_len) == (VOCABULARY, 256)
     assert model.eos_token_ids == {2}
     assert model.dtype == torch.float32
     assert model.device == torch.device("cpu")
-    assert isinstance(model.config, LlamaConfig)
 
 
 def test_shards_hold_the_same_model(saved: Path, saved_in_shards: Path) -> None:
     assert len(list(saved_in_shards.glob("*.safetensors"))) > 1
-    one, many = load_model(saved)._model.state_dict(), load_model(saved_in_shards)._model
+    one, many = load_model(saved).module.state_dict(), load_model(saved_in_shards).module
     for name, tensor in many.state_dict().items():
         assert torch.equal(tensor, one[name])
 
@@ -114,11 +116,11 @@ def test_fingerprint_is_by_content(saved: Path, folder: Path) -> None:
 
 def test_fingerprint_of_a_model_in_memory() -> None:
     one, same, other = (TINY[name]() for name in ("llama", "llama", "qwen2"))
-    prints = [DecoderModel(model, ()).fingerprint() for model in (one, same, other)]
+    prints = [TransformersDecoder(model, ()).fingerprint() for model in (one, same, other)]
     assert prints[0] == prints[1] != prints[2]
     with torch.no_grad():
         same.lm_head.weight[3, 3] += 1
-    assert DecoderModel(same, ()).fingerprint() != prints[0]
+    assert TransformersDecoder(same, ()).fingerprint() != prints[0]
 
 
 # Context lengths.

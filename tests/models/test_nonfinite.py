@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from headstart.models.simplify import simplify
-from headstart.models.swap import accelerate
+from headstart.models.zoo.simplify import simplify
+from headstart.models.zoo.swap import accelerate
 from tests.models.paged import Paged
 from tests.tiny_models import TINY
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from headstart.models.loader import load_model
 from headstart.models.packed import PackedLinear, can_pack, has_memory, map_pages
-from headstart.models.simplify import simplify
-from headstart.models.swap import accelerate
+from headstart.models.zoo.simplify import simplify
+from headstart.models.zoo.swap import accelerate
 from headstart.native import library
 from tests.models.paged import Paged
 from tests.tiny_models import TINY

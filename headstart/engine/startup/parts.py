@@ -10,8 +10,9 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.startup.sizing import count_blocks, longest_sequence
 from headstart.engine.tiering.identity import identify
 from headstart.engine.tiering.tiers import Stores
+from headstart.imports import load_module
 from headstart.models.decoder import DecoderModel
-from headstart.models.vision import VisionModel, load_vision
+from headstart.models.vision import VisionModel
 from headstart.tiers import (
     OBJECTS,
     BlockStore,
@@ -52,7 +53,7 @@ def make_parts(
     decoder: DecoderModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
 ) -> Parts:
     """Memory, cache and store for a model. Raises ConfigError or OutOfMemoryError."""
-    vision = load_vision(decoder, tokenizer)
+    vision = _load_vision(decoder, tokenizer)
     blocks = count_blocks(config, decoder, vision.bytes_per_row if vision is not None else 0)
     limit = longest_sequence(config, decoder.max_model_len, blocks)
     memory = PagedKVMemory(
@@ -71,3 +72,14 @@ def make_parts(
     )
     names = BlockNames(config.block_size, "" if model is None else model.fingerprint)
     return Parts(decoder, tokenizer, memory, KVCacheManager(cache, names), limit, vision, stores)
+
+
+def _load_vision(
+    decoder: DecoderModel, tokenizer: PreTrainedTokenizerBase | None
+) -> VisionModel | None:
+    """The model's vision part, if it has one; image processors take seconds to import."""
+    if not decoder.takes_images:
+        return None
+    zoo = load_module("headstart.models.zoo.vision")
+    found: VisionModel | None = zoo.load_vision(decoder, tokenizer)
+    return found

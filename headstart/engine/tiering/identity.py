@@ -15,9 +15,8 @@ import torch
 from headstart.attention import PagedKVMemory, name_backend
 from headstart.engine.config import EngineConfig
 from headstart.machine import cpu_flags
-from headstart.models.compatibility.proven import stamp_files
 from headstart.models.decoder import DecoderModel
-from headstart.models.files import BUILT_IN, find_folder
+from headstart.models.files import BUILT_IN, find_folder, stamp_files
 from headstart.tiers import ModelRecord
 from headstart.version import __version__
 

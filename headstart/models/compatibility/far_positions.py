@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from headstart.attention.register import AttentionCall, read_options
 from headstart.errors import UnsupportedModelError
 from headstart.models.compatibility.substitute_attention import Attending
-from headstart.models.decoder import context_length
+from headstart.models.context_length import context_length
 
 __all__ = ["check_far_positions"]
 

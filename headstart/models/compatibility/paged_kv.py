@@ -36,7 +36,8 @@ from headstart.attention.torch_ops import TorchAttention
 from headstart.errors import UnsupportedModelError
 from headstart.models.compatibility.far_positions import check_far_positions
 from headstart.models.compatibility.substitute_attention import Attending
-from headstart.models.decoder import context_length, forward_rows
+from headstart.models.context_length import context_length
+from headstart.models.zoo.decoder import forward_rows
 
 __all__ = ["check_config", "probe_model"]
 

@@ -15,18 +15,13 @@ from torch import Tensor, nn
 from transformers import Qwen2_5OmniForConditionalGeneration
 
 from headstart.errors import DamagedModelError
-from headstart.models.checkpoint import check_speaker
+from headstart.models.dtypes import fast_dtype, find_device, find_dtype
 from headstart.models.files import check_files, find_folder
 from headstart.models.omni.inputs import Media, Placed
 from headstart.models.omni.stage_decoder import PassTensors, StageDecoder, StageParts
-from headstart.models.pretrained import (
-    fast_dtype,
-    find_device,
-    find_dtype,
-    load_config,
-    load_weights,
-)
 from headstart.models.silence_transformers import silence_transformers
+from headstart.models.zoo.checkpoint import check_speaker
+from headstart.models.zoo.pretrained import load_config, load_weights
 
 __all__ = ["Qwen25Omni", "Recall", "SpeechIds", "Voice"]
 

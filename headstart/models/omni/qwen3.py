@@ -26,19 +26,14 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     _get_feat_extract_output_lengths,
 )
 
-from headstart.models.checkpoint import check_speaker
+from headstart.models.dtypes import fast_dtype, find_device, find_dtype
 from headstart.models.files import check_files, find_folder
 from headstart.models.omni.code_predictor import Choose, CodePredictor
 from headstart.models.omni.inputs import Media, Placed
 from headstart.models.omni.stage_decoder import PassTensors, StageDecoder, StageParts
-from headstart.models.pretrained import (
-    fast_dtype,
-    find_device,
-    find_dtype,
-    load_config,
-    load_weights,
-)
 from headstart.models.silence_transformers import silence_transformers
+from headstart.models.zoo.checkpoint import check_speaker
+from headstart.models.zoo.pretrained import load_config, load_weights
 
 __all__ = ["CausalVocoder", "CodecIds", "Qwen3Omni", "TurnIds", "thinker_decoder"]
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headstart.attention.layout import LayerLayout
-from headstart.models.decoder import DecoderModel, EmbeddingOverlay
+from headstart.models.decoder import EmbeddingOverlay
 from headstart.models.omni.host_copies import HostCopy, host_copies
+from headstart.models.zoo.decoder import TransformersDecoder
 
 __all__ = ["PassTensors", "StageDecoder", "StageParts", "text_layouts"]
 
@@ -52,8 +53,8 @@ class StageParts:
     num_deep: int = 0
 
 
-class StageDecoder(DecoderModel):
-    """A `DecoderModel` whose passes also give rows for the next stage."""
+class StageDecoder(TransformersDecoder):
+    """A `TransformersDecoder` whose passes also give rows for the next stage."""
 
     def __init__(self, parts: StageParts) -> None:
         super().__init__(parts.text_model, text_layouts(parts.text_model))

@@ -7,7 +7,7 @@ import pytest
 
 from headstart import LLM
 from headstart.engine.tiering.identity import _name
-from headstart.models import decoder
+from headstart.models.dense import decoder
 from headstart.models.files import BUILT_IN, find_folder
 from tests.engine.tiny_llm import make_llm, save_smallest
 

@@ -40,7 +40,7 @@ def write_weight(folder: Path, value: float) -> None:
 
 
 def test_a_model_loaded_again_is_not_run_again(probes: list[torch.dtype], tmp_path: Path) -> None:
-    folder = save_tiny("llama", tmp_path)
+    folder = save_tiny("starcoder2", tmp_path)
     first, second = load_model(folder), load_model(folder)
     assert len(probes) == 1
     assert first.layouts == second.layouts
@@ -49,18 +49,18 @@ def test_a_model_loaded_again_is_not_run_again(probes: list[torch.dtype], tmp_pa
 def test_another_dtype_or_other_modules_are_another_model(
     probes: list[torch.dtype], tmp_path: Path
 ) -> None:
-    folder = save_tiny("llama", tmp_path)
+    folder = save_tiny("starcoder2", tmp_path)
     for dtype in ("float32", "bfloat16", "float32", "bfloat16"):
         load_model(folder, dtype)
     assert probes == [torch.float32, torch.bfloat16]
-    save_tiny("qwen2", tmp_path)
+    save_tiny("glm4", tmp_path)
     load_model(folder, "float32")
     assert probes == [torch.float32, torch.bfloat16, torch.float32]
 
 
 def test_files_that_changed_are_tested_again(probes: list[torch.dtype], tmp_path: Path) -> None:
     """Also those whose size and time were kept, and a model that was good before."""
-    folder = save_tiny("llama", tmp_path)
+    folder = save_tiny("starcoder2", tmp_path)
     load_model(folder)
     write_weight(folder, float("inf"))
     for _ in range(2):

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from headstart.errors import UnsupportedAdapterError
-from headstart.models.decoder import DecoderModel
 from headstart.models.fused import FusionSwitch
 from headstart.models.lora.files import LoraPair, LoraWeights, read_weights
 from headstart.models.lora.modules import AdapterRun, LoraLayers
 from headstart.models.lora.stack import ResidentAdapter
+from headstart.models.zoo.decoder import TransformersDecoder
 from tests.models.paged import Paged, Sequence
 from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import TINY, VOCABULARY, save_tiny
@@ -128,7 +128,7 @@ def test_half_precision_stays_near_full(files: Files, dtype: torch.dtype) -> Non
 
 def test_an_adapter_that_overflows_does_so_in_its_own_rows(tmp_path: Path) -> None:
     """In one product with others', its ranks give infinity for their rows, too."""
-    decoder = DecoderModel(TINY["llama"](), ())
+    decoder = TransformersDecoder(TINY["llama"](), ())
     widths = decoder.linear_widths()["model.layers.0.self_attn.q_proj"]
     big = torch.full((2, widths.inputs), 6e4, dtype=torch.float16)
     small = torch.full((widths.outputs, 2), 1e-3, dtype=torch.float16)

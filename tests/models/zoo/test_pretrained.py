@@ -8,7 +8,7 @@ import torch
 
 from headstart import LLM, OutOfMemoryError
 from headstart.errors import DamagedModelError
-from headstart.models import loader, pretrained
+from headstart.models.zoo import loader, pretrained
 from tests.tiny_models import save_tiny
 
 
@@ -26,7 +26,7 @@ def no_memory_for_a_tensor(*_: Any, **__: Any) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
+    return save_tiny("gpt_neox", tmp_path_factory.mktemp("gpt_neox"))
 
 
 @pytest.mark.parametrize("fail", [no_memory, no_memory_on_a_gpu, no_memory_for_a_tensor])

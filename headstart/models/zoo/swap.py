@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from headstart.attention.backend import AttentionOptions, RowShapes
 from headstart.attention.register import AttentionCall, read_options, register, unregister
-from headstart.models.decoder import forward_rows, text_part
 from headstart.models.fused import FusedLayer, FusedMLP, FusedNorm, FusionSwitch
 from headstart.models.packed import (
     Arena,
@@ -33,6 +32,7 @@ from headstart.models.packed import (
     map_pages,
 )
 from headstart.models.prefetch import ReadyMemory
+from headstart.models.zoo.decoder import forward_rows, text_part
 from headstart.native import library
 
 __all__ = ["accelerate"]

@@ -2,7 +2,8 @@
 
 transformers' code around these parts (masks, caches, output objects) takes a millisecond per step.
 It also computes more than needed: logits where the greedy token would do, and the last layer for
-rows that have no logits. `headstart.models.simplify` finds the models that have only these parts.
+rows that have no logits. `headstart.models.zoo.simplify` finds the models that have only these
+parts.
 """
 
 from typing import Any, NamedTuple

@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart.errors import DamagedModelError, UnsupportedModelError
-from headstart.models import loader, pretrained
+from headstart.models.dense.weights import Checkpoint
 from headstart.models.files import check_files, tensor_shapes
 from headstart.models.loader import load_model
 from headstart.models.omni.qwen2_5 import Qwen25Omni
 from headstart.models.omni.qwen3 import Qwen3Omni
+from headstart.models.zoo import loader, pretrained
 from tests.omni.tiny_omni import save_qwen25
 from tests.omni.tiny_qwen3 import save_qwen3
 from tests.tiny_models import TINY, save_tiny, tiny_config
@@ -44,6 +45,7 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(loader.AutoModelForCausalLM, "from_pretrained", build)
     monkeypatch.setattr(pretrained.AutoConfig, "from_pretrained", build)
+    monkeypatch.setattr(Checkpoint, "tensor", build)
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

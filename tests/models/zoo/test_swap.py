@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from headstart.models import swap
 from headstart.models.fused import FusedLayer, FusedMLP, FusedNorm
 from headstart.models.loader import load_model
 from headstart.models.lora.files import LoraPair, LoraWeights
 from headstart.models.lora.modules import AdapterRun, LoraLayers
 from headstart.models.lora.stack import ResidentAdapter
 from headstart.models.packed import PackedEmbedding, PackedLinear, PackedWeight
-from headstart.models.swap import accelerate
+from headstart.models.zoo import swap
+from headstart.models.zoo.swap import accelerate
 from headstart.native import library
 from tests.models.paged import Paged
 from tests.tiny_models import TINY, VOCABULARY, tiny_config

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from headstart.attention import PagedKVMemory, Span, StepPlan, make_backend
-from headstart.models.decoder import DecoderModel, forward_rows
 from headstart.models.greedy_head import GreedyHead
 from headstart.models.packed import PackedLinear
-from headstart.models.plain import Call, OtherKind, PlainDecoder, Stack, find_stack
+from headstart.models.zoo.decoder import TransformersDecoder, forward_rows
+from headstart.models.zoo.plain import Call, OtherKind, PlainDecoder, Stack, find_stack
 
 __all__ = ["simplify"]
 
@@ -37,7 +37,7 @@ _SIZES = (1e-3, 1.0, 30.0, 1000.0, 1.0)
 _log = logging.getLogger(__name__)
 
 
-def simplify(model: DecoderModel) -> None:
+def simplify(model: TransformersDecoder) -> None:
     """Set `model.plain` for a plain decoder, and `model.fallback_reason` if parts are not plain.
 
     Call it before a backend is attached.
@@ -54,7 +54,7 @@ def simplify(model: DecoderModel) -> None:
         )
 
 
-def _find_head(model: DecoderModel) -> PackedLinear:
+def _find_head(model: TransformersDecoder) -> PackedLinear:
     module = model.module
     head = module.get_output_embeddings()
     if not isinstance(head, PackedLinear):
@@ -67,7 +67,7 @@ def _find_head(model: DecoderModel) -> PackedLinear:
 
 
 @contextmanager
-def _paged_step(model: DecoderModel) -> Iterator[None]:
+def _paged_step(model: TransformersDecoder) -> Iterator[None]:
     """A step of `_TOKENS` tokens over memory of its own."""
     backend = make_backend(PagedKVMemory(model.layouts, 2, _BLOCK, model.dtype, model.device))
     model.attach(backend)
@@ -79,7 +79,7 @@ def _paged_step(model: DecoderModel) -> Iterator[None]:
         model.detach()
 
 
-def _find_plain(model: DecoderModel, head: PackedLinear) -> None:
+def _find_plain(model: TransformersDecoder, head: PackedLinear) -> None:
     decoder = model.module.get_decoder()
     tokens = torch.arange(_TOKENS) % model.vocab_size
     positions = torch.arange(_TOKENS) + _FIRST_POSITION
@@ -121,7 +121,7 @@ def _watch(module: nn.Module | None, calls: list[Call]) -> Iterator[None]:
 
 
 def _own_rows(
-    model: DecoderModel, decoder: nn.Module, head: PackedLinear, step: tuple[Tensor, Tensor]
+    model: TransformersDecoder, decoder: nn.Module, head: PackedLinear, step: tuple[Tensor, Tensor]
 ) -> Tensor:
     """The decoder's rows in a step.
 

@@ -12,12 +12,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headstart.attention import Span, StepPlan
 from headstart.models.compatibility.paged_kv import probe_model
-from headstart.models.decoder import DecoderModel, EmbeddingOverlay
+from headstart.models.decoder import EmbeddingOverlay
 from headstart.models.fused import FusedLayers
 from headstart.models.greedy_head import greedy_tokens
-from headstart.models.plain import AngleTable
-from headstart.models.simplify import simplify
-from headstart.models.swap import accelerate
+from headstart.models.zoo.decoder import TransformersDecoder
+from headstart.models.zoo.plain import AngleTable
+from headstart.models.zoo.simplify import simplify
+from headstart.models.zoo.swap import accelerate
 from headstart.native import library
 from tests.models.paged import Paged, Sequence
 from tests.tiny_models import TINY, VOCABULARY, tiny_config
@@ -210,6 +211,6 @@ def test_a_head_with_a_bias_is_left_to_the_model() -> None:
 
 def test_other_dtypes_are_left_to_the_model() -> None:
     model = TINY["llama"]()
-    decoder = DecoderModel(model, probe_model(model), fusion=accelerate(model))
+    decoder = TransformersDecoder(model, probe_model(model), fusion=accelerate(model))
     simplify(decoder)
     assert decoder.plain is None and decoder.fallback_reason == "its LM head is not packed"

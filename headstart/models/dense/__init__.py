@@ -1,0 +1,1 @@
+"""headstart's own decoder: one module for all families of `headstart.models.families`."""

@@ -1,0 +1,224 @@
+"""A dense decoder in headstart's own modules."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headstart.attention.backend import AttentionBackend
+from headstart.attention.layout import LayerLayout
+from headstart.models.decoder import DecoderModel, EmbeddingOverlay
+from headstart.models.dense.modules import DecoderLayer, RMSNorm, StepAttention
+from headstart.models.dense.rotary import AngleTable, Frequencies
+from headstart.models.dense.weights import Reader
+from headstart.models.families import DecoderShape
+from headstart.models.files import fingerprint_files
+from headstart.models.fused import FusedLayer, FusedLayers, FusionSwitch
+from headstart.models.greedy_head import GreedyHead, greedy_tokens
+from headstart.models.lora.files import Widths
+from headstart.models.packed import PackedLinear
+
+__all__ = ["DenseDecoder", "DenseModules", "Description"]
+
+
+class Description(NamedTuple):
+    """A decoder without its weights: where it is from, and what its configuration says.
+
+    frequencies: of the rotary positions, by kind of layer. max_model_len: in tokens.
+    """
+
+    folder: Path
+    shape: DecoderShape
+    frequencies: Mapping[str, Frequencies]
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+
+
+class _Body(nn.Module):
+    """Embedding, layers and the last norm."""
+
+    def __init__(self, shape: DecoderShape, read: Reader) -> None:
+        super().__init__()
+        self.embed_tokens = read.embedding(
+            "model.embed_tokens", shape.vocab_size, shape.hidden_size
+        )
+        layers = []
+        for index in range(len(shape.layers)):
+            layers.append(DecoderLayer(shape, index, f"model.layers.{index}", read))
+            read.release()
+        self.layers = nn.ModuleList(layers)
+        weight = read.vector("model.norm", shape.hidden_size)
+        self.norm = RMSNorm(weight, shape.epsilon, shape.norm)
+
+
+class DenseModules(nn.Module):
+    """All modules with weights, with transformers' names."""
+
+    def __init__(self, shape: DecoderShape, read: Reader) -> None:
+        super().__init__()
+        self.model = _Body(shape, read)
+        tied = self.model.embed_tokens if shape.tied else None
+        self.lm_head = read.head(tied, "lm_head", shape.vocab_size, shape.hidden_size)
+        read.release()
+
+
+class DenseDecoder(DecoderModel):
+    """A dense decoder in headstart's own modules.
+
+    In bfloat16 with the compiled kernels, layers of Llama's and Qwen's kind run as one compiled
+    call; every other layer, and every step whose layers have adapters, runs module by module.
+    """
+
+    def __init__(self, about: Description, modules: DenseModules, dtype: torch.dtype) -> None:
+        shape = about.shape
+        layout = LayerLayout(shape.kv_heads, shape.head_dim, shape.head_dim)
+        super().__init__((layout,) * len(shape.layers), about.folder, FusionSwitch())
+        self._about, self._modules, self._dtype = about, modules, dtype
+        self._device = modules.model.norm.weight.device
+        like = torch.empty(0, dtype=dtype, device=self._device)
+        exact = like.float() if shape.exact_angles else like
+        self._angles = {kind: AngleTable(own, exact) for kind, own in about.frequencies.items()}
+        self._fused = self._fuse()
+        self._head = self._greedy_head()
+
+    @property
+    def module(self) -> nn.Module:
+        return self._modules
+
+    @property
+    def vocab_size(self) -> int:
+        return self._about.shape.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._about.max_model_len
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._about.eos_token_ids
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def output_layer(self) -> str | None:
+        return "lm_head"
+
+    def linear_widths(self) -> dict[str, Widths]:
+        return {
+            name: Widths(module.in_features, module.out_features)
+            for name, module in self._modules.named_modules()
+            if isinstance(module, (nn.Linear, PackedLinear))
+        }
+
+    def weight(self, name: str) -> Tensor | None:
+        module = dict(self._modules.named_modules()).get(name)
+        if isinstance(module, PackedLinear):
+            return module.packed.unpack()
+        found = getattr(module, "weight", None)
+        return found.detach() if isinstance(found, Tensor) else None
+
+    def _compute_fingerprint(self) -> str:
+        return fingerprint_files(self._about.folder)
+
+    def attach(self, backend: AttentionBackend) -> None:
+        self.fusion.backend = backend
+
+    def detach(self) -> None:
+        self.fusion.backend = None
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        embeddings: EmbeddingOverlay | None = None,
+    ) -> Tensor:
+        with torch.inference_mode():
+            return self._logits(self._hidden(token_ids, positions, logit_rows, embeddings))
+
+    def choose(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        embeddings: EmbeddingOverlay | None = None,
+    ) -> list[int]:
+        with torch.inference_mode():
+            hidden = self._hidden(token_ids, positions, logit_rows, embeddings)
+            if self._head is not None and self.fusion.enabled:
+                return self._head.choose(hidden)
+            return greedy_tokens(self._logits(hidden))
+
+    def _hidden(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        embeddings: EmbeddingOverlay | None,
+    ) -> Tensor:
+        """Rows `[rows, hidden]` after the last norm, of `logit_rows`."""
+        backend = self.fusion.backend
+        assert backend is not None, "attach() comes first"
+        body = self._modules.model
+        x: Tensor = body.embed_tokens(token_ids)
+        if self._about.shape.embedding_scale is not None:
+            x = x * torch.tensor(self._about.shape.embedding_scale, dtype=x.dtype, device=x.device)
+        if embeddings is not None:
+            x = x.index_copy(0, embeddings.rows, embeddings.values.to(x))
+        angles = {kind: table(positions) for kind, table in self._angles.items()}
+        # An adapter's update of a layer needs all of the layer's rows.
+        kept = logit_rows if self.fusion.enabled and len(logit_rows) < len(token_ids) else None
+        if self._fused is not None and self.fusion.enabled:
+            cos, sin = angles[""]
+            x = self._fused(x.unsqueeze(0), (cos.unsqueeze(0), sin.unsqueeze(0)), kept)[0]
+        else:
+            step = StepAttention(backend, angles)
+            for layer in body.layers[:-1]:
+                x = layer(x, step)
+            x = body.layers[-1](x, step, kept)
+        hidden: Tensor = body.norm(x)
+        return hidden if len(hidden) == len(logit_rows) else hidden.index_select(0, logit_rows)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Float32 `[rows, vocab]`."""
+        logits: Tensor = self._modules.lm_head(hidden)
+        shape = self._about.shape
+        if shape.logit_divisor is not None:
+            logits = logits / shape.logit_divisor
+        if shape.logit_softcap is not None:
+            logits = torch.tanh(logits / shape.logit_softcap) * shape.logit_softcap
+        return logits.float()
+
+    def _fuse(self) -> FusedLayers | None:
+        """All layers as one compiled call, if the kernels compute such layers."""
+        shape = self._about.shape
+        plain = (
+            (shape.norm, shape.norms, shape.activation) == ("llama", "before", "silu")
+            and shape.head_norms != "row"
+            and shape.residual_scale is None
+            and not shape.fused
+            and {layer.angles for layer in shape.layers} == {""}
+            and self._angles[""].width == shape.head_dim
+        )
+        layers: list[Any] = list(self._modules.model.layers)
+        packed = isinstance(self._modules.lm_head, PackedLinear)
+        if not plain or not packed:
+            return None
+        return FusedLayers(
+            [FusedLayer(layer, self.fusion, layer.self_attn.options) for layer in layers]
+        )
+
+    def _greedy_head(self) -> GreedyHead | None:
+        head, shape = self._modules.lm_head, self._about.shape
+        changed = shape.logit_divisor is not None or shape.logit_softcap is not None
+        if changed or not isinstance(head, PackedLinear):
+            return None
+        return GreedyHead(head.packed)

@@ -1,0 +1,114 @@
+"""Loads a dense decoder from its files, without transformers' modelling code."""
+
+import re
+from pathlib import Path
+
+import torch
+
+from headstart.errors import OutOfMemoryError
+from headstart.models.context_length import context_length
+from headstart.models.dense.config import DenseConfig, read_config
+from headstart.models.dense.decoder import DenseDecoder, DenseModules, Description
+from headstart.models.dense.rotary import read_frequencies
+from headstart.models.dense.weights import FLOATS, Checkpoint, FloatReader, Outline, PackedReader
+from headstart.models.families import FAMILIES, OtherKind, read_shape
+from headstart.models.files import read_json
+from headstart.models.out_of_memory import is_out_of_memory
+from headstart.models.prefetch import ReadyMemory
+from headstart.native import library
+
+__all__ = ["load_dense"]
+
+# Buffers of old versions, which are computed from the configuration.
+_COMPUTED = re.compile(r".*rotary_emb\.inv_freq")
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def load_dense(
+    folder: Path,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    ready_memory: ReadyMemory | None = None,
+) -> DenseDecoder:
+    """The decoder in `folder`; packed weights lie in `ready_memory` if it is large enough.
+
+    `dtype` "auto" is the checkpoint's own. Raises `OtherKind`, before weights are read, for a model
+    that is not of the families of `headstart.models.families`, or whose tensors are not exactly
+    theirs: transformers then loads it, or says what is wrong with it. Raises
+    `UnsupportedModelError` for weights that are not finite, and `OutOfMemoryError`.
+    """
+    about, kept = _describe(folder)
+    with Checkpoint(folder) as checkpoint:
+        outline = Outline()
+        DenseModules(about.shape, outline)
+        _check_tensors(checkpoint, outline, about.shape.tied)
+        kept = kept or checkpoint.dtype(outline.shapes)
+        wanted = kept if isinstance(dtype, str) else dtype
+        try:
+            if (wanted, device.type) == (torch.bfloat16, "cpu") and library() is not None:
+                packed = PackedReader(checkpoint, outline.matrices, ready_memory)
+                modules = DenseModules(about.shape, packed)
+                packed.close()
+            else:
+                modules = DenseModules(about.shape, FloatReader(checkpoint, wanted, device))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"memory does not hold the model in {folder}: {type(error).__name__}: {error}"
+            ) from error
+    return DenseDecoder(about, modules.eval(), wanted)
+
+
+def _describe(folder: Path) -> tuple[Description, torch.dtype | None]:
+    """What the files say of the decoder, and the dtype of its weights, if they say that."""
+    content = read_json(folder / "config.json")
+    kind = content.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise OtherKind(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
+    if content.get("quantization_config") is not None:
+        raise OtherKind("its weights are quantised")
+    config = read_config(family, content)
+    try:
+        shape = read_shape(family, config)
+        kinds = {layer.angles for layer in shape.layers if layer.angles is not None}
+        about = Description(
+            folder,
+            shape,
+            {kind: read_frequencies(config, kind, shape.head_dim) for kind in sorted(kinds)},
+            context_length(config),
+            _eos_token_ids(folder, config),
+        )
+    # Values of a wrong type, or that are missing: transformers says which.
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise OtherKind(f"its configuration is not as expected: {error}") from error
+    if not (config.dtype is None or config.dtype in FLOATS):
+        raise OtherKind(f"its weights are {config.dtype}")
+    return about, config.dtype
+
+
+def _eos_token_ids(folder: Path, config: DenseConfig) -> frozenset[int]:
+    path = folder / "generation_config.json"
+    found = read_json(path).get("eos_token_id") if path.is_file() else None
+    found = config.eos_token_id if found is None else found
+    if found is None:
+        return frozenset()
+    return frozenset(map(int, [found] if isinstance(found, int) else found))
+
+
+def _check_tensors(checkpoint: Checkpoint, outline: Outline, tied: bool) -> None:
+    """Raise `OtherKind` unless the checkpoint holds the tensors of the outline and no others."""
+    held, needed = checkpoint.shapes, outline.shapes
+    checkpoint.dtype(held.keys() & needed.keys() or held)
+    for name, shape in needed.items():
+        if held.get(name) != shape:
+            raise OtherKind(f"{name} has the shape {held.get(name)}, and not {shape}")
+    surplus = {name for name in held.keys() - needed.keys() if not _COMPUTED.fullmatch(name)}
+    if tied and _HEAD in surplus:
+        if not torch.equal(checkpoint.tensor(_HEAD), checkpoint.tensor(_EMBEDDING)):
+            raise OtherKind("its LM head is said to be its embedding, and is another")
+        surplus.discard(_HEAD)
+        checkpoint.release()
+    if surplus:
+        raise OtherKind(f"it holds {len(surplus)} other tensors: {min(surplus)}, ...")

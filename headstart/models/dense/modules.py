@@ -1,0 +1,178 @@
+"""The modules of a dense decoder, with the names that they have in transformers.
+
+So a checkpoint's tensors and an adapter's layers are found by the names that they come with. Rows
+are a flat batch, `[rows, hidden]`; every `Linear` is called as a module, so that hooks see it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from headstart.attention.backend import AttentionBackend, AttentionOptions
+from headstart.models.dense.rotary import Angles, rotate
+from headstart.models.families import Activation, DecoderShape, NormKind
+
+__all__ = ["MLP", "Attention", "DecoderLayer", "RMSNorm", "WeightReader"]
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
+
+
+class WeightReader(Protocol):
+    """Makes modules and tensors of a checkpoint's tensors, by dotted name."""
+
+    def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
+        """A linear layer: rows `[..., inputs]` to `[..., outputs]`."""
+        ...
+
+    def vector(self, name: str, width: int) -> Tensor:
+        """A norm's weight `[width]`."""
+        ...
+
+
+class StepAttention(NamedTuple):
+    """What attention needs of a step: the backend, and the angles of its rows by kind."""
+
+    backend: AttentionBackend
+    angles: dict[str, Angles]
+
+
+class RMSNorm(nn.Module):
+    """`weight * x / sqrt(mean(x ** 2) + epsilon)`, rounded as the family does it."""
+
+    def __init__(self, weight: Tensor, epsilon: float, kind: NormKind) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.variance_epsilon = epsilon
+        self._kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        exact = x.float()
+        exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        if self._kind == "llama":
+            return self.weight * exact.to(x.dtype)
+        weight = self.weight.float() + 1.0 if self._kind == "gemma" else self.weight
+        return (exact * weight).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Queries, keys and values of rows, attention over paged K/V, and the output projection."""
+
+    def __init__(self, shape: DecoderShape, index: int, name: str, read: WeightReader) -> None:
+        super().__init__()
+        layer = shape.layers[index]
+        self.layer_idx = index
+        self.head_dim = shape.head_dim
+        self._kind = layer.angles
+        self._widths = [count * shape.head_dim for count in (shape.heads, *[shape.kv_heads] * 2)]
+        self.options = AttentionOptions(shape.scaling, layer.window, shape.softcap)
+        hidden, bias = shape.hidden_size, shape.qkv_bias
+        self._fused = shape.fused
+        if shape.fused:
+            self.qkv_proj = read.linear(f"{name}.qkv_proj", hidden, sum(self._widths), bias)
+        else:
+            self.q_proj, self.k_proj, self.v_proj = (
+                read.linear(f"{name}.{part}_proj", hidden, width, bias)
+                for part, width in zip("qkv", self._widths, strict=True)
+            )
+        self.o_proj = read.linear(f"{name}.o_proj", self._widths[0], hidden, shape.o_bias)
+        self._head_norms = shape.head_norms
+        if shape.head_norms is not None:
+            widths = self._widths if shape.head_norms == "row" else [shape.head_dim] * 2
+            self.q_norm, self.k_norm = (
+                RMSNorm(read.vector(f"{name}.{part}_norm", width), shape.epsilon, shape.norm)
+                for part, width in zip("qk", widths, strict=False)
+            )
+
+    def forward(self, x: Tensor, step: StepAttention, kept_rows: Tensor | None = None) -> Tensor:
+        """The update of all rows, or of `kept_rows`; K and V of all rows are written."""
+        query, key, value = self._project(x)
+        if self._head_norms == "row":
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (part.view(len(x), -1, self.head_dim) for part in (query, key, value))
+        if self._head_norms == "head":
+            query, key = self.q_norm(query), self.k_norm(key)
+        if self._kind is not None:
+            query, key = (rotate(part, step.angles[self._kind]) for part in (query, key))
+        attended = step.backend.attend(self.layer_idx, query, key, value, self.options)
+        if kept_rows is not None:
+            attended = attended.index_select(0, kept_rows)
+        out: Tensor = self.o_proj(attended.flatten(1))
+        return out
+
+    def _project(self, x: Tensor) -> list[Tensor]:
+        if self._fused:
+            return list(self.qkv_proj(x).split(self._widths, dim=-1))
+        return [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+
+
+class MLP(nn.Module):
+    """`down(activation(gate(x)) * up(x))`."""
+
+    def __init__(self, shape: DecoderShape, name: str, read: WeightReader) -> None:
+        super().__init__()
+        hidden, inner, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
+        self._fused = shape.fused
+        if shape.fused:
+            self.gate_up_proj = read.linear(f"{name}.gate_up_proj", hidden, 2 * inner, bias)
+        else:
+            self.gate_proj = read.linear(f"{name}.gate_proj", hidden, inner, bias)
+            self.up_proj = read.linear(f"{name}.up_proj", hidden, inner, bias)
+        self.down_proj = read.linear(f"{name}.down_proj", inner, hidden, bias)
+        self._activation = _ACTIVATIONS[shape.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._fused:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        out: Tensor = self.down_proj(self._activation(gate) * up)
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each added to the rows, with norms where the family has them."""
+
+    def __init__(self, shape: DecoderShape, index: int, name: str, read: WeightReader) -> None:
+        super().__init__()
+
+        def norm(part: str) -> RMSNorm:
+            return RMSNorm(
+                read.vector(f"{name}.{part}", shape.hidden_size), shape.epsilon, shape.norm
+            )
+
+        self.self_attn = Attention(shape, index, f"{name}.self_attn", read)
+        self.mlp = MLP(shape, f"{name}.mlp", read)
+        self._norms = shape.norms
+        if shape.norms != "after":
+            self.input_layernorm = norm("input_layernorm")
+        self.post_attention_layernorm = norm("post_attention_layernorm")
+        if shape.norms == "around":
+            self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
+        if shape.norms != "before":
+            self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
+        self._scale = shape.residual_scale
+
+    def forward(self, x: Tensor, step: StepAttention, kept_rows: Tensor | None = None) -> Tensor:
+        """The rows `[rows, hidden]` after the layer, of `kept_rows` alone if they are given."""
+        before, after, around = (self._norms == place for place in ("before", "after", "around"))
+        update = self.self_attn(x if after else self.input_layernorm(x), step, kept_rows)
+        if not before:
+            update = self.post_attention_layernorm(update)
+        x = self._add(x if kept_rows is None else x.index_select(0, kept_rows), update)
+        if before:
+            update = self.mlp(self.post_attention_layernorm(x))
+        else:
+            update = self.mlp(self.pre_feedforward_layernorm(x) if around else x)
+            update = self.post_feedforward_layernorm(update)
+        return self._add(x, update)
+
+    def _add(self, x: Tensor, update: Tensor) -> Tensor:
+        return x + (update if self._scale is None else update * self._scale)

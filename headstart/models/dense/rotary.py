@@ -1,0 +1,89 @@
+"""Cosines and sines of rotary positions (RoFormer, https://arxiv.org/abs/2104.09864)."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from headstart.models.families import OtherKind
+
+__all__ = ["AngleTable", "Angles", "Frequencies", "read_frequencies", "rotate"]
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines, each `[rows, width]`, `width` at most the head dim."""
+
+_FIRST_POSITIONS = 1024
+
+
+class Frequencies(NamedTuple):
+    """Radians per position of each rotated pair, float32, and a factor of cosines and sines."""
+
+    values: Tensor
+    scale: float = 1.0
+
+
+def read_frequencies(config: Any, kind: str, head_dim: int) -> Frequencies:
+    """The frequencies of one kind of layer in `config.rope_parameters`; "" if all are alike.
+
+    Raises `OtherKind` for rotary positions of an unknown type.
+    """
+    parameters = config.rope_parameters[kind] if kind else config.rope_parameters
+    rope = parameters["rope_type"]
+    if rope == "default":
+        width = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        powers = torch.arange(0, width, 2, dtype=torch.float32) / width
+        found = Frequencies(1.0 / parameters["rope_theta"] ** powers)
+    elif rope in ROPE_INIT_FUNCTIONS:
+        named = {"layer_type": kind} if kind else {}
+        values, scale = ROPE_INIT_FUNCTIONS[rope](config, torch.device("cpu"), **named)
+        found = Frequencies(values.float(), float(scale))
+    else:
+        raise OtherKind(f"its rotary positions are {rope}")
+    if not torch.isfinite(found.values).all() or 2 * len(found.values) > head_dim:
+        raise OtherKind(f"its rotary positions have {len(found.values)} frequencies, or infinite")
+    return found
+
+
+class AngleTable:
+    """The angles of each position, from a table that grows with the largest position.
+
+    `like` has the dtype and the device of the result.
+    """
+
+    def __init__(self, frequencies: Frequencies, like: Tensor) -> None:
+        self._frequencies = frequencies
+        self.width = 2 * len(frequencies.values)
+        """Elements of a head that are rotated, from its first on."""
+        self._like = like
+        self._table: Angles = (like.new_empty((0, self.width)), like.new_empty((0, self.width)))
+
+    def __call__(self, positions: Tensor) -> Angles:
+        """Two tensors `[rows, width]` for positions int64 `[rows]`, at least one."""
+        needed = int(positions.max()) + 1
+        if needed > len(self._table[0]):
+            self._grow(max(_FIRST_POSITIONS, 1 << (needed - 1).bit_length()))
+        cos, sin = self._table
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def _grow(self, size: int) -> None:
+        with torch.inference_mode(False):  # outlives the step that needs it
+            values, scale = self._frequencies
+            places = torch.arange(size, dtype=torch.float32).unsqueeze(1) * values
+            places = torch.cat((places, places), dim=-1)
+            cos, sin = places.cos() * scale, places.sin() * scale
+            self._table = (cos.to(self._like), sin.to(self._like))
+
+
+def rotate(rows: Tensor, angles: Angles) -> Tensor:
+    """`rows` `[rows, heads, head_dim]` rotated by their positions, in the dtype of `rows`.
+
+    Elements of a head past the angles' width stay as they are.
+    """
+    cos, sin = (part.unsqueeze(1) for part in angles)
+    width = cos.shape[-1]
+    turned = rows[..., :width]
+    half = width // 2
+    other = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)
+    out = (turned * cos + other * sin).to(rows.dtype)
+    return out if width == rows.shape[-1] else torch.cat((out, rows[..., width:]), dim=-1)

@@ -1,0 +1,235 @@
+"""Reads a checkpoint's tensors one at a time into the modules of a dense decoder.
+
+Nothing is in memory twice: a tensor is copied (and converted, or packed) out of its mapped file,
+and the file is unmapped after every layer.
+"""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from headstart.errors import UnsupportedModelError
+from headstart.models.dense.modules import WeightReader
+from headstart.models.families import OtherKind
+from headstart.models.files import weight_files
+from headstart.models.packed import Arena, PackedEmbedding, PackedLinear, PackedWeight
+from headstart.models.prefetch import ReadyMemory
+
+__all__ = ["FLOATS", "Checkpoint", "FloatReader", "Outline", "PackedReader", "Reader"]
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+
+
+FLOATS = frozenset(_DTYPES.values())
+"""The dtypes of weights that are read here."""
+
+
+class Reader(WeightReader, Protocol):
+    """Makes all modules of a decoder that have weights."""
+
+    def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
+        """The LM head; with the weight of `embedding`, if that is given."""
+        ...
+
+    def embedding(self, name: str, count: int, width: int) -> nn.Module:
+        """Token ids to rows `[..., width]`."""
+        ...
+
+    def release(self) -> None:
+        """Unmap what was read."""
+        ...
+
+
+class _Entry(NamedTuple):
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Checkpoint:
+    """The tensors in a folder's safetensors files, by name.
+
+    A context: files are open while it lasts. Raises `OtherKind` for weights in other formats.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files = ExitStack()
+        self._open: dict[Path, Any] = {}
+        self._entries: dict[str, _Entry] = {}
+        for file in weight_files(folder):
+            if file.suffix != ".safetensors":
+                raise OtherKind("its weights are not in safetensors files")
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - no mapping, it only has keys()
+                    part = opened.get_slice(name)
+                    entry = _Entry(file, tuple(part.get_shape()), part.get_dtype())
+                    self._entries[name] = entry
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's shape."""
+        return {name: entry.shape for name, entry in self._entries.items()}
+
+    def dtype(self, names: Iterable[str]) -> torch.dtype:
+        """The dtype of the first of these tensors; raises `OtherKind` unless all are floats."""
+        found = [self._entries[name].dtype for name in names]
+        if others := sorted(set(found) - _DTYPES.keys()):
+            raise OtherKind(f"its weights are {', '.join(others)}")
+        return _DTYPES[found[0]]
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor, in memory that is the file's until `release`."""
+        file = self._entries[name].file
+        if file not in self._open:
+            self._open[file] = self._files.enter_context(safe_open(file, framework="pt"))
+        found: Tensor = self._open[file].get_tensor(name)
+        return found
+
+    def release(self) -> None:
+        """Close the files; tensors that still lie in them keep them mapped."""
+        self._open.clear()
+        self._files.close()
+
+
+class Outline:
+    """Records the names and shapes of the tensors that a decoder needs; its modules are empty."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.matrices: list[torch.Size] = []
+        """Shapes of the linear layers' weights and of the embedding."""
+
+    def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
+        self._matrix(name, outputs, inputs)
+        if bias:
+            self.shapes[f"{name}.bias"] = (outputs,)
+        return nn.Module()
+
+    def vector(self, name: str, width: int) -> Tensor:
+        self.shapes[f"{name}.weight"] = (width,)
+        return torch.empty(0)
+
+    def embedding(self, name: str, count: int, width: int) -> nn.Module:
+        self._matrix(name, count, width)
+        return nn.Module()
+
+    def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
+        if embedding is None:
+            self._matrix(name, outputs, inputs)
+        return nn.Module()
+
+    def release(self) -> None: ...
+
+    def _matrix(self, name: str, outputs: int, inputs: int) -> None:
+        self.shapes[f"{name}.weight"] = (outputs, inputs)
+        self.matrices.append(torch.Size((outputs, inputs)))
+
+
+class _Linear(nn.Linear):
+    """A linear layer whose weights come from a file."""
+
+    def reset_parameters(self) -> None:
+        """Draw no random weights: on meta tensors that imports torch's compiler."""
+
+
+class FloatReader:
+    """Modules of torch, in one dtype, on any device."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
+
+    def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
+        made = _Linear(inputs, outputs, bias, device="meta")
+        made.weight = self._parameter(f"{name}.weight")
+        if bias:
+            made.bias = self._parameter(f"{name}.bias")
+        return made
+
+    def vector(self, name: str, width: int) -> Tensor:
+        return self._parameter(f"{name}.weight")
+
+    def embedding(self, name: str, count: int, width: int) -> nn.Module:
+        weight = self._parameter(f"{name}.weight")
+        made: nn.Module = nn.Embedding.from_pretrained(weight)  # type: ignore[no-untyped-call]
+        return made
+
+    def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
+        if embedding is None:
+            return self.linear(name, inputs, outputs, bias=False)
+        assert isinstance(embedding, nn.Embedding)
+        made = _Linear(inputs, outputs, bias=False, device="meta")
+        made.weight = embedding.weight
+        return made
+
+    def release(self) -> None:
+        self._checkpoint.release()
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        found = self._checkpoint.tensor(name)
+        copied = found.to(self._device, self._dtype, copy=True)
+        _check_finite(name, copied)
+        return nn.Parameter(copied, requires_grad=False)
+
+
+class PackedReader(FloatReader):
+    """As `FloatReader` in bfloat16 on the CPU, with weights packed for the compiled kernels."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, matrices: list[torch.Size], ready_memory: ReadyMemory | None
+    ) -> None:
+        super().__init__(checkpoint, torch.bfloat16, torch.device("cpu"))
+        self._arena = Arena(matrices, ready_memory)
+
+    def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
+        own = self._parameter(f"{name}.bias") if bias else None
+        return PackedLinear(self._packed(f"{name}.weight", own))
+
+    def embedding(self, name: str, count: int, width: int) -> nn.Module:
+        return PackedEmbedding(self._packed(f"{name}.weight"))
+
+    def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
+        if embedding is None:
+            return self.linear(name, inputs, outputs, bias=False)
+        assert isinstance(embedding, PackedEmbedding)
+        return PackedLinear(embedding.packed)
+
+    def close(self) -> None:
+        """Call it when all weights are read."""
+        self._arena.close()
+
+    def _packed(self, name: str, bias: Tensor | None = None) -> PackedWeight:
+        source = self._checkpoint.tensor(name).to(torch.bfloat16)
+        _check_finite(name, source)
+        return PackedWeight(source, bias, self._arena)
+
+
+def _check_finite(name: str, weight: Tensor) -> None:
+    """Raise `UnsupportedModelError` for infinities and NaN; reads the weight once."""
+    some = weight.sum() if weight.dtype == torch.float32 else torch.stack(torch.aminmax(weight))
+    # A sum of finite numbers may overflow; only then each is looked at.
+    if not torch.isfinite(some).all() and not torch.isfinite(weight).all():
+        raise UnsupportedModelError(
+            f"{name} holds weights that are not finite in {weight.dtype}; another dtype may help"
+        )

@@ -1,0 +1,65 @@
+"""The dtype and the device of a model, by name."""
+
+import logging
+import platform
+from pathlib import Path
+
+import torch
+
+from headstart.errors import ConfigError
+from headstart.machine import X86, available_memory, multiplies_bfloat16
+from headstart.models.config_values import find_values
+from headstart.models.files import read_json, weight_files
+
+__all__ = ["fast_dtype", "find_device", "find_dtype"]
+
+_log = logging.getLogger(__name__)
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+
+
+def find_dtype(name: str) -> str | torch.dtype:
+    """The dtype of this name, or "auto" for the checkpoint's own; raises `ConfigError`."""
+    if name != "auto" and name not in _DTYPES:
+        raise ConfigError(f"dtype is {name!r}; it may be auto, {', '.join(_DTYPES)}")
+    return _DTYPES.get(name, name)
+
+
+def fast_dtype(dtype: str | torch.dtype, folder: Path, device: torch.device) -> str | torch.dtype:
+    """`dtype`, but float32 for "auto" on an x86 CPU without instructions for the 16-bit dtype.
+
+    On such a CPU a prefill in bfloat16 takes 9 times as long as in float32. The checkpoint's dtype
+    is kept if its weights in float32 would take more than half of the free memory.
+    """
+    if dtype != "auto" or device.type != "cpu" or platform.machine() not in X86:
+        return dtype
+    if multiplies_bfloat16() is not False:
+        return dtype
+    content = read_json(folder / "config.json")
+    kept = {value for _, value in find_values(content, {"dtype", "torch_dtype"})}
+    if not kept or not kept <= {"bfloat16", "float16"} or "quantization_config" in content:
+        return dtype
+    size = 2 * sum(file.stat().st_size for file in weight_files(folder))
+    free = available_memory()
+    slow = f"this CPU is slow in {' and '.join(sorted(kept))} (no AVX512-BF16, no AMX-BF16)"
+    if size > free // 2:
+        _log.warning("%s, and %s free bytes are too few for float32", slow, f"{free:,}")
+        return dtype
+    _log.warning("%s: computing in float32, as dtype=auto means here", slow)
+    return torch.float32
+
+
+def find_device(name: str) -> torch.device:
+    """The device of this name, if torch can use it here; raises `ConfigError`."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device is {name!r}, which torch cannot use here: {error}") from error
+    return device

@@ -1,0 +1,395 @@
+"""The families of dense decoders that headstart runs in its own modules, as data.
+
+All are Llama's layer with a few facts changed: where the norms stand and how they round, biases,
+norms of queries and keys, windows and rotary positions by layer, multipliers and caps, fused
+projections, tied heads. A family is the defaults of its config.json (transformers' own, a test
+compares them) and the facts that no key of config.json tells. `read_shape` makes one `DecoderShape`
+of both. Everything that differs in other ways runs through transformers.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+__all__ = ["FAMILIES", "DecoderShape", "Family", "LayerShape", "OtherKind", "read_shape"]
+
+NormKind = Literal["llama", "gemma", "olmo"]
+"""llama: rounds, then multiplies by the weight. gemma: multiplies by 1 + weight, then rounds.
+olmo: multiplies by the weight, then rounds."""
+
+NormPlaces = Literal["before", "after", "around"]
+"""Where attention and MLP have their norms: of their inputs, of their outputs, or of both."""
+
+HeadNorms = Literal["head", "row"]
+"""Norms of queries and keys: of each head, or of all heads together."""
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+
+
+class OtherKind(Exception):
+    """Raised for a model that is not of these families; the text says what it has instead."""
+
+
+class LayerShape(NamedTuple):
+    """What may differ from layer to layer.
+
+    window: a row sees itself and the `window - 1` tokens before it; None for all. angles: the kind
+    of the layer's rotary positions, a key of `DecoderShape.angles`; None for a layer without.
+    """
+
+    window: int | None = None
+    angles: str | None = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderShape:
+    """All that a dense decoder is, except its weights. Widths are numbers of elements."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: tuple[LayerShape, ...]
+    epsilon: float
+    activation: Activation
+    scaling: float
+    """What the scores q·k are multiplied by."""
+    tied: bool
+    """The LM head is the embedding's weight."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    fused: bool = False
+    """One weight for queries, keys and values, and one for gate and up."""
+    norm: NormKind = "llama"
+    norms: NormPlaces = "before"
+    head_norms: HeadNorms | None = None
+    exact_angles: bool = False
+    """Angles are float32 in every dtype of the weights."""
+    softcap: float | None = None
+    """Cap of the scores."""
+    embedding_scale: float | None = None
+    residual_scale: float | None = None
+    logit_divisor: float | None = None
+    logit_softcap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How a family differs from Llama.
+
+    defaults: of the keys of its config.json. facts: of a shape. derive: further facts, from the
+    configuration. prepare: makes new-style keys of old ones, in place.
+    """
+
+    defaults: Mapping[str, Any]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    derive: Callable[[Any], Mapping[str, Any]] = lambda config: {}
+    layers: Callable[[Any], list[LayerShape]] = lambda config: _alike(config, None)
+    prepare: Callable[[dict[str, Any]], None] = lambda content: None
+
+
+def _alike(config: Any, window: int | None) -> list[LayerShape]:
+    return [LayerShape(window)] * config.num_hidden_layers
+
+
+def _all_windows(config: Any) -> list[LayerShape]:
+    return _alike(config, config.sliding_window)
+
+
+def _last_windows(config: Any) -> list[LayerShape]:
+    """Windows in the layers from `max_window_layers` on, if they are switched on."""
+    window = config.sliding_window if config.use_sliding_window else None
+    kinds = config.layer_types or [
+        "full_attention" if at < config.max_window_layers else "sliding_attention"
+        for at in range(config.num_hidden_layers)
+    ]
+    return [LayerShape(window if kind == "sliding_attention" else None) for kind in kinds]
+
+
+def _every_fourth_without_angles(config: Any) -> list[LayerShape]:
+    rotates = config.no_rope_layers
+    if rotates is None:
+        every = config.no_rope_layer_interval
+        rotates = [(at + 1) % every != 0 for at in range(config.num_hidden_layers)]
+    window = config.sliding_window if config.use_sliding_window else None
+    kinds = config.layer_types or [
+        "full_attention" if rotated else "sliding_attention" for rotated in rotates
+    ]
+    return [
+        LayerShape(window if kind == "sliding_attention" else None, "" if rotated else None)
+        for kind, rotated in zip(kinds, rotates, strict=False)
+    ]
+
+
+def _alternating(config: Any) -> list[LayerShape]:
+    kinds = config.layer_types or [
+        "full_attention" if at % 2 else "sliding_attention"
+        for at in range(config.num_hidden_layers)
+    ]
+    return [
+        LayerShape(config.sliding_window if kind == "sliding_attention" else None) for kind in kinds
+    ]
+
+
+def _by_kind(config: Any) -> list[LayerShape]:
+    """As Gemma 3: layers with a window have angles of their own."""
+    return [
+        LayerShape(config.sliding_window if kind == "sliding_attention" else None, kind)
+        for kind in config.layer_types
+    ]
+
+
+def _prepare_gemma3(content: dict[str, Any]) -> None:
+    every = content.pop("sliding_window_pattern", 6)
+    content["layer_types"] = content.get("layer_types") or [
+        "sliding_attention" if (at + 1) % every else "full_attention"
+        for at in range(content["num_hidden_layers"])
+    ]
+    angles = dict(content.get("rope_parameters") or {})
+    full = {"rope_type": "default", **(angles.get("full_attention") or {})}
+    near = {"rope_type": "default", **(angles.get("sliding_attention") or {})}
+    full |= content.pop("rope_scaling", None) or {}
+    full.setdefault("rope_theta", content.pop("rope_theta", 1_000_000.0))
+    near.setdefault("rope_theta", content.pop("rope_local_base_freq", 10_000.0))
+    content["rope_parameters"] = {"full_attention": full, "sliding_attention": near}
+
+
+def _prepare_phi3(content: dict[str, Any]) -> None:
+    angles = content.pop("rope_scaling", None) or content.get("rope_parameters")
+    if angles:
+        kind = angles.get("rope_type", angles.get("type", "default"))
+        kind = "longrope" if kind in ("su", "yarn") else kind
+        content["rope_parameters"] = {**angles, "rope_type": kind}
+
+
+def _gemma(config: Any) -> dict[str, Any]:
+    scalar = getattr(config, "query_pre_attn_scalar", None) or config.head_dim
+    return {"scaling": scalar**-0.5, "embedding_scale": config.hidden_size**0.5}
+
+
+def _gemma2(config: Any) -> dict[str, Any]:
+    caps = {
+        "softcap": config.attn_logit_softcapping,
+        "logit_softcap": config.final_logit_softcapping,
+    }
+    return _gemma(config) | caps
+
+
+def _gemma3(config: Any) -> dict[str, Any]:
+    return _gemma(config) | {"logit_softcap": config.final_logit_softcapping}
+
+
+def _granite(config: Any) -> dict[str, Any]:
+    return {
+        "scaling": float(config.attention_multiplier),
+        "embedding_scale": float(config.embedding_multiplier),
+        "residual_scale": float(config.residual_multiplier),
+        "logit_divisor": float(config.logits_scaling),
+    }
+
+
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_QWEN2 = _LLAMA | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "eos_token_id": None,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+_GEMMA2 = _LLAMA | {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "use_bidirectional_attention": None,
+}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(defaults=_LLAMA),
+    "mistral": Family(
+        defaults=_LLAMA
+        | {
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+        facts={"qkv_bias": False, "o_bias": False, "mlp_bias": False},
+        layers=_all_windows,
+    ),
+    "qwen2": Family(
+        defaults=_QWEN2,
+        facts={"qkv_bias": True, "o_bias": False, "mlp_bias": False},
+        layers=_last_windows,
+    ),
+    "qwen3": Family(
+        defaults=_QWEN2 | {"head_dim": 128},
+        facts={"head_norms": "head", "mlp_bias": False},
+        layers=_last_windows,
+    ),
+    "smollm3": Family(
+        defaults=_LLAMA
+        | {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "eos_token_id": 128001,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "layer_types": None,
+        },
+        layers=_every_fourth_without_angles,
+    ),
+    "gemma2": Family(
+        defaults=_GEMMA2,
+        facts={"norm": "gemma", "norms": "around", "mlp_bias": False},
+        derive=_gemma2,
+        layers=_alternating,
+    ),
+    "gemma3_text": Family(
+        defaults=_GEMMA2
+        | {
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "final_logit_softcapping": None,
+            "attn_logit_softcapping": None,
+            "use_bidirectional_attention": False,
+        },
+        facts={"norm": "gemma", "norms": "around", "head_norms": "head", "mlp_bias": False},
+        derive=_gemma3,
+        layers=_by_kind,
+        prepare=_prepare_gemma3,
+    ),
+    "phi3": Family(
+        defaults=_LLAMA
+        | {
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 32000,
+            "partial_rotary_factor": 1.0,
+            "sliding_window": None,
+        },
+        facts={"fused": True, "qkv_bias": False, "o_bias": False, "mlp_bias": False},
+        layers=_all_windows,
+        prepare=_prepare_phi3,
+    ),
+    "granite": Family(
+        defaults=_LLAMA
+        | {
+            "embedding_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+        },
+        derive=_granite,
+    ),
+    "olmo2": Family(
+        defaults=_LLAMA | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
+        facts={
+            "norm": "olmo",
+            "norms": "after",
+            "head_norms": "row",
+            "exact_angles": True,
+            "mlp_bias": False,
+        },
+    ),
+}
+"""By transformers' `model_type`."""
+
+
+def read_shape(family: Family, config: Any) -> DecoderShape:
+    """The shape that a configuration describes, its family's defaults filled in.
+
+    Raises `OtherKind` for what headstart's own modules do not do.
+    """
+    if getattr(config, "use_bidirectional_attention", None):
+        raise OtherKind("its tokens see tokens after them")
+    name = getattr(config, "hidden_activation", None) or config.hidden_act
+    if name not in _ACTIVATIONS:
+        raise OtherKind(f"its activation is {name}")
+    others = set(config.layer_types or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        raise OtherKind(f"it has layers of type {', '.join(map(repr, sorted(others)))}")
+    layers = tuple(family.layers(config))
+    heads, count = config.num_attention_heads, config.num_hidden_layers
+    if len(layers) < count:
+        raise OtherKind(f"its configuration describes {len(layers)} of its {count} layers")
+    kv_heads = config.num_key_value_heads or heads
+    head_dim = config.head_dim or config.hidden_size // heads
+    if heads % kv_heads or head_dim % 2:
+        raise OtherKind(f"it has {heads} heads, {kv_heads} for K and V, of width {head_dim}")
+    facts: dict[str, Any] = {
+        "qkv_bias": config.attention_bias,
+        "o_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "scaling": head_dim**-0.5,
+        **family.facts,
+        **family.derive(config),
+    }
+    return DecoderShape(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        layers=layers[:count],
+        epsilon=float(config.rms_norm_eps),
+        activation=_ACTIVATIONS[name],
+        tied=config.tie_word_embeddings,
+        **facts,
+    )

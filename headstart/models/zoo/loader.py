@@ -1,0 +1,71 @@
+"""Loads a model with transformers, and proves that it works over paged K/V."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from headstart.errors import UnsupportedModelError
+from headstart.models.compatibility.paged_kv import check_config
+from headstart.models.compatibility.proven import probe_once
+from headstart.models.files import stamp_files
+from headstart.models.prefetch import ReadyMemory
+from headstart.models.silence_transformers import silence_transformers
+from headstart.models.zoo.checkpoint import check_decoder
+from headstart.models.zoo.decoder import TransformersDecoder
+from headstart.models.zoo.pretrained import load_config, load_weights
+from headstart.models.zoo.simplify import simplify
+from headstart.models.zoo.swap import accelerate
+from headstart.models.zoo.vision import VISION_MODELS
+
+__all__ = ["load_transformers"]
+
+
+def load_transformers(
+    folder: Path,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    ready_memory: ReadyMemory | None = None,
+) -> TransformersDecoder:
+    """The model in `folder`, if transformers has its architecture and it runs over paged K/V.
+
+    Raises `DamagedModelError`, `UnsupportedModelError` or `OutOfMemoryError`.
+    """
+    files = stamp_files(folder)
+    with silence_transformers():
+        config = load_config(folder)
+        check_config(config)
+        if config.model_type not in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_MODELS}:
+            raise UnsupportedModelError(
+                f"model_type {config.model_type!r} is not a causal language model: transformers "
+                "has no decoder for it that gives the next token's logits"
+            )
+        loaded = _load_weights(folder, config, dtype)
+        loaded = loaded.to(device).eval()  # type: ignore[arg-type]
+        fusion = accelerate(loaded, ready_memory)
+        decoder = TransformersDecoder(loaded, probe_once(loaded, files), folder, fusion)
+        simplify(decoder)
+    return decoder
+
+
+def _load_weights(
+    folder: Path, config: PreTrainedConfig, dtype: str | torch.dtype
+) -> PreTrainedModel:
+    sees = config.model_type in VISION_MODELS
+    auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    families = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING
+    family: Any = families[type(config)]
+    check_decoder(folder, config, family._keys_to_ignore_on_load_unexpected or ())
+    eager = {"text_config": "eager"} if sees else "eager"
+    return load_weights(
+        auto.from_pretrained, folder, config=config, dtype=dtype, attn_implementation=eager
+    )

@@ -1,0 +1,75 @@
+"""Loads transformers' models from files, for decoders and pipelines alike."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from headstart.errors import DamagedModelError, OutOfMemoryError, UnsupportedModelError
+from headstart.models.files import read_json
+from headstart.models.out_of_memory import is_out_of_memory
+from headstart.models.zoo.checkpoint import check_report
+
+__all__ = ["load_config", "load_weights"]
+
+
+def load_config(folder: Path) -> PreTrainedConfig:
+    """transformers' configuration of the model in `folder`.
+
+    Raises `DamagedModelError`, `UnsupportedModelError` for an architecture that transformers does
+    not have, and `OutOfMemoryError`.
+    """
+    raw = read_json(folder / "config.json")
+    kind = raw.get("model_type")
+    if not isinstance(kind, str):
+        raise DamagedModelError(f"{folder / 'config.json'} names no model_type")
+    if kind not in CONFIG_MAPPING:
+        reason = "it brings code of its own, which is not run" if "auto_map" in raw else "unknown"
+        raise UnsupportedModelError(
+            f"model_type {kind!r} is not one of transformers' architectures ({reason})"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    # The exception for a wrong value depends on the architecture's own checks.
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(f"no memory to read {folder / 'config.json'}") from error
+        raise DamagedModelError(
+            f"{folder / 'config.json'} does not describe a {kind} model: {error}"
+        ) from error
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
+def load_weights(
+    from_pretrained: Callable[..., Any], folder: Path, **options: Any
+) -> PreTrainedModel:
+    """Load a model of a transformers class with `from_pretrained`; no parameter stays random.
+
+    Raises `DamagedModelError` if weights and configuration differ, `UnsupportedModelError` if a
+    package is missing, and `OutOfMemoryError`.
+    """
+    try:
+        loaded: Any = from_pretrained(
+            folder,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # reported by name and shape below
+            output_loading_info=True,
+            **options,
+        )
+    except ImportError as error:
+        raise UnsupportedModelError(f"{folder} needs a package that is missing: {error}") from error
+    # transformers raises OSError, RuntimeError, ValueError, KeyError, and safetensors its own.
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(
+                f"memory does not hold the model in {folder}: {type(error).__name__}: {error}"
+            ) from error
+        raise DamagedModelError(
+            f"the model in {folder} cannot be built: {type(error).__name__}: {error}"
+        ) from error
+    model, report = loaded
+    assert isinstance(model, PreTrainedModel)
+    check_report(folder, model, report)
+    return model

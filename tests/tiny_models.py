@@ -36,7 +36,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-__all__ = ["TINY", "VOCABULARY", "save_tiny", "tiny_config"]
+__all__ = ["TINY", "VOCABULARY", "save_tiny", "tiny_config", "tiny_model"]
 
 VOCABULARY = 131
 _WINDOW = 6
@@ -135,8 +135,8 @@ def tiny_config(name: str) -> PreTrainedConfig:
     return _CONFIGS[name]()
 
 
-def _build(name: str) -> PreTrainedModel:
-    config = tiny_config(name)
+def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of this configuration with random weights, the same ones each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
@@ -150,7 +150,7 @@ def _build(name: str) -> PreTrainedModel:
 
 
 def _builder(name: str) -> Callable[[], PreTrainedModel]:
-    return lambda: _build(name)
+    return lambda: tiny_model(tiny_config(name))
 
 
 TINY: dict[str, Callable[[], PreTrainedModel]] = {name: _builder(name) for name in _CONFIGS}

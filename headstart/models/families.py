@@ -167,11 +167,10 @@ def _prepare_gemma3(content: dict[str, Any]) -> None:
 
 
 def _prepare_phi3(content: dict[str, Any]) -> None:
-    angles = content.pop("rope_scaling", None) or content.get("rope_parameters")
-    if angles:
-        kind = angles.get("rope_type", angles.get("type", "default"))
-        kind = "longrope" if kind in ("su", "yarn") else kind
-        content["rope_parameters"] = {**angles, "rope_type": kind}
+    angles = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    kind = angles.get("rope_type", angles.get("type", "default"))
+    if kind not in ("default", "longrope"):  # su and yarn are names of old versions for longrope
+        raise OtherKind(f"its rotary positions are {kind}")
 
 
 def _gemma(config: Any) -> dict[str, Any]:
@@ -369,7 +368,7 @@ def read_shape(family: Family, config: Any) -> DecoderShape:
     if len(layers) < count:
         raise OtherKind(f"its configuration describes {len(layers)} of its {count} layers")
     kv_heads = config.num_key_value_heads or heads
-    head_dim = config.head_dim or config.hidden_size // heads
+    head_dim = config.head_dim
     if heads % kv_heads or head_dim % 2:
         raise OtherKind(f"it has {heads} heads, {kv_heads} for K and V, of width {head_dim}")
     facts: dict[str, Any] = {

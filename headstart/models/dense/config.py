@@ -40,7 +40,13 @@ def read_config(family: Family, content: Mapping[str, Any]) -> DenseConfig:
     prepared = {name: value for name, value in content.items() if name != "model_type"}
     try:
         family.prepare(prepared)
-        return DenseConfig(**{**family.defaults, **prepared})
+        merged = {**family.defaults, **prepared}
+        merged["head_dim"] = merged["head_dim"] or (
+            merged["hidden_size"] // merged["num_attention_heads"]
+        )
+        return DenseConfig(**merged)
+    except OtherKind:
+        raise
     # Wrong values raise KeyError, TypeError, ValueError and errors of huggingface_hub's own.
     except Exception as error:
         raise OtherKind(f"its configuration is not as expected: {error}") from error

@@ -1,0 +1,255 @@
+"""Every family in headstart's own modules, against transformers' eager models."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
+
+from headstart.attention import PagedKVMemory, Span, StepPlan, make_backend
+from headstart.models.decoder import DecoderModel, EmbeddingOverlay
+from headstart.models.dense.loader import load_dense
+from headstart.models.families import FAMILIES
+from headstart.models.loader import load_model
+from tests.tiny_models import VOCABULARY, save_tiny, tiny_config, tiny_model
+
+CPU = torch.device("cpu")
+NAMES = {"gemma3": "gemma3_text"}  # of tests/tiny_models, where they are not the model types
+TINY_FAMILIES = [name for name in ("gemma3", *FAMILIES) if name != "gemma3_text"]
+PIECES = (7, 1, 12, 1, 9)  # rows of each step
+BLOCK = 4
+BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+NEAR = {"original_max_position_embeddings": 16, "rope_theta": 1e4, "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **NEAR}
+LONG = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [2.0] * 4, "rope_theta": 1e4}
+
+VARIANTS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama, biases everywhere": lambda: LlamaConfig(**BASE, attention_bias=True, mlp_bias=True),
+    "llama, tied": lambda: LlamaConfig(**BASE, tie_word_embeddings=True),
+    "llama, one K/V head": lambda: LlamaConfig(**BASE | {"num_key_value_heads": 1}),
+    "llama, wide heads": lambda: LlamaConfig(**BASE, head_dim=20),
+    "llama, gelu": lambda: LlamaConfig(**BASE, hidden_act="gelu"),
+    "llama 3 positions": lambda: LlamaConfig(**BASE, rope_parameters=dict(LLAMA3)),
+    "linear positions": lambda: LlamaConfig(
+        **BASE, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    ),
+    "yarn positions": lambda: LlamaConfig(**BASE, rope_parameters={"rope_type": "yarn", **NEAR}),
+    "dynamic positions": lambda: LlamaConfig(
+        **BASE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    ),
+    "another base": lambda: Qwen2Config(
+        **BASE, rope_parameters={"rope_type": "default", "rope_theta": 500.0}
+    ),
+    "qwen2, windows in the last layers": lambda: Qwen2Config(
+        **BASE, use_sliding_window=True, sliding_window=5, max_window_layers=2
+    ),
+    "qwen3, tied, biases": lambda: Qwen3Config(
+        **BASE, head_dim=10, attention_bias=True, tie_word_embeddings=True
+    ),
+    "mistral, no window": lambda: MistralConfig(**BASE, sliding_window=None),
+    "smollm3, windows": lambda: SmolLM3Config(**BASE, use_sliding_window=True, sliding_window=5),
+    "smollm3, every second": lambda: SmolLM3Config(**BASE, no_rope_layer_interval=2),
+    "gemma2, no caps": lambda: Gemma2Config(
+        **BASE, head_dim=12, attn_logit_softcapping=None, final_logit_softcapping=None
+    ),
+    "gemma3, scaled far positions": lambda: Gemma3TextConfig(
+        **BASE,
+        head_dim=12,
+        sliding_window=5,
+        sliding_window_pattern=2,
+        final_logit_softcapping=4.0,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+    ),
+    "phi3, part of a head": lambda: Phi3Config(
+        **BASE, rope_parameters={"partial_rotary_factor": 0.5, "rope_theta": 1e4}
+    ),
+    "phi3, long": lambda: Phi3Config(
+        **BASE | {"original_max_position_embeddings": 128},
+        rope_parameters={"rope_type": "longrope", **LONG},
+    ),
+    "granite, tied": lambda: GraniteConfig(
+        **BASE, tie_word_embeddings=True, logits_scaling=3, embedding_multiplier=2, mlp_bias=True
+    ),
+    "olmo2, biases": lambda: Olmo2Config(**BASE, attention_bias=True),
+}
+
+
+def save(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    tiny_model(config).to(dtype).save_pretrained(folder)
+    return folder
+
+
+def expected_logits(config: PreTrainedConfig, tokens: Tensor, first: int = 0) -> Tensor:
+    reference = tiny_model(config)
+    reference.set_attn_implementation("eager")
+    places = torch.arange(first, first + len(tokens)).unsqueeze(0)
+    with torch.no_grad():
+        return reference(tokens.unsqueeze(0), position_ids=places, use_cache=False).logits[0]
+
+
+def run(model: DecoderModel, tokens: Tensor, first: int = 0) -> Tensor:
+    """Logits of all rows, computed in pieces, over blocks in any order."""
+    blocks = torch.randperm(-(-len(tokens) // BLOCK), generator=torch.Generator().manual_seed(1))
+    memory = PagedKVMemory(model.layouts, len(blocks), BLOCK, model.dtype, model.device)
+    backend = make_backend(memory)
+    model.attach(backend)
+    found: list[Tensor] = []
+    start = 0
+    for count in PIECES:
+        places = torch.arange(start, start + count)
+        slots = blocks[places // BLOCK] * BLOCK + places % BLOCK
+        span = Span(0, count, start + count, blocks.tolist())
+        backend.begin_step(StepPlan(slots, (span,)))
+        rows = torch.arange(count)
+        found.append(model.forward(tokens[places], places + first, rows))
+        # The last row alone is what a prompt needs; it is the same but for rounding.
+        last = model.forward(tokens[places], places + first, rows[-1:])
+        torch.testing.assert_close(last, found[-1][-1:], rtol=0.02, atol=0.02)
+        assert model.choose(tokens[places], places + first, rows) == found[-1].argmax(-1).tolist()
+        backend.end_step()
+        start += count
+    model.detach()
+    return torch.cat(found)
+
+
+def tokens() -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(3, VOCABULARY, (sum(PIECES),), generator=generator)
+
+
+@pytest.mark.parametrize("name", TINY_FAMILIES)
+def test_every_family(name: str, tmp_path: Path) -> None:
+    model = load_model(save_tiny(name, tmp_path), "float32")
+    assert model.fallback_reason is None
+    expected = expected_logits(tiny_config(name), tokens())
+    size = float(expected.abs().max())
+    torch.testing.assert_close(run(model, tokens()), expected, rtol=0.0, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant(name: str, tmp_path: Path) -> None:
+    config = VARIANTS[name]()
+    model = load_model(save(config, tmp_path), "float32")
+    assert model.fallback_reason is None
+    # Far from 0 the kinds of positions differ most; the rows still see one another alone.
+    first = min(model.max_model_len, 256) - sum(PIECES) if "dynamic" not in name else 0
+    expected = expected_logits(config, tokens(), first)
+    size = float(expected.abs().max())
+    torch.testing.assert_close(run(model, tokens(), first), expected, rtol=0.0, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", TINY_FAMILIES)
+def test_half_precision_stays_near_full(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = load_model(save_tiny(name, tmp_path), str(dtype).removeprefix("torch."))
+    expected = expected_logits(tiny_config(name), tokens())
+    found = run(model, tokens())
+    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(error.median()) < 10 * torch.finfo(dtype).eps
+
+
+OLD_STYLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "a base beside": ("llama", {"rope_parameters": None, "rope_theta": 500.0}),
+    "a kind called type": (
+        "llama",
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    ),
+    "two bases": ("gemma3", {"rope_parameters": None, "rope_local_base_freq": 77.0}),
+    "a kind called longrope": (
+        "phi3",
+        {
+            "rope_parameters": None,
+            "rope_scaling": {"type": "longrope"} | {k: v for k, v in LONG.items() if "factor" in k},
+            "original_max_position_embeddings": 128,
+        },
+    ),
+    "torch_dtype": ("qwen2", {"dtype": None, "torch_dtype": "float32"}),
+}
+
+
+@pytest.mark.parametrize("name", OLD_STYLE)
+def test_configurations_of_old_versions(name: str, tmp_path: Path) -> None:
+    family, changes = OLD_STYLE[name]
+    save_tiny(family, tmp_path)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+    config = type(tiny_config(family)).from_pretrained(tmp_path)
+    expected = expected_logits(config, tokens(), 60)
+    assert not torch.allclose(expected, expected_logits(tiny_config(family), tokens(), 60)) or (
+        name == "torch_dtype"
+    )
+    model = load_model(tmp_path, "float32")
+    assert model.fallback_reason is None
+    size = float(expected.abs().max())
+    torch.testing.assert_close(run(model, tokens(), 60), expected, rtol=0.0, atol=1e-5 * size)
+
+
+def test_given_embeddings_replace_those_of_tokens(tmp_path: Path) -> None:
+    model = load_dense(save_tiny("llama", tmp_path), torch.float32, CPU)
+    memory = PagedKVMemory(model.layouts, 2, BLOCK, model.dtype, model.device)
+    backend = make_backend(memory)
+    model.attach(backend)
+    ids, rows = torch.tensor([5, 9, 7, 11]), torch.arange(4)
+    overlay = EmbeddingOverlay(torch.tensor([1]), model.weight("model.embed_tokens")[3:4])
+
+    def logits(given: Tensor, overlay: EmbeddingOverlay | None) -> Tensor:
+        backend.begin_step(StepPlan(rows, (Span(0, 4, 4, [0, 1]),)))
+        try:
+            return model.forward(given, rows, rows, overlay)
+        finally:
+            backend.end_step()
+
+    assert torch.equal(logits(ids, overlay), logits(torch.tensor([5, 3, 7, 11]), None))
+
+
+PROGRAM = """
+import sys
+from headstart import LLM
+llm = LLM(sys.argv[1], num_blocks=16, cache_dir="off")
+assert len(llm.generate({"prompt_token_ids": [5, 6, 7]})[0].outputs[0].token_ids) > 0
+heavy = ("transformers.modeling_utils", "transformers.activations", "torch._dynamo",
+         "transformers.image_processing_utils", "transformers.models.qwen2")
+print([name for name in heavy if name in sys.modules])
+"""
+
+
+def test_no_modelling_code_of_transformers_is_imported(tmp_path: Path) -> None:
+    folder = save_tiny("qwen2", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,73 @@
+"""The table of families holds what transformers holds: defaults, and what is derived from them."""
+
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from headstart.models.dense.config import read_config
+from headstart.models.families import FAMILIES, DecoderShape, OtherKind, read_shape
+from tests.tiny_models import tiny_config
+
+# Keys that a family's configuration class does not have: they say that the family has no such part.
+OF_OTHERS = {"mlp_bias", "attention_bias", "head_dim", "hidden_act", "max_window_layers"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_defaults_are_those_of_transformers(name: str) -> None:
+    theirs = CONFIG_MAPPING[name]()
+    for key, ours in FAMILIES[name].defaults.items():
+        if key == "rope_theta":
+            assert theirs.rope_parameters["rope_theta"] == ours
+        elif key == "partial_rotary_factor":
+            assert theirs.rope_parameters.get(key, 1.0) == ours
+        elif not (ours is None or (key in OF_OTHERS and not hasattr(theirs, key))):
+            assert getattr(theirs, key) == ours or key == "sliding_window", key
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_empty_configuration_is_the_family_s_own(name: str) -> None:
+    """All that transformers derives: head dim, windows, layers without angles, scaling."""
+    theirs: Any = CONFIG_MAPPING[name]()
+    content = {"num_hidden_layers": theirs.num_hidden_layers}
+    shape = read_shape(FAMILIES[name], read_config(FAMILIES[name], content))
+    heads = theirs.num_attention_heads
+    assert shape.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // heads)
+    assert shape.kv_heads == (theirs.num_key_value_heads or heads)
+    assert [layer.window is not None for layer in shape.layers] == windows(theirs)
+    assert {layer.window for layer in shape.layers} <= {None, theirs_window(theirs)}
+
+
+def theirs_window(config: PreTrainedConfig) -> int | None:
+    return getattr(config, "sliding_window", None)
+
+
+def windows(config: Any) -> list[bool]:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [theirs_window(config) is not None] * config.num_hidden_layers
+    return [kind == "sliding_attention" for kind in kinds]
+
+
+def shape_of(name: str, **changes: Any) -> DecoderShape:
+    content = tiny_config(name).to_dict() | changes
+    return read_shape(FAMILIES[content["model_type"]], read_config(FAMILIES[name], content))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("llama", {"hidden_act": "relu6"}, "activation is relu6"),
+        ("gemma2", {"use_bidirectional_attention": True}, "see tokens after them"),
+        ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention'"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "describes 1 of its 3 layers"),
+        ("llama", {"num_key_value_heads": 4}, "6 heads, 4 for K and V"),
+        ("llama", {"head_dim": 7}, "of width 7"),
+        ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings 'no'"),
+        ("llama", {"attention_bias": 1}, "attention_bias 1"),
+        ("llama", {"rms_norm_eps": None}, "rms_norm_eps None"),
+    ],
+)
+def test_what_is_of_no_family(name: str, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(OtherKind, match=reason):
+        shape_of(name, **changes)

@@ -1,0 +1,183 @@
+"""Which checkpoints headstart's own modules load, and what becomes of all others."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from headstart.errors import OutOfMemoryError, UnsupportedModelError
+from headstart.models.dense.decoder import DenseDecoder
+from headstart.models.dense.weights import Checkpoint
+from headstart.models.families import FAMILIES
+from headstart.models.loader import load_model
+from tests.tiny_models import TINY, save_tiny, tiny_config, tiny_model
+
+WEIGHTS = "model.safetensors"
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    weights = load_file(folder / WEIGHTS)
+    change(weights)
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_families_of_the_table_and_no_others(name: str, tmp_path: Path) -> None:
+    model = load_model(save_tiny(name, tmp_path))
+    assert isinstance(model, DenseDecoder) == (tiny_config(name).model_type in FAMILIES)
+    assert (model.fallback_reason is None) == isinstance(model, DenseDecoder)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() & TINY.keys()))
+def test_widths_and_names_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    own = load_model(save_tiny(name, tmp_path))
+    theirs = TINY[name]()
+    linears = {
+        module_name: (module.in_features, module.out_features)
+        for module_name, module in theirs.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    assert own.linear_widths() == linears
+    for module_name in linears:
+        assert torch.equal(own.weight(module_name), theirs.get_submodule(module_name).weight)
+    assert own.weight("model.embed_tokens").shape == (131, 48)
+    assert own.weight("model.nothing") is None
+
+
+def as_a_base_model(folder: Path) -> None:
+    edit_weights(
+        folder,
+        lambda weights: [
+            weights.update({name.removeprefix("model."): weights.pop(name)})
+            for name in list(weights)
+            if name.startswith("model.")
+        ],
+    )
+
+
+def in_torch_s_format(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (as_a_base_model, r"model\.embed_tokens\.weight has the shape None"),
+        (in_torch_s_format, "not in safetensors files"),
+        (
+            lambda folder: edit_weights(folder, lambda w: w.update({"a.bias": torch.ones(2)})),
+            r"1 other tensors: a\.bias",
+        ),
+    ],
+)
+def test_what_is_unusual_runs_through_transformers(
+    change: Callable[[Path], None], reason: str, tmp_path: Path
+) -> None:
+    folder = save_tiny("llama", tmp_path)
+    change(folder)
+    model = load_model(folder)
+    assert not isinstance(model, DenseDecoder)
+    assert model.fallback_reason is not None
+    assert re.search(reason, model.fallback_reason)
+
+
+def test_a_tied_head_may_stand_in_the_file_if_it_is_the_embedding(tmp_path: Path) -> None:
+    config = LlamaConfig(**tiny_config("llama").to_dict() | {"tie_word_embeddings": True})
+    tiny_model(config).save_pretrained(tmp_path)
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    edit_weights(tmp_path, lambda w: w.update({head: w[embedding].clone()}))
+    assert isinstance(load_model(tmp_path), DenseDecoder)
+    edit_weights(tmp_path, lambda w: w[head][3].add_(1))
+    reason = load_model(tmp_path).fallback_reason
+    assert reason is not None
+    assert "and is another" in reason
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_weights_that_are_not_finite(
+    name: str, dtype: str, value: float, tmp_path: Path
+) -> None:
+    folder = save_tiny("llama", tmp_path)
+    edit_weights(folder, lambda w: w[name].view(-1)[-1:].fill_(value))
+    with pytest.raises(UnsupportedModelError, match=f"{name} holds weights that are not finite"):
+        load_model(folder, dtype)
+
+
+def test_large_weights_are_finite_where_their_dtype_holds_them(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    edit_weights(folder, lambda w: w["lm_head.weight"].fill_(3e38))
+    assert isinstance(load_model(folder, "float32"), DenseDecoder)
+    with pytest.raises(UnsupportedModelError, match=r"not finite in torch\.float16"):
+        load_model(folder, "float16")
+
+
+def test_no_memory_is_said_to_be_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny("llama", tmp_path)
+    monkeypatch.setattr(Checkpoint, "tensor", lambda *_: torch.empty(1 << 50))  # a PiB
+    with pytest.raises(OutOfMemoryError, match="memory does not hold the model in"):
+        load_model(folder)
+
+
+def test_weights_outlive_their_file(tmp_path: Path) -> None:
+    """They are copies: cutting the file ends no process that has loaded it."""
+    folder = save_tiny("llama", tmp_path)
+    model = load_model(folder)
+    before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    (folder / WEIGHTS).write_bytes(b"")
+    for name, tensor in model.module.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+MEASURE = """
+import sys
+from headstart.models.loader import load_model
+def now(kind):
+    for line in open("/proc/self/status"):
+        if line.startswith(kind): return int(line.split()[1])
+import torch
+torch.set_num_threads(1)
+load_model(sys.argv[1], sys.argv[3])  # what is imported at first use
+start = now("VmRSS:")
+open("/proc/self/clear_refs", "w").write("5")
+model = load_model(sys.argv[2], sys.argv[3])
+print(now("VmHWM:") - start, now("VmRSS:") - start)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_in_memory_twice(dtype: str, tmp_path: Path) -> None:
+    """The most resident at any time, against what stays; the file's mapped pages count too."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the kernel does not tell a process's peak")
+    small = save_tiny("llama", tmp_path / "small")
+    base = tiny_config("llama").to_dict()
+    wide = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
+    config = LlamaConfig(**base | wide | {"head_dim": 128})
+    tiny_model(config).to(torch.bfloat16).save_pretrained(tmp_path / "large")
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(small), str(tmp_path / "large"), dtype],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    most, stays = map(int, done.stdout.split())
+    assert stays > 100_000  # KiB
+    assert most <= 1.15 * stays

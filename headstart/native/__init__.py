@@ -1,8 +1,9 @@
 """Compiled kernels: C++ built when headstart is installed, if there is a compiler.
 
-The library needs an x86 CPU with AVX-512, including its bf16 and VNNI instructions. If it was not
-built or the CPU lacks these, `library()` is None and callers use torch operations instead.
-`HEADSTART_NATIVE=0` in the environment switches it off.
+One library serves every x86 CPU. Most kernels need AVX-512 with its bf16 and VNNI instructions
+(`library`), products with weights in bfloat16 need AVX2 (`avx2_library`). If the library was not
+built or the CPU lacks these, both are None and callers use torch operations instead. In the
+environment `HEADSTART_NATIVE=0` switches all kernels off, `HEADSTART_CPU=avx2` those beyond AVX2.
 
 Kernels take plain numbers, addresses and structs (ctypes), as `bindings` declares them. They run
 on the threads of torch's own OpenMP library: a second thread pool would compete for the cores.
@@ -19,13 +20,16 @@ from pathlib import Path
 from headstart.machine import cpu_flags
 from headstart.native import bindings
 
-__all__ = ["advise", "is_usable", "library", "pointer"]
+__all__ = ["advise", "avx2_library", "is_usable", "library", "pointer"]
 
 # The number in native.h; a library with another number is not used.
-INTERFACE = 6
+INTERFACE = 7
 
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
 """The CPU flags that the kernels need, as Linux spells them."""
+
+# What headstart_native_level() tells.
+_AVX2, _AVX512 = 1, 2
 
 _FOLDER = Path(__file__).parent
 _log = logging.getLogger(__name__)
@@ -36,18 +40,30 @@ def library() -> ctypes.CDLL | None:
     return _threaded() if is_usable() else None
 
 
+def avx2_library() -> ctypes.CDLL | None:
+    """The same, for kernels that need AVX2 only."""
+    return _threaded() if _level() >= _AVX2 else None
+
+
 def is_usable() -> bool:
-    """True if the kernels can be used; does not import torch."""
-    if os.environ.get("HEADSTART_NATIVE", "1") == "0":
-        return False
-    return _load(_FOLDER) is not None
+    """True if the kernels beyond AVX2 can be used; does not import torch."""
+    return _level() >= _AVX512
+
+
+def _level() -> int:
+    """Which kernels can be used: 0, `_AVX2` or `_AVX512`."""
+    found = None if os.environ.get("HEADSTART_NATIVE", "1") == "0" else _load(_FOLDER)
+    if found is None:
+        return 0
+    most = _AVX2 if os.environ.get("HEADSTART_CPU", "") == "avx2" else _AVX512
+    return min(most, int(found.headstart_native_level()))
 
 
 @cache
 def advise() -> None:
     """Log, once per process, how to install the kernels if this CPU could run them."""
-    switched_off = os.environ.get("HEADSTART_NATIVE", "1") == "0"
-    if not switched_off and not is_usable() and cpu_flags() >= NEEDED:
+    switched_off = os.environ.get("HEADSTART_NATIVE", "1") == "0" or _load(_FOLDER) is not None
+    if not switched_off and cpu_flags() >= NEEDED:
         _log.warning(
             "headstart runs without its compiled kernels, several times slower: install a C++ "
             "compiler (Debian, Ubuntu: apt install g++), then headstart again (in a clone: make "
@@ -84,18 +100,13 @@ def _open(path: Path) -> ctypes.CDLL | None:
         found = ctypes.CDLL(str(path))
     except OSError:  # built for another machine
         return None
-    if found.headstart_native_interface() != INTERFACE or not _runs_here(found):
+    if found.headstart_native_interface() != INTERFACE:
         return None
     if (wrong := _wrong_layout(found)) is not None:
         _log.warning("compiled kernels are not used: %s", wrong)
         return None
     bindings.declare(found)
     return found
-
-
-def _runs_here(library: ctypes.CDLL) -> bool:
-    """True if this CPU has the instructions that the library is compiled for."""
-    return bool(library.headstart_native_usable())
 
 
 def _wrong_layout(library: ctypes.CDLL) -> str | None:

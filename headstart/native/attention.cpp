@@ -1,4 +1,6 @@
 // One layer's attention: write K and V, attend chunk by chunk on all threads, merge partials.
+#include "avx512.h"
+
 #include "attention.h"
 
 #include <algorithm>

@@ -10,6 +10,8 @@
 //
 // Many rows are compute-bound. Using only high bytes halves the work; if |x - x'| is at most 1/64
 // of |x|, the wider bounds still leave few candidate panels.
+#include "avx512.h"
+
 #include <cmath>
 #include <limits>
 

@@ -5,6 +5,8 @@
 //
 // Every intermediate that transformers rounds to bf16 is rounded here too, so the two differ only
 // in summation order.
+#include "avx512.h"
+
 #include "layer.h"
 
 using namespace headstart;

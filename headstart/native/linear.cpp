@@ -1,4 +1,6 @@
 // Packed weights: packing, multiplying, and reading rows back.
+#include "avx512.h"
+
 #include "linear.h"
 
 using namespace headstart;

@@ -1,4 +1,5 @@
-// The check of this CPU, the layout of shared structs, and the threads of the kernels.
+// The check of this CPU, the layout of shared structs, the threads of the kernels, and advice to the
+// operating system about pages of memory.
 #include "native.h"
 
 #include <atomic>
@@ -6,6 +7,7 @@
 
 #ifdef __linux__
 #include <sched.h>
+#include <sys/mman.h>
 #endif
 
 #include "layer.h"
@@ -134,11 +136,13 @@ const LayoutEntry headstart_layout[] = {
 
 int headstart_native_interface() { return HEADSTART_NATIVE_INTERFACE; }
 
-// True if this CPU has the instructions that all files here are compiled for.
-int headstart_native_usable() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+// Which files this CPU can run: 2 all, 1 those that need AVX2 and FMA, 0 none.
+int headstart_native_level() {
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+    const bool all = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                     __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    return all ? 2 : 1;
 }
 
 // Sets the addresses of GOMP_parallel, omp_get_thread_num and omp_get_num_threads.
@@ -158,6 +162,31 @@ int64_t headstart_native_sum(int64_t count, int threads, int* ran) {
         if (thread == 0) *ran = all;
     });
     return total;
+}
+
+// Maps all pages of a file that was read before in one call; a fault for every page takes four
+// times as long. Does nothing on systems without this advice.
+void headstart_map_pages(const void* memory, int64_t bytes) {
+#ifdef MADV_POPULATE_READ
+    const uintptr_t page = 4096, start = reinterpret_cast<uintptr_t>(memory);
+    const uintptr_t from = start / page * page;
+    const uintptr_t to = (start + static_cast<uintptr_t>(bytes) + page - 1) / page * page;
+    madvise(reinterpret_cast<void*>(from), to - from, MADV_POPULATE_READ);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
+
+// Asks for pages of 2 MiB: fewer TLB misses.
+void headstart_huge_pages(void* memory, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    const uintptr_t page = 1 << 21, start = reinterpret_cast<uintptr_t>(memory);
+    const uintptr_t from = (start + page - 1) / page * page;
+    const uintptr_t to = (start + static_cast<uintptr_t>(bytes)) / page * page;
+    if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)bytes;
+#endif
 }
 
 }  // extern "C"

@@ -1,4 +1,6 @@
 // The 8-bit copy of a weight: quantisation, products, and bounds of the exact products.
+#include "avx512.h"
+
 #include "screen.h"
 
 #include <cmath>

@@ -16,7 +16,8 @@ from headstart.models.dense.weights import Reader
 from headstart.models.families import DecoderShape
 from headstart.models.files import fingerprint_files
 from headstart.models.fused import FusedLayer, FusedLayers, FusionSwitch
-from headstart.models.greedy_head import GreedyHead, greedy_tokens
+from headstart.models.greedy_head import GreedyHead
+from headstart.models.half_weight import HalfEmbedding, HalfLinear
 from headstart.models.lora.files import Widths
 from headstart.models.packed import PackedLinear
 
@@ -115,13 +116,15 @@ class DenseDecoder(DecoderModel):
         return {
             name: Widths(module.in_features, module.out_features)
             for name, module in self._modules.named_modules()
-            if isinstance(module, (nn.Linear, PackedLinear))
+            if isinstance(module, (nn.Linear, PackedLinear, HalfLinear))
         }
 
     def weight(self, name: str) -> Tensor | None:
         module = dict(self._modules.named_modules()).get(name)
         if isinstance(module, PackedLinear):
             return module.packed.unpack()
+        if isinstance(module, (HalfLinear, HalfEmbedding)):
+            return module.matrix.weight.float()
         found = getattr(module, "weight", None)
         return found.detach() if isinstance(found, Tensor) else None
 
@@ -151,11 +154,10 @@ class DenseDecoder(DecoderModel):
         logit_rows: Tensor,
         embeddings: EmbeddingOverlay | None = None,
     ) -> list[int]:
+        if self._head is None or not self.fusion.enabled:
+            return super().choose(token_ids, positions, logit_rows, embeddings)
         with torch.inference_mode():
-            hidden = self._hidden(token_ids, positions, logit_rows, embeddings)
-            if self._head is not None and self.fusion.enabled:
-                return self._head.choose(hidden)
-            return greedy_tokens(self._logits(hidden))
+            return self._head.choose(self._hidden(token_ids, positions, logit_rows, embeddings))
 
     def _hidden(
         self,

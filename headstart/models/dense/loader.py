@@ -10,9 +10,17 @@ from headstart.models.context_length import context_length
 from headstart.models.dense.config import DenseConfig, read_config
 from headstart.models.dense.decoder import DenseDecoder, DenseModules, Description
 from headstart.models.dense.rotary import read_frequencies
-from headstart.models.dense.weights import FLOATS, Checkpoint, FloatReader, Outline, PackedReader
+from headstart.models.dense.weights import (
+    FLOATS,
+    Checkpoint,
+    FloatReader,
+    HalfReader,
+    Outline,
+    PackedReader,
+)
 from headstart.models.families import FAMILIES, OtherKind, read_shape
 from headstart.models.files import read_json
+from headstart.models.half_weight import can_halve
 from headstart.models.out_of_memory import is_out_of_memory
 from headstart.models.prefetch import ReadyMemory
 from headstart.native import library
@@ -42,13 +50,16 @@ def load_dense(
         outline = Outline()
         DenseModules(about.shape, outline)
         _check_tensors(checkpoint, outline, about.shape.tied)
-        kept = kept or checkpoint.dtype(outline.shapes)
+        held = set(checkpoint.dtypes(outline.shapes))
+        kept = kept or checkpoint.dtypes(outline.shapes)[0]
         wanted = kept if isinstance(dtype, str) else dtype
         try:
             if (wanted, device.type) == (torch.bfloat16, "cpu") and library() is not None:
                 packed = PackedReader(checkpoint, outline.matrices, ready_memory)
                 modules = DenseModules(about.shape, packed)
                 packed.close()
+            elif can_halve(held, wanted, device):
+                modules = DenseModules(about.shape, HalfReader(checkpoint))
             else:
                 modules = DenseModules(about.shape, FloatReader(checkpoint, wanted, device))
         except (MemoryError, RuntimeError) as error:
@@ -100,7 +111,7 @@ def _eos_token_ids(folder: Path, config: DenseConfig) -> frozenset[int]:
 def _check_tensors(checkpoint: Checkpoint, outline: Outline, tied: bool) -> None:
     """Raise `OtherKind` unless the checkpoint holds the tensors of the outline and no others."""
     held, needed = checkpoint.shapes, outline.shapes
-    checkpoint.dtype(held.keys() & needed.keys() or held)
+    checkpoint.dtypes(held.keys() & needed.keys())
     for name, shape in needed.items():
         if held.get(name) != shape:
             raise OtherKind(f"{name} has the shape {held.get(name)}, and not {shape}")

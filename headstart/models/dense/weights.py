@@ -18,10 +18,19 @@ from headstart.errors import UnsupportedModelError
 from headstart.models.dense.modules import WeightReader
 from headstart.models.families import OtherKind
 from headstart.models.files import weight_files
+from headstart.models.half_weight import HalfEmbedding, HalfLinear, HalfWeight
 from headstart.models.packed import Arena, PackedEmbedding, PackedLinear, PackedWeight
 from headstart.models.prefetch import ReadyMemory
 
-__all__ = ["FLOATS", "Checkpoint", "FloatReader", "Outline", "PackedReader", "Reader"]
+__all__ = [
+    "FLOATS",
+    "Checkpoint",
+    "FloatReader",
+    "HalfReader",
+    "Outline",
+    "PackedReader",
+    "Reader",
+]
 
 _DTYPES = {
     "F64": torch.float64,
@@ -92,12 +101,12 @@ class Checkpoint:
         """Every tensor's shape."""
         return {name: entry.shape for name, entry in self._entries.items()}
 
-    def dtype(self, names: Iterable[str]) -> torch.dtype:
-        """The dtype of the first of these tensors; raises `OtherKind` unless all are floats."""
+    def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
+        """The dtypes of these tensors; raises `OtherKind` unless all are floats."""
         found = [self._entries[name].dtype for name in names]
         if others := sorted(set(found) - _DTYPES.keys()):
             raise OtherKind(f"its weights are {', '.join(others)}")
-        return _DTYPES[found[0]]
+        return [_DTYPES[name] for name in found]
 
     def tensor(self, name: str) -> Tensor:
         """The tensor, in memory that is the file's until `release`."""
@@ -171,7 +180,8 @@ class FloatReader:
         return self._parameter(f"{name}.weight")
 
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
-        weight = self._parameter(f"{name}.weight")
+        # Not checked: a row that is not finite harms only those who use the token.
+        weight = self._copy(f"{name}.weight")
         made: nn.Module = nn.Embedding.from_pretrained(weight)  # type: ignore[no-untyped-call]
         return made
 
@@ -179,6 +189,7 @@ class FloatReader:
         if embedding is None:
             return self.linear(name, inputs, outputs, bias=False)
         assert isinstance(embedding, nn.Embedding)
+        _check_finite(name, embedding.weight)
         made = _Linear(inputs, outputs, bias=False, device="meta")
         made.weight = embedding.weight
         return made
@@ -187,10 +198,38 @@ class FloatReader:
         self._checkpoint.release()
 
     def _parameter(self, name: str) -> nn.Parameter:
-        found = self._checkpoint.tensor(name)
-        copied = found.to(self._device, self._dtype, copy=True)
+        copied = self._copy(name)
         _check_finite(name, copied)
-        return nn.Parameter(copied, requires_grad=False)
+        return copied
+
+    def _copy(self, name: str) -> nn.Parameter:
+        found = self._checkpoint.tensor(name)
+        return nn.Parameter(found.to(self._device, self._dtype, copy=True), requires_grad=False)
+
+
+class HalfReader(FloatReader):
+    """As `FloatReader` in float32 on the CPU, with matrices that stay in bfloat16."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint, torch.float32, torch.device("cpu"))
+
+    def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
+        made = self._half(f"{name}.weight", self._parameter(f"{name}.bias") if bias else None)
+        _check_finite(f"{name}.weight", made.weight)
+        return HalfLinear(made)
+
+    def embedding(self, name: str, count: int, width: int) -> nn.Module:
+        return HalfEmbedding(self._half(f"{name}.weight"))
+
+    def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
+        if embedding is None:
+            return self.linear(name, inputs, outputs, bias=False)
+        assert isinstance(embedding, HalfEmbedding)
+        _check_finite(name, embedding.matrix.weight)
+        return HalfLinear(embedding.matrix)
+
+    def _half(self, name: str, bias: Tensor | None = None) -> HalfWeight:
+        return HalfWeight(self._checkpoint.tensor(name).to(torch.bfloat16, copy=True), bias)
 
 
 class PackedReader(FloatReader):
@@ -203,26 +242,26 @@ class PackedReader(FloatReader):
         self._arena = Arena(matrices, ready_memory)
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        own = self._parameter(f"{name}.bias") if bias else None
-        return PackedLinear(self._packed(f"{name}.weight", own))
+        source = self._checkpoint.tensor(f"{name}.weight")
+        _check_finite(f"{name}.weight", source)
+        return PackedLinear(self._packed(source, self._parameter(f"{name}.bias") if bias else None))
 
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
-        return PackedEmbedding(self._packed(f"{name}.weight"))
+        return PackedEmbedding(self._packed(self._checkpoint.tensor(f"{name}.weight")))
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
         if embedding is None:
             return self.linear(name, inputs, outputs, bias=False)
         assert isinstance(embedding, PackedEmbedding)
+        _check_finite(name, self._checkpoint.tensor("model.embed_tokens.weight"))
         return PackedLinear(embedding.packed)
 
     def close(self) -> None:
         """Call it when all weights are read."""
         self._arena.close()
 
-    def _packed(self, name: str, bias: Tensor | None = None) -> PackedWeight:
-        source = self._checkpoint.tensor(name).to(torch.bfloat16)
-        _check_finite(name, source)
-        return PackedWeight(source, bias, self._arena)
+    def _packed(self, source: Tensor, bias: Tensor | None = None) -> PackedWeight:
+        return PackedWeight(source.to(torch.bfloat16), bias, self._arena)
 
 
 def _check_finite(name: str, weight: Tensor) -> None:

@@ -111,9 +111,7 @@ def test_a_tied_head_may_stand_in_the_file_if_it_is_the_embedding(tmp_path: Path
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
-def test_weights_that_are_not_finite(
-    name: str, dtype: str, value: float, tmp_path: Path
-) -> None:
+def test_weights_that_are_not_finite(name: str, dtype: str, value: float, tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     edit_weights(folder, lambda w: w[name].view(-1)[-1:].fill_(value))
     with pytest.raises(UnsupportedModelError, match=f"{name} holds weights that are not finite"):

@@ -1,0 +1,94 @@
+"""Weights in bfloat16 under arithmetic in float32, for CPUs without products of bfloat16.
+
+The numbers are the checkpoint's own, so nothing is lost, and they take half the memory of float32.
+A few rows wait for memory: the compiled product reads 2 bytes for each number, and takes half as
+long as float32's. Many rows wait for arithmetic: a tile of the weight at a time is made float32,
+and multiplied by torch.
+"""
+
+import ctypes
+from collections.abc import Set
+
+import torch
+from torch import Tensor, nn
+
+from headstart.native import avx2_library
+
+__all__ = ["HalfEmbedding", "HalfLinear", "HalfWeight", "can_halve"]
+
+# From this many rows on torch's product is faster; below it compiled code reads the weight once.
+_MANY_ROWS = 24
+_TILE = 1 << 20  # numbers; 4 MiB in float32
+
+
+def can_halve(held: Set[torch.dtype], wanted: torch.dtype, device: torch.device) -> bool:
+    """True for weights of dtypes `held` under arithmetic in `wanted`, if the kernels run here."""
+    fits = (held, wanted, device.type) == ({torch.bfloat16}, torch.float32, "cpu")
+    return fits and avx2_library() is not None
+
+
+class HalfWeight:
+    """A weight bfloat16 `[outputs, inputs]`, and its bias float32 `[outputs]` or None."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        found = avx2_library()
+        assert found is not None, "can_halve() is asked first"
+        assert weight.dtype == torch.bfloat16 and weight.is_contiguous()
+        self._multiply: ctypes._NamedFuncPointer = found.headstart_half_linear
+        self.weight, self.bias = weight, bias
+        self.outputs, self.inputs = weight.shape
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """float32 `[..., inputs]` times the weight, plus the bias: float32 `[..., outputs]`."""
+        if (x.dtype, x.shape[-1]) != (torch.float32, self.inputs):
+            raise ValueError(
+                f"a weight of {self.inputs} inputs under float32 was given {x.shape[-1]} in "
+                f"{x.dtype}"
+            )
+        rows = x.reshape(-1, self.inputs).contiguous()
+        out = x.new_empty((len(rows), self.outputs))
+        if len(rows) >= _MANY_ROWS:
+            self._multiply_tiles(rows, out)
+        elif len(rows):
+            self._multiply(
+                self.weight.data_ptr(),
+                None if self.bias is None else self.bias.data_ptr(),
+                self.outputs,
+                self.inputs,
+                rows.data_ptr(),
+                len(rows),
+                out.data_ptr(),
+                torch.get_num_threads(),
+            )
+        return out.view(*x.shape[:-1], self.outputs)
+
+    def _multiply_tiles(self, rows: Tensor, out: Tensor) -> None:
+        outputs = max(1, _TILE // self.inputs)
+        for start in range(0, self.outputs, outputs):
+            tile = self.weight[start : start + outputs].float()
+            bias = None if self.bias is None else self.bias[start : start + outputs]
+            out[:, start : start + outputs] = nn.functional.linear(rows, tile, bias)
+
+
+class HalfLinear(nn.Module):
+    """A linear layer over a `HalfWeight`; it has no parameter `weight`."""
+
+    def __init__(self, matrix: HalfWeight) -> None:
+        super().__init__()
+        self.matrix = matrix
+        self.in_features, self.out_features = matrix.inputs, matrix.outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matrix.multiply(x)
+
+
+class HalfEmbedding(nn.Module):
+    """Rows of a `HalfWeight` by token id, in float32."""
+
+    def __init__(self, matrix: HalfWeight) -> None:
+        super().__init__()
+        self.matrix = matrix
+        self.num_embeddings, self.embedding_dim = matrix.outputs, matrix.inputs
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return nn.functional.embedding(numbers, self.matrix.weight).float()

@@ -11,6 +11,7 @@ from headstart.machine import cpu_flags, multiplies_bfloat16
 from headstart.models import dtypes
 from headstart.models.dtypes import fast_dtype
 from headstart.models.loader import load_model
+from headstart.native import avx2_library
 from tests.tiny_models import TINY
 
 CPU = torch.device("cpu")
@@ -63,8 +64,9 @@ def old_x86(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("old_x86")
 def test_auto_is_float32_where_bfloat16_is_slow_and_says_so_in_one_line(
-    folder: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setenv("HEADSTART_NATIVE", "0")
     assert load_model(folder).dtype == torch.float32
     [record] = caplog.records
     assert record.levelno == logging.WARNING
@@ -73,6 +75,18 @@ def test_auto_is_float32_where_bfloat16_is_slow_and_says_so_in_one_line(
         "slow in bfloat16 (no AVX512-BF16, no AMX-BF16): computing in float32"
         in record.getMessage()
     )
+
+
+@pytest.mark.usefixtures("old_x86")
+def test_auto_is_float32_over_weights_as_they_are_where_kernels_serve_that(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes no memory, so nothing is said, and free memory does not matter."""
+    if avx2_library() is None:
+        pytest.skip("no compiled kernels for AVX2 here")
+    monkeypatch.setattr(dtypes, "available_memory", lambda: 0)
+    assert load_model(folder).dtype == torch.float32
+    assert not caplog.records
 
 
 @pytest.mark.usefixtures("old_x86")

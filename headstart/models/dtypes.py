@@ -10,8 +10,9 @@ from headstart.errors import ConfigError
 from headstart.machine import X86, available_memory, multiplies_bfloat16
 from headstart.models.config_values import find_values
 from headstart.models.files import read_json, weight_files
+from headstart.native import avx2_library
 
-__all__ = ["fast_dtype", "find_device", "find_dtype"]
+__all__ = ["computes_wider", "fast_dtype", "find_device", "find_dtype"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,13 +38,8 @@ def fast_dtype(dtype: str | torch.dtype, folder: Path, device: torch.device) -> 
     On such a CPU a prefill in bfloat16 takes 9 times as long as in float32. The checkpoint's dtype
     is kept if its weights in float32 would take more than half of the free memory.
     """
-    if dtype != "auto" or device.type != "cpu" or platform.machine() not in X86:
-        return dtype
-    if multiplies_bfloat16() is not False:
-        return dtype
-    content = read_json(folder / "config.json")
-    kept = {value for _, value in find_values(content, {"dtype", "torch_dtype"})}
-    if not kept or not kept <= {"bfloat16", "float16"} or "quantization_config" in content:
+    kept = _slow_dtypes(folder, device) if dtype == "auto" else set()
+    if not kept:
         return dtype
     size = 2 * sum(file.stat().st_size for file in weight_files(folder))
     free = available_memory()
@@ -53,6 +49,27 @@ def fast_dtype(dtype: str | torch.dtype, folder: Path, device: torch.device) -> 
         return dtype
     _log.warning("%s: computing in float32, as dtype=auto means here", slow)
     return torch.float32
+
+
+def computes_wider(dtype: str | torch.dtype, folder: Path, device: torch.device) -> bool:
+    """True if "auto" stands for float32 arithmetic over weights that stay in bfloat16.
+
+    So it is on a CPU without instructions for bfloat16 that the compiled products serve: they take
+    neither the memory of float32 nor the time of bfloat16.
+    """
+    halves = dtype == "auto" and avx2_library() is not None
+    return halves and _slow_dtypes(folder, device) == {"bfloat16"}
+
+
+def _slow_dtypes(folder: Path, device: torch.device) -> set[str]:
+    """The 16-bit dtypes of the checkpoint, if this is an x86 CPU without instructions for them."""
+    if device.type != "cpu" or platform.machine() not in X86 or multiplies_bfloat16() is not False:
+        return set()
+    content = read_json(folder / "config.json")
+    kept = {value for _, value in find_values(content, {"dtype", "torch_dtype"})}
+    if not kept <= {"bfloat16", "float16"} or "quantization_config" in content:
+        return set()
+    return kept
 
 
 def find_device(name: str) -> torch.device:

@@ -3,10 +3,12 @@
 import logging
 from pathlib import Path
 
+import torch
+
 from headstart.imports import load_module
 from headstart.models.decoder import DecoderModel
 from headstart.models.dense.loader import load_dense
-from headstart.models.dtypes import fast_dtype, find_device, find_dtype
+from headstart.models.dtypes import computes_wider, fast_dtype, find_device, find_dtype
 from headstart.models.families import OtherKind
 from headstart.models.files import check_files, find_folder
 from headstart.models.prefetch import ReadyMemory
@@ -24,7 +26,7 @@ def load_model(
 ) -> DecoderModel:
     """Load and check a model by local path or hub name; a backend can then be attached.
 
-    `dtype` is auto (see `fast_dtype`), float32, bfloat16 or float16. Packed weights lie in
+    `dtype` is auto (see `computes_wider`, `fast_dtype`), float32, bfloat16 or float16. Packed weights lie in
     `ready_memory` if it is given and large enough. Raises `ConfigError`, `ModelNotFoundError`,
     `DamagedModelError` (the files), `UnsupportedModelError` (the architecture), `OutOfMemoryError`;
     the cheap checks come first.
@@ -32,14 +34,17 @@ def load_model(
     weights_dtype, wanted = find_dtype(dtype), find_device(device)
     folder = find_folder(model)
     check_files(folder)
-    weights_dtype = fast_dtype(weights_dtype, folder, wanted)
+    wider = computes_wider(weights_dtype, folder, wanted)
+    fast = torch.float32 if wider else fast_dtype(weights_dtype, folder, wanted)
     try:
-        return load_dense(folder, weights_dtype, wanted, ready_memory)
+        return load_dense(folder, fast, wanted, ready_memory)
     except OtherKind as kind:
         reason = str(kind)
     _log.debug("%s runs through transformers: %s", folder, reason)
     # transformers' modelling code takes seconds to import.
     zoo = load_module("headstart.models.zoo.loader")
-    loaded: DecoderModel = zoo.load_transformers(folder, weights_dtype, wanted, ready_memory)
+    if wider:  # transformers' weights are as wide as its arithmetic
+        fast = fast_dtype(weights_dtype, folder, wanted)
+    loaded: DecoderModel = zoo.load_transformers(folder, fast, wanted, ready_memory)
     loaded.fallback_reason = reason
     return loaded

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import shutil
+import tomllib
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -84,6 +85,38 @@ def test_a_missing_library_is_told_once_with_what_to_install(
     assert len(said) == expected
     assert all("C++ compiler" in text and "apt install g++" in text for text in said)
     assert not any("\n" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("level", "cap", "usable", "avx2"),
+    [
+        (2, "", True, True),
+        (2, "avx2", False, True),
+        (1, "", False, True),
+        (1, "avx2", False, True),
+        (0, "", False, False),
+    ],
+)
+def test_the_kernels_that_the_cpu_can_run_and_the_cap(
+    level: int, cap: str, usable: bool, avx2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Library:
+        def headstart_native_level(self) -> int:
+            return level
+
+    monkeypatch.setenv("HEADSTART_NATIVE", "1")
+    monkeypatch.setenv("HEADSTART_CPU", cap)
+    monkeypatch.setattr(native, "_load", lambda folder: Library())
+    monkeypatch.setattr(native, "_threaded", Library)
+    assert native.is_usable() == (native.library() is not None) == usable
+    assert (native.avx2_library() is not None) == avx2
+
+
+def test_the_baseline_has_no_instruction_that_a_cpu_may_lack() -> None:
+    """The functions that ask what the CPU has are compiled without any -mavx flag."""
+    settings = tomllib.loads((FOLDER.parent.parent / "pyproject.toml").read_text())
+    [module] = settings["tool"]["setuptools"]["ext-modules"]
+    assert not [flag for flag in module["extra-compile-args"] if flag.startswith("-m")]
 
 
 def test_without_a_library_there_is_none(tmp_path: Path) -> None:

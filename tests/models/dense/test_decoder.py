@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
     GraniteConfig,
@@ -168,6 +169,19 @@ def test_every_variant(name: str, tmp_path: Path) -> None:
     expected = expected_logits(config, tokens(), first)
     size = float(expected.abs().max())
     torch.testing.assert_close(run(model, tokens(), first), expected, rtol=0.0, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize("name", TINY_FAMILIES)
+def test_weights_in_bfloat16_under_float32(name: str, tmp_path: Path) -> None:
+    tiny_model(tiny_config(name)).to(torch.bfloat16).save_pretrained(tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        expected = reference(tokens().unsqueeze(0), use_cache=False).logits[0]
+    found = run(load_model(tmp_path, "float32"), tokens())
+    size = float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5 * size)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -18,10 +18,13 @@ from headstart.errors import OutOfMemoryError, UnsupportedModelError
 from headstart.models.dense.decoder import DenseDecoder
 from headstart.models.dense.weights import Checkpoint
 from headstart.models.families import FAMILIES
+from headstart.models.half_weight import HalfLinear
 from headstart.models.loader import load_model
+from headstart.native import avx2_library
 from tests.tiny_models import TINY, save_tiny, tiny_config, tiny_model
 
 WEIGHTS = "model.safetensors"
+LIBRARY = avx2_library()
 
 
 def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -126,6 +129,23 @@ def test_large_weights_are_finite_where_their_dtype_holds_them(tmp_path: Path) -
         load_model(folder, "float16")
 
 
+def test_weights_in_bfloat16_stay_so_under_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the CPU has AVX2 and the kernels are built; the numbers are the same everywhere."""
+    TINY["qwen3"]().to(torch.bfloat16).save_pretrained(tmp_path)
+    own = load_model(tmp_path, "float32")
+    monkeypatch.setenv("HEADSTART_NATIVE", "0")
+    plain = load_model(tmp_path, "float32")
+    name = "model.layers.1.mlp.down_proj"
+    halved = [isinstance(model.layer(name), HalfLinear) for model in (own, plain)]
+    assert halved == [LIBRARY is not None, False]
+    assert own.dtype == plain.dtype == torch.float32
+    assert own.linear_widths() == plain.linear_widths()
+    for part in (name, "lm_head", "model.embed_tokens"):
+        assert torch.equal(own.weight(part), plain.weight(part))
+
+
 def test_no_memory_is_said_to_be_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny("llama", tmp_path)
     monkeypatch.setattr(Checkpoint, "tensor", lambda *_: torch.empty(1 << 50))  # a PiB
@@ -145,7 +165,9 @@ def test_weights_outlive_their_file(tmp_path: Path) -> None:
 
 MEASURE = """
 import sys
+from headstart.models.half_weight import HalfLinear
 from headstart.models.loader import load_model
+from headstart.native import avx2_library
 def now(kind):
     for line in open("/proc/self/status"):
         if line.startswith(kind): return int(line.split()[1])

@@ -33,7 +33,7 @@ NOT_EMULATED = "headstart/native/half_linear.cpp"
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 TESTS = (
     *("tests/native", "tests/attention", "tests/models/lora", "tests/engine/test_paths.py"),
-    *("tests/models/dense", "tests/models/zoo/test_plain.py", "tests/models/zoo/test_swap.py"),
+    *("tests/models/dense", "tests/models/zoo/test_swap.py"),
     *(f"tests/models/test_{name}.py" for name in ("greedy_head", "packed", "fused", "nonfinite")),
     "tests/models/test_half_weight.py",
 )

@@ -26,10 +26,10 @@ def load_model(
 ) -> DecoderModel:
     """Load and check a model by local path or hub name; a backend can then be attached.
 
-    `dtype` is auto (see `computes_wider`, `fast_dtype`), float32, bfloat16 or float16. Packed weights lie in
-    `ready_memory` if it is given and large enough. Raises `ConfigError`, `ModelNotFoundError`,
-    `DamagedModelError` (the files), `UnsupportedModelError` (the architecture), `OutOfMemoryError`;
-    the cheap checks come first.
+    `dtype` is auto (see `computes_wider`, `fast_dtype`), float32, bfloat16 or float16. Packed
+    weights lie in `ready_memory` if it is given and large enough. Raises `ConfigError`,
+    `ModelNotFoundError`, `DamagedModelError` (the files), `UnsupportedModelError` (the
+    architecture), `OutOfMemoryError`; the cheap checks come first.
     """
     weights_dtype, wanted = find_dtype(dtype), find_device(device)
     folder = find_folder(model)

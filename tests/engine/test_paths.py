@@ -96,11 +96,11 @@ def test_requests_that_want_more_than_the_likeliest_token_do_not_change_the_othe
     waits = SamplingParams(temperature=0, min_tokens=5, max_tokens=20)
     options: dict[str, Any] = {"num_blocks": 200, "block_size": 4, "share_attention": False}
     folder, answers = save_tiny("llama", tmp_path), []
-    for plain in (True, False):
+    for screened in (True, False):
         with closing(LLM(folder, dtype="bfloat16", **options)) as llm:
-            assert llm.engine.model.plain is not None
-            if not plain:
-                llm.engine.model.plain = None
+            assert llm.engine.model._head is not None
+            if not screened:
+                llm.engine.model._head = None
             alone = llm.generate(prompts, GREEDY, use_tqdm=False)
             mixed = llm.generate(prompts[:3], [GREEDY, draws, waits], use_tqdm=False)
             answers.append([list(output.outputs[0].token_ids) for output in (*alone, *mixed)])

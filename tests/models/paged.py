@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from headstart.attention import PagedKVMemory, Span, StepPlan, make_backend
 from headstart.models.compatibility.paged_kv import probe_model
+from headstart.models.decoder import DecoderModel
 from headstart.models.fused import FusionSwitch
 from headstart.models.zoo.decoder import TransformersDecoder
 
@@ -32,12 +33,15 @@ class Paged:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | DecoderModel,
         num_blocks: int = 64,
         seed: int = 0,
         fusion: FusionSwitch | None = None,
     ) -> None:
-        self.decoder = TransformersDecoder(model, probe_model(model), fusion=fusion)
+        if isinstance(model, DecoderModel):
+            self.decoder = model
+        else:
+            self.decoder = TransformersDecoder(model, probe_model(model), fusion=fusion)
         self.memory = PagedKVMemory(
             self.decoder.layouts, num_blocks, BLOCK, self.decoder.dtype, self.decoder.device
         )

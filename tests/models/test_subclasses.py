@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from headstart.models.loader import load_model
 from headstart.models.packed import PackedLinear, can_pack, has_memory, map_pages
-from headstart.models.zoo.simplify import simplify
 from headstart.models.zoo.swap import accelerate
 from headstart.native import library
 from tests.models.paged import Paged
@@ -92,9 +91,6 @@ def test_weights_of_a_subclass_stay_and_their_modules_run(kind: str) -> None:
     assert count > 3
     wanted = expected(model)
     engine = Paged(model, fusion=accelerate(model))
-    engine.decoder.detach()
-    simplify(engine.decoder)
-    engine.decoder.attach(engine.backend)
     assert sum(isinstance(weight, Quantized) for weight in model.parameters()) == count
     linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
     assert bool(linears) == (library() is not None)

@@ -19,7 +19,6 @@ from headstart.models.files import fingerprint_files
 from headstart.models.fused import FusionSwitch
 from headstart.models.lora.files import Widths
 from headstart.models.packed import PackedLinear
-from headstart.models.zoo.plain import PlainDecoder
 
 __all__ = ["TransformersDecoder", "forward_rows", "text_part"]
 
@@ -37,8 +36,6 @@ class TransformersDecoder(DecoderModel):
         super().__init__(layouts, folder, fusion)
         self._model = model
         self._attention: str | None = None
-        self.plain: PlainDecoder | None = None
-        """The same model called part by part, without transformers; None if it is not supported."""
 
     @property
     def module(self) -> PreTrainedModel:
@@ -141,29 +138,7 @@ class TransformersDecoder(DecoderModel):
         logit_rows: Tensor,
         embeddings: EmbeddingOverlay | None = None,
     ) -> Tensor:
-        plain = self._plain_for(positions, embeddings)
-        if plain is not None:
-            return plain.logits(plain.hidden(token_ids, positions, logit_rows))
         return forward_rows(self._model, token_ids, positions, logit_rows, embeddings).float()
-
-    def choose(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        logit_rows: Tensor,
-        embeddings: EmbeddingOverlay | None = None,
-    ) -> list[int]:
-        plain = self._plain_for(positions, embeddings)
-        if plain is not None:
-            return plain.choose(plain.hidden(token_ids, positions, logit_rows))
-        return super().choose(token_ids, positions, logit_rows, embeddings)
-
-    def _plain_for(
-        self, positions: Tensor, embeddings: EmbeddingOverlay | None
-    ) -> PlainDecoder | None:
-        """`plain` if it can compute a step with these inputs, else None."""
-        fits = self.fusion.enabled and embeddings is None and positions.dim() == 1
-        return self.plain if fits else None
 
 
 def text_part(model: PreTrainedModel) -> PreTrainedModel:

@@ -23,7 +23,6 @@ from headstart.models.silence_transformers import silence_transformers
 from headstart.models.zoo.checkpoint import check_decoder
 from headstart.models.zoo.decoder import TransformersDecoder
 from headstart.models.zoo.pretrained import load_config, load_weights
-from headstart.models.zoo.simplify import simplify
 from headstart.models.zoo.swap import accelerate
 from headstart.models.zoo.vision import VISION_MODELS
 
@@ -52,9 +51,7 @@ def load_transformers(
         loaded = _load_weights(folder, config, dtype)
         loaded = loaded.to(device).eval()  # type: ignore[arg-type]
         fusion = accelerate(loaded, ready_memory)
-        decoder = TransformersDecoder(loaded, probe_once(loaded, files), folder, fusion)
-        simplify(decoder)
-    return decoder
+        return TransformersDecoder(loaded, probe_once(loaded, files), folder, fusion)
 
 
 def _load_weights(

@@ -77,9 +77,19 @@ class Frontdoor:
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if scope["method"] != "POST" or _OPEN.fullmatch(path) or _FOR_ADMINS.fullmatch(path):
-            await self._app(scope, receive, send)
-            return
+        try:
+            if scope["method"] != "POST" or _OPEN.fullmatch(path) or _FOR_ADMINS.fullmatch(path):
+                await self._app(scope, receive, send)
+            else:
+                await self._pass_on_call(scope, receive, send)
+        except asyncio.CancelledError as error:
+            if not self._service.is_draining:
+                raise
+            raise ApiError(
+                503, "the server stopped before the answer was complete", retry_after=5
+            ) from error
+
+    async def _pass_on_call(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._service.check_ready()
         with self._service.calls.call(scope["state"]["tenant"]) as call:
             try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import ssl
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -121,6 +122,37 @@ def test_an_answer_that_takes_too_long_is_cut_off(seconds: str, tmp_path: Path) 
             with pytest.raises(httpx.RemoteProtocolError):
                 assert "data: [DONE]" not in list(lines)
         assert server.wait() == 0
+        said = server.errors()
+        assert "the server stopped before the answer was complete" in said
+        assert "Traceback" not in said
+
+
+def test_it_ends_whatever_its_clients_do(tmp_path: Path) -> None:
+    """One is idle, one watches, one stopped reading its answer, two are amid their requests."""
+    body = json.dumps(BODY | {"max_tokens": 8000, "stream": True})
+    head = "{} HTTP/1.1\r\nHost: localhost\r\n"
+    asked = head.format("POST /v1/completions") + "Content-Type: application/json\r\n"
+    asked += f"Content-Length: {len(body)}\r\n\r\n{body}"
+    with process(tmp_path, "--port", "0", "--drain-seconds", "0.2") as server, ExitStack() as stack:
+
+        def send(text: str) -> socket.socket:
+            client = stack.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            client.settimeout(SECONDS)
+            client.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+            client.sendall(text.encode())
+            return client
+
+        for text in (head.format("GET /ready"), head.format("GET /cache/live"), asked):
+            assert send(f"{text}\r\n").recv(15) == b"HTTP/1.1 200 OK"
+        amid_head, amid_body = send(head.format("GET /ready")), send(asked[:-1])
+        assert server.ask().status_code == 200  # what came before it has been read
+        server.signal(signal.SIGTERM)
+        assert amid_head.recv(1) == b""
+        assert amid_body.recv(12) == b"HTTP/1.1 503"
+        assert server.wait() == 0
+        said = server.errors()
+        assert said.endswith("Stopped.\n") and "Traceback" not in said
 
 
 @pytest.mark.parametrize("kinds", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM,) * 2])

@@ -122,13 +122,24 @@ def check(output: OmniOutput, wanted: tuple[list[int], list[int], Tensor]) -> No
     assert output.finished and output.finish_reason == "length"
 
 
-@pytest.fixture
-def omni(folder: Path) -> Iterator[Omni]:
-    omni = Omni(folder, options={"num_blocks": 128, "block_size": 4, "debug": True})
+def make(folder: Path) -> Omni:
+    return Omni(folder, options={"num_blocks": 128, "block_size": 4, "debug": True})
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Iterator[Omni]:
+    omni = make(folder)
     yield omni
-    assert not omni.pipeline.has_unfinished
-    omni.cache.check()
     omni.close()
+
+
+@pytest.fixture
+def omni(loaded: Omni) -> Iterator[Omni]:
+    """With nothing cached."""
+    assert loaded.reset_cache()
+    yield loaded
+    assert not loaded.pipeline.has_unfinished
+    loaded.cache.check()
 
 
 @pytest.mark.parametrize("name", PROMPTS)
@@ -205,8 +216,9 @@ def test_another_voice_shares_what_was_thought_and_nothing_of_what_was_said(
 
 
 def test_a_voice_is_embedded_once_and_known_by_its_sound_alone(
-    omni: Omni, oracle: Any, monkeypatch: pytest.MonkeyPatch
+    folder: Path, oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    omni = make(folder)
     calls: list[int] = []
     forward = ECAPA_TimeDelayNet.forward
 
@@ -231,6 +243,8 @@ def test_a_voice_is_embedded_once_and_known_by_its_sound_alone(
         waves[name] = output.audio
         assert (output.metrics["token2wav"].cached_tokens > 0) == (name != "Bob")
     assert torch.equal(waves["Eve"], waves["Ada"]) and not torch.equal(waves["Bob"], waves["Ada"])
+    omni.cache.check()
+    omni.close()
 
 
 def test_streamed_the_text_grows_and_the_last_output_has_all(omni: Omni, oracle: Any) -> None:

@@ -83,3 +83,4 @@ def running(
         thread.join(30)
         listener.close()
         llm.close()
+        assert not thread.is_alive(), "the server did not stop"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,7 +241,7 @@ def test_a_clock_that_was_set_back_stops_nothing(
         now = time.time()
         store.save(blocks(range(100, 110), used=now + 1e9))
         with monkeypatch.context() as patch:
-            patch.setattr("headstart.tiers.index.time.time", lambda: now + 1e9)
+            patch.setattr("headstart.tiers.index.time", SimpleNamespace(time=lambda: now + 1e9))
             store.touch(names(range(100, 110)))
         assert store.save(blocks(range(200, 210), used=now)) == 10
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
-from anthropic.types import Message
 
 from headstart import LLM, EngineError, SamplingParams
+from tests.clients import anthropic
 from tests.server.running import Running, running
 from tests.server.scripted import scripted
 from tests.server.templates import png_of
+
+if TYPE_CHECKING:
+    from anthropic.types import Message
 
 PEOPLE = "Anna is 31 years old. Ben is 45 years old. Carl is 60 years old.\n" * 4
 QUESTION = [{"role": "user", "content": PEOPLE + "What is the age of Ben?"}]

@@ -6,17 +6,17 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
+from tests.clients import import_quietly
 from tests.server.running import Running
 
 # It looks up prices in the network as it is imported.
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    litellm = pytest.importorskip("litellm")
+pytestmark = pytest.mark.skipif(find_spec("litellm") is None, reason="there is no litellm")
 
 QUESTION = [{"role": "user", "content": "Ben is 45 years old. What is the age of Ben?"}]
 SCHEMA = {
@@ -29,13 +29,14 @@ WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters":
 CHOICE = {"type": "function", "function": {"name": "get_weather"}}
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture
+def litellm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """litellm tells home what it does, and warns of its own pydantic models."""
+    litellm = import_quietly("litellm")
     monkeypatch.setattr(litellm, "telemetry", False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        yield litellm
 
 
 @pytest.fixture(params=["openai", "anthropic"])
@@ -44,7 +45,7 @@ def route(request: pytest.FixtureRequest, tool_server: Running) -> dict[str, Any
     return {"model": f"{request.param}/tiny", "api_base": base, "api_key": "none"}
 
 
-def test_an_answer_whole_and_streamed(route: dict[str, Any]) -> None:
+def test_an_answer_whole_and_streamed(litellm: Any, route: dict[str, Any]) -> None:
     body = {**route, "messages": QUESTION, "max_tokens": 24, "temperature": 0}
     answer = litellm.completion(**body)
     text = answer.choices[0].message.content
@@ -54,7 +55,7 @@ def test_an_answer_whole_and_streamed(route: dict[str, Any]) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
 
 
-def test_a_function_is_called(route: dict[str, Any]) -> None:
+def test_a_function_is_called(litellm: Any, route: dict[str, Any]) -> None:
     body = {**route, "messages": QUESTION, "max_tokens": 99, "tools": [WEATHER]}
     body |= {"tool_choice": CHOICE, "temperature": 0}
     answer = litellm.completion(**body)
@@ -68,7 +69,7 @@ def test_a_function_is_called(route: dict[str, Any]) -> None:
     assert json.loads(streamed.function.arguments) == json.loads(call.function.arguments)
 
 
-def test_an_error_has_its_kind(route: dict[str, Any]) -> None:
+def test_an_error_has_its_kind(litellm: Any, route: dict[str, Any]) -> None:
     with pytest.raises(litellm.NotFoundError):
         litellm.completion(**{**route, "model": route["model"] + "x"}, messages=QUESTION)
     with pytest.raises(litellm.BadRequestError):

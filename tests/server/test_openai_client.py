@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from headstart import LLM, SamplingParams
+from tests.clients import openai
 from tests.server.running import Running
 
 PEOPLE = "Anna is 31 years old. Ben is 45 years old. Carl is 60 years old.\n" * 4

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
-from openai.types.responses import Response
 
 from headstart import EngineError
 from headstart.server.responses.store import ResponseStore
+from tests.clients import openai
 from tests.server.running import Running
 from tests.server.scripted import scripted
 from tests.server.templates import png_of
+
+if TYPE_CHECKING:
+    from openai.types.responses import Response
 
 PEOPLE = "Anna is 31 years old. Ben is 45 years old. Carl is 60 years old.\n" * 4
 QUESTION = PEOPLE + "What is the age of Ben?"
@@ -61,7 +63,7 @@ def ask(client: openai.OpenAI, given: Any = QUESTION, **change: Any) -> Response
     assert events[-1].type == f"response.{streamed.status}" and streamed.status == whole.status
     assert items_of(streamed) == items_of(whole)
     assert told_by(events) == items_of(streamed)
-    assert isinstance(whole, Response)
+    assert isinstance(whole, openai.types.responses.Response)
     return whole
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
-from openai.types.chat import ChatCompletion
 
+from tests.clients import openai
 from tests.server.running import Running, running
 from tests.server.templates import HERMES, LLAMA, MISTRAL, model_with
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion
 
 SCHEMA = {
     "type": "object",

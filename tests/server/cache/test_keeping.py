@@ -6,11 +6,10 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 
+from tests.clients import anthropic, openai
 from tests.server.running import Running, running
 
 PEOPLE = "Anna is 31 years old. Ben is 45 years old. Carl is 27 years old. " * 6

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 from click.testing import CliRunner, Result
 from starlette.routing import Route
@@ -19,6 +18,7 @@ from headstart.errors import ConfigError
 from headstart.server.keys import KeyFolder, KeyRing
 from headstart.server.options import ServerOptions
 from headstart.server.tenants import Tenants, open_tenants
+from tests.clients import openai
 from tests.server.running import Running, running
 
 BODY = {"model": "tiny", "prompt": "one two three", "max_tokens": 1}

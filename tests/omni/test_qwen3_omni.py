@@ -138,13 +138,24 @@ def check(output: OmniOutput, wanted: tuple[list[int], list[list[int]], Tensor])
     assert torch.allclose(output.audio[DELAY:], wave, atol=1e-5)
 
 
-@pytest.fixture
-def omni(folder: Path) -> Iterator[Omni]:
-    omni = Omni(folder, options={"num_blocks": 128, "block_size": 4, "debug": True})
+def make(folder: Path) -> Omni:
+    return Omni(folder, options={"num_blocks": 128, "block_size": 4, "debug": True})
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Iterator[Omni]:
+    omni = make(folder)
     yield omni
-    assert not omni.pipeline.has_unfinished
-    omni.cache.check()
     omni.close()
+
+
+@pytest.fixture
+def omni(loaded: Omni) -> Iterator[Omni]:
+    """With nothing cached."""
+    assert loaded.reset_cache()
+    yield loaded
+    assert not loaded.pipeline.has_unfinished
+    loaded.cache.check()
 
 
 @pytest.mark.parametrize("name", PROMPTS)
@@ -345,8 +356,9 @@ def test_sounds_and_images_as_they_are(omni: Omni) -> None:
     assert omni.cache.stats.written == encoded
 
 
-def test_processors_are_read_from_disk_once(omni: Omni, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_are_read_from_disk_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They were read again for every prompt."""
+    omni = make(folder)
     reads: list[str] = []
     for kind in (AutoFeatureExtractor, AutoImageProcessor):
         monkeypatch.setattr(
@@ -361,6 +373,7 @@ def test_processors_are_read_from_disk_once(omni: Omni, monkeypatch: pytest.Monk
     for _ in range(3):
         omni.generate(prompt, OmniParams(text=TEXT, audio=False))
     assert sorted(reads) == ["AutoFeatureExtractor", "AutoImageProcessor"]
+    omni.close()
 
 
 def noting(calls: list[str], name: str, function: Any) -> Any:

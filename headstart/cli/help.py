@@ -22,7 +22,7 @@ MAIN, SERVER, SAMPLING, MEMORY, MODELS, SPEED, INTERNALS, OTHER = (
     "Other",
 )
 _GROUPS = {
-    MAIN: ("max_tokens", "temperature", "max_model_len", "device", "dtype"),
+    MAIN: ("max_tokens", "temperature", "max_model_len", "device", "dtype", "weights"),
     SERVER: tuple(field.name for field in fields(ServerOptions)),
     SAMPLING: (
         *("top_p", "top_k", "min_p", "seed", "stop", "min_tokens", "ignore_eos"),

@@ -11,6 +11,7 @@ from headstart.attention.backend import AttentionBackend
 from headstart.attention.layout import LayerLayout
 from headstart.models.fused import FusionSwitch
 from headstart.models.greedy_head import greedy_tokens
+from headstart.models.linear import QuantizedLinear, WeightKind
 from headstart.models.lora.files import Widths
 
 __all__ = ["DecoderModel", "EmbeddingOverlay"]
@@ -41,6 +42,8 @@ class DecoderModel(ABC):
     ) -> None:
         self._folder = folder
         self._fingerprint: str | None = None
+        self.weights: WeightKind | None = None
+        """How the weights of linear layers are kept; None for as the checkpoint has them."""
         self.layouts = layouts
         """K and V of one token, per layer."""
         self.fusion = fusion or FusionSwitch()
@@ -104,6 +107,15 @@ class DecoderModel(ABC):
     @abstractmethod
     def weight(self, name: str) -> Tensor | None:
         """The weight of the layer of this dotted name, None if there is none."""
+
+    def holds(self, name: str, weight: Tensor) -> bool:
+        """True if the layer of this dotted name was made of this weight."""
+        module = dict(self.module.named_modules()).get(name)
+        given = weight.to(self.device)
+        if isinstance(module, QuantizedLinear):  # made of the file's weight, or of a converted one
+            return module.is_of(given) or module.is_of(given.to(self.dtype))
+        own = self.weight(name)
+        return own is not None and torch.equal(given.to(own.dtype), own)
 
     def fingerprint(self) -> str:
         """SHA-256 in hex of configuration and weights; the first call reads all weights."""

@@ -11,6 +11,7 @@ from headstart.models.dense.loader import load_dense
 from headstart.models.dtypes import computes_wider, fast_dtype, find_device, find_dtype
 from headstart.models.families import OtherKind
 from headstart.models.files import check_files, find_folder
+from headstart.models.linear import find_kind
 from headstart.models.prefetch import ReadyMemory
 
 __all__ = ["load_model"]
@@ -23,28 +24,29 @@ def load_model(
     dtype: str = "auto",
     device: str = "cpu",
     ready_memory: ReadyMemory | None = None,
+    weights: str = "auto",
 ) -> DecoderModel:
     """Load and check a model by local path or hub name; a backend can then be attached.
 
-    `dtype` is auto (see `computes_wider`, `fast_dtype`), float32, bfloat16 or float16. Packed
-    weights lie in `ready_memory` if it is given and large enough. Raises `ConfigError`,
-    `ModelNotFoundError`, `DamagedModelError` (the files), `UnsupportedModelError` (the
-    architecture), `OutOfMemoryError`; the cheap checks come first.
+    `dtype` is auto (see `computes_wider`, `fast_dtype`), float32, bfloat16 or float16; `weights` is
+    auto (the checkpoint's), int8 or int4. Packed weights lie in `ready_memory` if it is given and
+    large enough. Raises `ConfigError`, `ModelNotFoundError`, `DamagedModelError` (the files),
+    `UnsupportedModelError` (the architecture), `OutOfMemoryError`; the cheap checks come first.
     """
-    weights_dtype, wanted = find_dtype(dtype), find_device(device)
+    weights_dtype, wanted, kind = find_dtype(dtype), find_device(device), find_kind(weights)
     folder = find_folder(model)
     check_files(folder)
     wider = computes_wider(weights_dtype, folder, wanted)
     fast = torch.float32 if wider else fast_dtype(weights_dtype, folder, wanted)
     try:
-        return load_dense(folder, fast, wanted, ready_memory)
-    except OtherKind as kind:
-        reason = str(kind)
+        return load_dense(folder, fast, wanted, ready_memory, kind)
+    except OtherKind as other:
+        reason = str(other)
     _log.debug("%s runs through transformers: %s", folder, reason)
     # transformers' modelling code takes seconds to import.
     zoo = load_module("headstart.models.zoo.loader")
     if wider:  # transformers' weights are as wide as its arithmetic
         fast = fast_dtype(weights_dtype, folder, wanted)
-    loaded: DecoderModel = zoo.load_transformers(folder, fast, wanted, ready_memory)
+    loaded: DecoderModel = zoo.load_transformers(folder, fast, wanted, ready_memory, kind)
     loaded.fallback_reason = reason
     return loaded

@@ -63,7 +63,9 @@ class ReadyMemory:
             ctypes.memset(start + at, 0, min(_PIECE, self._size - at))  # releases the GIL
 
 
-def read_ahead(model: str | Path, dtype: str, device: str) -> ReadyMemory | None:
+def read_ahead(
+    model: str | Path, dtype: str, device: str, weights: str = "auto"
+) -> ReadyMemory | None:
     """Memory for the model of this path or hub name, sized by its config; None for a large one.
 
     Checks the model's files as `load_model` does, before anything is imported. Raises
@@ -74,6 +76,7 @@ def read_ahead(model: str | Path, dtype: str, device: str) -> ReadyMemory | None
     found = read_json(folder / "config.json")
     kept = found.get("dtype", found.get("torch_dtype"))
     packed = is_usable() and device == "cpu" and kept == "bfloat16" and dtype in ("auto", kept)
+    packed = packed and weights == "auto"
     files = weight_files(folder)
     size = sum(file.stat().st_size for file in files)
     if not hasattr(os, "posix_fadvise") or size > _memory() // _MOST:

@@ -16,6 +16,7 @@ __all__ = ["check_options", "no_options", "stage_config"]
 _REFUSED = {
     "dtype": "it is of the whole model: Omni(model, dtype=...)",
     "device": "it is of the whole model: Omni(model, device=...)",
+    "weights": "an omni model keeps its weights as the checkpoint has them",
     "encoder_cache_rows": "what was heard and seen is kept in cache_bytes",
     "max_images": "an omni model reads images by its own processor",
     "max_image_pixels": "an omni model reads images by its own processor",

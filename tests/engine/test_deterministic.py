@@ -14,7 +14,12 @@ from headstart.engine.runner import StepLogits
 from tests.tiny_models import save_tiny
 
 ARCHITECTURES = ("llama", "qwen3_moe", "gemma2", "gpt_oss")
-DTYPES = ("float32", "bfloat16")
+MODES = (
+    {"dtype": "float32"},
+    {"dtype": "bfloat16"},
+    {"dtype": "float32", "weights": "int8"},
+    {"dtype": "bfloat16", "weights": "int4"},
+)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -66,14 +71,16 @@ def turns(tokens: list[int], answer: list[int]) -> list[int]:
     return [*tokens, *answer, 7, 9, 11]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_are_bitwise_equal_with_the_cache_on_and_off(engines: Any, dtype: str) -> None:
+@pytest.mark.parametrize("options", MODES, ids=lambda options: "-".join(options.values()))
+def test_logits_are_bitwise_equal_with_the_cache_on_and_off(
+    engines: Any, options: dict[str, str]
+) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     generator = torch.Generator().manual_seed(1)
     first = torch.randint(3, 131, (37,), generator=generator).tolist()
     twin = first[:21] + torch.randint(3, 131, (9,), generator=generator).tolist()
-    on, off = engines(dtype=dtype), engines(dtype=dtype, enable_prefix_caching=False)
-    batched, small = engines(dtype=dtype), engines(dtype=dtype, num_blocks=12)
+    on, off = engines(**options), engines(**options, enable_prefix_caching=False)
+    batched, small = engines(**options), engines(**options, num_blocks=12)
     recordings = [record(llm) for llm in (on, off, batched, small)]
     cached = []
     for llm in (on, off):

@@ -37,6 +37,7 @@ TAKEN: dict[str, Any] = {
 }
 REFUSED: dict[str, Any] = {
     "dtype": "float32",
+    "weights": "int8",
     "device": "cpu",
     "partial_hits": True,
     "encoder_cache_rows": 100,

@@ -36,7 +36,9 @@ def load_engine(
         tokenizer = load_tokenizer(tokenizer_folder or model)
         if tokenizer is None and tokenizer_folder is not None:
             raise ConfigError(f"tokenizer is {tokenizer_folder}, a folder without one")
-        decoder = load_model(model, config.dtype, config.device, ready_memory)
+        decoder = load_model(
+            model, config.dtype, config.device, ready_memory, weights=config.weights
+        )
     finally:
         torch.set_num_threads(config.threads)
     return Engine.of_model(decoder, tokenizer, config)

@@ -39,7 +39,7 @@ def start_engine(model: str | Path, options: dict[str, Any]) -> Started:
     """
     read = read_options(model, options)
     config = make_config(read.config)
-    memory = read_ahead(model, config.dtype, config.device)
+    memory = read_ahead(model, config.dtype, config.device, config.weights)
     loading = load_module("headstart.engine.startup.loading")
     engine = loading.load_engine(
         model, tokenizer_folder=read.tokenizer, ready_memory=memory, **read.config

@@ -1,8 +1,9 @@
 """What must be the same for K/V to be exchanged between processes: the fingerprint of a model.
 
-It covers the content of the weights and of the configuration, the dtype, and the layout of a
-block's bytes; adapter, salt, tokens and items are in a block's name besides. Where answers must be
-the same bit for bit (`deterministic`), it also covers all that decides on rounding.
+It covers the content of the weights and of the configuration, the dtype, the bits in which weights
+are kept, and the layout of a block's bytes; adapter, salt, tokens and items are in a block's name
+besides. Where answers must be the same bit for bit (`deterministic`), it also covers all that
+decides on rounding.
 """
 
 import hashlib
@@ -37,6 +38,8 @@ def identify(
         str(decoder.dtype),
         repr(decoder.layouts),
     ]
+    if decoder.weights is not None:
+        parts.append(f"weights {decoder.weights}")
     if config.deterministic:
         parts += [name_backend(memory), *_rounding(decoder, config)]
     framed = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)

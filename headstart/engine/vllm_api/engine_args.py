@@ -203,9 +203,11 @@ REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "leave it out; give `prompt_token_ids` and `detokenize=False`": {
         "skip_tokenizer_init": (False,)
     },
-    "weights are taken as the checkpoint has them; choose a dtype": {
+    'give `weights`: `"int8"` or `"int4"`': {
         "quantization": (),
         "quantization_config": (),
+    },
+    "weights are read as the checkpoint has them; choose a dtype": {
         "load_format": ("auto", "safetensors", "hf"),
         "model_loader_extra_config": ({},),
         "ignore_patterns": (),

@@ -37,6 +37,7 @@ from headstart.errors import UnsupportedModelError
 from headstart.models.compatibility.far_positions import check_far_positions
 from headstart.models.compatibility.substitute_attention import Attending
 from headstart.models.context_length import context_length
+from headstart.models.linear import QuantizedLinear
 from headstart.models.zoo.decoder import forward_rows
 
 __all__ = ["check_config", "probe_model"]
@@ -220,9 +221,10 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
     steps, num_blocks = _steps(model.device)
     backend = TorchAttention(PagedKVMemory(layouts, num_blocks, _BLOCK, model.dtype, model.device))
     logits = [_through(model, backend, step, prompt) for step in steps]
-    shaken = _Shaken(BackendFunction(backend), model.dtype)
+    rounding = _rounding(model)
+    shaken = _Shaken(BackendFunction(backend), rounding)
     noise = _rows_apart(_through(model, backend, steps[0], prompt, shaken), logits[0])
-    floor = max(2 * torch.finfo(model.dtype).eps, 1e-5)
+    floor = max(2 * rounding, 1e-5)
     limit = _NOISE_FACTOR * float(noise.median()) + floor
     for step, found in zip(steps, logits, strict=True):
         apart = _rows_apart(found, expected[step.places])
@@ -278,15 +280,21 @@ def _through(
 class _Shaken:
     """An attention function whose results are perturbed by two units in the last place."""
 
-    def __init__(self, function: AttentionFunction, dtype: torch.dtype) -> None:
+    def __init__(self, function: AttentionFunction, unit: float) -> None:
         self._function = function
-        self._step = 2 * torch.finfo(dtype).eps
+        self._step = 2 * unit
         self._generator = torch.Generator().manual_seed(1)
 
     def __call__(self, call: AttentionCall) -> Tensor:
         out = self._function(call)
         signs = torch.randint(0, 2, out.shape, generator=self._generator) * 2 - 1
         return out * (1 + self._step * signs.to(out))
+
+
+def _rounding(model: PreTrainedModel) -> float:
+    """The unit in the last place of what layers compute with; coarser in quantised layers."""
+    layers = (module for module in model.modules() if isinstance(module, QuantizedLinear))
+    return max(torch.finfo(model.dtype).eps, *(layer.rounding for layer in layers), 0.0)
 
 
 def _run(model: PreTrainedModel, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from headstart.models.files import fingerprint_files
 from headstart.models.fused import FusedLayer, FusedLayers, FusionSwitch
 from headstart.models.greedy_head import GreedyHead
 from headstart.models.half_weight import HalfEmbedding, HalfLinear
+from headstart.models.linear import QuantizedLinear
 from headstart.models.lora.files import Widths
 from headstart.models.packed import PackedLinear
 
@@ -116,7 +117,7 @@ class DenseDecoder(DecoderModel):
         return {
             name: Widths(module.in_features, module.out_features)
             for name, module in self._modules.named_modules()
-            if isinstance(module, (nn.Linear, PackedLinear, HalfLinear))
+            if isinstance(module, (nn.Linear, PackedLinear, HalfLinear, QuantizedLinear))
         }
 
     def weight(self, name: str) -> Tensor | None:
@@ -125,6 +126,8 @@ class DenseDecoder(DecoderModel):
             return module.packed.unpack()
         if isinstance(module, (HalfLinear, HalfEmbedding)):
             return module.matrix.weight.float()
+        if isinstance(module, QuantizedLinear):
+            return module.unpack()
         found = getattr(module, "weight", None)
         return found.detach() if isinstance(found, Tensor) else None
 

@@ -9,6 +9,7 @@ from headstart.errors import OutOfMemoryError
 from headstart.models.context_length import context_length
 from headstart.models.dense.config import DenseConfig, read_config
 from headstart.models.dense.decoder import DenseDecoder, DenseModules, Description
+from headstart.models.dense.quantized import QuantizedReader
 from headstart.models.dense.rotary import read_frequencies
 from headstart.models.dense.weights import (
     FLOATS,
@@ -21,6 +22,7 @@ from headstart.models.dense.weights import (
 from headstart.models.families import FAMILIES, OtherKind, read_shape
 from headstart.models.files import read_json
 from headstart.models.half_weight import can_halve
+from headstart.models.linear import WeightKind
 from headstart.models.out_of_memory import is_out_of_memory
 from headstart.models.prefetch import ReadyMemory
 from headstart.native import library
@@ -37,13 +39,14 @@ def load_dense(
     dtype: str | torch.dtype,
     device: torch.device,
     ready_memory: ReadyMemory | None = None,
+    weights: WeightKind | None = None,
 ) -> DenseDecoder:
     """The decoder in `folder`; packed weights lie in `ready_memory` if it is large enough.
 
-    `dtype` "auto" is the checkpoint's own. Raises `OtherKind`, before weights are read, for a model
-    that is not of the families of `headstart.models.families`, or whose tensors are not exactly
-    theirs: transformers then loads it, or says what is wrong with it. Raises
-    `UnsupportedModelError` for weights that are not finite, and `OutOfMemoryError`.
+    `dtype` "auto" and `weights` None are the checkpoint's own. Raises `OtherKind`, before weights
+    are read, for a model that is not of the families of `headstart.models.families`, or whose
+    tensors are not exactly theirs: transformers then loads it, or says what is wrong with it.
+    Raises `UnsupportedModelError` for weights that are not finite, and `OutOfMemoryError`.
     """
     about, kept = _describe(folder)
     with Checkpoint(folder) as checkpoint:
@@ -54,7 +57,11 @@ def load_dense(
         kept = kept or checkpoint.dtypes(outline.shapes)[0]
         wanted = kept if isinstance(dtype, str) else dtype
         try:
-            if (wanted, device.type) == (torch.bfloat16, "cpu") and library() is not None:
+            if weights is not None:
+                floats = FloatReader(checkpoint, wanted, device)
+                quantised = QuantizedReader(floats, weights, about.shape.tied)
+                modules = DenseModules(about.shape, quantised)
+            elif (wanted, device.type) == (torch.bfloat16, "cpu") and library() is not None:
                 packed = PackedReader(checkpoint, outline.matrices, ready_memory)
                 modules = DenseModules(about.shape, packed)
                 packed.close()
@@ -68,7 +75,9 @@ def load_dense(
             raise OutOfMemoryError(
                 f"memory does not hold the model in {folder}: {type(error).__name__}: {error}"
             ) from error
-    return DenseDecoder(about, modules.eval(), wanted)
+    decoder = DenseDecoder(about, modules.eval(), wanted)
+    decoder.weights = weights
+    return decoder
 
 
 def _describe(folder: Path) -> tuple[Description, torch.dtype | None]:

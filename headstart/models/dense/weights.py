@@ -169,6 +169,11 @@ class FloatReader:
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of rows."""
+        return self._dtype
+
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         made = _Linear(inputs, outputs, bias, device="meta")
         made.weight = self._parameter(f"{name}.weight")
@@ -196,6 +201,12 @@ class FloatReader:
 
     def release(self) -> None:
         self._checkpoint.release()
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor as the file has it, until `release`."""
+        found = self._checkpoint.tensor(name).to(self._device)
+        _check_finite(name, found)
+        return found
 
     def _parameter(self, name: str) -> nn.Parameter:
         copied = self._copy(name)

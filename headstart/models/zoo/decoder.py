@@ -17,6 +17,7 @@ from headstart.models.context_length import context_length
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.files import fingerprint_files
 from headstart.models.fused import FusionSwitch
+from headstart.models.linear import QuantizedLinear
 from headstart.models.lora.files import Widths
 from headstart.models.packed import PackedLinear
 
@@ -101,7 +102,7 @@ class TransformersDecoder(DecoderModel):
                 continue
             if isinstance(module, Conv1D):
                 found[name] = Widths(*module.weight.shape)
-            elif isinstance(module, (nn.Linear, PackedLinear)):
+            elif isinstance(module, (nn.Linear, PackedLinear, QuantizedLinear)):
                 found[name] = Widths(module.in_features, module.out_features)
         return found
 
@@ -109,6 +110,8 @@ class TransformersDecoder(DecoderModel):
         module = dict(self._model.named_modules()).get(name)
         if isinstance(module, PackedLinear):
             return module.packed.unpack()
+        if isinstance(module, QuantizedLinear):
+            return module.unpack()
         found = dict(self._model.named_parameters(remove_duplicate=False)).get(f"{name}.weight")
         return None if found is None else found.detach()
 

@@ -18,11 +18,13 @@ from headstart.errors import UnsupportedModelError
 from headstart.models.compatibility.paged_kv import check_config
 from headstart.models.compatibility.proven import probe_once
 from headstart.models.files import stamp_files
+from headstart.models.linear import WeightKind
 from headstart.models.prefetch import ReadyMemory
 from headstart.models.silence_transformers import silence_transformers
 from headstart.models.zoo.checkpoint import check_decoder
 from headstart.models.zoo.decoder import TransformersDecoder
 from headstart.models.zoo.pretrained import load_config, load_weights
+from headstart.models.zoo.quantize import quantize_linears
 from headstart.models.zoo.swap import accelerate
 from headstart.models.zoo.vision import VISION_MODELS
 
@@ -34,6 +36,7 @@ def load_transformers(
     dtype: str | torch.dtype,
     device: torch.device,
     ready_memory: ReadyMemory | None = None,
+    weights: WeightKind | None = None,
 ) -> TransformersDecoder:
     """The model in `folder`, if transformers has its architecture and it runs over paged K/V.
 
@@ -50,8 +53,14 @@ def load_transformers(
             )
         loaded = _load_weights(folder, config, dtype)
         loaded = loaded.to(device).eval()  # type: ignore[arg-type]
-        fusion = accelerate(loaded, ready_memory)
-        return TransformersDecoder(loaded, probe_once(loaded, files), folder, fusion)
+        fusion = None
+        if weights is None:
+            fusion = accelerate(loaded, ready_memory)
+        else:
+            quantize_linears(loaded, weights)
+        decoder = TransformersDecoder(loaded, probe_once(loaded, files), folder, fusion)
+        decoder.weights = weights
+    return decoder
 
 
 def _load_weights(

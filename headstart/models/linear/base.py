@@ -1,0 +1,94 @@
+"""What all linear layers with quantised weights share."""
+
+import threading
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from headstart.errors import ConfigError
+
+__all__ = ["TILE", "QuantizedLinear", "WeightKind", "find_kind", "scratch"]
+
+WeightKind = Literal["int8", "int4"]
+"""How the weights of linear layers are kept, if not as the checkpoint has them."""
+
+
+def find_kind(name: str) -> WeightKind | None:
+    """The kind of this name, None for "auto": the checkpoint's own; raises `ConfigError`."""
+    kinds: tuple[WeightKind, ...] = get_args(WeightKind)
+    if name != "auto" and name not in kinds:
+        raise ConfigError(f"weights is {name!r}; it may be auto, {', '.join(kinds)}")
+    return next((kind for kind in kinds if kind == name), None)
+
+
+TILE = 1 << 20
+"""Elements of a weight that are dequantised at a time for a product of many rows: 4 MiB, which
+stay in a core's cache between dequantising and multiplying."""
+
+
+class QuantizedLinear(nn.Module, ABC):
+    """Replaces an `nn.Linear`; it has no parameter `weight`.
+
+    Rows are multiplied in float32, or in what a kind's own product takes, and come back in the
+    dtype in which they came. A row that is not finite gives a row that is not finite.
+    """
+
+    kind: ClassVar[WeightKind]
+    rounding: ClassVar[float]
+    """The unit in the last place of a row as it is multiplied, as a part of its largest element."""
+    bias: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, bias: Tensor | None) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
+        self.register_buffer("bias", bias, persistent=False)
+
+    @classmethod
+    @abstractmethod
+    def quantize(cls, weight: Tensor, bias: Tensor | None) -> "QuantizedLinear":
+        """A layer for a floating-point `[outputs, inputs]` and a bias `[outputs]` or None."""
+
+    @abstractmethod
+    def unpack(self) -> Tensor:
+        """The weight that the layer multiplies by, float32 `[outputs, inputs]`."""
+
+    @abstractmethod
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Rows float32 `[rows, inputs]`, at least one, times the weight: `[rows, outputs]`."""
+
+    def is_of(self, weight: Tensor) -> bool:
+        """True if the layer's weight is what quantising `weight` gives."""
+        if weight.shape != (self.out_features, self.in_features):
+            return False
+        return torch.equal(self.quantize(weight, None).unpack(), self.unpack())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., inputs]` times the weight, plus the bias: `[..., outputs]` in x's dtype."""
+        if not x.numel():
+            return x.new_empty((*x.shape[:-1], self.out_features))
+        out = self.multiply(x.reshape(-1, self.in_features).float())
+        if self.bias is not None:
+            out += self.bias
+        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
+
+
+_local = threading.local()
+
+
+def scratch(size: int, device: torch.device) -> Tensor:
+    """Memory of this thread for `size` float32 values, until the next call.
+
+    Kept, since fresh memory costs a page fault for every 4 KiB: as much as dequantising into it.
+    """
+    kept: dict[torch.device, Tensor] = _local.__dict__.setdefault("kept", {})
+    if device not in kept or len(kept[device]) < size:
+        kept[device] = torch.empty(size, dtype=torch.float32, device=device)
+    return kept[device][:size]

@@ -1,0 +1,54 @@
+"""Replaces the linear layers of a loaded transformers model by quantised ones."""
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from headstart.models.linear.base import WeightKind
+from headstart.models.linear.embedding import Int8Embedding
+from headstart.models.linear.int8 import Int8Linear, quantize_int8
+from headstart.models.linear.make import make_linear
+from headstart.models.packed import has_memory
+from headstart.models.zoo.decoder import text_part
+
+__all__ = ["quantize_linears"]
+
+# They choose among experts: small, and a near tie decided the other way is another expert.
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+
+
+def quantize_linears(model: PreTrainedModel, kind: WeightKind) -> None:
+    """Keep the weights of the text part's linear layers, and of the LM head, as `kind`.
+
+    One at a time, so that at most one weight is in memory twice. The LM head is int8 in either
+    kind, and embeddings that share its weight with it. Other embeddings, norms, routers, a vision
+    tower and what is no plain `nn.Linear` (the stacked weights of experts) stay as they are.
+    """
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear) and _can_replace(head):
+        _replace_head(model, head)
+    for parent in list(text_part(model).modules()):
+        for child_name, child in list(parent.named_children()):
+            if child_name not in _ROUTERS and child is not head and _can_replace(child):
+                assert isinstance(child, nn.Linear)
+                setattr(parent, child_name, make_linear(child.weight, child.bias, kind))
+
+
+def _can_replace(module: nn.Module) -> bool:
+    return (
+        type(module) is nn.Linear
+        and has_memory(module.weight)
+        and module.weight.is_floating_point()
+        and module.weight.numel() > 0
+    )
+
+
+def _replace_head(model: PreTrainedModel, head: nn.Linear) -> None:
+    weight = quantize_int8(head.weight)
+    embedding = model.get_input_embeddings()
+    places: dict[int, nn.Module] = {id(head): Int8Linear(weight, head.bias)}
+    if type(embedding) is nn.Embedding and embedding.weight is head.weight:
+        places[id(embedding)] = Int8Embedding(weight, head.weight.dtype)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in places:
+                setattr(parent, name, places[id(child)])

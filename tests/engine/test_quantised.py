@@ -1,0 +1,99 @@
+"""`weights="int8"` and "int4": answers, adapters, and K/V that are never another model's."""
+
+import shutil
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from headstart import LLM, LoRARequest, SamplingParams
+from headstart.errors import UnsupportedAdapterError
+from headstart.models.linear import QuantizedLinear, WeightKind
+from headstart.models.loader import load_model
+from headstart.models.lora.files import read_weights
+from tests.engine.tiny_llm import make_llm, save_smallest
+from tests.tiny_adapters import make_adapter
+from tests.tiny_models import VOCABULARY, save_tiny
+
+KINDS: tuple[WeightKind, ...] = get_args(WeightKind)
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
+
+
+def save_unpacked(llm: LLM, folder: Path) -> Path:
+    """The model of an engine as a checkpoint whose float weights are the unpacked ones."""
+    assert llm.engine.model.folder is not None
+    shutil.copytree(llm.engine.model.folder, folder)
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, module in llm.engine.model.module.named_modules():
+        if isinstance(module, QuantizedLinear):
+            plain.get_submodule(name).weight = torch.nn.Parameter(module.unpack())
+    plain.save_pretrained(folder)
+    return folder
+
+
+def ask(llm: LLM, prompts: list[list[int]], **options: Any) -> list[Any]:
+    given = [{"prompt_token_ids": tokens} for tokens in prompts]
+    outputs = llm.generate(given, GREEDY, use_tqdm=False, **options)
+    llm.close()
+    return [output.outputs[0] for output in outputs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_the_unpacked_weights_with_and_without_an_adapter(
+    kind: WeightKind, tmp_path: Path
+) -> None:
+    base = save_tiny("llama", tmp_path / "base")
+    adapter = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "down_proj"])
+    asked = [None, LoRARequest("one", 1, str(adapter)), None]
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        for length in (20, 33, 33)
+    ]
+    prompts[2] = prompts[1]
+    quantised = make_llm(base, weights=kind)
+    plain = make_llm(save_unpacked(quantised, tmp_path / "plain"))
+    found = ask(quantised, prompts, lora_request=asked)
+    expected = ask(plain, prompts, lora_request=asked)
+    assert found[1].token_ids != found[2].token_ids, "the adapter changes nothing"
+    for one, other in zip(found, expected, strict=True):
+        # The first token: later ones hang on it, and int4 layers round their inputs to bfloat16.
+        rank_of = {token: logprob.logprob for token, logprob in one.logprobs[0].items()}
+        for token, logprob in other.logprobs[0].items():
+            assert rank_of[token] == pytest.approx(
+                logprob.logprob, abs=0.002 if kind == "int8" else 0.3
+            )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_may_bring_a_copy_of_a_weight_but_not_another(
+    kind: WeightKind, tmp_path: Path
+) -> None:
+    """PEFT saves the LM head that it adapts, which a quantised model no longer has as it was."""
+    base = save_tiny("llama", tmp_path / "base")
+    adapter = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
+    model = load_model(base, weights=kind)
+    assert read_weights(adapter, model, 64).pairs.keys() >= {"lm_head"}
+    weights = load_file(adapter / "adapter_model.safetensors")
+    weights["base_model.model.lm_head.base_layer.weight"][0, 0] += 0.1
+    save_file(weights, adapter / "adapter_model.safetensors")
+    with pytest.raises(UnsupportedAdapterError, match="nor a copy"):
+        read_weights(adapter, model, 64)
+
+
+def test_blocks_of_other_bits_are_not_found(tmp_path: Path) -> None:
+    """One folder of K/V, and one model whose weights are kept in three ways."""
+    model, kept = save_smallest(tmp_path / "model"), str(tmp_path / "kept")
+    prompt = {"prompt_token_ids": list(range(3, 67))}
+    names, hits = [], []
+    for weights in ("auto", "int8", "int4", "int4", "int8", "auto"):
+        llm = make_llm(model, cache_dir=kept, weights=weights)
+        names.append(llm.engine.manager.names._model)
+        [output] = llm.generate(prompt, GREEDY)
+        hits.append(output.num_cached_tokens)
+        llm.close()
+    assert hits == [0, 0, 0, 48, 48, 48]
+    assert names[:3] == names[:2:-1] and len(set(names)) == 3

@@ -1,0 +1,130 @@
+"""int8 weights: against the product in float64, and row by row against batches."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.models.linear import QuantizedLinear, make_linear
+from headstart.models.linear import int8 as kinds
+from headstart.models.linear.int8 import quantize_int8
+
+SHAPES = [(1, 1), (7, 3), (64, 48), (131, 95), (300, 896), (2100, 512)]
+COUNTS = [1, 2, 5, 16, 128, 129, 200]
+PATHS = pytest.mark.parametrize("path", ["packed", "tiles"])
+
+
+def make_weight(outputs: int, inputs: int, seed: int = 0) -> Tensor:
+    """Outputs of very different sizes, one of them zero."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    weight *= torch.logspace(-3, 3, outputs).unsqueeze(1)
+    weight[outputs // 2] = 0
+    return weight
+
+
+def make_rows(count: int, inputs: int) -> Tensor:
+    """Rows of very different sizes, each with one much larger element, as decoders have them."""
+    rows = torch.randn(count, inputs, generator=torch.Generator().manual_seed(1))
+    rows[:, inputs // 3] *= 50
+    return rows * torch.logspace(-4, 4, count).unsqueeze(1)
+
+
+def make_layer(
+    weight: Tensor, bias: Tensor | None, path: str, patch: pytest.MonkeyPatch
+) -> QuantizedLinear:
+    if path == "tiles":
+        patch.setattr(kinds, "_has_fbgemm", lambda: False)
+    elif not kinds._has_fbgemm():
+        pytest.skip("this torch has no FBGEMM")
+    layer = make_linear(weight, bias, "int8")
+    assert isinstance(layer, QuantizedLinear)
+    return layer
+
+
+def assert_near(found: Tensor, rows: Tensor, weight: Tensor) -> None:
+    """Inputs are rounded to 14 bits of their row's largest; sums in float32 may add their own."""
+    expected = rows.double() @ weight.double().T
+    step = rows.double().abs().amax(1, keepdim=True) / (2 * 63 * 126)
+    limit = step * weight.double().abs().sum(1)
+    limit += 1e-6 * (rows.double().abs() @ weight.double().abs().T)
+    assert ((found.double() - expected).abs() <= 1.001 * limit).all()
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_a_weight_is_the_nearest_in_8_bits(outputs: int, inputs: int) -> None:
+    weight = make_weight(outputs, inputs)
+    found = quantize_int8(weight)
+    half = weight.abs().amax(1, keepdim=True) / 127 / 2
+    assert ((found.unpack() - weight).abs() <= half * 1.001).all()
+    assert found.values.abs().max() <= 127
+
+
+@PATHS
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_products_are_those_of_float64(
+    outputs: int, inputs: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer(make_weight(outputs, inputs), None, path, monkeypatch)
+    for count in COUNTS:
+        rows = make_rows(count, inputs)
+        assert_near(layer(rows), rows, layer.unpack())
+
+
+@PATHS
+def test_unpacked_it_is_the_weight_that_was_quantised(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = make_weight(131, 95)
+    assert torch.equal(
+        make_layer(weight, None, path, monkeypatch).unpack(), quantize_int8(weight).unpack()
+    )
+
+
+@PATHS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bias_dtype_and_leading_axes(
+    dtype: torch.dtype, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, bias = make_weight(20, 48).clamp(-10, 10), torch.linspace(-5, 5, 20)
+    layer = make_layer(weight.to(dtype), bias.to(dtype), path, monkeypatch)
+    rows = torch.randn(2, 3, 48, generator=torch.Generator().manual_seed(2)).to(dtype)
+    found = layer(rows)
+    assert found.shape == (2, 3, 20) and found.dtype == dtype
+    expected = rows.double() @ layer.unpack().double().T + bias.to(dtype).double()
+    torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0.01)
+    assert layer(rows[:, :0]).shape == (2, 0, 20)
+
+
+def test_a_row_has_the_same_bits_alone_and_in_any_batch_of_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = make_layer(make_weight(300, 896), None, "packed", monkeypatch)
+    rows = make_rows(128, 896)
+    together = layer(rows)
+    for start, stop in [(0, 1), (5, 6), (127, 128), (3, 7), (0, 64), (60, 128)]:
+        assert torch.equal(layer(rows[start:stop]), together[start:stop])
+
+
+@PATHS
+@pytest.mark.parametrize("count", [4, 150])
+def test_rows_that_are_not_finite_stay_so_and_disturb_no_other(
+    count: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer(make_weight(64, 48) + 0.1, None, path, monkeypatch)
+    rows = make_rows(count, 48)
+    expected = layer(rows)
+    rows[1, 3], rows[2, 5], rows[3, 0] = float("nan"), float("inf"), -float("inf")
+    found = layer(rows)
+    assert not found[1:4].isfinite().any()
+    assert torch.equal(found[[0, *range(4, count)]], expected[[0, *range(4, count)]])
+
+
+@PATHS
+def test_finite_rows_of_any_size_give_finite_rows(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer(make_weight(64, 48).clamp(-1, 1), None, path, monkeypatch)
+    rows = torch.stack([torch.zeros(48), torch.full((48,), 1e-42), torch.full((48,), 1e30)])
+    found = layer(rows)
+    assert found.isfinite().all() and (found[0] == 0).all()
+    assert_near(found[2:], rows[2:], layer.unpack())

@@ -1,0 +1,125 @@
+"""Models with quantised weights: against the same models with those weights in float."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from headstart.errors import ConfigError
+from headstart.models.decoder import DecoderModel
+from headstart.models.linear import Int8Embedding, QuantizedLinear, WeightKind
+from headstart.models.loader import load_model
+from headstart.models.zoo.decoder import forward_rows
+from headstart.models.zoo.loader import load_transformers
+from tests.models.paged import Paged
+from tests.tiny_models import VOCABULARY, save_tiny
+
+KINDS: tuple[WeightKind, ...] = get_args(WeightKind)
+# Ties, biases, fused projections, experts, capped logits, learned positions.
+ARCHITECTURES = ("llama", "qwen2", "qwen3_moe", "gemma2", "phi3", "opt", "gpt_neox", "deepseek_v3")
+TOKENS = torch.arange(3, 23) % VOCABULARY
+
+
+def quantised(model: DecoderModel) -> dict[str, QuantizedLinear]:
+    modules = model.module.named_modules()
+    return {name: module for name, module in modules if isinstance(module, QuantizedLinear)}
+
+
+def logits(model: DecoderModel) -> Tensor:
+    paged = Paged(model)
+    sequence = paged.add(TOKENS.tolist())
+    paged.step([(sequence, len(TOKENS))])
+    model.detach()
+    return torch.stack(sequence.logits)
+
+
+def in_float(folder: Path, model: DecoderModel) -> Any:
+    """transformers' model with what the quantised layers say that their weights are."""
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for name, layer in quantised(model).items():
+        # A parameter of its own, which embeddings do not share.
+        plain.get_submodule(name).weight = nn.Parameter(layer.unpack())
+    table = next((m for m in model.module.modules() if isinstance(m, Int8Embedding)), None)
+    if table is not None:
+        rows = table(torch.arange(table.num_embeddings))
+        plain.get_input_embeddings().weight = nn.Parameter(rows)
+    return plain
+
+
+def load_zoo(folder: Path, dtype: str = "float32", *, weights: WeightKind) -> DecoderModel:
+    """The model in transformers' own modules."""
+    return load_transformers(folder, getattr(torch, dtype), torch.device("cpu"), weights=weights)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("load", [load_model, load_zoo])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_are_those_of_the_unpacked_weights(
+    architecture: str, load: Any, kind: WeightKind, tmp_path: Path
+) -> None:
+    folder = save_tiny(architecture, tmp_path)
+    model = load(folder, "float32", weights=kind)
+    places = torch.arange(len(TOKENS))
+    expected = forward_rows(in_float(folder, model), TOKENS, places, places)
+    apart = (logits(model) - expected).norm(dim=-1) / expected.norm(dim=-1)
+    # int4 layers take their inputs in bfloat16; a near tie of experts may go the other way.
+    assert float(apart.median()) < (1e-3 if kind == "int8" else 0.03)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("load", [load_model, load_zoo])
+def test_every_layer_of_the_text_is_replaced(kind: WeightKind, load: Any, tmp_path: Path) -> None:
+    model = load(save_tiny("qwen2", tmp_path), weights=kind)
+    left = [name for name, m in model.module.named_modules() if isinstance(m, nn.Linear)]
+    found = quantised(model)
+    assert not left and len(found) == 3 * 7 + 1
+    assert found["lm_head"].kind == "int8"
+    plain = load_model(tmp_path)
+    assert model.linear_widths() == plain.linear_widths()
+    for name in found:
+        weight, original = model.weight(name), plain.weight(name)
+        assert weight is not None and original is not None
+        assert 0 < float((weight - original).norm() / original.norm()) < 0.2
+    assert model.weight("model.norm") is not None and model.weight("model") is None
+
+
+@pytest.mark.parametrize("load", [load_model, load_zoo])
+def test_embeddings_that_share_the_heads_weight_share_its_values(tmp_path: Path, load: Any) -> None:
+    config = AutoModelForCausalLM.from_pretrained(save_tiny("llama", tmp_path / "own")).config
+    config.tie_word_embeddings = True
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tied")
+    model = load(tmp_path / "tied", weights="int8")
+    table, head = model.layer("model.embed_tokens"), model.layer("lm_head")
+    assert isinstance(table, Int8Embedding) and isinstance(head, QuantizedLinear)
+    assert torch.equal(table(torch.arange(VOCABULARY)), head.unpack())
+    assert model.vocab_size == VOCABULARY and model.dtype == torch.float32
+
+
+def test_routers_and_experts_stay_as_they_are(tmp_path: Path) -> None:
+    model = load_model(save_tiny("qwen3_moe", tmp_path), weights="int4")
+    assert quantised(model).keys() == {
+        f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(3) for name in "qkvo"
+    } | {"lm_head"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(kind: WeightKind, tmp_path: Path) -> None:
+    """300 rows take the product of many rows, pieces of 7 that of few."""
+    model = load_model(save_tiny("llama", tmp_path), "float32", weights=kind)
+    paged = Paged(model, num_blocks=256)
+    prompt = (torch.arange(200) * 7 % VOCABULARY).tolist()
+    whole, cut = paged.add(prompt), paged.add(prompt)
+    paged.step([(whole, 200)])
+    while cut.done < 200:
+        paged.step([(cut, min(7, 200 - cut.done))])
+    found, expected = torch.stack(cut.logits), torch.stack(whole.logits)
+    apart = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(apart.max()) < (5e-3 if kind == "int8" else 0.03)
+
+
+def test_a_kind_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="weights is 'int3'; it may be auto, int8, int4"):
+        load_model(tmp_path, weights="int3")

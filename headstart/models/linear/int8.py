@@ -2,9 +2,9 @@
 
     weight[o, i]  ~  values[o, i] * scales[o]        values int8, -127 .. 127
 
-Few rows are multiplied as integers, by FBGEMM, which torch brings for x86. It takes 7 bits of an
-input: with 8, a CPU without VNNI saturates the sum of two products. A row has some elements much
-larger than the others, and 7 bits of the largest are too few for the rest (perplexity 17 % worse in
+Rows are multiplied as integers, by FBGEMM, which torch brings for x86. It takes 7 bits of an input:
+with 8, a CPU without VNNI saturates the sum of two products. A row has some elements much larger
+than the others, and 7 bits of the largest are too few for the rest (perplexity 17 % worse in
 SmolLM2-135M). So a row is split into two digits of 7 bits, two rows of one product:
 
     x  ~  top / 63 * (high + low / 126)              high, low: whole numbers, -63 .. 63
@@ -13,7 +13,7 @@ which has 14 bits, at the price of a second row that costs nothing while the pro
 memory. Sums of integers are exact, so a row's result has the same bits alone, in any batch, on any
 number of threads and on any CPU that has FBGEMM.
 
-Many rows take a float product: the weight is dequantised tile by tile into scratch memory.
+Without FBGEMM the weight is dequantised tile by tile into scratch memory for a float product.
 """
 
 import warnings
@@ -31,8 +31,6 @@ _LEVELS = 127
 _DIGIT = 63  # the largest digit
 _ZERO_POINT = 64
 _TINY = 1e-30  # an all-zero row has no scale
-# With more rows than these, two integer rows cost more than a float row and dequantising.
-_MOST_DIGIT_ROWS = 128
 
 
 class Int8Weight(NamedTuple):
@@ -80,17 +78,13 @@ class Int8Linear(QuantizedLinear):
         return cls(quantize_int8(weight), bias)
 
     def unpack(self) -> Tensor:
-        return Int8Weight(self._values(), self.scales).unpack()
+        values = self.values if self._packed is None else _unpack(self._packed)
+        return Int8Weight(values, self.scales).unpack()
 
     def multiply(self, rows: Tensor) -> Tensor:
-        if self._packed is None or len(rows) > _MOST_DIGIT_ROWS:
-            return _multiply_tiles(rows, Int8Weight(self._values(), self.scales))
-        return _multiply_digits(rows, self._packed)
-
-    def _values(self) -> Tensor:
         if self._packed is None:
-            return self.values
-        return _unpack(self._packed)
+            return _multiply_tiles(rows, Int8Weight(self.values, self.scales))
+        return _multiply_digits(rows, self._packed)
 
 
 def _multiply_digits(rows: Tensor, packed: Any) -> Tensor:

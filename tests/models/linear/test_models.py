@@ -107,7 +107,7 @@ def test_routers_and_experts_stay_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(kind: WeightKind, tmp_path: Path) -> None:
-    """300 rows take the product of many rows, pieces of 7 that of few."""
+    """All 200 rows take the product of many rows where a kind has one, pieces of 7 that of few."""
     model = load_model(save_tiny("llama", tmp_path), "float32", weights=kind)
     paged = Paged(model, num_blocks=256)
     prompt = (torch.arange(200) * 7 % VOCABULARY).tolist()

@@ -15,6 +15,7 @@ import huggingface_hub as hub  # its names are imported when they are used, whic
 from safetensors import SafetensorError, safe_open
 
 from headstart.errors import DamagedModelError, ModelError, ModelNotFoundError
+from headstart.imports import load_module
 from headstart.models.config_values import LAYER_COUNTS, WIDTHS, check_values, find_values
 from headstart.validation import describe, shorten
 
@@ -42,7 +43,7 @@ _HUB_TIMEOUT = 5.0
 
 
 def find_folder(model: str | Path) -> Path:
-    """The folder of a model given by local path or hub name (`owner/name`).
+    """The folder of a model given by local path, GGUF file or hub name (`owner/name`).
 
     `headstart-tiny` is the model that comes with the package. A hub name is first looked up in the
     local download cache, then on the network. Raises `ModelNotFoundError`.
@@ -57,10 +58,14 @@ def find_folder(model: str | Path) -> Path:
         path = Path(model).expanduser()
         if path.is_dir():
             return path
-        if path.exists():
+        is_gguf = path.suffix == ".gguf" and path.is_file()
+        if path.exists() and not is_gguf:
             raise ModelNotFoundError(f"{model} is a file; a model is a folder with a config.json")
     except (OSError, RuntimeError) as error:  # the name is too long, or ~user does not exist
         raise ModelNotFoundError(f"there is no folder {shorten(str(model))}: {error}") from error
+    if is_gguf:
+        made: Path = load_module("headstart.models.gguf.folder").gguf_folder(path)
+        return made
     name = str(model)
     if isinstance(model, Path) or name.startswith((".", "/", "~", "\\")) or name.count("/") > 1:
         raise ModelNotFoundError(f"there is no folder {model}")
@@ -158,7 +163,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights, by name; raises `DamagedModelError` if one is missing."""
-    for stem in ("model.safetensors", "pytorch_model.bin"):
+    for stem in ("model.safetensors", "pytorch_model.bin", "model.gguf"):
         if (folder / stem).is_file():
             return [folder / stem]
         index = folder / f"{stem}.index.json"

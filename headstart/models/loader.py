@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from headstart.errors import UnsupportedModelError
 from headstart.imports import load_module
 from headstart.models.decoder import DecoderModel
 from headstart.models.dense.loader import load_dense
@@ -42,6 +43,8 @@ def load_model(
         return load_dense(folder, fast, wanted, ready_memory, kind)
     except OtherKind as other:
         reason = str(other)
+    if (folder / "model.gguf").is_file():
+        raise UnsupportedModelError(f"{model} is not a GGUF file that headstart reads: {reason}")
     _log.debug("%s runs through transformers: %s", folder, reason)
     # transformers' modelling code takes seconds to import.
     zoo = load_module("headstart.models.zoo.loader")

@@ -18,9 +18,13 @@ from headstart.models.dense.weights import (
     HalfReader,
     Outline,
     PackedReader,
+    Reader,
+    Tensors,
 )
 from headstart.models.families import FAMILIES, OtherKind, read_shape
 from headstart.models.files import read_json
+from headstart.models.gguf.checkpoint import GGUFCheckpoint
+from headstart.models.gguf.reader import GGUFReader
 from headstart.models.half_weight import can_halve
 from headstart.models.linear import WeightKind
 from headstart.models.out_of_memory import is_out_of_memory
@@ -49,7 +53,7 @@ def load_dense(
     Raises `UnsupportedModelError` for weights that are not finite, and `OutOfMemoryError`.
     """
     about, kept = _describe(folder)
-    with Checkpoint(folder) as checkpoint:
+    with _open_checkpoint(folder) as checkpoint:
         outline = Outline()
         DenseModules(about.shape, outline)
         _check_tensors(checkpoint, outline, about.shape.tied)
@@ -57,9 +61,9 @@ def load_dense(
         kept = kept or checkpoint.dtypes(outline.shapes)[0]
         wanted = kept if isinstance(dtype, str) else dtype
         try:
-            if weights is not None:
-                floats = FloatReader(checkpoint, wanted, device)
-                quantised = QuantizedReader(floats, weights, about.shape.tied)
+            floats = FloatReader(checkpoint, wanted, device)
+            quantised = _quantised_reader(checkpoint, floats, weights, about.shape.tied)
+            if quantised is not None:
                 modules = DenseModules(about.shape, quantised)
             elif (wanted, device.type) == (torch.bfloat16, "cpu") and library() is not None:
                 packed = PackedReader(checkpoint, outline.matrices, ready_memory)
@@ -68,7 +72,7 @@ def load_dense(
             elif can_halve(held, wanted, device):
                 modules = DenseModules(about.shape, HalfReader(checkpoint))
             else:
-                modules = DenseModules(about.shape, FloatReader(checkpoint, wanted, device))
+                modules = DenseModules(about.shape, floats)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -78,6 +82,22 @@ def load_dense(
     decoder = DenseDecoder(about, modules.eval(), wanted)
     decoder.weights = weights
     return decoder
+
+
+def _open_checkpoint(folder: Path) -> Checkpoint | GGUFCheckpoint:
+    is_gguf = (folder / "model.gguf").is_file()
+    return GGUFCheckpoint(folder) if is_gguf else Checkpoint(folder)
+
+
+def _quantised_reader(
+    checkpoint: Tensors, floats: FloatReader, weights: WeightKind | None, tied: bool
+) -> Reader | None:
+    """Makes layers of the wanted kind, or of the checkpoint's own; None if that is float."""
+    if weights is not None:
+        return QuantizedReader(floats, weights, tied)
+    if isinstance(checkpoint, GGUFCheckpoint):
+        return GGUFReader(checkpoint, floats, tied)
+    return None
 
 
 def _describe(folder: Path) -> tuple[Description, torch.dtype | None]:
@@ -117,7 +137,7 @@ def _eos_token_ids(folder: Path, config: DenseConfig) -> frozenset[int]:
     return frozenset(map(int, [found] if isinstance(found, int) else found))
 
 
-def _check_tensors(checkpoint: Checkpoint, outline: Outline, tied: bool) -> None:
+def _check_tensors(checkpoint: Tensors, outline: Outline, tied: bool) -> None:
     """Raise `OtherKind` unless the checkpoint holds the tensors of the outline and no others."""
     held, needed = checkpoint.shapes, outline.shapes
     checkpoint.dtypes(held.keys() & needed.keys())

@@ -30,6 +30,7 @@ __all__ = [
     "Outline",
     "PackedReader",
     "Reader",
+    "Tensors",
 ]
 
 _DTYPES = {
@@ -53,6 +54,27 @@ class Reader(WeightReader, Protocol):
 
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
         """Token ids to rows `[..., width]`."""
+        ...
+
+    def release(self) -> None:
+        """Unmap what was read."""
+        ...
+
+
+class Tensors(Protocol):
+    """A checkpoint's tensors by name."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's shape."""
+        ...
+
+    def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
+        """The dtypes of these tensors; raises `OtherKind` unless all are floats."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor; it may lie in the file until `release`."""
         ...
 
     def release(self) -> None:
@@ -166,7 +188,7 @@ class _Linear(nn.Linear):
 class FloatReader:
     """Modules of torch, in one dtype, on any device."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, checkpoint: Tensors, dtype: torch.dtype, device: torch.device) -> None:
         self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
 
     @property
@@ -247,7 +269,7 @@ class PackedReader(FloatReader):
     """As `FloatReader` in bfloat16 on the CPU, with weights packed for the compiled kernels."""
 
     def __init__(
-        self, checkpoint: Checkpoint, matrices: list[torch.Size], ready_memory: ReadyMemory | None
+        self, checkpoint: Tensors, matrices: list[torch.Size], ready_memory: ReadyMemory | None
     ) -> None:
         super().__init__(checkpoint, torch.bfloat16, torch.device("cpu"))
         self._arena = Arena(matrices, ready_memory)

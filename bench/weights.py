@@ -1,0 +1,80 @@
+"""Weights in 8 and 4 bits: time of a token and of a prefill, against float.
+
+A model of a known shape with random weights runs once per kind, in turns in one process, so that a
+noisy machine is noisy for all. A decode waits for memory, and reads fewer bytes; a prefill waits
+for multiplications. Prints a table, and one JSON line.
+
+    python bench/weights.py [shape]
+"""
+
+import json
+import statistics
+import sys
+import time
+
+import torch
+from shapes import SHAPES, model_folder
+
+from headstart import LLM, SamplingParams
+
+KINDS = ("auto", "int8", "int4")
+PROMPT = 512
+TOKENS = 16
+BATCH = 8
+ROUNDS = 3
+
+
+def seconds(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
+    """Time of a call, from prompt to last token; nothing is cached."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    begin = time.perf_counter()
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return time.perf_counter() - begin
+
+
+def measure(llm: LLM, vocabulary: int, seed: int) -> dict[str, float]:
+    """Milliseconds: of a prefill, of a token, and of a token of each of several requests."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(3, vocabulary, (BATCH, PROMPT), generator=generator).tolist()
+    prefill = seconds(llm, prompts[:1], 1)
+    short = [prompt[:16] for prompt in prompts]
+    decode = seconds(llm, short[:1], TOKENS + 1) - seconds(llm, short[:1], 1)
+    batch = seconds(llm, short, TOKENS + 1) - seconds(llm, short, 1)
+    return {
+        f"prefill of {PROMPT} tokens": 1e3 * prefill,
+        "a token": 1e3 * decode / TOKENS,
+        f"a token of {BATCH} requests": 1e3 * batch / TOKENS,
+    }
+
+
+def main(shape: str = "qwen2.5-0.5b") -> None:
+    folder = model_folder(shape)
+    engines = {
+        kind: LLM(folder, weights=kind, enable_prefix_caching=False, max_model_len=1024)
+        for kind in KINDS
+    }
+    runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+    for seed in range(ROUNDS + 1):
+        for kind, llm in engines.items():
+            found = measure(llm, SHAPES[shape].vocab_size, seed)
+            if seed:  # the first round warms up
+                runs[kind].append(found)
+    names = list(runs["auto"][0])
+    medians = {
+        kind: {name: statistics.median(run[name] for run in found) for name in names}
+        for kind, found in runs.items()
+    }
+    dtype = str(engines["auto"].engine.model.dtype).removeprefix("torch.")
+    print(f"{shape}, {torch.get_num_threads()} thread(s), medians of {ROUNDS} in ms; auto: {dtype}")
+    for name in names:
+        plain = medians["auto"][name]
+        values = (
+            f"{kind} {found[name]:8.1f} ({plain / found[name]:.2f}x)"
+            for kind, found in medians.items()
+        )
+        print(f"{name:24}", "   ".join(values))
+    print(json.dumps({"shape": shape, "float": dtype, "ms": medians}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

@@ -1,0 +1,1 @@
+"""Models in GGUF files, the format of llama.cpp. The package `gguf` reads them."""

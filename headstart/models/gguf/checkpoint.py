@@ -1,0 +1,158 @@
+"""The tensors of a GGUF file under transformers' names, one at a time."""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.models.families import OtherKind
+from headstart.models.gguf.blocks import FORMATS, read_int4
+from headstart.models.gguf.library import import_gguf
+from headstart.models.linear import WeightKind
+from headstart.models.linear.int4 import Int4Weight
+
+__all__ = ["ARCHITECTURES", "GGUFCheckpoint"]
+
+_log = logging.getLogger(__name__)
+
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GEMMA = _NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+ARCHITECTURES = {
+    "llama": _NAMES,
+    "qwen2": _NAMES,
+    "qwen3": _NAMES,
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+}
+"""The architectures whose tensors are known, and transformers' names for them."""
+
+_FLOATS = frozenset({"F32", "F16", "BF16"})
+# What has no kind of 4 bits that holds it; all others are kept in 8.
+_NARROW = frozenset({"Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS"})
+_PLACE = re.compile(r"(?:blk\.(\d{1,9})\.)?([a-z_]+)\.(weight|bias)")
+
+
+class GGUFCheckpoint:
+    """The tensors of `model.gguf` in a folder, as `Checkpoint` has those of safetensors files.
+
+    Raises `OtherKind` for an architecture that is not in `ARCHITECTURES`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        file = folder / "model.gguf"
+        self._gguf: Any = import_gguf(file)
+        reader = self._gguf.GGUFReader(file)
+        self._architecture = str(reader.fields["general.architecture"].contents())
+        if self._architecture not in ARCHITECTURES:
+            raise OtherKind(
+                f"a GGUF file of the architecture {self._architecture}; "
+                f"read are {', '.join(ARCHITECTURES)}"
+            )
+        self._heads, self._kv_heads = (
+            int(reader.fields[f"{self._architecture}.attention.{name}"].contents())
+            for name in ("head_count", "head_count_kv")
+        )
+        self._tensors: dict[str, Any] = {self._name(t.name): t for t in reader.tensors}
+        self._told = False
+
+    def __enter__(self) -> "GGUFCheckpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's shape."""
+        return {
+            name: tuple(int(side) for side in reversed(tensor.shape))
+            for name, tensor in self._tensors.items()
+        }
+
+    def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
+        """float32: what `tensor` gives."""
+        return [torch.float32 for _ in names]
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor in float32, in memory of its own."""
+        entry = self._tensors[name]
+        data = self._gguf.quants.dequantize(self._rows(name, entry.data), entry.tensor_type)
+        found = torch.from_numpy(data.astype("float32")).view(self.shapes[name])
+        # llama.cpp keeps Gemma's norms with the 1 that the model adds to them.
+        return found - 1 if "norm" in name and self._architecture.startswith("gemma") else found
+
+    def kind(self, name: str) -> WeightKind | None:
+        """The nearest kind to the tensor's own bits; None for a float."""
+        own = self._type(name)
+        if own in _FLOATS:
+            return None
+        return "int4" if own in FORMATS or own in _NARROW else "int8"
+
+    def int4(self, name: str) -> Int4Weight | None:
+        """The tensor in its own 4 bits; None if it has others."""
+        own = self._type(name)
+        if own not in FORMATS:
+            return None
+        return read_int4(self._rows(name, self._tensors[name].data), own, self._gguf)
+
+    def tell(self) -> None:
+        """Log in one line what becomes of the file's formats."""
+        kinds = Counter(map(self._type, self._tensors))
+        kept = [f"{count} {kind}" for kind, count in kinds.items() if kind in FORMATS | _FLOATS]
+        other = {self._type(name): self.kind(name) for name in self._tensors}
+        made = [
+            f"{count} {kind} re-quantised to {other[kind]}"
+            for kind, count in kinds.items()
+            if kind not in FORMATS | _FLOATS
+        ]
+        _log.info("tensors of the GGUF file: %s", ", ".join([*kept, *made]))
+
+    def release(self) -> None:
+        """Nothing is kept: the file is mapped, and tensors are copied out of it."""
+
+    def _type(self, name: str) -> str:
+        return str(self._tensors[name].tensor_type.name)
+
+    def _name(self, name: str) -> str:
+        found = _PLACE.fullmatch(name)
+        ours = found and ARCHITECTURES[self._architecture].get(found[2])
+        if not found or not ours:
+            return name
+        layer = "" if found[1] is None else f"model.layers.{found[1]}."
+        return f"{layer}{ours}.{found[3]}"
+
+    def _rows(self, name: str, data: Any) -> Any:
+        """Rows of bytes or numbers, of Q and K in transformers' order.
+
+        llama.cpp puts the two halves of a head, which are rotated together, side by side.
+        """
+        part = name.split(".")[-2]
+        if self._architecture != "llama" or part not in ("q_proj", "k_proj"):
+            return data
+        heads = self._heads if part == "q_proj" else self._kv_heads
+        halves = data.reshape(heads, len(data) // heads // 2, 2, *data.shape[1:])
+        return halves.swapaxes(1, 2).reshape(data.shape)

@@ -1,0 +1,83 @@
+"""A model's folder for a GGUF file: its configuration and tokenizer, and a link to the file.
+
+All that headstart knows of models begins with a folder. transformers reads configuration and
+tokenizer out of the file's metadata, which takes seconds to minutes; so both are kept in the user's
+cache, and read again only if the file is another one.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from headstart.errors import DamagedModelError, ModelError, UnsupportedModelError
+from headstart.models.gguf.library import import_gguf
+from headstart.models.silence_transformers import silence_transformers
+
+__all__ = ["gguf_folder"]
+
+
+def gguf_folder(file: Path) -> Path:
+    """The folder for a GGUF file; made on the first call, whole or not at all.
+
+    It is below `$HEADSTART_GGUF_DIR`, or the user's cache folder. Raises `UnsupportedModelError`
+    (an architecture that transformers does not read, or the package is missing),
+    `DamagedModelError` or, where the cache cannot be written to, `ModelError`.
+    """
+    import_gguf(file)
+    file, stat = file.resolve(), file.stat()
+    version = repr((str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns)).encode()
+    folder = _cache_folder() / f"{file.stem}-{hashlib.sha256(version).hexdigest()[:12]}"
+    if (folder / "config.json").is_file():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=".gguf-", dir=folder.parent))
+    except OSError as error:
+        raise ModelError(
+            f"cannot write to {folder.parent}: {error.strerror}; set HEADSTART_GGUF_DIR to a "
+            "folder that can be written to"
+        ) from error
+    try:
+        _write(file, unfinished)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was first
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _write(file: Path, folder: Path) -> None:
+    given: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    try:
+        with silence_transformers():
+            config = AutoConfig.from_pretrained(file.parent, **given)
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
+            tokenizer.save_pretrained(folder)
+    # transformers raises KeyError, TypeError, ValueError, OSError; the tokenizers a bare Exception.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        kind = UnsupportedModelError if "not supported" in reason else DamagedModelError
+        raise kind(f"{file} cannot be read: {type(error).__name__}: {reason}") from error
+    content = config.to_dict()
+    for name in ("_name_or_path", "_model_name_or_path", "transformers_version"):
+        content.pop(name, None)
+    # Of the rows between layers; the file's weights say nothing of it.
+    content["dtype"] = "bfloat16"
+    (folder / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+    (folder / "model.gguf").symlink_to(file)
+
+
+def _cache_folder() -> Path:
+    if chosen := os.environ.get("HEADSTART_GGUF_DIR"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "headstart" / "gguf"

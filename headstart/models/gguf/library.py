@@ -1,0 +1,20 @@
+"""The package `gguf`, which is an optional dependency."""
+
+from pathlib import Path
+from typing import Any
+
+from headstart.errors import UnsupportedModelError
+
+__all__ = ["import_gguf"]
+
+
+def import_gguf(file: Path) -> Any:
+    """The package; raises `UnsupportedModelError` where it is missing."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"{file} is a GGUF file, and the package that reads it is missing: "
+            "pip install 'headstart[gguf]'"
+        ) from error
+    return gguf

@@ -29,7 +29,7 @@ def gguf_folder(file: Path) -> Path:
     (an architecture that transformers does not read, or the package is missing),
     `DamagedModelError` or, where the cache cannot be written to, `ModelError`.
     """
-    import_gguf(file)
+    gguf = import_gguf(file)
     file, stat = file.resolve(), file.stat()
     version = repr((str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns)).encode()
     folder = _cache_folder() / f"{file.stem}-{hashlib.sha256(version).hexdigest()[:12]}"
@@ -44,7 +44,7 @@ def gguf_folder(file: Path) -> Path:
             "folder that can be written to"
         ) from error
     try:
-        _write(file, unfinished)
+        _write(gguf, file, unfinished)
         try:
             unfinished.rename(folder)
         except OSError:
@@ -55,25 +55,40 @@ def gguf_folder(file: Path) -> Path:
     return folder
 
 
-def _write(file: Path, folder: Path) -> None:
+def _write(gguf: Any, file: Path, folder: Path) -> None:
     given: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
         with silence_transformers():
             config = AutoConfig.from_pretrained(file.parent, **given)
             tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
             tokenizer.save_pretrained(folder)
+        changes = _attention(config, gguf.GGUFReader(file))
     # transformers raises KeyError, TypeError, ValueError, OSError; the tokenizers a bare Exception.
     except Exception as error:
         reason = " ".join(str(error).split())
         kind = UnsupportedModelError if "not supported" in reason else DamagedModelError
         raise kind(f"{file} cannot be read: {type(error).__name__}: {reason}") from error
-    content = config.to_dict()
+    content = config.to_dict() | changes
     for name in ("_name_or_path", "_model_name_or_path", "transformers_version"):
         content.pop(name, None)
     # Of the rows between layers; the file's weights say nothing of it.
     content["dtype"] = "bfloat16"
     (folder / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
     (folder / "model.gguf").symlink_to(file)
+
+
+def _attention(config: Any, reader: Any) -> dict[str, Any]:
+    """What transformers leaves at an architecture's default: width and scale of a head."""
+    field = reader.fields.get(f"{config.model_type.removesuffix('_text')}.attention.key_length")
+    if field is None:
+        return {}
+    width = int(field.contents())
+    if not hasattr(config, "query_pre_attn_scalar"):
+        return {"head_dim": width}
+    # The file does not say: as llama.cpp does it, by the number of layers.
+    is_27b = config.num_hidden_layers in (46, 62)
+    scale = config.hidden_size // config.num_attention_heads if is_27b else width
+    return {"head_dim": width, "query_pre_attn_scalar": scale}
 
 
 def _cache_folder() -> Path:

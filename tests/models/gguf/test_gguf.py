@@ -1,0 +1,224 @@
+"""GGUF files: written by the package `gguf`, read by headstart, held to the model they are of."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from headstart import LLM, SamplingParams
+from headstart.errors import ModelNotFoundError, UnsupportedModelError
+from headstart.models.gguf import library
+from headstart.models.gguf.blocks import FORMATS, read_int4
+from headstart.models.gguf.checkpoint import ARCHITECTURES
+from headstart.models.linear import Int8Embedding, QuantizedLinear
+from headstart.models.linear.int4 import Int4Linear
+from headstart.models.loader import load_model
+from headstart.models.tokenizer import load_tokenizer
+from headstart.models.zoo.decoder import forward_rows
+from tests.models.paged import Paged
+
+gguf: Any = pytest.importorskip("gguf")
+
+VOCABULARY = 160
+BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**BASE, tie_word_embeddings=False),
+    "qwen2": Qwen2Config(**BASE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**BASE, tie_word_embeddings=False),
+    # The file has no scale of queries: it is the head's width.
+    "gemma2": Gemma2Config(**BASE, query_pre_attn_scalar=16, sliding_window=64),
+}
+TOKENS = torch.arange(3, 23)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HEADSTART_GGUF_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def make_model(architecture: str) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[architecture]).eval()
+    for name, weight in model.named_parameters():
+        torch.nn.init.normal_(weight, 0.5 * ("norm" in name), max(weight.shape[-1], 16) ** -0.5)
+    return model
+
+
+def write_gguf(file: Path, architecture: str, model: Any, kind: str) -> Path:
+    """The model as llama.cpp converts it, its matrices in one format."""
+    config = model.config
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_name("tiny")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    if architecture == "gemma2":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    letters = [chr(30 + at) for at in range(3, VOCABULARY - 1)]
+    writer.add_token_list(["<0>", "<1>", "<2>", *letters, "ab"])
+    writer.add_token_types([3 if at < 3 else 1 for at in range(VOCABULARY)])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    theirs = {ours: name for name, ours in ARCHITECTURES[architecture].items()}
+    wanted = gguf.GGMLQuantizationType[kind]
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        part, _, suffix = name.rpartition(".")
+        prefix, number = "", part.split(".")[2:3]
+        if part.startswith("model.layers."):
+            prefix, part = f"blk.{number[0]}.", part.split(".", 3)[3]
+        data = tensor.numpy()
+        if architecture == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
+            data = data.reshape(-1, 2, config.head_dim // 2, data.shape[-1])
+            data = data.swapaxes(1, 2).reshape(tensor.shape)
+        if architecture == "gemma2" and "norm" in part:
+            data = data + 1
+        if data.ndim == 1:
+            writer.add_tensor(f"{prefix}{theirs[part]}.{suffix}", data)
+        else:
+            packed = gguf.quants.quantize(data, wanted)
+            writer.add_tensor(f"{prefix}{theirs[part]}.{suffix}", packed, raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def logits(model: Any) -> torch.Tensor:
+    paged = Paged(model)
+    sequence = paged.add(TOKENS.tolist())
+    paged.step([(sequence, len(TOKENS))])
+    return torch.stack(sequence.logits)
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_a_file_of_floats_is_the_model(architecture: str, tmp_path: Path) -> None:
+    original = make_model(architecture)
+    file = write_gguf(tmp_path / "tiny.gguf", architecture, original, "F32")
+    model = load_model(file, "float32")
+    places = torch.arange(len(TOKENS))
+    expected = forward_rows(original, TOKENS, places, places)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    assert model.fallback_reason is None and model.eos_token_ids == {2}
+    assert not any(isinstance(m, QuantizedLinear) for m in model.module.modules())
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted", "apart"),
+    [("Q4_0", "int4", 2e-3), ("Q4_1", "int4", 2e-3), ("Q8_0", "int8", 8e-3), ("F16", None, 0)],
+)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_weights_are_those_of_the_file(
+    architecture: str, kind: str, wanted: str | None, apart: float, tmp_path: Path
+) -> None:
+    """4 bits are kept, but for the rounding of scales; 8 bits, and the head, are rounded once more."""
+    original = make_model(architecture)
+    file = write_gguf(tmp_path / "tiny.gguf", architecture, original, kind)
+    model = load_model(file, "float32")
+    number = gguf.GGMLQuantizationType[kind]
+    for name in model.linear_widths():
+        weight, layer = original.get_submodule(name).weight.detach().numpy(), model.layer(name)
+        data = gguf.quants.dequantize(gguf.quants.quantize(weight, number), number)
+        expected, found = torch.from_numpy(data).float(), model.weight(name)
+        assert found is not None
+        assert float((found - expected).norm()) <= apart * float(expected.norm())
+        assert getattr(layer, "kind", None) == (
+            wanted if name != "lm_head" or not wanted else "int8"
+        )
+    tied = wanted is not None and original.config.tie_word_embeddings
+    assert isinstance(model.layer("model.embed_tokens"), Int8Embedding) == tied
+
+
+@pytest.mark.parametrize("kind", sorted(FORMATS))
+def test_blocks_of_any_bytes(kind: str) -> None:
+    """Against the package's own dequantising, for bytes that no quantiser would write."""
+    generator = np.random.default_rng(0)
+    number = gguf.GGMLQuantizationType[kind]
+    per_block, size = gguf.GGML_QUANT_SIZES[number]
+    data = generator.integers(0, 256, (40, 512 // per_block * size), dtype=np.uint8)
+    scales = generator.normal(0, 0.1, (40, 512 // per_block, 2)).astype(np.float16)
+    blocks = data.reshape(40, -1, size)
+    blocks[:, :, : 2 if kind == "Q4_0" else 4] = (
+        scales[:, :, : 1 if kind == "Q4_0" else 2].copy().view(np.uint8)
+    )
+    expected = torch.from_numpy(gguf.quants.dequantize(data, number))
+    found = Int4Linear(read_int4(data, kind, gguf)).unpack()
+    # Scale and zero point are rounded to 8 bits, and are up to 15 steps.
+    limit = expected.view(40, -1, 32).abs().amax(-1, keepdim=True) * 0.02
+    apart = (found - expected).abs().view(40, -1, 32)
+    assert (apart <= limit + 1e-6).all()
+
+
+def test_a_file_answers_and_brings_its_tokenizer(tmp_path: Path, cache: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", "llama", make_model("llama"), "Q4_1")
+    llm = LLM(str(file), dtype="float32", num_blocks=24, num_threads=1)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    [output] = llm.generate({"prompt_token_ids": TOKENS.tolist()}, params)
+    assert len(output.outputs[0].token_ids) == 4
+    llm.close()
+    tokenizer = load_tokenizer(file)
+    assert tokenizer is not None and tokenizer.decode([3 + 35]) == chr(30 + 38)
+    [folder] = cache.iterdir()
+    stamp = (folder / "tokenizer.json").stat().st_mtime_ns
+    load_model(file, weights="int8")
+    assert [folder] == list(cache.iterdir()), "made once"
+    assert (folder / "tokenizer.json").stat().st_mtime_ns == stamp
+    write_gguf(file, "llama", make_model("llama"), "Q8_0")
+    load_model(file)
+    assert len(list(cache.iterdir())) == 2, "another file of the same name"
+
+
+def test_other_architectures_and_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text("no model")
+    with pytest.raises(ModelNotFoundError, match="is a file; a model is a folder"):
+        load_model(tmp_path / "note.txt")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(8))
+    with pytest.raises(Exception, match=r"broken\.gguf cannot be read"):
+        load_model(tmp_path / "broken.gguf")
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some.gguf").write_bytes(b"GGUF")
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(UnsupportedModelError, match=r"pip install 'headstart\[gguf\]'"):
+        library.import_gguf(tmp_path / "some.gguf")
+    with pytest.raises(UnsupportedModelError, match=r"pip install 'headstart\[gguf\]'"):
+        load_model(tmp_path / "some.gguf")

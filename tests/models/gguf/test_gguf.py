@@ -143,13 +143,13 @@ def test_a_file_of_floats_is_the_model(architecture: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("kind", "wanted", "apart"),
-    [("Q4_0", "int4", 2e-3), ("Q4_1", "int4", 2e-3), ("Q8_0", "int8", 8e-3), ("F16", None, 0)],
+    [("Q4_0", "int4", 3e-3), ("Q4_1", "int4", 3e-3), ("Q8_0", "int8", 8e-3), ("F16", None, 0)],
 )
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_weights_are_those_of_the_file(
     architecture: str, kind: str, wanted: str | None, apart: float, tmp_path: Path
 ) -> None:
-    """4 bits are kept, but for the rounding of scales; 8 bits, and the head, are rounded once more."""
+    """4 bits are kept, but for scales; 8 bits, and the head, are rounded once more."""
     original = make_model(architecture)
     file = write_gguf(tmp_path / "tiny.gguf", architecture, original, kind)
     model = load_model(file, "float32")
@@ -159,7 +159,8 @@ def test_weights_are_those_of_the_file(
         data = gguf.quants.dequantize(gguf.quants.quantize(weight, number), number)
         expected, found = torch.from_numpy(data).float(), model.weight(name)
         assert found is not None
-        assert float((found - expected).norm()) <= apart * float(expected.norm())
+        limit = 8e-3 if wanted and name == "lm_head" else apart
+        assert float((found - expected).norm()) <= limit * float(expected.norm())
         assert getattr(layer, "kind", None) == (
             wanted if name != "lm_head" or not wanted else "int8"
         )

@@ -18,8 +18,8 @@ from shapes import SHAPES, model_folder
 from headstart import LLM, SamplingParams
 
 KINDS = ("auto", "int8", "int4")
-PROMPT = 512
-TOKENS = 16
+PROMPT = 256
+TOKENS = 8
 BATCH = 8
 ROUNDS = 3
 

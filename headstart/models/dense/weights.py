@@ -243,7 +243,7 @@ class FloatReader:
 class HalfReader(FloatReader):
     """As `FloatReader` in float32 on the CPU, with matrices that stay in bfloat16."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Tensors) -> None:
         super().__init__(checkpoint, torch.float32, torch.device("cpu"))
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:

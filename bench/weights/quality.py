@@ -6,7 +6,7 @@ hidden and inner dimensions are shuffled, which changes no answer, and puts othe
 group. The text is the documentation strings of Python's standard library. Prints a table, and one
 JSON line; exits with 1 where a limit is exceeded.
 
-    python bench/quality.py [windows of 512 tokens]        needs: pip install gguf
+    python bench/weights/quality.py [windows of 512 tokens]        needs: pip install gguf
 """
 
 import ast
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from shapes import FOLDER
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from headstart import LLM, SamplingParams
 
+FOLDER = Path(__file__).resolve().parents[2] / "build" / "bench"
 LIMITS = {"int8": 1.005, "int4": 1.05}
 """Perplexity, as a multiple of the float model's."""
 WINDOW = 512

@@ -1,10 +1,10 @@
 """Weights in 8 and 4 bits: time of a token and of a prefill, against float.
 
-A model of a known shape with random weights runs once per kind, in turns in one process, so that a
-noisy machine is noisy for all. A decode waits for memory, and reads fewer bytes; a prefill waits
-for multiplications. Prints a table, and one JSON line.
+A model runs once per kind, in turns in one process, so that a noisy machine is noisy for all. A
+decode waits for memory, and reads fewer bytes; a prefill waits for multiplications. Prints a table,
+and one JSON line.
 
-    python bench/weights.py [shape]
+    python bench/weights/speed.py build/bench/qwen2.5-0.5b      bench/shapes.py makes this folder
 """
 
 import json
@@ -13,7 +13,6 @@ import sys
 import time
 
 import torch
-from shapes import SHAPES, model_folder
 
 from headstart import LLM, SamplingParams
 
@@ -47,8 +46,7 @@ def measure(llm: LLM, vocabulary: int, seed: int) -> dict[str, float]:
     }
 
 
-def main(shape: str = "qwen2.5-0.5b") -> None:
-    folder = model_folder(shape)
+def main(folder: str) -> None:
     engines = {
         kind: LLM(folder, weights=kind, enable_prefix_caching=False, max_model_len=1024)
         for kind in KINDS
@@ -56,7 +54,7 @@ def main(shape: str = "qwen2.5-0.5b") -> None:
     runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     for seed in range(ROUNDS + 1):
         for kind, llm in engines.items():
-            found = measure(llm, SHAPES[shape].vocab_size, seed)
+            found = measure(llm, llm.engine.model.vocab_size, seed)
             if seed:  # the first round warms up
                 runs[kind].append(found)
     names = list(runs["auto"][0])
@@ -65,7 +63,9 @@ def main(shape: str = "qwen2.5-0.5b") -> None:
         for kind, found in runs.items()
     }
     dtype = str(engines["auto"].engine.model.dtype).removeprefix("torch.")
-    print(f"{shape}, {torch.get_num_threads()} thread(s), medians of {ROUNDS} in ms; auto: {dtype}")
+    print(
+        f"{folder}, {torch.get_num_threads()} thread(s), medians of {ROUNDS} in ms; auto: {dtype}"
+    )
     for name in names:
         plain = medians["auto"][name]
         values = (
@@ -73,8 +73,8 @@ def main(shape: str = "qwen2.5-0.5b") -> None:
             for kind, found in medians.items()
         )
         print(f"{name:24}", "   ".join(values))
-    print(json.dumps({"shape": shape, "float": dtype, "ms": medians}))
+    print(json.dumps({"model": folder, "float": dtype, "ms": medians}))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(sys.argv[1])

@@ -14,6 +14,7 @@
      ├ OutOfMemoryError        no memory for the model, or for even one such request
      ├ CacheError              misuse of the cache manager: double free, unknown sequence
      └ EngineError             a step failed and its requests ended, or the engine is closed
+        └ ReplicaLostError        the replica that answered died; only its own requests end
 
 The text of an error holds the value that was wrong and the range that is allowed.
 """
@@ -30,6 +31,7 @@ __all__ = [
     "ModelError",
     "ModelNotFoundError",
     "OutOfMemoryError",
+    "ReplicaLostError",
     "RequestError",
     "UnsupportedAdapterError",
     "UnsupportedModelError",
@@ -90,3 +92,7 @@ class CacheError(HeadstartError):
 
 class EngineError(HeadstartError):
     """A step failed and its requests ended with this error, or the engine is closed."""
+
+
+class ReplicaLostError(EngineError):
+    """The replica that computed an answer died in the middle of it; the request may come again."""

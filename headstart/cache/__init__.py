@@ -27,6 +27,7 @@ from headstart.cache.identity import (
 )
 from headstart.cache.lookup import ComputedBlocks, PartialHit
 from headstart.cache.manager import KVCacheManager
+from headstart.cache.observed import ObservedManager
 from headstart.cache.pool import BlockPicture, BlockPool, BlockState
 from headstart.cache.portable_names import BlockNames
 from headstart.cache.sequence import Mark, TokenSequence
@@ -58,6 +59,7 @@ __all__ = [
     "MissReason",
     "MultiModalItem",
     "Namespace",
+    "ObservedManager",
     "PartialHit",
     "PrefixCacheStats",
     "PrefixNode",

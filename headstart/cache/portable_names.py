@@ -27,7 +27,7 @@ class BlockNames:
 
     def __init__(self, block_size: int, model: str = "", digest: Digest = sha256) -> None:
         self.block_size = block_size
-        self._model = model
+        self.model = model
         self._digest = digest
 
     def of_node(self, node: PrefixNode) -> BlockHash:
@@ -50,7 +50,7 @@ class BlockNames:
         return chain_hashes(self._root(namespace), keys, self._digest)
 
     def _root(self, namespace: Namespace) -> BlockHash:
-        return root_hash(namespace, self.block_size, self._model, self._digest)
+        return root_hash(namespace, self.block_size, self.model, self._digest)
 
 
 def check_names(config: CacheConfig, names: BlockNames | None) -> BlockNames:

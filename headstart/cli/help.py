@@ -7,13 +7,15 @@ from typing import Any
 
 import click
 
+from headstart.cluster.options import ReplicaConfig
 from headstart.server.options import ServerOptions
 
 __all__ = ["SPEED", "GroupedCommand", "GroupedOption", "group_of"]
 
-MAIN, SERVER, SAMPLING, MEMORY, MODELS, SPEED, INTERNALS, OTHER = (
+MAIN, SERVER, REPLICAS, SAMPLING, MEMORY, MODELS, SPEED, INTERNALS, OTHER = (
     "Options",
     "How the server is reached",
+    "Replicas",
     "How answers are chosen",
     "Memory and speed",
     "Images and adapters",
@@ -24,6 +26,7 @@ MAIN, SERVER, SAMPLING, MEMORY, MODELS, SPEED, INTERNALS, OTHER = (
 _GROUPS = {
     MAIN: ("max_tokens", "temperature", "max_model_len", "device", "dtype", "weights"),
     SERVER: tuple(field.name for field in fields(ServerOptions)),
+    REPLICAS: tuple(field.name for field in fields(ReplicaConfig)),
     SAMPLING: (
         *("top_p", "top_k", "min_p", "seed", "stop", "min_tokens", "ignore_eos"),
         *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -73,7 +76,8 @@ class GroupedCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """One list of options for each group that has some."""
         groups: dict[str, list[tuple[str, str]]] = {
-            name: [] for name in (MAIN, SERVER, SAMPLING, MEMORY, MODELS, SPEED, INTERNALS, OTHER)
+            name: []
+            for name in (MAIN, SERVER, REPLICAS, SAMPLING, MEMORY, MODELS, SPEED, INTERNALS, OTHER)
         }
         for parameter in self.get_params(ctx):
             is_option = isinstance(parameter, click.Option)

@@ -34,11 +34,13 @@ from headstart.cli.options import (
 from headstart.cli.replay import replay
 from headstart.cli.reply import print_reply
 from headstart.cli.run import read_questions
-from headstart.cli.serve import run_server, take_server_options
+from headstart.cli.serve import run_server, take_options
 from headstart.cli.show import check_svg
 from headstart.cli.streams import as_typed, prepare_streams
+from headstart.cluster.options import ReplicaConfig
 from headstart.errors import HeadstartError
 from headstart.imports import load_module
+from headstart.server.options import ServerOptions
 from headstart.version import __version__
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -174,8 +176,8 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
 @engine_options
 def serve(model: str, **options: Any) -> None:
     """Answer OpenAI's clients over HTTP; each answer says how much of its prompt was cached."""
-    server = take_server_options(options)
-    run_server(model, sort_options(options).engine, server)
+    server, replicas = take_options(options, ServerOptions), take_options(options, ReplicaConfig)
+    run_server(model, sort_options(options).engine, server, replicas)
 
 
 main.add_command(models)

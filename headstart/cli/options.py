@@ -17,6 +17,7 @@ import click
 
 import headstart
 from headstart.cli.help import GroupedOption, group_of
+from headstart.cluster.options import ReplicaConfig
 from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.params import SamplingParams
 from headstart.engine.startup.threads import count_cores
@@ -83,7 +84,8 @@ def engine_options(command: Command) -> Command:
 
 
 def server_options(command: Command) -> Command:
-    """Give a command one flag for each field of ServerOptions."""
+    """Give a command one flag for each field of ServerOptions and ReplicaConfig."""
+    command = _add_flags(command, ReplicaConfig, list(fields(ReplicaConfig)), {})
     return _add_flags(command, ServerOptions, list(fields(ServerOptions)), {})
 
 

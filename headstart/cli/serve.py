@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -14,6 +14,7 @@ from headstart.cli.notes import note
 from headstart.cli.opening import announce
 from headstart.cli.options import RANDOM_MODEL, resolve_model
 from headstart.cli.progress import waiting
+from headstart.cluster.options import ReplicaConfig
 from headstart.errors import ConfigError
 from headstart.imports import load_module
 from headstart.server.options import ServerOptions
@@ -21,40 +22,69 @@ from headstart.server.options import ServerOptions
 if TYPE_CHECKING:
     import socket
 
-__all__ = ["run_server", "take_server_options"]
+__all__ = ["run_server", "take_options"]
+
+Options = TypeVar("Options", ServerOptions, ReplicaConfig)
 
 
-def take_server_options(given: dict[str, Any]) -> ServerOptions:
-    """The server's options, taken out of all that were given. Raises ConfigError."""
-    names = {field.name for field in fields(ServerOptions)}
+def take_options(given: dict[str, Any], kind: type[Options]) -> Options:
+    """The options of one kind, taken out of all that were given. Raises ConfigError."""
+    names = {field.name for field in fields(kind)}
     said = {name: given.pop(name) for name in list(given) if name in names}
-    return ServerOptions(**{name: value for name, value in said.items() if value is not None})
+    return kind(**{name: value for name, value in said.items() if value is not None})
 
 
-def run_server(model: str, engine: Mapping[str, Any], options: ServerOptions) -> None:
-    """Load a model and serve it until a signal comes.
+def run_server(
+    model: str, engine: Mapping[str, Any], options: ServerOptions, replicas: ReplicaConfig
+) -> None:
+    """Load a model, or start replicas of it, and serve it until a signal comes.
 
-    Raises ConfigError, ModelError or OutOfMemoryError.
+    Raises ConfigError, ModelError, OutOfMemoryError or EngineError.
     """
-    launch = _import_launch()
+    launch = _import_optional("headstart.server.launch", "serve")
     with closing(launch.listen(options)) as at:  # a port in use is told before seconds of loading
         tenants = launch.open_tenants(options, at.getsockname()[0])
-        with waiting(announce(model)):
-            async_llm = load_module("headstart.engine.async_llm").AsyncLLM
-            shared = {"eviction": "fair-lru"} if tenants.ask_for_keys else {}
-            llm = async_llm(resolve_model(model), **{**shared, **engine})
-        with closing(llm):
-            said = _Address(at, options, model, with_key=tenants.ask_for_keys)
-            launch.serve(llm, model, options, tenants, at, said.tell)
+        shared = {"eviction": "fair-lru"} if tenants.ask_for_keys else {}
+        engine = {**shared, **engine}
+        said = _Address(at, options, model, with_key=tenants.ask_for_keys)
+        opened = _open_replicas if replicas.is_wanted else _open_engine
+        with opened(model, engine, options, replicas) as (llm, cache_api):
+            app = launch.create_app(llm, model, options, tenants, **cache_api)
+            launch.serve(app, at, said.tell)
     note("Stopped.")
 
 
-def _import_launch() -> Any:
+@contextmanager
+def _open_engine(
+    model: str, engine: Mapping[str, Any], options: ServerOptions, replicas: ReplicaConfig
+) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    with waiting(announce(model)):
+        async_llm = load_module("headstart.engine.async_llm").AsyncLLM
+        llm = async_llm(resolve_model(model), **engine)
+    with closing(llm):
+        yield llm, {}
+
+
+@contextmanager
+def _open_replicas(
+    model: str, engine: Mapping[str, Any], options: ServerOptions, replicas: ReplicaConfig
+) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    name = resolve_model(model)
+    with waiting(announce(model)):
+        make = _import_optional("headstart.cluster.serving.cluster", "cluster").ReplicaCluster
+        cluster = make(name, engine, replicas, options.drain_seconds)
+    with closing(cluster):
+        cache_api = load_module("headstart.cluster.serving.cache_api").router
+        yield cluster.llm, {"cache_api": cache_api}
+
+
+def _import_optional(module: str, extra: str) -> Any:
+    """A module of ours that needs what `pip install headstart` leaves out. Raises ConfigError."""
     try:
-        return load_module("headstart.server.launch")
+        return load_module(module)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"the server needs {error.name}: pip install 'headstart[serve]'"
+            f"the server needs {error.name}: pip install 'headstart[{extra}]'"
         ) from error
 
 

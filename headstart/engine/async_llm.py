@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from headstart.engine.adapters.request import LoRARequest
 from headstart.engine.outputs import ShownOutputs
 from headstart.engine.params import SamplingParams
-from headstart.engine.startup.start import start_engine
+from headstart.engine.startup.start import Started, start_engine
 from headstart.engine.vllm_api.arg_utils import EngineArgs, require_engine_args
 from headstart.engine.vllm_api.call_options import (
     StreamChatOptions,
@@ -27,6 +27,7 @@ from headstart.engine.vllm_api.call_options import (
 )
 from headstart.engine.vllm_api.calls import ASYNC_CHAT, ASYNC_GENERATE
 from headstart.engine.vllm_api.members import ASYNC_LLM
+from headstart.engine.vllm_api.metrics import Metric, read_metrics
 from headstart.engine.vllm_api.signatures import check_calls
 from headstart.errors import ConfigError, EngineError
 from headstart.validation import check_flag
@@ -55,7 +56,16 @@ class AsyncLLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         """Load a model; `options` are the fields of `EngineConfig`, or vLLM's."""
-        started = start_engine(model, options)
+        self._take(start_engine(model, options))
+
+    @classmethod
+    def from_started(cls, started: Started) -> AsyncLLM:
+        """One over an engine that is there."""
+        llm = cls.__new__(cls)
+        llm._take(started)
+        return llm
+
+    def _take(self, started: Started) -> None:
         self.engine, self._chats, self._driver, self._sampling = started
         weakref.finalize(self, self._driver.close)
 
@@ -166,6 +176,10 @@ class AsyncLLM:
     async def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function` in the engine's thread between two steps; for what reads the cache."""
         return await self._driver.call_async(function)
+
+    def read_metrics(self) -> list[Metric]:
+        """The engine's counts and values of now. For the engine's thread: see `call`."""
+        return read_metrics(self.engine)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """As `LLM.get_default_sampling_params`: a copy that may be changed."""

@@ -2,11 +2,12 @@
 
 import itertools
 import time
+from typing import Protocol
 
 import torch
 
 from headstart.cache import TokenSequence
-from headstart.engine.adapters.store import AdapterStore
+from headstart.engine.adapters.request import Adapter
 from headstart.engine.images.reading import Tenant
 from headstart.engine.inputs import InputProcessor, Prompt, RequestOptions, choose_salt
 from headstart.engine.logits.factory import ProcessorFactory
@@ -18,7 +19,15 @@ from headstart.engine.sampling.sampler import SamplingState
 from headstart.engine.text.detokenizer import Detokenizer, TokenTexts
 from headstart.engine.text.output import OutputText
 
-__all__ = ["RequestMaker"]
+__all__ = ["NamedAdapters", "RequestMaker"]
+
+
+class NamedAdapters(Protocol):
+    """The adapters that requests may ask for."""
+
+    def find(self, name: str) -> Adapter:
+        """The adapter of this name. Raises RequestError."""
+        ...
 
 
 class RequestMaker:
@@ -32,7 +41,7 @@ class RequestMaker:
         self,
         inputs: InputProcessor,
         vocabulary: Vocabulary,
-        adapters: AdapterStore,
+        adapters: NamedAdapters,
         *,
         max_model_len: int,
         first_seed: int,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from headstart.server import page, tokenize
@@ -35,7 +35,6 @@ _ROUTERS = (
     messages.router,
     responses.router,
     tokenize.router,
-    cache.router,
 )
 
 
@@ -44,20 +43,22 @@ def create_app(
     name: str,
     options: ServerOptions | None = None,
     tenants: Tenants | None = None,
+    cache_api: APIRouter = cache.router,
 ) -> FastAPI:
     """An ASGI application that answers with a model; `name` is the model's in the API.
 
     tenants: None for those that the options and the API keys on this machine make. Whoever made
-    `llm` closes it. Raises ConfigError.
+    `llm` closes it. cache_api: what is below `/cache`; the page at `/` shows that of one engine
+    alone. Raises ConfigError.
     """
     options = options or ServerOptions()
     tenants = tenants or open_tenants(options)
     app = FastAPI(title="headstart", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = Service(llm, name, options, tenants)
     app.state.responses = ResponseStore()
-    for router in _ROUTERS:
+    for router in (*_ROUTERS, cache_api):
         app.include_router(router)
-    page.mount(app)
+    page.mount(app, with_pool=cache_api is cache.router)
     add_handlers(app)
     app.add_middleware(Frontdoor, service=app.state.service)
     app.add_middleware(RequestLog)

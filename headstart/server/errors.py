@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headstart.errors import EngineError, HeadstartError, RequestError
+from headstart.errors import EngineError, HeadstartError, ReplicaLostError, RequestError
 from headstart.validation import shorten
 
 __all__ = ["ApiError", "JsonResponse", "add_handlers", "as_api_error", "body_of", "headers_of"]
@@ -83,6 +83,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
+    if isinstance(error, ReplicaLostError):
+        return ApiError(503, str(error), code="replica_lost", retry_after=1)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, shorten(str(error.detail)))
     if isinstance(error, RequestValidationError):

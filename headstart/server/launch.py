@@ -10,21 +10,18 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import uvicorn
+from fastapi import FastAPI
 
 from headstart.errors import ConfigError
 from headstart.server.app import create_app
 from headstart.server.monitoring.logs import set_up_logs
 from headstart.server.options import ServerOptions
 from headstart.server.service import Service
-from headstart.server.tenants import Tenants, open_tenants
+from headstart.server.tenants import open_tenants
 
-if TYPE_CHECKING:
-    from headstart.engine.async_llm import AsyncLLM
-
-__all__ = ["listen", "open_tenants", "serve"]
+__all__ = ["create_app", "listen", "open_tenants", "serve"]
 
 
 def listen(options: ServerOptions) -> socket.socket:
@@ -55,21 +52,14 @@ def _check_tls(options: ServerOptions) -> None:
         ) from error
 
 
-def serve(
-    llm: AsyncLLM,
-    name: str,
-    options: ServerOptions,
-    tenants: Tenants,
-    at: socket.socket,
-    ready: Callable[[], None] = lambda: None,
-) -> None:
+def serve(app: FastAPI, at: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
     """Answer requests until SIGINT or SIGTERM; `ready` is called when the first can come.
 
-    Then nothing new is taken, and what runs has `drain_seconds` to end. A second signal ends it,
-    a third kills the process. Whoever made `llm` closes it.
+    app: of `create_app`. After a signal nothing new is taken, and what runs has `drain_seconds` to
+    end. A second signal ends it, a third kills the process. Whoever made its engine closes it.
     """
+    options: ServerOptions = app.state.service.options
     set_up_logs(options.log_format)
-    app = create_app(llm, name, options, tenants)
     config = uvicorn.Config(
         app,
         log_config=None,

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "engine": {"models", "attention", "tiers", "cache"},
     "omni": {"engine", "models", "cache"},
     "server": {"engine", "omni", "cache"},
-    "cluster": {"cache", "tiers", "engine", "server"},
+    "cluster": {"cache", "tiers", "models", "engine", "server"},
     "errors": set(),
     "validation": set(),
     "version": set(),

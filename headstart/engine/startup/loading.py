@@ -7,6 +7,7 @@ import torch
 
 from headstart.engine.config import make_config
 from headstart.engine.engine import Engine
+from headstart.engine.startup.parts import make_parts
 from headstart.engine.startup.threads import count_cores
 from headstart.errors import ConfigError
 from headstart.models.loader import load_model
@@ -21,13 +22,14 @@ def load_engine(
     *,
     tokenizer_folder: Path | None = None,
     ready_memory: ReadyMemory | None = None,
+    is_observed: bool = False,
     **options: Any,
 ) -> Engine:
     """An engine for a model by path or name; `options` are the fields of `EngineConfig`.
 
     The tokenizer is the model's own unless another folder is given. Packed weights lie in
-    `ready_memory` if that is given and fits them. Raises ConfigError, ModelError or
-    OutOfMemoryError; nothing is left behind.
+    `ready_memory` if that is given and fits them. is_observed: see `make_parts`.
+    Raises ConfigError, ModelError or OutOfMemoryError; nothing is left behind.
     """
     config = make_config(options)
     # Nothing else computes yet, and getting memory for the weights keeps every core busy.
@@ -41,4 +43,5 @@ def load_engine(
         )
     finally:
         torch.set_num_threads(config.threads)
-    return Engine.of_model(decoder, tokenizer, config)
+    parts = make_parts(decoder, tokenizer, config, is_observed=is_observed)
+    return Engine(parts, config)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from headstart.attention import PagedKVMemory
-from headstart.cache import BlockNames, CacheConfig, KVCacheManager
+from headstart.cache import BlockNames, CacheConfig, KVCacheManager, ObservedManager
 from headstart.engine.config import EngineConfig
 from headstart.engine.startup.sizing import count_blocks, longest_sequence
 from headstart.engine.tiering.identity import identify
@@ -50,9 +50,16 @@ def open_store(model: ModelRecord, config: EngineConfig) -> BlockStore:
 
 
 def make_parts(
-    decoder: DecoderModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
+    decoder: DecoderModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: EngineConfig,
+    *,
+    is_observed: bool = False,
 ) -> Parts:
-    """Memory, cache and store for a model. Raises ConfigError or OutOfMemoryError."""
+    """Memory, cache and store for a model. Raises ConfigError or OutOfMemoryError.
+
+    is_observed: the manager is an `ObservedManager`.
+    """
     vision = _load_vision(decoder, tokenizer)
     blocks = count_blocks(config, decoder, vision.bytes_per_row if vision is not None else 0)
     limit = longest_sequence(config, decoder.max_model_len, blocks)
@@ -67,11 +74,12 @@ def make_parts(
         stores = Stores(open_store(model, config), open_store(OBJECTS, config))
     cache = CacheConfig(
         num_blocks=blocks,
-        events=stores is not None,
+        events=is_observed or stores is not None,
         **config.shared() | {"partial_hits": config.partial_hits and not config.deterministic},
     )
     names = BlockNames(config.block_size, "" if model is None else model.fingerprint)
-    return Parts(decoder, tokenizer, memory, KVCacheManager(cache, names), limit, vision, stores)
+    manager = (ObservedManager if is_observed else KVCacheManager)(cache, names)
+    return Parts(decoder, tokenizer, memory, manager, limit, vision, stores)
 
 
 def _load_vision(

@@ -31,18 +31,25 @@ class Started(NamedTuple):
     sampling: SamplingParams
 
 
-def start_engine(model: str | Path, options: dict[str, Any]) -> Started:
+def start_engine(
+    model: str | Path, options: dict[str, Any], *, is_observed: bool = False
+) -> Started:
     """An engine for a model by path or hub name; `options` are those of `LLM(...)`.
 
     Wrong options and files are told before torch is imported, which takes seconds, and memory for
-    the weights is got meanwhile. Raises ConfigError, ModelError or OutOfMemoryError.
+    the weights is got meanwhile. is_observed: see `make_parts`.
+    Raises ConfigError, ModelError or OutOfMemoryError.
     """
     read = read_options(model, options)
     config = make_config(read.config)
     memory = read_ahead(model, config.dtype, config.device, config.weights)
     loading = load_module("headstart.engine.startup.loading")
     engine = loading.load_engine(
-        model, tokenizer_folder=read.tokenizer, ready_memory=memory, **read.config
+        model,
+        tokenizer_folder=read.tokenizer,
+        ready_memory=memory,
+        is_observed=is_observed,
+        **read.config,
     )
     chats = load_module("headstart.engine.chat.requests").ChatRequests(engine, read.chat_template)
     driver = load_module("headstart.engine.driver").Driver(engine)

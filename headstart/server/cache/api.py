@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headstart.cache import BlockHash
     from headstart.engine.request import RequestGroup
 
-__all__ = ["router"]
+__all__ = ["prepare", "router"]
 
 router = APIRouter(prefix="/cache")
 
@@ -37,7 +37,7 @@ async def show_cache(request: Request) -> Response:
 async def explain_prompt(body: PromptBody, request: Request) -> Response:
     """Why a prompt would hit what it would, without running it."""
     service = service_of(request)
-    prepared = await _prepare(service, body, request)
+    prepared = await prepare(service, body, request)
     sequence = prepared.requests[0].sequence
     manager = service.llm.engine.manager
 
@@ -64,7 +64,7 @@ async def explain_prompt(body: PromptBody, request: Request) -> Response:
 async def prewarm(body: PromptBody, request: Request) -> Response:
     """Compute a prompt ahead of the requests that begin like it."""
     service = service_of(request)
-    prepared = await _prepare(service, body, request)
+    prepared = await prepare(service, body, request)
     output = await unless_gone(request, service.answer(prepared))
     return JsonResponse(
         {
@@ -117,7 +117,7 @@ async def show_block(block_id: int, request: Request) -> Response:
     return JsonResponse(await service_of(request).live.block_text(block_id))
 
 
-async def _prepare(service: Service, body: PromptBody, request: Request) -> RequestGroup:
+async def prepare(service: Service, body: PromptBody, request: Request) -> RequestGroup:
     params = service.params({"max_tokens": 1, "temperature": 0}, stream=False)
     options: dict[str, Any] = {
         "adapter": service.adapter(body.model),

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
     from headstart.engine.async_llm import AsyncLLM
-    from headstart.engine.engine import Engine
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
 
@@ -31,13 +30,13 @@ _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 1310
 class _EngineCounts(Collector):
     """What the engine counts itself, read when it is asked for. For the engine's thread."""
 
-    def __init__(self, engine: Engine, model: str) -> None:
-        self._engine = engine
+    def __init__(self, llm: AsyncLLM, model: str) -> None:
+        self._llm = llm
         self._model = model
 
     def collect(self) -> Iterable[Family]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-        for metric in engine_metrics.read_metrics(self._engine):
+        for metric in self._llm.read_metrics():
             if metric.name not in families:
                 is_count = isinstance(metric, engine_metrics.Counter)
                 kind = CounterMetricFamily if is_count else GaugeMetricFamily
@@ -86,7 +85,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model = model
         self._gaps = _Gaps("vllm:inter_token_latency_seconds", "From a token to the next", model)
-        self.registry.register(_EngineCounts(llm.engine, model))
+        self.registry.register(_EngineCounts(llm, model))
         self.registry.register(self._gaps)
         self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that ended")
         self._cached = self._counter("headstart:cached_prompt_tokens", "Those that were cached")

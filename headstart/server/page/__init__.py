@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from headstart.server.page.reference import render_reference
@@ -33,11 +33,16 @@ class _Files(StaticFiles):
         return response
 
 
-def mount(app: FastAPI) -> None:
-    """Serve the page and its files, and the description of the API at `/docs`."""
+def mount(app: FastAPI, *, with_pool: bool = True) -> None:
+    """Serve the page and its files, and the description of the API at `/docs`.
+
+    with_pool: there is one pool to show; without, the description is the page.
+    """
 
     @app.get("/", include_in_schema=False)
     async def show_page(request: Request) -> Response:
+        if not with_pool:
+            return RedirectResponse("/docs")
         return FileResponse(_FILES / "index.html", headers=_HEADERS)
 
     @app.get("/docs", include_in_schema=False)

@@ -26,7 +26,7 @@ def test_a_model_has_the_name_that_people_know(folder: Path | None, name: str) -
 
 
 def fingerprint(llm: LLM) -> str:
-    found = llm.engine.manager.names._model
+    found = llm.engine.manager.names.model
     llm.close()
     return found
 

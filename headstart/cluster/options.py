@@ -1,0 +1,63 @@
+"""The options of a server with replicas; command line flags are made from these fields."""
+
+from dataclasses import dataclass
+
+from headstart.cluster.policies import DEFAULT_POLICY, POLICIES
+from headstart.errors import ConfigError
+from headstart.validation import Number, OneOf, check_fields, option
+
+__all__ = ["ReplicaConfig"]
+
+_COUNTS = Number(int, 1, 4096)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaConfig:
+    """How many engines answer, and what each is given. Raises ConfigError."""
+
+    replicas: int | None = option(
+        None, "engines behind this server, on Ray Serve; default: one, in this process", _COUNTS
+    )
+    max_replicas: int | None = option(
+        None, "have Ray add replicas up to so many as requests queue up", _COUNTS
+    )
+    requests_per_replica: int = option(
+        32, "requests under way in a replica that Ray scales for", Number(int, 1)
+    )
+    replica_cpus: float | None = option(
+        None,
+        "CPUs that Ray reserves for a replica; default: an even share of one machine's, or 1",
+        Number(float, 0, above_low=True),
+    )
+    replica_gpus: float | None = option(
+        None,
+        "GPUs that Ray reserves for a replica; default: 1 with device cuda",
+        Number(float, 0),
+    )
+    routing: str = option(
+        DEFAULT_POLICY, "how a replica is chosen for a request", OneOf(tuple(POLICIES))
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        least = self.replicas or 1
+        if self.max_replicas is not None and self.max_replicas < least:
+            raise ConfigError(
+                f"max_replicas is {self.max_replicas} and replicas is {least}; allowed: at least "
+                "as many"
+            )
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there are to be replicas at all."""
+        return self.replicas is not None or self.max_replicas is not None
+
+    @property
+    def least(self) -> int:
+        """Replicas that there are in any case."""
+        return self.replicas or 1
+
+    @property
+    def most(self) -> int:
+        """Replicas that there may be."""
+        return self.max_replicas or self.least

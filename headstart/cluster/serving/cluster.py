@@ -1,0 +1,177 @@
+"""Starts replicas: finds or starts Ray, deploys the engines, and makes an `llm` of them.
+
+    ReplicaCluster ──ray.init──▶ Ray of RAY_ADDRESS or of this machine; else one of its own
+                   ──serve.run──▶ engines, as many as asked for, each with its CPUs and GPUs
+                   ──facts──────▶ FrontEngine, ReplicaDriver, ReplicatedLLM
+
+A server that finds its application running, which is named by the model and the options, uses it
+as it is: several servers may have the same replicas, each with an index of its own. The
+application goes with the server that deployed it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import AutoscalingConfig, ProxyLocation, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from headstart.cluster.options import ReplicaConfig
+from headstart.cluster.serving.dispatch import Dispatcher, register
+from headstart.cluster.serving.driver import ReplicaDriver
+from headstart.cluster.serving.front import FrontEngine
+from headstart.cluster.serving.llm import ReplicatedLLM
+from headstart.cluster.serving.replica import EngineReplica
+from headstart.engine.config import EngineConfig, make_config
+from headstart.engine.startup.threads import count_cores
+from headstart.engine.vllm_api.options import read_options
+from headstart.errors import ConfigError, EngineError
+
+__all__ = ["ReplicaCluster"]
+
+_DEPLOYMENT = "engine"
+_ROUTER = "headstart.cluster.serving.request_router.PrefixRouter"
+_HEALTH_PERIOD, _HEALTH_TIMEOUT = 5.0, 120.0  # a step of a large model may take long
+_DRAIN_LOOK = 0.5  # seconds between two looks at whether a replica that goes is idle
+_FEEDS = 1  # streams of events that count as requests under way in each replica
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one replica is given."""
+
+    cpus: float
+    gpus: float
+
+
+class ReplicaCluster:
+    """Replicas of one model, and an `llm` that answers by them. Raises ConfigError or EngineError.
+
+    `options` are the engine's; `drain_seconds` is how long the requests of a replica that goes may
+    take to end.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        options: Mapping[str, Any],
+        config: ReplicaConfig,
+        drain_seconds: float = 30.0,
+    ) -> None:
+        self._config = config
+        read = read_options(model, dict(options))
+        engine = make_config(read.config)
+        self._name = _name_of(model, options)
+        self._is_own_ray = self._connect(engine)
+        try:
+            self._is_own_app = self._name not in serve.status().applications
+            dispatcher = Dispatcher(config.routing, config.most)
+            register(self._name, dispatcher)
+            handle = self._deploy(model, options, engine, drain_seconds)
+            facts = handle.facts.remote().result()
+            front = FrontEngine(read.tokenizer or model, facts, engine, config.most)
+            driver = ReplicaDriver(handle, front, dispatcher)
+            self.llm = ReplicatedLLM(front, driver, dispatcher, read.sampling, read.chat_template)
+        except BaseException:
+            self._leave()
+            raise
+
+    def close(self) -> None:
+        """End every request, then the replicas if this server deployed them. Idempotent."""
+        self.llm.close()
+        self._leave()
+
+    def _connect(self, engine: EngineConfig) -> bool:
+        """Find or start Ray; True if it was started."""
+        address = os.environ.get("RAY_ADDRESS")
+        share = self._share(engine, is_alone=True)
+        cpus = max(count_cores(), math.ceil(share.cpus * self._config.most))
+        own = {} if address else {"num_cpus": cpus, "include_dashboard": False}
+        try:
+            # Without an address one of our own, and none that another program has started here.
+            ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
+        except (RayError, ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"RAY_ADDRESS is {address!r}, and Ray cannot be used there: {error}"
+                if address
+                else f"Ray cannot be started: {error}"
+            ) from error
+        return not address
+
+    def _share(self, engine: EngineConfig, *, is_alone: bool) -> _Share:
+        config = self._config
+        share = max(1, count_cores() // config.most) if is_alone else 1
+        on_gpu = engine.device.startswith("cuda")
+        return _Share(
+            config.replica_cpus or share,
+            config.replica_gpus if config.replica_gpus is not None else float(on_gpu),
+        )
+
+    def _deploy(
+        self, model: str, options: Mapping[str, Any], engine: EngineConfig, drain_seconds: float
+    ) -> DeploymentHandle:
+        config = self._config
+        if not self._is_own_app:
+            return serve.get_deployment_handle(_DEPLOYMENT, self._name)
+        share = self._share(engine, is_alone=self._is_own_ray)
+        given = dict(options)
+        if self._is_own_ray and engine.device == "cpu":  # they share one machine's memory
+            given["kv_cache_fraction"] = engine.kv_cache_fraction / config.most
+        deployment = serve.deployment(
+            EngineReplica,
+            name=_DEPLOYMENT,
+            ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
+            # The server admits requests; what waits, waits in the engine, which orders it.
+            max_ongoing_requests=1 << 20,
+            health_check_period_s=_HEALTH_PERIOD,
+            health_check_timeout_s=_HEALTH_TIMEOUT,
+            graceful_shutdown_timeout_s=drain_seconds,
+            graceful_shutdown_wait_loop_s=_DRAIN_LOOK,
+            request_router_config=RequestRouterConfig(
+                request_router_class=_ROUTER,
+                request_router_kwargs={"application": self._name},
+            ),
+            **self._number(),
+        )
+        # Ray Serve tells each step of its own on stderr.
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        try:
+            serve.start(proxy_location=ProxyLocation.Disabled)
+            serve.run(deployment.bind(model, given), name=self._name, route_prefix=None)
+        except (RayError, RayServeException, RuntimeError) as error:
+            raise EngineError(f"the replicas did not start: {error}") from error
+        return serve.get_deployment_handle(_DEPLOYMENT, self._name)
+
+    def _number(self) -> dict[str, Any]:
+        config = self._config
+        if config.max_replicas is None:
+            return {"num_replicas": config.least}
+        return {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=config.least,
+                max_replicas=config.most,
+                target_ongoing_requests=config.requests_per_replica + _FEEDS,
+            )
+        }
+
+    def _leave(self) -> None:
+        if self._is_own_app:  # its replicas save what is to be kept
+            serve.delete(self._name)
+        ray.shutdown()
+
+
+def _name_of(model: str, options: Mapping[str, Any]) -> str:
+    """The application's name: other options are other replicas."""
+    told = json.dumps([model, dict(options)], sort_keys=True, default=str)
+    return f"headstart-{hashlib.sha256(told.encode()).hexdigest()[:12]}"

@@ -1,0 +1,130 @@
+"""The server's books of its replicas: which there are, what each holds, where requests go.
+
+    Ray Serve's thread    set_replicas, choose      which replicas run, and who gets a request
+    the server's thread   expect, first_token, finish, apply
+
+One lock covers all of it: the router is for one thread. Ray Serve names replicas, the router
+numbers them; a number is used again when its replica is gone.
+
+The request router, which Ray Serve makes inside the server's process, finds these books by the
+name of the application: Ray hands it nothing but JSON.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+from headstart.cluster.events import EventBatch
+from headstart.cluster.load import RouteRequest
+from headstart.cluster.policies import make_policy
+from headstart.cluster.router import Router
+from headstart.engine.vllm_api.metrics import Metric
+
+__all__ = ["Dispatcher", "dispatcher_of", "register"]
+
+_DISPATCHERS: dict[str, Dispatcher] = {}
+
+
+def register(application: str, dispatcher: Dispatcher) -> None:
+    """Have the request router of an application use these books."""
+    _DISPATCHERS[application] = dispatcher
+
+
+def dispatcher_of(application: str) -> Dispatcher | None:
+    """The books of an application, None in a process that serves it not."""
+    return _DISPATCHERS.get(application)
+
+
+class Dispatcher:
+    """Routes requests over replicas that come and go. May be used from several threads."""
+
+    def __init__(self, policy: str, most: int) -> None:
+        """`most` replicas may run at once; twice as many while some take over from others."""
+        self._lock = threading.Lock()
+        self._router = Router(2 * most, make_policy(policy))
+        self._numbers: dict[str, int] = {}
+        self._free = list(reversed(range(2 * most)))
+        for number in self._free:
+            self._router.set_alive(number, False)
+        self._waiting: dict[str, RouteRequest] = {}
+        self._metrics: dict[str, list[Metric]] = {}
+        self._on_change: Callable[[], object] = lambda: None
+
+    def call_on_change(self, function: Callable[[], object]) -> None:
+        """Call `function`, in any thread, when there are other replicas than before."""
+        self._on_change = function
+
+    @property
+    def replicas(self) -> list[str]:
+        """The names of those that run."""
+        with self._lock:
+            return list(self._numbers)
+
+    @property
+    def metrics(self) -> Mapping[str, list[Metric]]:
+        """What each replica told last of its engine."""
+        with self._lock:
+            return dict(self._metrics)
+
+    def set_replicas(self, names: Collection[str]) -> None:
+        """These run, and no others. What a replica held that is gone is forgotten."""
+        with self._lock:
+            before = self._numbers.keys()
+            gone, new = before - set(names), [name for name in names if name not in before]
+            for name in gone:
+                number = self._numbers.pop(name)
+                self._metrics.pop(name, None)
+                self._router.set_alive(number, False)
+                self._free.append(number)
+            for name in new[: len(self._free)]:
+                self._numbers[name] = number = self._free.pop()
+                self._router.set_alive(number, True)
+        if gone or new:
+            self._on_change()
+
+    def expect(self, request: RouteRequest) -> None:
+        """A request that `choose` will be asked for, perhaps several times."""
+        with self._lock:
+            self._waiting[request.request_id] = request
+
+    def choose(self, request_id: str) -> str | None:
+        """The replica to send a request to; None if there is none, or the request is gone."""
+        with self._lock:
+            request = self._waiting.get(request_id)
+            if request is None or not self._numbers:
+                return None
+            self._router.finish(request_id)  # it was sent somewhere, and did not get there
+            number = self._router.route(request, time.monotonic())
+            return next(name for name, of in self._numbers.items() if of == number)
+
+    def first_token(self, request_id: str) -> None:
+        """The request's prompt is computed."""
+        with self._lock:
+            self._router.first_token(request_id, time.monotonic())
+
+    def finish(self, request_id: str) -> None:
+        """The request is answered, or given up."""
+        with self._lock:
+            self._waiting.pop(request_id, None)
+            self._router.finish(request_id)
+
+    def apply(self, replica: str, batch: EventBatch) -> bool:
+        """Take what a replica tells of its cache; False if something is missing before it."""
+        with self._lock:
+            number = self._numbers.get(replica)
+            return number is None or self._router.index.apply(replace(batch, replica=number))
+
+    def note_metrics(self, replica: str, metrics: list[Metric]) -> None:
+        """What a replica tells of its engine."""
+        with self._lock:
+            if replica in self._numbers:
+                self._metrics[replica] = metrics
+
+    def held(self, request: RouteRequest) -> dict[str, int]:
+        """How many tokens of a prompt each replica has cached."""
+        with self._lock:
+            found = self._router.index.match(request.keys).cached
+            return {name: request.tokens(found[at]) for name, at in self._numbers.items()}

@@ -1,0 +1,118 @@
+"""The half of an engine that the server's process has: it makes requests, and computes none.
+
+Prompts are checked and tokenised here, grammars compiled, tokens turned into text: a replica gets
+token ids, and gives token ids back. So the router sees the names of a prompt's blocks, and what
+the server keeps of a conversation is in one place whichever replica answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headstart.cache import BlockHash, BlockNames, Shares
+from headstart.engine.inputs import InputProcessor, Prompt, RequestOptions, check_request
+from headstart.engine.logits.vocabulary import Vocabulary
+from headstart.engine.request_maker import RequestMaker
+from headstart.engine.text.max_length import TextLimit
+from headstart.errors import EngineError, RequestError
+from headstart.models.tokenizer import load_tokenizer
+from headstart.validation import describe
+
+if TYPE_CHECKING:
+    from headstart.cluster.serving.messages import EngineFacts
+    from headstart.engine.adapters.request import Adapter
+    from headstart.engine.config import EngineConfig
+    from headstart.engine.params import SamplingParams
+    from headstart.engine.request import RequestGroup
+
+__all__ = ["FrontEngine"]
+
+
+class _NoAdapters:
+    """Stands for the adapters of an engine: a server with replicas has none."""
+
+    named: tuple[Adapter, ...] = ()
+
+    def find(self, name: str) -> Adapter:
+        """Raises RequestError."""
+        raise RequestError(f"there is no adapter {describe(name)}; loaded: none")
+
+
+@dataclass
+class _PoolFacts:
+    """What the server asks of an engine's cache manager: that of all replicas together."""
+
+    block_size: int
+    config: _PoolSize
+    names: BlockNames
+    shares: Shares = field(default_factory=Shares)
+
+
+@dataclass(frozen=True)
+class _PoolSize:
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class _ModelFacts:
+    vocab_size: int
+
+
+class FrontEngine:
+    """What the server, and those who make requests, ask of an `Engine`, without a model."""
+
+    images = None
+    tiers = None
+
+    def __init__(
+        self, model: str | Path, facts: EngineFacts, config: EngineConfig, most: int
+    ) -> None:
+        """`config` is a replica's; there are at `most` so many. Raises ModelError."""
+        self.config = replace(config, max_num_seqs=config.max_num_seqs * most)
+        self.tokenizer = load_tokenizer(model)
+        self.max_model_len = facts.max_model_len
+        self.kv_cache_bytes = facts.kv_cache_bytes * most
+        names = BlockNames(facts.block_size, facts.model_name)
+        self.manager = _PoolFacts(facts.block_size, _PoolSize(facts.num_blocks * most), names)
+        self.model = _ModelFacts(facts.vocab_size)
+        self.adapters = _NoAdapters()
+        self.text_limit = TextLimit(self.tokenizer, facts.max_model_len)
+        self._maker = RequestMaker(
+            InputProcessor(self.tokenizer, facts.vocab_size, self.text_limit),
+            Vocabulary(self.tokenizer, facts.vocab_size, facts.eos_token_ids),
+            self.adapters,
+            max_model_len=facts.max_model_len,
+            first_seed=config.seed,
+        )
+        self.is_closed = False
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        salt: str | None = None,
+        adapter: str | None = None,
+        priority: int = 0,
+    ) -> RequestGroup:
+        """As `Engine.prepare`."""
+        self.require_open()
+        check_request(params, options := RequestOptions(request_id, salt, adapter, priority))
+        return self._maker.make(prompt, params, options)
+
+    def names(self, request: RequestGroup) -> list[BlockHash]:
+        """The names of the prompt's full blocks, as the replicas tell them in events."""
+        sequence = request.requests[0].sequence
+        return self.manager.names.of_keys(sequence.namespace, sequence.cut(self.manager.block_size))
+
+    def require_open(self) -> None:
+        """Raise EngineError after `close`."""
+        if self.is_closed:
+            raise EngineError("the server's replicas are let go of")
+
+    def close(self) -> None:
+        """Make no more requests."""
+        self.is_closed = True

@@ -1,0 +1,39 @@
+"""An engine's counts for Ray's own metrics, and so for its dashboard and its Prometheus."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ray.util import metrics
+
+from headstart.engine.vllm_api.metrics import MEANINGS, Counter, Gauge, read_metrics
+
+if TYPE_CHECKING:
+    from headstart.engine.async_llm import AsyncLLM
+
+__all__ = ["RayGauges"]
+
+
+class RayGauges:
+    """`vllm:...` and `headstart:...` as `ray_vllm_...` and `ray_headstart_...`, by replica.
+
+    Ray Serve tags them with the replica. Counts are gauges here: Ray's counters can only be added
+    to, and the engine counts itself.
+    """
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._gauges: dict[str, metrics.Gauge] = {}
+
+    async def update(self) -> None:
+        """Tell Ray the values of now."""
+        for metric in await self._llm.call(lambda: read_metrics(self._llm.engine)):
+            assert isinstance(metric, (Counter, Gauge))
+            name = metric.name.replace(":", "_")
+            if isinstance(metric, Counter):
+                name += "_total"
+            if name not in self._gauges:
+                self._gauges[name] = metrics.Gauge(
+                    name, MEANINGS[metric.name], tag_keys=tuple(metric.labels)
+                )
+            self._gauges[name].set(metric.value, tags=metric.labels)

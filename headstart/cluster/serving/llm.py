@@ -1,0 +1,69 @@
+"""`AsyncLLM` over replicas: what the server's APIs are written for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, cast
+
+from headstart.engine.async_llm import AsyncLLM
+from headstart.engine.chat.requests import ChatRequests
+from headstart.engine.startup.start import Started
+from headstart.engine.vllm_api.metrics import Counter, Gauge, Metric
+from headstart.validation import check_flag
+
+if TYPE_CHECKING:
+    from headstart.cluster.serving.dispatch import Dispatcher
+    from headstart.cluster.serving.driver import ReplicaDriver
+    from headstart.cluster.serving.front import FrontEngine
+    from headstart.engine.params import SamplingParams
+
+__all__ = ["ReplicatedLLM"]
+
+_USAGE = "vllm:kv_cache_usage_perc"
+
+
+class ReplicatedLLM(AsyncLLM):
+    """Answers by replicas. What looks into one engine's pool, this has not: see `dispatcher`."""
+
+    def __init__(
+        self,
+        front: FrontEngine,
+        driver: ReplicaDriver,
+        dispatcher: Dispatcher,
+        sampling: SamplingParams,
+        chat_template: str | None = None,
+    ) -> None:
+        self.dispatcher = dispatcher
+        self._replicas = driver
+        # Half an engine, and a driver that has the other half do the work: they have what
+        # `AsyncLLM`, `ChatRequests` and the server ask of whole ones.
+        chats = ChatRequests(cast("Any", front), chat_template)
+        self._take(Started(cast("Any", front), chats, cast("Any", driver), sampling))
+
+    def read_metrics(self) -> list[Metric]:
+        """Those of all replicas: sums, and of shares the mean. For any thread."""
+        told = [metric for metrics in self.dispatcher.metrics.values() for metric in metrics]
+        found: dict[tuple[str, tuple[tuple[str, str], ...]], list[Counter | Gauge]] = defaultdict(
+            list
+        )
+        for metric in told:
+            assert isinstance(metric, (Counter, Gauge))
+            found[metric.name, tuple(metric.labels.items())].append(metric)
+        return [_add(same) for same in found.values()]
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """As `AsyncLLM.reset_prefix_cache`, of every replica; False if one would not."""
+        again = check_flag("reset_running_requests", reset_running_requests)
+        tiers = check_flag("reset_connector", reset_connector)
+        return all(await asyncio.to_thread(self._replicas.ask_all, "reset", again, tiers))
+
+
+def _add(same: list[Counter | Gauge]) -> Metric:
+    """One metric of what several replicas say of it."""
+    first, total = same[0], sum(one.value for one in same)
+    if isinstance(first, Counter):
+        return Counter(first.name, first.labels, int(total))
+    return Gauge(first.name, first.labels, total / len(same) if first.name == _USAGE else total)

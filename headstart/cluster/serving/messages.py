@@ -1,0 +1,122 @@
+"""What the server's process and its replicas send each other; Ray carries it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from headstart.cache import Mark, MissExplanation
+from headstart.cluster.events import EventBatch
+from headstart.engine.outputs import Logprobs, RequestOutput
+from headstart.engine.params import SamplingParams
+from headstart.engine.vllm_api.metrics import Metric
+
+__all__ = ["AnswerPart", "AnswerRequest", "EngineFacts", "Follow", "Head", "Part", "Report"]
+
+
+class EngineFacts(NamedTuple):
+    """What all replicas have in common, and the server must know of them.
+
+    model_name: the fingerprint that the names of blocks begin with, "" without tiers.
+    """
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    kv_cache_bytes: int
+    model_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRequest:
+    """A request that is checked and tokenised.
+
+    owner: whose it is, and with what weight; None for nobody's. is_streamed: its tokens are wanted
+    as they come, not all at the end.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    salt: str | None
+    owner: tuple[str, float] | None
+    priority: int
+    marks: tuple[Mark, ...]
+    is_streamed: bool
+
+
+class Head(NamedTuple):
+    """What is known of a request once its prompt is computed. queued: seconds until it ran."""
+
+    num_cached_tokens: int
+    num_loaded_tokens: int
+    missed: MissExplanation | None
+    prompt_logprobs: list[Logprobs | None] | None
+    queued: float | None
+
+
+class AnswerPart(NamedTuple):
+    """New tokens of one of a request's answers, that with index `at`."""
+
+    at: int
+    token_ids: list[int]
+    logprobs: list[Logprobs] | None
+    finish_reason: str | None
+
+
+class Part(NamedTuple):
+    """New tokens of a request; `head` comes with the first part alone."""
+
+    head: Head | None
+    answers: tuple[AnswerPart, ...]
+    finished: bool
+
+    @classmethod
+    def of(cls, output: RequestOutput, *, is_first: bool) -> Part:
+        """What is new in an output of a stream of what is new."""
+        head = None
+        if is_first:
+            head = Head(
+                output.num_cached_tokens,
+                output.num_loaded_tokens,
+                output.why_missed,
+                output.prompt_logprobs,
+                output.metrics.queue,
+            )
+        answers = tuple(
+            AnswerPart(one.index, one.token_ids, one.logprobs, one.finish_reason)
+            for one in output.outputs
+        )
+        return cls(head, answers, output.finished)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Part]) -> Part:
+        """All tokens of some parts as one."""
+        answers: dict[int, AnswerPart] = {}
+        for one in (answer for part in parts for answer in part.answers):
+            before = answers.get(one.at)
+            if before is not None:
+                logprobs = None
+                if one.logprobs is not None:
+                    logprobs = [*(before.logprobs or ()), *one.logprobs]
+                one = AnswerPart(
+                    one.at, before.token_ids + one.token_ids, logprobs, one.finish_reason
+                )
+            answers[one.at] = one
+        return cls(None, tuple(answers.values()), parts[-1].finished)
+
+
+class Follow(NamedTuple):
+    """Asks one replica to tell what its cache holds; `replica` is Ray Serve's name of it."""
+
+    replica: str
+
+
+class Report(NamedTuple):
+    """What changed in a replica's cache, None for nothing, and the engine's counts of now."""
+
+    batch: EventBatch | None
+    metrics: list[Metric]

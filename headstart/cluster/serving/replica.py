@@ -1,0 +1,115 @@
+"""One engine as a replica of Ray Serve."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from headstart.cluster.serving.gauges import RayGauges
+from headstart.cluster.serving.messages import AnswerRequest, EngineFacts, Follow, Part, Report
+from headstart.cluster.serving.publisher import CachePublisher
+from headstart.engine.async_llm import AsyncLLM
+from headstart.engine.outputs import RequestOutput
+from headstart.engine.params import RequestOutputKind
+from headstart.engine.startup.start import start_engine
+
+__all__ = ["EngineReplica"]
+
+
+class EngineReplica:
+    """Answers the requests that the server sends here, and tells what its cache holds.
+
+    Ray Serve makes it, checks its health, waits for its requests when it is to go, and makes a
+    new one when it died. What a new one has not computed comes from the tiers, if there are any.
+    """
+
+    def __init__(self, model: str, options: Mapping[str, Any]) -> None:
+        """`options` are the engine's. Raises ConfigError, ModelError or OutOfMemoryError."""
+        self._llm = AsyncLLM.from_started(start_engine(model, dict(options), is_observed=True))
+        self._publisher = CachePublisher(self._llm)
+        self._gauges = RayGauges(self._llm)
+
+    async def facts(self) -> EngineFacts:
+        """What the server must know of the engine."""
+        engine = self._llm.engine
+        return EngineFacts(
+            vocab_size=engine.model.vocab_size,
+            eos_token_ids=frozenset(engine.model.eos_token_ids),
+            max_model_len=engine.max_model_len,
+            block_size=engine.manager.block_size,
+            num_blocks=engine.manager.config.num_blocks,
+            kv_cache_bytes=engine.kv_cache_bytes,
+            model_name=engine.manager.names.model,
+        )
+
+    async def answer(self, asked: AnswerRequest) -> AsyncGenerator[Part]:
+        """The tokens of a request, as they come or all at the end; the first part comes as soon as
+        the prompt is computed.
+
+        Raises RequestError or EngineError.
+        """
+        params = asked.params.clone()
+        params.output_kind = RequestOutputKind.DELTA
+        request = await self._llm.prepare(
+            {"prompt_token_ids": asked.prompt_token_ids},
+            params,
+            asked.request_id,
+            cache_salt=asked.salt,
+            priority=asked.priority,
+        )
+        for one in request.requests:
+            one.sequence.marks = asked.marks
+        if asked.owner is not None:
+            self._llm.engine.manager.shares.set(*asked.owner)
+        self._publisher.begin()
+        try:
+            async with aclosing(self._llm.outputs(request)) as outputs:
+                async for part in self._parts(outputs, asked.is_streamed):
+                    yield part
+        finally:
+            self._publisher.end()
+
+    async def _parts(
+        self, outputs: AsyncGenerator[RequestOutput], is_streamed: bool
+    ) -> AsyncGenerator[Part]:
+        is_first = True
+        held: list[Part] = []
+        async for output in outputs:
+            part = Part.of(output, is_first=is_first)
+            if is_first:
+                await self._publisher.publish()  # what comes next may hit what this one computed
+            elif not is_streamed:
+                held.append(part)
+                if not part.finished:
+                    continue
+                part = Part.joined(held)
+            is_first = False
+            yield part
+
+    async def follow(self, who: Follow) -> AsyncGenerator[Report]:
+        """What is cached here, and all that changes, until the caller leaves.
+
+        who: this replica; the request router reads it.
+        """
+        async with aclosing(self._publisher.follow()) as reports:
+            async for report in reports:
+                yield report
+
+    async def reset(self, running: bool, tiers: bool) -> bool:
+        """As `AsyncLLM.reset_prefix_cache`; the followers are told at once."""
+        done = await self._llm.reset_prefix_cache(running, tiers)
+        await self._publisher.publish()
+        return done
+
+    async def check_health(self) -> None:
+        """Called by Ray Serve. Raises EngineError when the engine is closed or broken.
+
+        The engine's thread must answer, too: one that hangs is replaced when Ray's patience ends.
+        """
+        await self._llm.call(lambda: None)
+        await self._gauges.update()
+
+    def __del__(self) -> None:
+        """Called by Ray Serve when nothing runs here any more: what is to be kept is saved."""
+        self._llm.close()

@@ -27,7 +27,6 @@ from headstart.cache.identity import (
 )
 from headstart.cache.lookup import ComputedBlocks, PartialHit
 from headstart.cache.manager import KVCacheManager
-from headstart.cache.observed import ObservedManager
 from headstart.cache.pool import BlockPicture, BlockPool, BlockState
 from headstart.cache.portable_names import BlockNames
 from headstart.cache.sequence import Mark, TokenSequence
@@ -59,7 +58,6 @@ __all__ = [
     "MissReason",
     "MultiModalItem",
     "Namespace",
-    "ObservedManager",
     "PartialHit",
     "PrefixCacheStats",
     "PrefixNode",

@@ -147,7 +147,8 @@ class ReplicaDriver:
                     await self._stream(group, asked, receive)
                     return
                 except RayActorError as error:
-                    _LOG.warning("a replica died under request %s: %s", group.request_id, error)
+                    why = str(error).partition("\n")[0]
+                    _LOG.warning("a replica died under %s: %s", group.request_id, why)
                     if any(one.last_token_time is not None for one in group.requests):
                         update = ReplicaLostError(
                             "the replica that computed this answer died; ask again"

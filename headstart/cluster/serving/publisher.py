@@ -15,9 +15,9 @@ from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from headstart.cache import ObservedManager
 from headstart.cluster.events import EventBatch, EventPublisher
 from headstart.cluster.serving.messages import Report
+from headstart.engine.startup.observed import ObservedManager
 from headstart.engine.vllm_api.metrics import read_metrics
 from headstart.errors import EngineError
 

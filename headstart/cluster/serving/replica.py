@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -15,6 +16,8 @@ from headstart.engine.params import RequestOutputKind
 from headstart.engine.startup.start import start_engine
 
 __all__ = ["EngineReplica"]
+
+_TOGETHER = 0.02  # seconds in which a stream's tokens are sent together: a message takes 0.7 ms
 
 
 class EngineReplica:
@@ -73,18 +76,20 @@ class EngineReplica:
     async def _parts(
         self, outputs: AsyncGenerator[RequestOutput], is_streamed: bool
     ) -> AsyncGenerator[Part]:
-        is_first = True
+        told: float | None = None
         held: list[Part] = []
         async for output in outputs:
-            part = Part.of(output, is_first=is_first)
-            if is_first:
+            part = Part.of(output, is_first=told is None)
+            if told is None:
                 await self._publisher.publish()  # what comes next may hit what this one computed
-            elif not is_streamed:
+            else:
                 held.append(part)
-                if not part.finished:
+                waits = not is_streamed or time.monotonic() - told < _TOGETHER
+                if waits and not part.finished:
                     continue
                 part = Part.joined(held)
-            is_first = False
+                held.clear()
+            told = time.monotonic()
             yield part
 
     async def follow(self, who: Follow) -> AsyncGenerator[Report]:

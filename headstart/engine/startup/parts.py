@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from headstart.attention import PagedKVMemory
-from headstart.cache import BlockNames, CacheConfig, KVCacheManager, ObservedManager
+from headstart.cache import BlockNames, CacheConfig, KVCacheManager
 from headstart.engine.config import EngineConfig
+from headstart.engine.startup.observed import ObservedManager
 from headstart.engine.startup.sizing import count_blocks, longest_sequence
 from headstart.engine.tiering.identity import identify
 from headstart.engine.tiering.tiers import Stores

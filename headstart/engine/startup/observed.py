@@ -1,9 +1,6 @@
 """A cache manager whose events have a second reader."""
 
-from headstart.cache.config import CacheConfig
-from headstart.cache.events import CacheEvent
-from headstart.cache.manager import KVCacheManager
-from headstart.cache.portable_names import BlockNames
+from headstart.cache import BlockNames, CacheConfig, CacheEvent, KVCacheManager
 
 __all__ = ["ObservedManager"]
 

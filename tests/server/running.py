@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from headstart.server.app import create_app
 from headstart.server.options import ServerOptions
 from headstart.server.service import Service
 
-__all__ = ["Running", "running"]
+__all__ = ["Running", "running", "serving"]
 
 
 class Running:
@@ -54,10 +54,24 @@ def running(
     send_buffer: bytes that the kernel takes for a client that does not read.
     """
     names = set(ServerOptions.__dataclass_fields__)
-    # Without keys, whatever keys the user of this machine may have.
-    server = {"api_keys": False} | {k: options.pop(k) for k in list(options) if k in names}
+    server = {k: options.pop(k) for k in list(options) if k in names}
     llm = AsyncLLM(model, **{"num_blocks": 256, "dtype": "float32", **options})
-    app = create_app(llm, name, ServerOptions(**server))
+    with serving(llm, name, server, send_buffer=send_buffer) as server_of_llm:
+        yield server_of_llm
+
+
+@contextmanager
+def serving(
+    llm: AsyncLLM,
+    name: str,
+    server: Mapping[str, Any],
+    *,
+    send_buffer: int = 0,
+    **app_options: Any,
+) -> Iterator[Running]:
+    """Serve what is loaded, and close it in the end; `server` are the server's options."""
+    # Without keys, whatever keys the user of this machine may have.
+    app = create_app(llm, name, ServerOptions(**{"api_keys": False, **server}), **app_options)
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer:  # connections have the listener's
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

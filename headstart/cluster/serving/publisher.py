@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from headstart.cache import AllBlocksCleared, CacheEvent
 from headstart.cluster.events import EventBatch, EventPublisher
 from headstart.cluster.serving.messages import Report
 from headstart.engine.startup.observed import ObservedManager
@@ -59,7 +60,16 @@ class CachePublisher:
 
     async def publish(self) -> None:
         """Tell all followers what changed. Raises EngineError when the engine is closed."""
-        report = await self._llm.call(self._read)
+        self._tell(await self._llm.call(self._read))
+
+    async def publish_reset(self) -> None:
+        """Tell all followers that nothing is cached. Raises EngineError as `publish`.
+
+        The manager's own event of it may wait for the next step, when the tiers take it.
+        """
+        self._tell(await self._llm.call(lambda: self._read(AllBlocksCleared())))
+
+    def _tell(self, report: Report) -> None:
         for queue in self._followers:
             if not queue.full():
                 queue.put_nowait(report)
@@ -86,16 +96,16 @@ class CachePublisher:
 
     # In the engine's thread
 
-    def _read(self) -> Report:
-        return Report(self._take_batch(), read_metrics(self._llm.engine))
+    def _read(self, *more: CacheEvent) -> Report:
+        return Report(self._take_batch(*more), read_metrics(self._llm.engine))
 
     def _read_all(self) -> Report:
         """A snapshot is as of the last batch that all followers were sent."""
         return Report(self._events.snapshot(), read_metrics(self._llm.engine))
 
-    def _take_batch(self) -> EventBatch | None:
+    def _take_batch(self, *more: CacheEvent) -> EventBatch | None:
         manager = self._llm.engine.manager
         assert isinstance(manager, ObservedManager)
         if self._llm.engine.tiers is None:  # nobody else takes them
             manager.take_events()
-        return self._events.publish(manager.take_observed())
+        return self._events.publish([*manager.take_observed(), *more])

@@ -104,7 +104,8 @@ class EngineReplica:
     async def reset(self, running: bool, tiers: bool) -> bool:
         """As `AsyncLLM.reset_prefix_cache`; the followers are told at once."""
         done = await self._llm.reset_prefix_cache(running, tiers)
-        await self._publisher.publish()
+        if done:
+            await self._publisher.publish_reset()
         return done
 
     async def check_health(self) -> None:

@@ -6,7 +6,7 @@ __all__ = ["ObservedManager"]
 
 
 class ObservedManager(KVCacheManager):
-    """Keeps what `take_events` hands out, for whoever calls `take_observed`.
+    """Tells its events once more, to whoever calls `take_observed`.
 
     A router follows the cache this way without taking events from the tiers, which need them all.
     """

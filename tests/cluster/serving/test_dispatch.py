@@ -1,0 +1,111 @@
+"""The server's books of replicas that come and go."""
+
+import pytest
+
+from headstart.cluster import EventBatch
+from headstart.cluster.index import PrefixKey, prefix_keys
+from headstart.cluster.load import RouteRequest
+from headstart.cluster.options import ReplicaConfig
+from headstart.cluster.serving.dispatch import Dispatcher
+from headstart.engine.vllm_api.metrics import Counter
+from headstart.errors import ConfigError
+
+BLOCK = 16
+NAMES = [bytes([at]) * 32 for at in range(64)]
+KEYS = prefix_keys(NAMES)  # type: ignore[arg-type]
+
+
+def request(name: str, keys: list[PrefixKey] = KEYS) -> RouteRequest:
+    return RouteRequest(name, keys, len(keys) * BLOCK + 1, BLOCK)
+
+
+def books(*replicas: str, most: int = 2) -> Dispatcher:
+    made = Dispatcher("expected", most)
+    made.set_replicas(replicas)
+    return made
+
+
+def send(made: Dispatcher, name: str, keys: list[PrefixKey] = KEYS) -> str | None:
+    made.expect(request(name, keys))
+    return made.choose(name)
+
+
+def stored(number: int, names: list[bytes], epoch: int = 1) -> EventBatch:
+    return EventBatch(0, epoch, number, stored=b"".join(names))
+
+
+def test_a_request_goes_to_the_replica_that_says_it_holds_the_prompt() -> None:
+    for holder in ("a", "b"):
+        made = books("a", "b")
+        assert made.apply(holder, stored(0, NAMES))
+        assert send(made, "one") == holder
+        assert made.held(request("?"))[holder] == 64 * BLOCK
+
+
+def test_a_request_that_its_replica_did_not_take_is_sent_elsewhere_and_counted_once() -> None:
+    made = books("a", "b")
+    first = send(made, "one")
+    made.set_replicas([name for name in ("a", "b") if name != first])
+    assert made.choose("one") not in (None, first)
+    made.finish("one")
+    assert [load.active for load in made._router.loads] == [0] * 4
+    assert len(made._router.index._expected) == 0
+
+
+def test_what_a_replica_held_is_forgotten_when_it_is_gone_and_its_number_used_again() -> None:
+    made = books("a")
+    for turn in range(10):  # more than there are numbers
+        name = f"replica-{turn}"
+        made.set_replicas([name])
+        assert made.held(request("?")) == {name: 0}
+        assert made.apply(name, stored(0, NAMES, epoch=turn))
+        assert made.held(request("?")) == {name: 64 * BLOCK}
+
+
+def test_what_a_dead_replica_tells_is_ignored() -> None:
+    made = books("a")
+    assert made.apply("gone", stored(0, NAMES))
+    made.note_metrics("gone", [Counter("n", {}, 1)])
+    assert made.held(request("?")) == {"a": 0} and made.metrics == {}
+
+
+def test_a_gap_is_told_and_a_snapshot_closes_it() -> None:
+    made = books("a")
+    assert made.apply("a", stored(0, NAMES[:1]))
+    assert not made.apply("a", stored(2, NAMES[2:3]))
+    whole = EventBatch(0, 1, 2, stored=b"".join(NAMES[:3]), cleared=True, snapshot=True)
+    assert made.apply("a", whole)
+    assert made.held(request("?")) == {"a": 3 * BLOCK}
+
+
+def test_nobody_is_chosen_where_nobody_runs_or_nobody_asks() -> None:
+    assert send(books(), "one") is None
+    assert books("a").choose("unknown") is None
+
+
+def test_a_change_of_replicas_is_told_once() -> None:
+    made, told = books("a"), []
+    made.call_on_change(lambda: told.append(made.replicas))
+    made.set_replicas(["a"])
+    made.set_replicas(["a", "b"])
+    made.set_replicas(["b"])
+    assert told == [["a", "b"], ["b"]]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"replicas": 0}, "replicas is 0"),
+        ({"replicas": 4, "max_replicas": 2}, "max_replicas is 2 and replicas is 4"),
+        ({"replicas": 1, "routing": "by-magic"}, "routing is 'by-magic'"),
+        ({"replicas": 1, "replica_cpus": 0.0}, "replica_cpus is 0.0"),
+    ],
+)
+def test_options_that_cannot_be_are_told(given: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        ReplicaConfig(**given)  # type: ignore[arg-type]
+
+
+def test_there_are_no_replicas_unless_asked_for() -> None:
+    assert not ReplicaConfig().is_wanted
+    assert (ReplicaConfig(max_replicas=4).least, ReplicaConfig(max_replicas=4).most) == (1, 4)

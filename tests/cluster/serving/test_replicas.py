@@ -1,0 +1,172 @@
+"""Two replicas on a Ray of their own: one server to a client, prefixes stay together, one dies."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from headstart import AsyncLLM, SamplingParams
+from headstart.cluster.options import ReplicaConfig
+from headstart.engine.params import RequestOutputKind
+from headstart.errors import ReplicaLostError, RequestError
+from headstart.server.errors import as_api_error
+from tests.server.running import Running, serving
+
+pytest.importorskip("ray", reason="replicas need Ray")
+# What Ray and its dependencies warn of in this process is theirs.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
+
+MODEL = "headstart-tiny"
+OPTIONS = {"num_blocks": 512, "dtype": "float32"}
+DOCUMENT = "Anna is 31. Ben is 45. Carl is 28. Dora is 52. " * 8
+LONG = 64
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    from headstart.cluster.serving.cache_api import router
+    from headstart.cluster.serving.cluster import ReplicaCluster
+
+    config = ReplicaConfig(replicas=2, replica_cpus=0.5)
+    cluster = ReplicaCluster(MODEL, OPTIONS, config, drain_seconds=5.0)
+    try:
+        with serving(cluster.llm, "tiny", {}, cache_api=router) as server:
+            yield server
+    finally:
+        cluster.close()
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.05)
+
+
+def replicas() -> list[int]:
+    """Process ids of this process's replicas."""
+    parents: dict[int, tuple[int, str]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as stat, open(f"/proc/{name}/cmdline") as line:
+                parents[int(name)] = (int(stat.read().rpartition(")")[2].split()[1]), line.read())
+        except OSError:  # it ended meanwhile
+            continue
+
+    def is_ours(pid: int) -> bool:
+        while pid in parents and pid != os.getpid():
+            pid = parents[pid][0]
+        return pid == os.getpid()
+
+    return [
+        pid
+        for pid, (_, line) in parents.items()
+        if line.startswith("ray::ServeReplica") and is_ours(pid)
+    ]
+
+
+def ask(server: Running, question: str, **options: Any) -> Any:
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        told = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": DOCUMENT + question}],
+            max_tokens=16,
+            **options,
+        )
+        return list(told) if options.get("stream") else told
+
+
+def test_a_client_sees_one_server_and_a_prefix_stays_where_it_is(server: Running) -> None:
+    questions = [f"How old is {name}?" for name in ("Ben", "Anna", "Carl", "Dora")]
+    answers = [ask(server, question) for question in questions]
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+    shared = answers[0].usage.prompt_tokens - 24  # the question, and what the template puts behind
+    assert cached[0] == 0 and min(cached[1:]) >= shared
+    streamed = ask(server, questions[0], stream=True, stream_options={"include_usage": True})
+    text = "".join(one.choices[0].delta.content or "" for one in streamed if one.choices)
+    assert text == answers[0].choices[0].message.content
+    assert streamed[-1].usage.prompt_tokens_details.cached_tokens >= shared
+
+
+def test_salts_hold_over_all_replicas(server: Running) -> None:
+    def cached(salt: str) -> int:
+        told = ask(server, "How old is Ben?", extra_body={"cache_salt": salt})
+        return int(told.usage.prompt_tokens_details.cached_tokens)
+
+    assert [cached("a"), cached("b")] == [0, 0]
+    assert cached("a") > 0 and cached("b") > 0
+
+
+def test_answers_and_log_probabilities_are_those_of_one_engine(server: Running) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0, logprobs=2, n=2, stop=["."])
+    alone = AsyncLLM(MODEL, **OPTIONS)
+    outputs = [asyncio.run(last(llm, DOCUMENT, params)) for llm in (alone, server.llm)]
+    alone.close()
+    expected, told = outputs
+    for ours, theirs in zip(told.outputs, expected.outputs, strict=True):
+        assert (ours.text, ours.token_ids) == (theirs.text, theirs.token_ids)
+        assert (ours.finish_reason, ours.stop_reason) == (theirs.finish_reason, theirs.stop_reason)
+        for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert [(k, v.rank, v.decoded_token) for k, v in mine.items()] == [
+                (k, v.rank, v.decoded_token) for k, v in other.items()
+            ]
+
+
+def test_what_a_replica_refuses_is_told_as_one_engine_would(server: Running) -> None:
+    with pytest.raises(RequestError, match="the prompt has 100000 tokens"):
+        asyncio.run(last(server.llm, [1] * 100_000, SamplingParams(max_tokens=1)))
+
+
+def test_a_reset_reaches_every_replica(server: Running) -> None:
+    ask(server, "How old is Ben?")
+    assert asyncio.run(server.llm.reset_prefix_cache())
+    assert ask(server, "How old is Ben?").usage.prompt_tokens_details.cached_tokens == 0
+
+
+async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> Any:
+    async for output in llm.generate(prompt, params):
+        found = output
+    return found
+
+
+def test_a_dead_replica_ends_only_what_it_was_streaming(server: Running) -> None:
+    """Half of the requests stream, half want their answer as a whole; then one of two dies."""
+    prompts = [f"Row {row}. Anna is 31. Ben is 45. " * 4 for row in range(12)]
+    begun: set[int] = set()
+    kinds = (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY)
+
+    async def answer(llm: AsyncLLM, row: int) -> list[int] | ReplicaLostError:
+        params = SamplingParams(
+            max_tokens=LONG, temperature=0, ignore_eos=True, output_kind=kinds[row % 2]
+        )
+        try:
+            async for output in llm.generate(prompts[row], params):  # noqa: B007
+                begun.add(row)
+        except ReplicaLostError as error:
+            return error
+        return list(output.outputs[0].token_ids)
+
+    async def kill_one() -> list[list[int] | ReplicaLostError]:
+        tasks = [asyncio.ensure_future(answer(server.llm, row)) for row in range(len(prompts))]
+        while len(begun) < len(prompts) // 2:
+            await asyncio.sleep(0.005)
+        os.kill(replicas()[0], signal.SIGKILL)
+        return await asyncio.gather(*tasks)
+
+    known = set(server.llm.dispatcher.replicas)  # type: ignore[attr-defined]
+    told = asyncio.run(kill_one())
+    lost = {row for row, found in enumerate(told) if isinstance(found, ReplicaLostError)}
+    assert lost and all(row % 2 == 0 for row in lost), "only what had begun to stream is lost"
+    alone = AsyncLLM(MODEL, **OPTIONS)
+    for row in sorted(set(range(len(prompts))) - lost):
+        assert told[row] == asyncio.run(answer(alone, row))
+    alone.close()
+    error = as_api_error(told[min(lost)])  # type: ignore[arg-type]
+    assert (error.status, error.code) == (503, "replica_lost")
+    wait_until(lambda: len(set(server.llm.dispatcher.replicas) - known) == 1)  # type: ignore[attr-defined]
+    assert ask(server, "How old is Ben?").choices[0].finish_reason in ("stop", "length")

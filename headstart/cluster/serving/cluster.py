@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,7 @@ __all__ = ["ReplicaCluster"]
 _DEPLOYMENT = "engine"
 _ROUTER = "headstart.cluster.serving.request_router.PrefixRouter"
 _HEALTH_PERIOD, _HEALTH_TIMEOUT = 5.0, 120.0  # a step of a large model may take long
+_PATIENCE = 5.0  # seconds that a cluster may take to take a connection
 _DRAIN_LOOK = 0.5  # seconds between two looks at whether a replica that goes is idle
 _FEEDS = 1  # streams of events that count as requests under way in each replica
 
@@ -95,6 +97,7 @@ class ReplicaCluster:
     def _connect(self, engine: EngineConfig) -> bool:
         """Find or start Ray; True if it was started."""
         address = os.environ.get("RAY_ADDRESS")
+        _check_address(address)
         share = self._share(engine, is_alone=True)
         cpus = max(count_cores(), math.ceil(share.cpus * self._config.most))
         own = {} if address else {"num_cpus": cpus, "include_dashboard": False}
@@ -150,8 +153,15 @@ class ReplicaCluster:
             serve.start(proxy_location=ProxyLocation.Disabled)
             serve.run(deployment.bind(model, given), name=self._name, route_prefix=None)
         except (RayError, RayServeException, RuntimeError) as error:
-            raise EngineError(f"the replicas did not start: {error}") from error
+            raise EngineError(f"the replicas did not start: {self._why(error)}") from error
         return serve.get_deployment_handle(_DEPLOYMENT, self._name)
+
+    def _why(self, error: Exception) -> str:
+        """What a replica said when it did not start; what Ray says if none said anything."""
+        found = serve.status().applications.get(self._name)
+        told = found.deployments[_DEPLOYMENT].message if found is not None else ""
+        ours = [line for line in told.splitlines() if "headstart.errors." in line]
+        return ours[-1].partition("headstart.errors.")[2] if ours else str(error)
 
     def _number(self) -> dict[str, Any]:
         config = self._config
@@ -169,6 +179,23 @@ class ReplicaCluster:
         if self._is_own_app:  # its replicas save what is to be kept
             serve.delete(self._name)
         ray.shutdown()
+
+
+def _check_address(address: str | None) -> None:
+    """Ray itself tries an address that nobody answers at for minutes. Raises ConfigError."""
+    host, _, port = (address or "").rpartition(":")
+    if "://" in host:
+        raise ConfigError(
+            f"RAY_ADDRESS is {address!r}; allowed: auto, or host:port of a cluster that this "
+            "machine is part of: Ray's client does not carry streams"
+        )
+    if port.isdecimal():
+        try:
+            socket.create_connection((host, int(port)), timeout=_PATIENCE).close()
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"RAY_ADDRESS is {address!r}, and nobody answers there: {error}"
+            ) from error
 
 
 def _name_of(model: str, options: Mapping[str, Any]) -> str:

@@ -105,7 +105,7 @@ def parse_command(line: str) -> None:
     elif program in ("python", ".venv/bin/python"):
         assert arguments[0] == "-m" or (ROOT / arguments[0]).is_file(), f"no {arguments[0]}"
     else:
-        assert program in ("git", "cd", "pip", "echo", "cat", "curl"), f"what is {program}?"
+        assert program in ("git", "cd", "pip", "echo", "cat", "curl", "ray"), f"what is {program}?"
 
 
 def parse_arguments(command: click.Command, arguments: list[str]) -> None:

@@ -17,8 +17,10 @@ import asyncio
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,7 +29,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from headstart.cluster.index import prefix_keys
 from headstart.cluster.load import RouteRequest
 from headstart.cluster.serving.dispatch import Dispatcher
-from headstart.cluster.serving.messages import AnswerRequest, Follow, Part, Report
+from headstart.cluster.serving.messages import AnswerRequest, Follow, Part, Report, RequestKey
 from headstart.cluster.serving.received import take_part
 from headstart.engine.driver import AsyncMailbox, Receiver
 from headstart.errors import EngineError, HeadstartError, ReplicaLostError
@@ -48,6 +50,24 @@ _LOG = logging.getLogger("headstart.server")
 Answer = TypeVar("Answer")
 
 
+@dataclass(slots=True)
+class _Running:
+    """An attempt to have a request answered. parts: that came and are not taken in yet."""
+
+    group: RequestGroup
+    receive: Receiver
+    sent: float
+    is_begun: bool = False
+    parts: list[Part] = field(default_factory=list)
+
+    def take(self) -> None:
+        """Take the parts in, and tell whoever asked."""
+        for part in self.parts:
+            take_part(self.group, part, self.sent)
+        self.parts.clear()
+        self.receive(self.group.output())
+
+
 class ReplicaDriver:
     """What `AsyncLLM` asks of a `Driver`. Every method may be called from any thread."""
 
@@ -58,6 +78,8 @@ class ReplicaDriver:
         self._handle = handle
         self._front = front
         self._dispatcher = dispatcher
+        self._name = uuid.uuid4().hex  # of this server, to the replicas that it follows
+        self._running: dict[RequestKey, _Running] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._feeds: dict[str, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
@@ -142,9 +164,9 @@ class ReplicaDriver:
         update: HeadstartError | None = None
         try:
             self._dispatcher.expect(self._route(group))
-            for _ in range(MAX_LOST):
+            for attempt in range(MAX_LOST):
                 try:
-                    await self._stream(group, asked, receive)
+                    await self._stream(group, replace(asked, attempt=attempt), receive)
                     return
                 except RayActorError as error:
                     why = str(error).partition("\n")[0]
@@ -174,27 +196,35 @@ class ReplicaDriver:
             receive(update)
 
     async def _stream(self, group: RequestGroup, asked: AnswerRequest, receive: Receiver) -> None:
-        sent = time.perf_counter()
-        is_begun = False
-        held: list[Part] = []
+        """One attempt: the first tokens and the last come here, those between with the reports."""
+        running = _Running(group, receive, time.perf_counter())
         stream = self._replicas.answer.remote(asked)
+        self._running[asked.key] = running
         try:
             async for part in stream:
-                if not is_begun:
-                    is_begun = True
+                if not running.is_begun:
                     self._dispatcher.first_token(group.request_id)
-                held.append(part)
-                if asked.is_streamed or part.finished:
-                    for one in held:
-                        take_part(group, one, sent)
-                    held.clear()
-                    receive(group.output())
+                # A report may overtake the first tokens.
+                running.parts.insert(len(running.parts) if running.is_begun else 0, part)
+                running.is_begun = True
+                if asked.follower is not None or part.finished:
+                    running.take()
                 if part.finished:
                     return
         except asyncio.CancelledError:
             stream.cancel()
             raise
+        finally:
+            del self._running[asked.key]
         raise EngineError("a replica ended a request without an answer")
+
+    def _take_progress(self, key: RequestKey, part: Part) -> None:
+        running = self._running.get(key)
+        if running is None:  # it is answered
+            return
+        running.parts.append(part)
+        if running.is_begun:
+            running.take()
 
     def _describe(self, group: RequestGroup, every_step: bool) -> AnswerRequest:
         salt, shares = group.namespace.salt, self._front.manager.shares
@@ -207,7 +237,7 @@ class ReplicaDriver:
             owner=None if owner is None else (owner, shares.weight(owner)),
             priority=group.priority,
             marks=tuple(group.requests[0].sequence.marks),
-            is_streamed=every_step,
+            follower=self._name if every_step else None,
         )
 
     def _route(self, group: RequestGroup) -> RouteRequest:
@@ -239,11 +269,14 @@ class ReplicaDriver:
 
     async def _read_feed(self, replica: str) -> None:
         """Until a batch is missing: following anew begins with a snapshot."""
-        stream = self._replicas.follow.remote(Follow(replica))
+        stream = self._replicas.follow.remote(Follow(replica, self._name))
         try:
             async for report in stream:
                 assert isinstance(report, Report)
-                self._dispatcher.note_metrics(replica, report.metrics)
+                for key, part in (report.progress or {}).items():
+                    self._take_progress(key, part)
+                if report.metrics is not None:
+                    self._dispatcher.note_metrics(replica, report.metrics)
                 if report.batch is not None and not self._dispatcher.apply(replica, report.batch):
                     return
         finally:

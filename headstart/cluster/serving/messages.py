@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +14,9 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.vllm_api.metrics import Metric
 
 __all__ = ["AnswerPart", "AnswerRequest", "EngineFacts", "Follow", "Head", "Part", "Report"]
+
+RequestKey = tuple[str, int]
+"""A request's id and the number of the attempt to have it answered."""
 
 
 class EngineFacts(NamedTuple):
@@ -34,8 +38,9 @@ class EngineFacts(NamedTuple):
 class AnswerRequest:
     """A request that is checked and tokenised.
 
-    owner: whose it is, and with what weight; None for nobody's. is_streamed: its tokens are wanted
-    as they come, not all at the end.
+    owner: whose it is, and with what weight; None for nobody's. follower: the server that is told
+    its tokens as they come, None if they are wanted at the end alone. attempt: how often it was
+    sent before.
     """
 
     request_id: str
@@ -45,7 +50,13 @@ class AnswerRequest:
     owner: tuple[str, float] | None
     priority: int
     marks: tuple[Mark, ...]
-    is_streamed: bool
+    follower: str | None
+    attempt: int = 0
+
+    @property
+    def key(self) -> RequestKey:
+        """What its tokens go by: those of an earlier attempt are not to be taken for this one's."""
+        return self.request_id, self.attempt
 
 
 class Head(NamedTuple):
@@ -59,24 +70,32 @@ class Head(NamedTuple):
 
 
 class AnswerPart(NamedTuple):
-    """New tokens of one of a request's answers, that with index `at`."""
+    """Tokens from `start` on of one of a request's answers, that with index `at`."""
 
     at: int
+    start: int
     token_ids: list[int]
     logprobs: list[Logprobs] | None
     finish_reason: str | None
 
 
 class Part(NamedTuple):
-    """New tokens of a request; `head` comes with the first part alone."""
+    """New tokens of a request; `head` comes with the first part alone.
+
+    Of two parts with the same tokens either will do, and a part before which tokens are missing
+    can be left out: the last one has all but the first's.
+    """
 
     head: Head | None
     answers: tuple[AnswerPart, ...]
     finished: bool
 
     @classmethod
-    def of(cls, output: RequestOutput, *, is_first: bool) -> Part:
-        """What is new in an output of a stream of what is new."""
+    def of(cls, output: RequestOutput, told: Counter[int], *, is_first: bool) -> Part:
+        """What is new in an output of a stream of what is new.
+
+        told: tokens of each answer before; those of the output are added.
+        """
         head = None
         if is_first:
             head = Head(
@@ -87,14 +106,15 @@ class Part(NamedTuple):
                 output.metrics.queue,
             )
         answers = tuple(
-            AnswerPart(one.index, one.token_ids, one.logprobs, one.finish_reason)
+            AnswerPart(one.index, told[one.index], one.token_ids, one.logprobs, one.finish_reason)
             for one in output.outputs
         )
+        told.update({one.at: len(one.token_ids) for one in answers})
         return cls(head, answers, output.finished)
 
     @classmethod
     def joined(cls, parts: Sequence[Part]) -> Part:
-        """All tokens of some parts as one."""
+        """All tokens of some parts, one behind the other, as one."""
         answers: dict[int, AnswerPart] = {}
         for one in (answer for part in parts for answer in part.answers):
             before = answers.get(one.at)
@@ -103,20 +123,32 @@ class Part(NamedTuple):
                 if one.logprobs is not None:
                     logprobs = [*(before.logprobs or ()), *one.logprobs]
                 one = AnswerPart(
-                    one.at, before.token_ids + one.token_ids, logprobs, one.finish_reason
+                    one.at,
+                    before.start,
+                    before.token_ids + one.token_ids,
+                    logprobs,
+                    one.finish_reason,
                 )
             answers[one.at] = one
         return cls(None, tuple(answers.values()), parts[-1].finished)
 
 
 class Follow(NamedTuple):
-    """Asks one replica to tell what its cache holds; `replica` is Ray Serve's name of it."""
+    """Asks one replica to tell what its cache holds, and the tokens of the asker's requests.
+
+    replica: Ray Serve's name of it. follower: the server that asks.
+    """
 
     replica: str
+    follower: str
 
 
 class Report(NamedTuple):
-    """What changed in a replica's cache, None for nothing, and the engine's counts of now."""
+    """What changed in a replica: its cache, the engine's counts, tokens of the follower's requests.
 
-    batch: EventBatch | None
-    metrics: list[Metric]
+    None is nothing new.
+    """
+
+    batch: EventBatch | None = None
+    metrics: list[Metric] | None = None
+    progress: Mapping[RequestKey, Part] | None = None

@@ -1,10 +1,14 @@
-"""Tells whoever follows a replica what its cache holds, while requests change it.
+"""Tells the servers that follow a replica what its cache holds, and the tokens of their requests.
 
     engine's thread   take events ──▶ batch         after a first token, and every `_PAUSE` seconds
     event loop        batch ──▶ each follower's queue ──▶ a stream of Ray Serve's
+                      tokens ──▶ that of the follower whose they are, every `_TOGETHER` seconds
 
 A follower that reads too slowly loses a batch; the numbers of batches show it the gap, and it
-follows anew, which begins with a snapshot.
+follows anew, which begins with a snapshot. Tokens wait until there is room.
+
+A message through Ray Serve takes about a millisecond of a core at either end. So the tokens of all
+streams go together: one message for each token of each would be the limit of everything.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from headstart.cache import AllBlocksCleared, CacheEvent
 from headstart.cluster.events import EventBatch, EventPublisher
-from headstart.cluster.serving.messages import Report
+from headstart.cluster.serving.messages import Part, Report, RequestKey
 from headstart.engine.startup.observed import ObservedManager
 from headstart.engine.vllm_api.metrics import read_metrics
 from headstart.errors import EngineError
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["CachePublisher"]
 
 _PAUSE = 0.05  # seconds from one batch to the next while requests run
+_TOGETHER = 0.02  # seconds from one message of tokens to the next
 _MOST_QUEUED = 256  # reports that wait for one follower
 
 
@@ -38,7 +43,9 @@ class CachePublisher:
         self._llm = llm
         # The replica's number is the follower's to choose; the epoch tells starts apart.
         self._events = EventPublisher(replica=0, epoch=time.time_ns())
-        self._followers: set[asyncio.Queue[Report]] = set()
+        self._followers: dict[str, asyncio.Queue[Report]] = {}
+        self._progress: dict[str, dict[RequestKey, list[Part]]] = {}  # by follower
+        self._telling: asyncio.Task[None] | None = None
         self._num_running = 0
         self._is_busy = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -70,20 +77,40 @@ class CachePublisher:
         self._tell(await self._llm.call(lambda: self._read(AllBlocksCleared())))
 
     def _tell(self, report: Report) -> None:
-        for queue in self._followers:
+        for queue in self._followers.values():
             if not queue.full():
                 queue.put_nowait(report)
 
-    async def follow(self) -> AsyncGenerator[Report]:
+    def add_progress(self, follower: str, key: RequestKey, part: Part) -> None:
+        """Tokens of a follower's request are there."""
+        self._progress.setdefault(follower, {}).setdefault(key, []).append(part)
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.ensure_future(self._tell_progress())
+
+    async def _tell_progress(self) -> None:
+        """Until there is nothing to tell."""
+        while self._progress:
+            for follower in list(self._progress):
+                queue = self._followers.get(follower)
+                if queue is not None and queue.full():
+                    continue
+                parts = self._progress.pop(follower)
+                if queue is not None:
+                    joined = {key: Part.joined(several) for key, several in parts.items()}
+                    queue.put_nowait(Report(progress=joined))
+            await asyncio.sleep(_TOGETHER)
+
+    async def follow(self, follower: str) -> AsyncGenerator[Report]:
         """What is cached, and then all that changes. Ends when the engine does."""
         queue: asyncio.Queue[Report] = asyncio.Queue(_MOST_QUEUED)
-        self._followers.add(queue)  # first: what comes meanwhile is newer than the snapshot
+        self._followers[follower] = queue  # first: what comes meanwhile is newer than the snapshot
         try:
             yield await self._llm.call(self._read_all)
             while True:
                 yield await queue.get()
         finally:
-            self._followers.discard(queue)
+            if self._followers.get(follower) is queue:
+                del self._followers[follower]
 
     async def _publish_on(self) -> None:
         with suppress(EngineError):  # the engine is closed, which its health check says

@@ -33,15 +33,18 @@ def take_part(group: RequestGroup, part: Part, sent: float) -> None:
             request.missed = head.missed
     for answer in part.answers:
         request = group.requests[answer.at]
-        for token in _tokens(answer):
+        known = len(request.sampling.output_token_ids)
+        if answer.start > known:
+            continue  # some before were not told: the last part has them
+        for token in _tokens(answer, known - answer.start):
             request.append(token, now)
         if answer.finish_reason is not None:
             request.finish_reason = answer.finish_reason
 
 
-def _tokens(answer: AnswerPart) -> Iterator[SampledToken]:
-    """They were told with texts: what counts here are ids and numbers."""
-    for place, token_id in enumerate(answer.token_ids):
+def _tokens(answer: AnswerPart, first: int) -> Iterator[SampledToken]:
+    """Those from `first` on. They were told with texts: what counts are ids and numbers."""
+    for place, token_id in enumerate(answer.token_ids[first:], first):
         if answer.logprobs is None:
             yield SampledToken(token_id, None, ())
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -16,8 +16,6 @@ from headstart.engine.params import RequestOutputKind
 from headstart.engine.startup.start import start_engine
 
 __all__ = ["EngineReplica"]
-
-_TOGETHER = 0.02  # seconds in which a stream's tokens are sent together: a message takes 0.7 ms
 
 
 class EngineReplica:
@@ -47,10 +45,10 @@ class EngineReplica:
         )
 
     async def answer(self, asked: AnswerRequest) -> AsyncGenerator[Part]:
-        """The tokens of a request, as they come or all at the end; the first part comes as soon as
-        the prompt is computed.
+        """Two parts: one as soon as the prompt is computed, and all other tokens at the end.
 
-        Raises RequestError or EngineError.
+        The tokens between are told to the request's follower meanwhile, those of all its requests
+        in one message: see `CachePublisher`. Raises RequestError or EngineError.
         """
         params = asked.params.clone()
         params.output_kind = RequestOutputKind.DELTA
@@ -68,36 +66,35 @@ class EngineReplica:
         self._publisher.begin()
         try:
             async with aclosing(self._llm.outputs(request)) as outputs:
-                async for part in self._parts(outputs, asked.is_streamed):
+                async for part in self._parts(outputs, asked):
                     yield part
         finally:
             self._publisher.end()
 
     async def _parts(
-        self, outputs: AsyncGenerator[RequestOutput], is_streamed: bool
+        self, outputs: AsyncGenerator[RequestOutput], asked: AnswerRequest
     ) -> AsyncGenerator[Part]:
-        told: float | None = None
-        held: list[Part] = []
+        told: Counter[int] = Counter()
+        later: list[Part] = []
         async for output in outputs:
-            part = Part.of(output, is_first=told is None)
-            if told is None:
+            is_first = not told
+            part = Part.of(output, told, is_first=is_first)
+            if is_first:
                 await self._publisher.publish()  # what comes next may hit what this one computed
-            else:
-                held.append(part)
-                waits = not is_streamed or time.monotonic() - told < _TOGETHER
-                if waits and not part.finished:
-                    continue
-                part = Part.joined(held)
-                held.clear()
-            told = time.monotonic()
-            yield part
+                yield part
+                continue
+            later.append(part)
+            if part.finished:
+                yield Part.joined(later)
+            elif asked.follower is not None:
+                self._publisher.add_progress(asked.follower, asked.key, part)
 
     async def follow(self, who: Follow) -> AsyncGenerator[Report]:
         """What is cached here, and all that changes, until the caller leaves.
 
-        who: this replica; the request router reads it.
+        who: names this replica for the request router, and the caller.
         """
-        async with aclosing(self._publisher.follow()) as reports:
+        async with aclosing(self._publisher.follow(who.follower)) as reports:
             async for report in reports:
                 yield report
 

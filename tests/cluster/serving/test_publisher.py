@@ -71,7 +71,7 @@ def test_the_index_of_a_follower_is_the_pool(llm: AsyncLLM) -> None:
     async def follow() -> None:
         publisher, index = CachePublisher(llm), ReplicaIndex(1)
         await compute(llm, publisher, PROMPTS[:2])
-        async with aclosing(publisher.follow()) as reports:
+        async with aclosing(publisher.follow("a server")) as reports:
             assert await read(index, reports, 1) == [True]  # the snapshot
             await compute(llm, publisher, PROMPTS[2:])
             assert llm.engine.manager.num_evictions > 0
@@ -88,13 +88,13 @@ def test_a_reader_that_is_too_slow_sees_the_gap_and_follows_anew(
 
     async def follow(llm: AsyncLLM) -> None:
         publisher, index = CachePublisher(llm), ReplicaIndex(1)
-        async with aclosing(publisher.follow()) as reports:
+        async with aclosing(publisher.follow("a server")) as reports:
             await read(index, reports, 1)
             await compute(llm, publisher, PROMPTS[:3])  # two of three batches find no place
             assert await read(index, reports, 1) == [True]
             await compute(llm, publisher, PROMPTS[3:4])
             assert await read(index, reports, 1) == [False]
-        async with aclosing(publisher.follow()) as reports:
+        async with aclosing(publisher.follow("a server")) as reports:
             assert await read(index, reports, 1) == [True]
         assert held(index) == set(prefix_keys(list(await names_in_pool(llm))))
 
@@ -107,7 +107,7 @@ def test_a_reset_is_told(llm: AsyncLLM) -> None:
     async def follow() -> None:
         publisher, index = CachePublisher(llm), ReplicaIndex(1)
         await compute(llm, publisher, PROMPTS[:2])
-        async with aclosing(publisher.follow()) as reports:
+        async with aclosing(publisher.follow("a server")) as reports:
             await read(index, reports, 1)
             assert held(index)
             assert await llm.reset_prefix_cache()

@@ -1,0 +1,48 @@
+"""`headstart serve --replicas`: what cannot be is told in one sentence, before anything starts."""
+
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from headstart.cli.main import main
+
+QUIET = ["serve", "--port", "0", "--no-api-keys"]
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("headstart.cluster.serving.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = CliRunner().invoke(main, [*QUIET, "--replicas", "2"])
+    assert done.exit_code == 2
+    assert "the server needs ray: pip install 'headstart[cluster]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (["--replicas", "0"], "replicas is 0; allowed: a whole number from 1 to 4096"),
+        (["--replicas", "3", "--max-replicas", "2"], "max_replicas is 2 and replicas is 3"),
+        (["--replicas", "2", "--model", "/nowhere"], "there is no folder /nowhere"),
+    ],
+)
+def test_what_cannot_be_is_told(given: list[str], text: str) -> None:
+    done = CliRunner().invoke(main, [*QUIET, *given])
+    assert (done.exit_code, text in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ("127.0.0.1:1", "RAY_ADDRESS is '127.0.0.1:1', and nobody answers there"),
+        ("ray://127.0.0.1:10001", "Ray's client does not carry streams"),
+    ],
+)
+def test_a_wrong_address_of_ray_is_told_at_once(
+    address: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray", reason="replicas need Ray")
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    done = CliRunner().invoke(main, [*QUIET, "--replicas", "2"])
+    assert (done.exit_code, text in done.stderr) == (2, True), done.stderr

@@ -1,0 +1,85 @@
+"""Tokens that come over two streams: whatever overlaps, overtakes or is lost, none is missing."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headstart import LLM, SamplingParams
+from headstart.cluster.serving.messages import Part
+from headstart.cluster.serving.received import take_part
+from headstart.engine.outputs import RequestOutput
+from headstart.engine.params import RequestOutputKind
+from headstart.engine.request import RequestGroup
+
+PARAMS = SamplingParams(max_tokens=6, temperature=0, logprobs=1, n=2, ignore_eos=True)
+PROMPT = "Anna is 31. Ben is 45. How old is Ben?"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    made = LLM("headstart-tiny", num_blocks=64, dtype="float32")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def deltas(llm: LLM) -> list[RequestOutput]:
+    params = PARAMS.clone()
+    params.output_kind = RequestOutputKind.DELTA
+    return list(llm.stream(PROMPT, params))
+
+
+def parts_of(deltas: list[RequestOutput]) -> tuple[Part, list[Part], Part]:
+    """As a replica sends them: the first, those between, and the last with all but the first's."""
+    told: Counter[int] = Counter()
+    first, *later = [Part.of(one, told, is_first=not at) for at, one in enumerate(deltas)]
+    return first, later[:-1], Part.joined(later)
+
+
+def answers(group: RequestGroup) -> list[Any]:
+    return [
+        (one.text, one.token_ids, one.finish_reason, one.logprobs) for one in group.output().outputs
+    ]
+
+
+@pytest.mark.parametrize("lost", list(itertools.product([False, True], repeat=4)))
+def test_an_answer_is_whole_whatever_is_lost_between(
+    llm: LLM, deltas: list[RequestOutput], lost: tuple[bool, ...]
+) -> None:
+    first, between, last = parts_of(deltas)
+    assert len(between) == len(lost)
+    group = llm.engine.prepare(PROMPT, PARAMS)
+    take_part(group, first, 0.0)
+    for part, is_lost in zip(between, lost, strict=True):
+        if not is_lost:
+            take_part(group, part, 0.0)
+            take_part(group, part, 0.0)  # it comes twice
+    take_part(group, last, 0.0)
+    [expected] = llm.generate(PROMPT, PARAMS)
+    assert answers(group) == [
+        (one.text, one.token_ids, one.finish_reason, one.logprobs) for one in expected.outputs
+    ]
+    assert group.finished
+
+
+def test_what_comes_before_the_first_tokens_is_left_out(
+    llm: LLM, deltas: list[RequestOutput]
+) -> None:
+    _, between, _ = parts_of(deltas)
+    group = llm.engine.prepare(PROMPT, PARAMS)
+    take_part(group, between[0], 0.0)
+    assert [one.token_ids for one in group.output().outputs] == [[], []]
+
+
+def test_what_is_known_of_the_prompt_comes_with_the_first_part(
+    llm: LLM, deltas: list[RequestOutput]
+) -> None:
+    first, _, last = parts_of([replace(deltas[0], num_cached_tokens=7), *deltas[1:]])
+    assert last.head is None
+    group = llm.engine.prepare(PROMPT, PARAMS)
+    take_part(group, first, 0.0)
+    assert group.output().num_cached_tokens == 7

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from headstart.cluster.options import ReplicaConfig
 from headstart.server.options import ServerOptions
@@ -60,6 +62,18 @@ class GroupedOption(click.Option):
     def __init__(self, *args: Any, group: str = MAIN, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.group = group
+
+    def handle_parse_result(
+        self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
+    ) -> tuple[Any, list[str]]:
+        """As click's; an error names the environment's variable if the value is from there."""
+        try:
+            return super().handle_parse_result(ctx, opts, args)
+        except click.BadParameter as error:
+            assert self.name is not None
+            if ctx.get_parameter_source(self.name) is ParameterSource.ENVIRONMENT:
+                error.param_hint = f"{ctx.auto_envvar_prefix}_{self.name.upper()}"
+            raise
 
 
 class GroupedCommand(click.Command):

@@ -271,6 +271,17 @@ def test_flags_keep_the_types_of_their_fields(monkeypatch: pytest.MonkeyPatch) -
     assert options.said == {"stop": ["x"]}
 
 
+def test_a_wrong_value_in_the_environment_is_told_by_its_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HEADSTART_NUM_BLOCKS", "abc")
+    said = call("run", "hi")
+    assert said.exit_code == 2
+    assert "Invalid value for HEADSTART_NUM_BLOCKS: 'abc'" in said.stderr
+    said = call("run", "--num-blocks", "xyz", "hi")
+    assert "Invalid value for '--num-blocks': 'xyz'" in said.stderr
+
+
 def test_flags_stand_in_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSTART_BLOCK_SIZE", "3")
     assert "block_size is 3" in call("run", "x").stderr

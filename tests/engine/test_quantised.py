@@ -91,7 +91,7 @@ def test_blocks_of_other_bits_are_not_found(tmp_path: Path) -> None:
     names, hits = [], []
     for weights in ("auto", "int8", "int4", "int4", "int8", "auto"):
         llm = make_llm(model, cache_dir=kept, weights=weights)
-        names.append(llm.engine.manager.names._model)
+        names.append(llm.engine.manager.names.model)
         [output] = llm.generate(prompt, GREEDY)
         hits.append(output.num_cached_tokens)
         llm.close()

@@ -17,6 +17,7 @@ import torch
 from headstart import LLM, SamplingParams
 
 KINDS = ("auto", "int8", "int4")
+DTYPE = "float32"
 PROMPT = 256
 TOKENS = 8
 BATCH = 8
@@ -48,7 +49,9 @@ def measure(llm: LLM, vocabulary: int, seed: int) -> dict[str, float]:
 
 def main(folder: str) -> None:
     engines = {
-        kind: LLM(folder, weights=kind, enable_prefix_caching=False, max_model_len=1024)
+        kind: LLM(
+            folder, weights=kind, dtype=DTYPE, enable_prefix_caching=False, max_model_len=1024
+        )
         for kind in KINDS
     }
     runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}

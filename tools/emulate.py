@@ -29,7 +29,7 @@ EMULATED = (
     *("-D__builtin_cpu_supports(feature)=1", "-DHEADSTART_EMULATED"),
 )
 # What runs on this CPU as it is.
-NOT_EMULATED = "headstart/native/half_linear.cpp"
+NOT_EMULATED = "headstart/native/narrow_linear.cpp"
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 TESTS = (
     *("tests/native", "tests/attention", "tests/models/lora", "tests/engine/test_paths.py"),
@@ -82,7 +82,7 @@ def build(folder: Path, flags: tuple[str, ...]) -> None:
         old.unlink()
     target = f"headstart/native/_kernels{EXTENSION_SUFFIXES[0]}"
     own = [*module["extra-compile-args"], "-fPIC", "-w"]
-    plain = folder / "half_linear.o"
+    plain = folder / "narrow_linear.o"
     sources = [source for source in module["sources"] if source != NOT_EMULATED]
     for command in (
         [COMPILER, *own, *flags, "-c", NOT_EMULATED, "-o", str(plain)],

@@ -1,9 +1,10 @@
 """Compiled kernels: C++ built when headstart is installed, if there is a compiler.
 
 One library serves every x86 CPU. Most kernels need AVX-512 with its bf16 and VNNI instructions
-(`library`), products with weights in bfloat16 need AVX2 (`avx2_library`). If the library was not
-built or the CPU lacks these, both are None and callers use torch operations instead. In the
-environment `HEADSTART_NATIVE=0` switches all kernels off, `HEADSTART_CPU=avx2` those beyond AVX2.
+(`library`); products with weights of 16 and 8 bits under float32 need AVX2 (`avx2_library`). If the
+library was not built or the CPU lacks these, both are None and callers use torch operations
+instead. In the environment `HEADSTART_NATIVE=0` switches all kernels off, `HEADSTART_CPU=avx2`
+those beyond AVX2.
 
 Kernels take plain numbers, addresses and structs (ctypes), as `bindings` declares them. They run
 on the threads of torch's own OpenMP library: a second thread pool would compete for the cores.
@@ -23,7 +24,7 @@ from headstart.native import bindings
 __all__ = ["advise", "avx2_library", "is_usable", "library", "pointer"]
 
 # The number in native.h; a library with another number is not used.
-INTERFACE = 7
+INTERFACE = 8
 
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
 """The CPU flags that the kernels need, as Linux spells them."""

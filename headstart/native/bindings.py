@@ -154,6 +154,10 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
         (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
         None,
     ),
+    "int8_linear": (
+        (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
+        None,
+    ),
     "rms_norm": ((c_void_p, c_float, c_void_p, c_int64, c_int64, c_void_p, c_int), None),
     "mlp": ((c_void_p, c_void_p, c_int64, c_void_p, c_int), None),
     "before_attention": (

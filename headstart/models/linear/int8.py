@@ -2,20 +2,24 @@
 
     weight[o, i]  ~  values[o, i] * scales[o]        values int8, -127 .. 127
 
-Rows are multiplied as integers, by FBGEMM, which torch brings for x86. It takes 7 bits of an input:
-with 8, a CPU without VNNI saturates the sum of two products. A row has some elements much larger
-than the others, and 7 bits of the largest are too few for the rest (perplexity 17 % worse in
-SmolLM2-135M). So a row is split into two digits of 7 bits, two rows of one product:
+Three ways to multiply, of which `Int8Linear` takes the first that this machine is made for:
 
-    x  ~  top / 63 * (high + low / 126)              high, low: whole numbers, -63 .. 63
+1. On a CPU with VNNI: as integers, by FBGEMM, which torch brings for x86. It takes 7 bits of an
+   input: with 8, a CPU without VNNI saturates the sum of two products. A row has some elements much
+   larger than the others, and 7 bits of the largest are too few for the rest (perplexity 17 % worse
+   in SmolLM2-135M). So a row is split into two digits of 7 bits, two rows of one product:
 
-which has 14 bits, at the price of a second row that costs nothing while the product waits for
-memory. Sums of integers are exact, so a row's result has the same bits alone, in any batch, on any
-number of threads and on any CPU that has FBGEMM.
+       x  ~  top / 63 * (high + low / 126)              high, low: whole numbers, -63 .. 63
 
-Without FBGEMM the weight is dequantised tile by tile into scratch memory for a float product.
+   which has 14 bits, at the price of a second row that costs nothing while the product waits for
+   memory. Sums of integers are exact, so a row's result has the same bits alone, in any batch, on
+   any number of threads and on any CPU that takes this way.
+2. On a CPU with AVX2 and without VNNI: in float32, by a compiled product that reads the weight once
+   for a few rows; many rows as in 3.
+3. Anywhere: the weight is dequantised tile by tile into scratch memory for a float product.
 """
 
+import ctypes
 import warnings
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
@@ -23,7 +27,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from headstart.machine import cpu_flags
 from headstart.models.linear.base import TILE, QuantizedLinear, WeightKind, scratch
+from headstart.native import avx2_library
 
 __all__ = ["Int8Linear", "Int8Weight", "quantize_int8"]
 
@@ -31,6 +37,8 @@ _LEVELS = 127
 _DIGIT = 63  # the largest digit
 _ZERO_POINT = 64
 _TINY = 1e-30  # an all-zero row has no scale
+# From this many rows on torch's float product is faster than the compiled one.
+_MANY_ROWS = 24
 
 
 class Int8Weight(NamedTuple):
@@ -69,9 +77,11 @@ class Int8Linear(QuantizedLinear):
         outputs, inputs = weight.values.shape
         super().__init__(inputs, outputs, bias)
         self.register_buffer("scales", weight.scales, persistent=False)
-        can_pack = weight.values.device.type == "cpu" and _has_fbgemm()
+        on_cpu = weight.values.device.type == "cpu"
+        can_pack = on_cpu and _multiplies_integers() and _has_fbgemm()
         self._packed = _pack(weight) if can_pack else None
         self.register_buffer("values", None if can_pack else weight.values, persistent=False)
+        self._library = avx2_library() if on_cpu and not can_pack else None
 
     @classmethod
     def quantize(cls, weight: Tensor, bias: Tensor | None) -> "Int8Linear":
@@ -82,9 +92,25 @@ class Int8Linear(QuantizedLinear):
         return Int8Weight(values, self.scales).unpack()
 
     def multiply(self, rows: Tensor) -> Tensor:
-        if self._packed is None:
-            return _multiply_tiles(rows, Int8Weight(self.values, self.scales))
-        return _multiply_digits(rows, self._packed)
+        if self._packed is not None:
+            return _multiply_digits(rows, self._packed)
+        if self._library is not None and len(rows) < _MANY_ROWS:
+            return self._multiply_few(rows, self._library)
+        return _multiply_tiles(rows, Int8Weight(self.values, self.scales))
+
+    def _multiply_few(self, rows: Tensor, library: ctypes.CDLL) -> Tensor:
+        rows, out = rows.contiguous(), rows.new_empty((len(rows), self.out_features))
+        library.headstart_int8_linear(
+            self.values.data_ptr(),
+            self.scales.data_ptr(),
+            self.out_features,
+            self.in_features,
+            rows.data_ptr(),
+            len(rows),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
 
 
 def _multiply_digits(rows: Tensor, packed: Any) -> Tensor:
@@ -142,6 +168,15 @@ def _prepack(weight: Int8Weight) -> Any:
 def _unpack(packed: Any) -> Tensor:
     values: Tensor = torch.ops.quantized.linear_unpack(packed)[0].int_repr()
     return values
+
+
+def _multiplies_integers() -> bool:
+    """True if products of 8-bit integers are faster here than float32's, or if nothing else is.
+
+    Without VNNI, FBGEMM takes as long as float32 for many rows, and for one row twice as long as
+    the compiled product.
+    """
+    return avx2_library() is None or not cpu_flags().isdisjoint({"avx512_vnni", "avx_vnni"})
 
 
 @cache

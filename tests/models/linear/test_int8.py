@@ -10,7 +10,7 @@ from headstart.models.linear.int8 import quantize_int8
 
 SHAPES = [(1, 1), (7, 3), (64, 48), (131, 95), (300, 896), (2100, 512)]
 COUNTS = [1, 2, 5, 16, 128, 129, 200]
-PATHS = pytest.mark.parametrize("path", ["packed", "tiles"])
+PATHS = pytest.mark.parametrize("path", ["packed", "compiled", "tiles"])
 
 
 def make_weight(outputs: int, inputs: int, seed: int = 0) -> Tensor:
@@ -32,9 +32,12 @@ def make_rows(count: int, inputs: int) -> Tensor:
 def make_layer(
     weight: Tensor, bias: Tensor | None, path: str, patch: pytest.MonkeyPatch
 ) -> QuantizedLinear:
+    patch.setattr(kinds, "_multiplies_integers", lambda: path == "packed")
     if path == "tiles":
-        patch.setattr(kinds, "_has_fbgemm", lambda: False)
-    elif not kinds._has_fbgemm():
+        patch.setattr(kinds, "avx2_library", lambda: None)
+    elif path == "compiled" and kinds.avx2_library() is None:
+        pytest.skip("no compiled kernels for AVX2 here")
+    elif path == "packed" and not kinds._has_fbgemm():
         pytest.skip("this torch has no FBGEMM")
     layer = make_linear(weight, bias, "int8")
     assert isinstance(layer, QuantizedLinear)
@@ -95,14 +98,33 @@ def test_bias_dtype_and_leading_axes(
     assert layer(rows[:, :0]).shape == (2, 0, 20)
 
 
+@pytest.mark.parametrize(("path", "count"), [("packed", 300), ("compiled", 23)])
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
-    monkeypatch: pytest.MonkeyPatch,
+    path: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = make_layer(make_weight(300, 896), None, "packed", monkeypatch)
-    rows = make_rows(300, 896)
+    layer = make_layer(make_weight(300, 896), None, path, monkeypatch)
+    rows = make_rows(count, 896)
     together = layer(rows)
-    for start, stop in [(0, 1), (5, 6), (299, 300), (3, 7), (0, 64), (60, 200)]:
+    for start, stop in [(0, 1), (5, 6), (count - 1, count), (3, 7), (0, 20), (count // 5, count)]:
         assert torch.equal(layer(rows[start:stop]), together[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("flags", "compiled", "expected"),
+    [
+        ({"avx2"}, True, False),
+        ({"avx2", "avx512_vnni"}, True, True),
+        ({"avx2", "avx_vnni"}, True, True),
+        ({"avx2"}, False, True),
+        ({"asimd"}, False, True),
+    ],
+)
+def test_integers_are_multiplied_where_that_is_fastest(
+    flags: set[str], compiled: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kinds, "cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(kinds, "avx2_library", lambda: object() if compiled else None)
+    assert kinds._multiplies_integers() == expected
 
 
 @PATHS

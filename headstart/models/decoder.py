@@ -13,6 +13,7 @@ from headstart.models.fused import FusionSwitch
 from headstart.models.greedy_head import greedy_tokens
 from headstart.models.linear import QuantizedLinear, WeightKind
 from headstart.models.lora.files import Widths
+from headstart.native import avx2_library, library
 
 __all__ = ["DecoderModel", "EmbeddingOverlay"]
 
@@ -125,6 +126,12 @@ class DecoderModel(ABC):
 
     @abstractmethod
     def _compute_fingerprint(self) -> str: ...
+
+    def products(self) -> str:
+        """What computes the linear layers here: it decides on the last bits of K and V."""
+        kinds = {type(module).__name__ for module in self.module.modules()}
+        compiled = (avx2_library() is not None, library() is not None)
+        return f"{' '.join(sorted(kinds))}, kernels for AVX2 and AVX-512: {compiled}"
 
     def recall_fingerprint(self, fingerprint: str) -> None:
         """What `fingerprint` said of the same files before."""

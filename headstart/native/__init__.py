@@ -29,6 +29,7 @@ INTERFACE = 8
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
 """The CPU flags that the kernels need, as Linux spells them."""
 
+_NEEDED_FOR_AVX2 = frozenset({"avx2", "fma"})
 # What headstart_native_level() tells.
 _AVX2, _AVX512 = 1, 2
 
@@ -64,11 +65,12 @@ def _level() -> int:
 def advise() -> None:
     """Log, once per process, how to install the kernels if this CPU could run them."""
     switched_off = os.environ.get("HEADSTART_NATIVE", "1") == "0" or _load(_FOLDER) is not None
-    if not switched_off and cpu_flags() >= NEEDED:
+    if not switched_off and (cpu_flags() >= NEEDED or cpu_flags() >= _NEEDED_FOR_AVX2):
         _log.warning(
-            "headstart runs without its compiled kernels, several times slower: install a C++ "
-            "compiler (Debian, Ubuntu: apt install g++), then headstart again (in a clone: make "
-            "demo; else: pip install --force-reinstall --no-deps --no-cache-dir headstart)"
+            "headstart runs without its compiled kernels, up to several times slower: install "
+            "GCC's C++ compiler (Debian, Ubuntu: apt install g++), then headstart again (in a "
+            "clone: make demo; else: pip install --force-reinstall --no-deps --no-cache-dir "
+            "headstart)"
         )
 
 

@@ -29,9 +29,10 @@ def library() -> ctypes.CDLL:
 def test_it_is_there_where_compiler_and_cpu_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every test of a kernel would be skipped in silence."""
     monkeypatch.delenv("HEADSTART_NATIVE", raising=False)
-    able = cpu_flags() >= native.NEEDED and shutil.which("g++") is not None
-    assert not able or BUILT
-    assert not able or native.library() is not None
+    if shutil.which("g++") is None:
+        pytest.skip("no compiler here")
+    assert not cpu_flags() >= {"avx2", "fma"} or native.avx2_library() is not None
+    assert not cpu_flags() >= native.NEEDED or native.library() is not None
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -62,6 +63,7 @@ def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (native.NEEDED | {"avx2"}, "1", torch.bfloat16, 1),
         (native.NEEDED, "1", torch.float32, 0),  # which the kernels do not serve
+        (frozenset({"avx2", "fma"}), "1", torch.bfloat16, 1),
         (native.NEEDED - {"avx512_bf16"}, "1", torch.bfloat16, 0),  # a compiler would not help
         (native.NEEDED, "0", torch.bfloat16, 0),
     ],

@@ -70,6 +70,7 @@ def _rounding(decoder: DecoderModel, config: EngineConfig) -> list[str]:
         torch.backends.cpu.get_cpu_capability(),
         " ".join(sorted(cpu_flags())),
         f"{config.threads} threads",
+        decoder.products(),
     ]
 
 

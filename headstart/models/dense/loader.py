@@ -29,7 +29,7 @@ from headstart.models.half_weight import can_halve
 from headstart.models.linear import WeightKind
 from headstart.models.out_of_memory import is_out_of_memory
 from headstart.models.prefetch import ReadyMemory
-from headstart.native import library
+from headstart.native import advise, library
 
 __all__ = ["load_dense"]
 
@@ -72,6 +72,8 @@ def load_dense(
             elif can_halve(held, wanted, device):
                 modules = DenseModules(about.shape, HalfReader(checkpoint))
             else:
+                if held == {torch.bfloat16} and device.type == "cpu":
+                    advise()
                 modules = DenseModules(about.shape, floats)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):

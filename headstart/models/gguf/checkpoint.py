@@ -4,6 +4,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,6 @@ ARCHITECTURES = {
     "qwen2": _NAMES,
     "qwen3": _NAMES,
     "gemma2": _GEMMA,
-    "gemma3": _GEMMA,
 }
 """The architectures whose tensors are known, and transformers' names for them."""
 
@@ -72,12 +72,14 @@ class GGUFCheckpoint:
                 f"a GGUF file of the architecture {self._architecture}; "
                 f"read are {', '.join(ARCHITECTURES)}"
             )
+        scaling = reader.fields.get(f"{self._architecture}.rope.scaling.type")
+        if scaling is not None and scaling.contents() != "none":
+            raise OtherKind(f"its rotary positions are scaled ({scaling.contents()})")
         self._heads, self._kv_heads = (
             int(reader.fields[f"{self._architecture}.attention.{name}"].contents())
             for name in ("head_count", "head_count_kv")
         )
         self._tensors: dict[str, Any] = {self._name(t.name): t for t in reader.tensors}
-        self._told = False
 
     def __enter__(self) -> "GGUFCheckpoint":
         return self
@@ -85,7 +87,7 @@ class GGUFCheckpoint:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor's shape."""
         return {

@@ -8,7 +8,6 @@ cache, and read again only if the file is another one.
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from headstart.models.silence_transformers import silence_transformers
 
 __all__ = ["gguf_folder"]
 
+_FORMAT = 1  # of what is written here; another number makes every folder anew
+
 
 def gguf_folder(file: Path) -> Path:
     """The folder for a GGUF file; made on the first call, whole or not at all.
@@ -31,27 +32,26 @@ def gguf_folder(file: Path) -> Path:
     """
     gguf = import_gguf(file)
     file, stat = file.resolve(), file.stat()
-    version = repr((str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns)).encode()
+    version = repr((_FORMAT, str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns)).encode()
     folder = _cache_folder() / f"{file.stem}-{hashlib.sha256(version).hexdigest()[:12]}"
     if (folder / "config.json").is_file():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=".gguf-", dir=folder.parent))
+        with tempfile.TemporaryDirectory(prefix=".gguf-", dir=folder.parent) as made:
+            unfinished = Path(made) / folder.name  # readable by all who read the cache
+            unfinished.mkdir()
+            _write(gguf, file, unfinished)
+            try:
+                unfinished.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # otherwise another process was first
+                    raise
     except OSError as error:
         raise ModelError(
             f"cannot write to {folder.parent}: {error.strerror}; set HEADSTART_GGUF_DIR to a "
             "folder that can be written to"
         ) from error
-    try:
-        _write(gguf, file, unfinished)
-        try:
-            unfinished.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process was first
-                raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return folder
 
 
@@ -61,13 +61,13 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
         with silence_transformers():
             config = AutoConfig.from_pretrained(file.parent, **given)
             tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
-            tokenizer.save_pretrained(folder)
         changes = _attention(config, gguf.GGUFReader(file))
     # transformers raises KeyError, TypeError, ValueError, OSError; the tokenizers a bare Exception.
     except Exception as error:
         reason = " ".join(str(error).split())
         kind = UnsupportedModelError if "not supported" in reason else DamagedModelError
         raise kind(f"{file} cannot be read: {type(error).__name__}: {reason}") from error
+    tokenizer.save_pretrained(folder)
     content = config.to_dict() | changes
     for name in ("_name_or_path", "_model_name_or_path", "transformers_version"):
         content.pop(name, None)

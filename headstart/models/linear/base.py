@@ -90,5 +90,6 @@ def scratch(size: int, device: torch.device) -> Tensor:
     """
     kept: dict[torch.device, Tensor] = _local.__dict__.setdefault("kept", {})
     if device not in kept or len(kept[device]) < size:
-        kept[device] = torch.empty(size, dtype=torch.float32, device=device)
+        with torch.inference_mode(False):  # for uses outside it, too
+            kept[device] = torch.empty(size, dtype=torch.float32, device=device)
     return kept[device][:size]

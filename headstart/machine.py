@@ -5,7 +5,7 @@ import platform
 from functools import cache
 from pathlib import Path
 
-__all__ = ["X86", "available_memory", "cpu_flags", "data_folder", "multiplies_bfloat16"]
+__all__ = ["X86", "available_memory", "cpu_flags", "cpu_name", "data_folder", "multiplies_bfloat16"]
 
 X86 = ("x86_64", "AMD64")
 """What `platform.machine` says on x86 in 64 bits."""
@@ -29,6 +29,16 @@ def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
 
 
 _FLAG_FIELDS = ("flags", "Features")  # on x86, on ARM
+
+
+def cpu_name(cpuinfo: Path = _CPUINFO) -> str:
+    """What the CPU calls itself; its architecture where Linux does not tell."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def multiplies_bfloat16() -> bool | None:

@@ -7,7 +7,7 @@ from functools import partial
 
 import click
 
-from headstart.cli.notes import note
+from headstart.cli.streams import note
 from headstart.server.keys import KeyFolder
 
 __all__ = ["keys"]

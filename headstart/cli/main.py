@@ -17,6 +17,7 @@ from click.shell_completion import get_completion_class
 from headstart.cli.cache.commands import cache
 from headstart.cli.cache.keeping import keep_prefixes
 from headstart.cli.chat.conversation import Conversation
+from headstart.cli.doctor import doctor
 from headstart.cli.help import GroupedCommand, GroupedOption
 from headstart.cli.keys import keys
 from headstart.cli.models import models
@@ -184,6 +185,7 @@ main.add_command(models)
 main.add_command(keys)
 main.add_command(cache)
 main.add_command(replay)
+main.add_command(doctor)
 
 
 @main.command()

@@ -11,10 +11,9 @@ import click
 import huggingface_hub as hub  # its names are imported when they are used, which takes 0.3 s
 from rich.cells import cell_len
 
-from headstart.cli.notes import note
 from headstart.cli.options import NOTES
 from headstart.cli.progress import show_bytes
-from headstart.cli.streams import as_typed
+from headstart.cli.streams import as_typed, note
 from headstart.errors import ModelError, ModelNotFoundError
 from headstart.models.files import BUILT_IN, check_files, download_model, find_folder
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.cli.notes import note
 from headstart.cli.options import note_on, open_model, resolve_model
 from headstart.cli.progress import describe_loading, waiting
+from headstart.cli.streams import note
 from headstart.errors import ModelError
 from headstart.models.files import find_folder, weight_files
 

@@ -13,9 +13,9 @@ import click
 from rich.cells import cell_len
 from rich.console import Console
 
-from headstart.cli.notes import note
 from headstart.cli.progress import describe_reading, waiting
 from headstart.cli.reply_metrics import figures
+from headstart.cli.streams import note
 from headstart.imports import load_module
 
 if TYPE_CHECKING:

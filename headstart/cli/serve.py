@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from headstart.cli.notes import note
 from headstart.cli.opening import announce
 from headstart.cli.options import RANDOM_MODEL, resolve_model
 from headstart.cli.progress import waiting
+from headstart.cli.streams import note
 from headstart.cluster.options import ReplicaConfig
 from headstart.errors import ConfigError
 from headstart.imports import load_module

@@ -5,13 +5,16 @@ reads bytes that it does not understand as half surrogates.
 """
 
 import io
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import click
+
 from headstart.errors import RequestError
 
-__all__ = ["as_typed", "prepare_streams", "reading_stdin"]
+__all__ = ["as_typed", "note", "prepare_streams", "reading_stdin"]
 
 
 def prepare_streams() -> None:
@@ -52,3 +55,11 @@ def as_typed(argument: str) -> str:
         raise RequestError(f"a prompt is not UTF-8 text: {error.reason}") from error
     except UnicodeEncodeError as error:
         raise RequestError(f"a prompt is no text: {error.reason}") from error
+
+
+def note(text: str) -> None:
+    """Write a dim line to stderr; in a terminal it is broken between words."""
+    if sys.stderr.isatty():
+        columns = shutil.get_terminal_size().columns
+        text = click.wrap_text(text, max(columns, 20), preserve_paragraphs=True)
+    click.secho(text, dim=True, err=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from headstart.machine import cpu_flags
 from headstart.native import bindings
 
-__all__ = ["advise", "avx2_library", "is_usable", "library", "pointer"]
+__all__ = ["advise", "avx2_library", "is_built", "is_usable", "library", "pointer"]
 
 # The number in native.h; a library with another number is not used.
 INTERFACE = 8
@@ -50,6 +50,11 @@ def avx2_library() -> ctypes.CDLL | None:
 def is_usable() -> bool:
     """True if the kernels beyond AVX2 can be used; does not import torch."""
     return _level() >= _AVX512
+
+
+def is_built() -> bool:
+    """True if the library is there and of these sources, whatever the CPU."""
+    return _load(_FOLDER) is not None
 
 
 def _level() -> int:

@@ -21,9 +21,8 @@ from rich.progress import (
 
 from headstart.cli.cache.keeping import shorten_home
 from headstart.cli.cache.listing import show_models, show_prefixes
-from headstart.cli.notes import note
 from headstart.cli.progress import show_bytes
-from headstart.cli.streams import as_typed
+from headstart.cli.streams import as_typed, note
 from headstart.engine.config import EngineConfig
 from headstart.errors import CacheError
 from headstart.tiers import DiskStore, default_folder, make_folder

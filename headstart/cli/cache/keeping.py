@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headstart.cli.notes import note
 from headstart.cli.progress import show_bytes
+from headstart.cli.streams import note
 from headstart.engine.config import EngineConfig, make_config
 from headstart.errors import ConfigError
 from headstart.tiers import default_folder, make_folder

@@ -13,9 +13,9 @@ from rich.console import Console
 from headstart.cli.chat.conversation import Conversation
 from headstart.cli.chat.session import Chat
 from headstart.cli.contents import read_document, read_image
-from headstart.cli.notes import note
 from headstart.cli.options import SAMPLING_FLAGS, parse_sampling
 from headstart.cli.reply_metrics import cached_share
+from headstart.cli.streams import note
 from headstart.errors import RequestError
 
 __all__ = ["COMMANDS", "PATH_COMMANDS", "Command", "find_command", "find_nearest"]

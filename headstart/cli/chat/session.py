@@ -13,9 +13,9 @@ import click
 
 from headstart.cli.chat.conversation import Conversation, Turn
 from headstart.cli.contents import Content
-from headstart.cli.notes import note
 from headstart.cli.pool_picture import PoolPicture
 from headstart.cli.reply import print_reply
+from headstart.cli.streams import note
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, RequestError
 

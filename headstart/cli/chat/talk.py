@@ -13,7 +13,7 @@ from headstart.cli.chat.commands import (
 )
 from headstart.cli.chat.messages import piped_messages, terminal_messages
 from headstart.cli.chat.session import Chat
-from headstart.cli.notes import note
+from headstart.cli.streams import note
 from headstart.errors import RequestError
 
 __all__ = ["talk"]

@@ -4,12 +4,15 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from headstart import LLM
 from headstart.engine.tiering.identity import _name
 from headstart.models.dense import decoder
 from headstart.models.files import BUILT_IN, find_folder
+from headstart.native import avx2_library
 from tests.engine.tiny_llm import make_llm, save_smallest
+from tests.tiny_models import TINY
 
 
 @pytest.mark.parametrize(
@@ -54,6 +57,22 @@ def test_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns))
     assert fingerprint(make_llm(model, cache_dir=kept)) != first, "size and times are the same"
     assert len(read) == 2
+
+
+def test_deterministic_blocks_are_those_of_the_same_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights in bfloat16 under float32 are multiplied in another order with the kernels."""
+    if avx2_library() is None:
+        pytest.skip("no compiled kernels for AVX2 here")
+    TINY["llama"]().to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    for deterministic in (True, False):
+        found = []
+        for switch in ("1", "0"):
+            monkeypatch.setenv("HEADSTART_NATIVE", switch)
+            options = {"cache_dir": str(tmp_path / "kept"), "deterministic": deterministic}
+            found.append(fingerprint(make_llm(tmp_path / "model", **options)))
+        assert (found[0] == found[1]) is not deterministic
 
 
 def test_what_is_remembered_may_be_damaged(tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ def make_model(architecture: str) -> Any:
     return model
 
 
-def write_gguf(file: Path, architecture: str, model: Any, kind: str) -> Path:
+def write_gguf(
+    file: Path, architecture: str, model: Any, kind: str, scaling: str | None = None
+) -> Path:
     """The model as llama.cpp converts it, its matrices in one format."""
     config = model.config
     writer = gguf.GGUFWriter(file, architecture)
@@ -81,6 +83,9 @@ def write_gguf(file: Path, architecture: str, model: Any, kind: str) -> Path:
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if scaling is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
+        writer.add_rope_scaling_factor(8.0)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     if architecture == "gemma2":
@@ -214,6 +219,16 @@ def test_other_architectures_and_other_files_are_refused(tmp_path: Path) -> None
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(8))
     with pytest.raises(Exception, match=r"broken\.gguf cannot be read"):
         load_model(tmp_path / "broken.gguf")
+
+
+@pytest.mark.parametrize("scaling", ["linear", "yarn", "longrope"])
+def test_scaled_positions_are_refused_and_not_left_out(scaling: str, tmp_path: Path) -> None:
+    """transformers reads these keys for one architecture alone."""
+    model = make_model("llama")
+    file = write_gguf(tmp_path / "tiny.gguf", "llama", model, "F32", scaling)
+    with pytest.raises(UnsupportedModelError, match=rf"positions are scaled \({scaling}\)"):
+        load_model(file)
+    load_model(write_gguf(tmp_path / "plain.gguf", "llama", model, "F32", "none"))
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,85 @@
+"""`headstart doctor`: what this machine has, what of it is used, and what would be faster."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import click
+
+from headstart import native
+from headstart.cli.help import GroupedCommand
+from headstart.cli.progress import show_bytes
+from headstart.imports import load_module
+from headstart.machine import X86, available_memory, cpu_flags, cpu_name, multiplies_bfloat16
+from headstart.version import __version__
+
+__all__ = ["doctor"]
+
+# What the kernels and torch ask for, as people call it.
+_SETS = {
+    "avx2": "AVX2",
+    "fma": "FMA",
+    "avx512f": "AVX-512",
+    "avx512_bf16": "AVX-512 bf16",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx_vnni": "AVX VNNI",
+    "amx_bf16": "AMX bf16",
+    "amx_int8": "AMX int8",
+}
+
+
+@click.command(cls=GroupedCommand, short_help="Show what this machine has, and what is used of it.")
+def doctor() -> None:
+    """Show the CPU, the kernels that run on it, free memory and GPUs, and what would be faster."""
+    torch = load_module("torch")
+    for name, text in _lines(torch):
+        click.echo(f"{name:9} {text}")
+
+
+def _lines(torch: Any) -> Iterator[tuple[str, str]]:
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    yield "headstart", f"{__version__}, Python {platform.python_version()}, {packages}"
+    has = [text for flag, text in _SETS.items() if flag in cpu_flags()]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "CPU", f"{cpu_name()}, {cores} cores: {', '.join(has) or 'no instruction set known here'}"
+    yield "kernels", _kernels()
+    yield "memory", f"{show_bytes(available_memory())} free"
+    gpus = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+    yield "GPUs", ", ".join(gpus) or "none that torch can use"
+    yield "dtype", _auto()
+    yield from (("faster", hint) for hint in _hints(bool(gpus)))
+
+
+def _kernels() -> str:
+    if os.environ.get("HEADSTART_NATIVE") == "0":
+        return "switched off by HEADSTART_NATIVE=0"
+    if not native.is_built():
+        return "not built: torch operations are used"
+    if native.library() is not None:
+        return "all: whole layers, attention and the greedy token in bfloat16"
+    if native.avx2_library() is not None:
+        return "products with weights of 16 and 8 bits under float32; torch operations for the rest"
+    return "built, but none is for this CPU: torch operations are used"
+
+
+def _auto() -> str:
+    """What `dtype=auto` means for a checkpoint in bfloat16."""
+    if multiplies_bfloat16() is not False:
+        return "auto is the checkpoint's"
+    if native.avx2_library() is not None:
+        return "auto is float32 over weights that stay in bfloat16: this CPU has no products of it"
+    return "auto is float32, if memory allows: this CPU has no products of bfloat16"
+
+
+def _hints(has_gpu: bool) -> Iterator[str]:
+    is_x86 = platform.machine() in X86
+    if is_x86 and not native.is_built() and cpu_flags() >= {"avx2", "fma"}:
+        yield "install g++, then headstart again: compiled kernels"
+    if is_x86 and cpu_flags() >= {"avx2", "fma"}:
+        yield "--weights int8: a token reads half of what it does in bfloat16"
+    if has_gpu:
+        yield "--device cuda"

@@ -1,0 +1,56 @@
+"""`headstart doctor`: told from this machine, and from machines that are not here."""
+
+import pytest
+from click.testing import CliRunner
+
+from headstart import native
+from headstart.cli import doctor
+from headstart.cli.main import main
+
+
+def lines() -> dict[str, str]:
+    done = CliRunner().invoke(main, ["doctor"])
+    assert done.exit_code == 0, done.stderr
+    return {line[:9].strip(): line[10:] for line in done.stdout.splitlines()}
+
+
+def test_this_machine() -> None:
+    said = lines()
+    assert {"headstart", "CPU", "kernels", "memory", "GPUs", "dtype"} <= said.keys()
+    assert "torch" in said["headstart"] and "cores" in said["CPU"]
+    assert said["memory"].endswith(" free")
+
+
+@pytest.mark.parametrize(
+    ("flags", "built", "level", "kernels", "faster"),
+    [
+        ({"avx2", "fma"}, True, 1, "16 and 8 bits under float32", "int8"),
+        ({"avx2", "fma"}, False, 0, "not built", "install g++"),
+        ({"avx2", "fma", *native.NEEDED}, True, 2, "all: whole layers", "int8"),
+        (set(), True, 0, "none is for this CPU", None),
+    ],
+)
+def test_other_machines(
+    flags: set[str],
+    built: bool,
+    level: int,
+    kernels: str,
+    faster: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("HEADSTART_NATIVE", raising=False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(doctor, "cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(native, "is_built", lambda: built)
+    monkeypatch.setattr(native, "avx2_library", lambda: object() if level >= 1 else None)
+    monkeypatch.setattr(native, "library", lambda: object() if level >= 2 else None)
+    found = [text for name, text in doctor._lines(__import__("torch")) if name == "kernels"]
+    assert kernels in found[0]
+    hints = list(doctor._hints(has_gpu=False))
+    assert bool(hints) == (faster is not None)
+    assert faster is None or any(faster in hint for hint in hints)
+
+
+def test_kernels_that_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_NATIVE", "0")
+    assert "HEADSTART_NATIVE=0" in lines()["kernels"]

@@ -1,7 +1,7 @@
 """The command line: `headstart run`, `chat`, `serve`, `cache`, `keys`, `models`, `replay`, ...
 
-Everything that headstart raises on purpose ends as one line on stderr and exit status 2; usage
-errors do so too. Replies go to stdout, the figures of `run` and `chat` to stderr, so that a
+Everything that headstart raises on purpose ends as one line on stderr and exit status 2, and so do
+wrong calls. Replies go to stdout, the figures of `run` and `chat` to stderr, so that a
 reply can be piped.
 """
 
@@ -60,6 +60,19 @@ class _Commands(click.Group):
         except HeadstartError as error:
             click.echo(f"headstart: {error}", err=True)
             ctx.exit(2)
+        except click.UsageError as error:
+            click.echo(f"headstart: {_in_one_line(error, ctx)}", err=True)
+            ctx.exit(2)
+
+
+def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:
+    """A wrong call as headstart's own errors are told; click takes four lines."""
+    said = error.format_message().rstrip(".")
+    if error.ctx is not None:
+        command = error.ctx.command_path
+    else:
+        command = f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()
+    return f"{said[:1].lower()}{said[1:]}; see {command} --help"
 
 
 _option = partial(click.option, cls=GroupedOption)

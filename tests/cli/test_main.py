@@ -277,9 +277,10 @@ def test_a_wrong_value_in_the_environment_is_told_by_its_variable(
     monkeypatch.setenv("HEADSTART_NUM_BLOCKS", "abc")
     said = call("run", "hi")
     assert said.exit_code == 2
-    assert "Invalid value for HEADSTART_NUM_BLOCKS: 'abc'" in said.stderr
+    assert "headstart: invalid value for HEADSTART_NUM_BLOCKS: 'abc'" in said.stderr
+    assert said.stderr.count("\n") == 1
     said = call("run", "--num-blocks", "xyz", "hi")
-    assert "Invalid value for '--num-blocks': 'xyz'" in said.stderr
+    assert "headstart: invalid value for '--num-blocks': 'xyz'" in said.stderr
 
 
 def test_flags_stand_in_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:

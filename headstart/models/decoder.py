@@ -1,5 +1,6 @@
 """A loaded decoder: token ids and positions in, logits of chosen rows out."""
 
+import secrets
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from headstart.attention.backend import AttentionBackend
 from headstart.attention.layout import LayerLayout
+from headstart.errors import ModelError
+from headstart.models.files import FileStamp, stamp_files
 from headstart.models.fused import FusionSwitch
 from headstart.models.greedy_head import greedy_tokens
 from headstart.models.linear import QuantizedLinear, WeightKind
@@ -42,6 +45,8 @@ class DecoderModel(ABC):
         fusion: FusionSwitch | None = None,
     ) -> None:
         self._folder = folder
+        self.files: tuple[FileStamp, ...] | None = None
+        """The versions of the files that the weights were read from; None if they are not known."""
         self._fingerprint: str | None = None
         self.weights: WeightKind | None = None
         """How the weights of linear layers are kept; None for as the checkpoint has them."""
@@ -119,10 +124,24 @@ class DecoderModel(ABC):
         return own is not None and torch.equal(given.to(own.dtype), own)
 
     def fingerprint(self) -> str:
-        """SHA-256 in hex of configuration and weights; the first call reads all weights."""
+        """SHA-256 in hex of configuration and weights; the first call reads all weights.
+
+        Weights whose files were replaced since they were loaded have one that nothing else has.
+        """
         if self._fingerprint is None:
-            self._fingerprint = self._compute_fingerprint()
+            found = self._compute_fingerprint()
+            self._fingerprint = found if self.has_its_files else secrets.token_hex(32)
         return self._fingerprint
+
+    @property
+    def has_its_files(self) -> bool:
+        """False if the files are others now than those that the weights were read from."""
+        if self._folder is None or self.files is None:
+            return True
+        try:
+            return stamp_files(self._folder) == self.files
+        except (OSError, ModelError):
+            return False
 
     @abstractmethod
     def _compute_fingerprint(self) -> str: ...

@@ -2,6 +2,7 @@
 
 import logging
 import platform
+from collections.abc import Set
 from pathlib import Path
 
 import torch
@@ -10,9 +11,10 @@ from headstart.errors import ConfigError
 from headstart.machine import X86, available_memory, multiplies_bfloat16
 from headstart.models.config_values import find_values
 from headstart.models.files import read_json, weight_files
+from headstart.models.half_weight import can_halve
 from headstart.native import avx2_library
 
-__all__ = ["computes_wider", "fast_dtype", "find_device", "find_dtype"]
+__all__ = ["computes_wider", "fast_dtype", "find_device", "find_dtype", "own_dtype"]
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +61,12 @@ def computes_wider(dtype: str | torch.dtype, folder: Path, device: torch.device)
     """
     halves = dtype == "auto" and avx2_library() is not None
     return halves and _slow_dtypes(folder, device) == {"bfloat16"}
+
+
+def own_dtype(kept: torch.dtype, held: Set[torch.dtype], device: torch.device) -> torch.dtype:
+    """What "auto" is for matrices of dtypes `held`, if config.json did not tell them before."""
+    wider = can_halve(held, torch.float32, device) and multiplies_bfloat16() is False
+    return torch.float32 if wider else kept
 
 
 def _slow_dtypes(folder: Path, device: torch.device) -> set[str]:

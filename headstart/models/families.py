@@ -7,23 +7,14 @@ compares them) and the facts that no key of config.json tells. `read_shape` make
 of both. Everything that differs in other ways runs through transformers.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-__all__ = ["FAMILIES", "DecoderShape", "Family", "LayerShape", "OtherKind", "read_shape"]
+from headstart.models.dense.shape import Activation, DecoderShape, LayerShape, OtherKind
 
-NormKind = Literal["llama", "gemma", "olmo"]
-"""llama: rounds, then multiplies by the weight. gemma: multiplies by 1 + weight, then rounds.
-olmo: multiplies by the weight, then rounds."""
-
-NormPlaces = Literal["before", "after", "around"]
-"""Where attention and MLP have their norms: of their inputs, of their outputs, or of both."""
-
-HeadNorms = Literal["head", "row"]
-"""Norms of queries and keys: of each head, or of all heads together."""
-
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+__all__ = ["FAMILIES", "Family", "read_shape"]
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -33,56 +24,6 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
-
-
-class OtherKind(Exception):
-    """Raised for a model that is not of these families; the text says what it has instead."""
-
-
-class LayerShape(NamedTuple):
-    """What may differ from layer to layer.
-
-    window: a row sees itself and the `window - 1` tokens before it; None for all. angles: the kind
-    of the layer's rotary positions, a key of `DecoderShape.angles`; None for a layer without.
-    """
-
-    window: int | None = None
-    angles: str | None = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderShape:
-    """All that a dense decoder is, except its weights. Widths are numbers of elements."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: tuple[LayerShape, ...]
-    epsilon: float
-    activation: Activation
-    scaling: float
-    """What the scores q·k are multiplied by."""
-    tied: bool
-    """The LM head is the embedding's weight."""
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    fused: bool = False
-    """One weight for queries, keys and values, and one for gate and up."""
-    norm: NormKind = "llama"
-    norms: NormPlaces = "before"
-    head_norms: HeadNorms | None = None
-    exact_angles: bool = False
-    """Angles are float32 in every dtype of the weights."""
-    softcap: float | None = None
-    """Cap of the scores."""
-    embedding_scale: float | None = None
-    residual_scale: float | None = None
-    logit_divisor: float | None = None
-    logit_softcap: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +49,18 @@ def _all_windows(config: Any) -> list[LayerShape]:
     return _alike(config, config.sliding_window)
 
 
+def _switched_window(config: Any) -> int | None:
+    """The window of layers that have one; None if none may have one."""
+    if config.use_sliding_window:
+        return config.sliding_window  # type: ignore[no-any-return]
+    if "sliding_attention" in (config.layer_types or ()):
+        raise OtherKind("it has layers with a window, and windows are switched off")
+    return None
+
+
 def _last_windows(config: Any) -> list[LayerShape]:
     """Windows in the layers from `max_window_layers` on, if they are switched on."""
-    window = config.sliding_window if config.use_sliding_window else None
+    window = _switched_window(config)
     kinds = config.layer_types or [
         "full_attention" if at < config.max_window_layers else "sliding_attention"
         for at in range(config.num_hidden_layers)
@@ -123,7 +73,7 @@ def _every_fourth_without_angles(config: Any) -> list[LayerShape]:
     if rotates is None:
         every = config.no_rope_layer_interval
         rotates = [(at + 1) % every != 0 for at in range(config.num_hidden_layers)]
-    window = config.sliding_window if config.use_sliding_window else None
+    window = _switched_window(config)
     kinds = config.layer_types or [
         "full_attention" if rotated else "sliding_attention" for rotated in rotates
     ]
@@ -158,9 +108,10 @@ def _prepare_gemma3(content: dict[str, Any]) -> None:
         for at in range(content["num_hidden_layers"])
     ]
     angles = dict(content.get("rope_parameters") or {})
-    full = {"rope_type": "default", **(angles.get("full_attention") or {})}
-    near = {"rope_type": "default", **(angles.get("sliding_attention") or {})}
-    full |= content.pop("rope_scaling", None) or {}
+    full = dict(angles.get("full_attention") or {}) | (content.pop("rope_scaling", None) or {})
+    near = dict(angles.get("sliding_attention") or {})
+    for part in (full, near):
+        part.setdefault("rope_type", part.get("type", "default"))
     full.setdefault("rope_theta", content.pop("rope_theta", 1_000_000.0))
     near.setdefault("rope_theta", content.pop("rope_local_base_freq", 10_000.0))
     content["rope_parameters"] = {"full_attention": full, "sliding_attention": near}
@@ -322,7 +273,13 @@ FAMILIES: dict[str, Family] = {
             "partial_rotary_factor": 1.0,
             "sliding_window": None,
         },
-        facts={"fused": True, "qkv_bias": False, "o_bias": False, "mlp_bias": False},
+        facts={
+            "fused": True,
+            "partial_rotary": True,
+            "qkv_bias": False,
+            "o_bias": False,
+            "mlp_bias": False,
+        },
         layers=_all_windows,
         prepare=_prepare_phi3,
     ),
@@ -350,14 +307,20 @@ FAMILIES: dict[str, Family] = {
 """By transformers' `model_type`."""
 
 
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
 def read_shape(family: Family, config: Any) -> DecoderShape:
     """The shape that a configuration describes, its family's defaults filled in.
 
     Raises `OtherKind` for what headstart's own modules do not do.
     """
-    if getattr(config, "use_bidirectional_attention", None):
+    both_ways = getattr(config, "use_bidirectional_attention", None)
+    if both_ways or getattr(config, "is_causal", True) is False:
         raise OtherKind("its tokens see tokens after them")
-    name = getattr(config, "hidden_activation", None) or config.hidden_act
+    key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
+    name = getattr(config, key)
     if name not in _ACTIVATIONS:
         raise OtherKind(f"its activation is {name}")
     others = set(config.layer_types or ()) - {"full_attention", "sliding_attention"}
@@ -371,6 +334,8 @@ def read_shape(family: Family, config: Any) -> DecoderShape:
     head_dim = config.head_dim
     if heads % kv_heads or head_dim % 2:
         raise OtherKind(f"it has {heads} heads, {kv_heads} for K and V, of width {head_dim}")
+    if any(layer.window is not None and not _is_count(layer.window) for layer in layers):
+        raise OtherKind(f"its window is {config.sliding_window!r}")
     facts: dict[str, Any] = {
         "qkv_bias": config.attention_bias,
         "o_bias": config.attention_bias,
@@ -379,6 +344,8 @@ def read_shape(family: Family, config: Any) -> DecoderShape:
         **family.facts,
         **family.derive(config),
     }
+    if not 0 < facts["scaling"] < math.inf or not 0 < config.rms_norm_eps < math.inf:
+        raise OtherKind(f"its scaling is {facts['scaling']}, its epsilon {config.rms_norm_eps}")
     return DecoderShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

@@ -17,7 +17,7 @@ from headstart.attention import PagedKVMemory, name_backend
 from headstart.engine.config import EngineConfig
 from headstart.machine import cpu_flags
 from headstart.models.decoder import DecoderModel
-from headstart.models.files import BUILT_IN, find_folder, stamp_files
+from headstart.models.files import BUILT_IN, find_folder
 from headstart.tiers import ModelRecord
 from headstart.version import __version__
 
@@ -76,9 +76,9 @@ def _rounding(decoder: DecoderModel, config: EngineConfig) -> list[str]:
 
 def _weights(decoder: DecoderModel, folder: Path | None) -> str:
     """SHA-256 of configuration and weights, remembered by the files' inodes, sizes and times."""
-    if decoder.folder is None or folder is None:
+    if decoder.folder is None or folder is None or not decoder.has_its_files:
         return decoder.fingerprint()
-    key = hashlib.sha256(repr((decoder.folder.resolve(), stamp_files(decoder.folder))).encode())
+    key = hashlib.sha256(repr((decoder.folder.resolve(), decoder.files)).encode())
     path = folder / _MEMORY
     known = _read(path)
     if (found := known.get(key.hexdigest())) is not None:

@@ -5,7 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from headstart.models.families import Family, OtherKind
+from headstart.models.dense.shape import OtherKind
+from headstart.models.families import Family
 
 __all__ = ["DenseConfig", "read_config"]
 

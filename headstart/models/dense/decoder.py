@@ -12,8 +12,8 @@ from headstart.attention.layout import LayerLayout
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.dense.modules import DecoderLayer, RMSNorm, StepAttention
 from headstart.models.dense.rotary import AngleTable, Frequencies
+from headstart.models.dense.shape import DecoderShape
 from headstart.models.dense.weights import Reader
-from headstart.models.families import DecoderShape
 from headstart.models.files import fingerprint_files
 from headstart.models.fused import FusedLayer, FusedLayers, FusionSwitch
 from headstart.models.greedy_head import GreedyHead

@@ -1,16 +1,20 @@
 """Loads a dense decoder from its files, without transformers' modelling code."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
-from headstart.errors import OutOfMemoryError
+from headstart.errors import DamagedModelError, HeadstartError, OutOfMemoryError
 from headstart.models.context_length import context_length
 from headstart.models.dense.config import DenseConfig, read_config
 from headstart.models.dense.decoder import DenseDecoder, DenseModules, Description
 from headstart.models.dense.quantized import QuantizedReader
 from headstart.models.dense.rotary import read_frequencies
+from headstart.models.dense.shape import OtherKind
 from headstart.models.dense.weights import (
     FLOATS,
     Checkpoint,
@@ -21,8 +25,9 @@ from headstart.models.dense.weights import (
     Reader,
     Tensors,
 )
-from headstart.models.families import FAMILIES, OtherKind, read_shape
-from headstart.models.files import read_json
+from headstart.models.dtypes import own_dtype
+from headstart.models.families import FAMILIES, read_shape
+from headstart.models.files import read_json, stamp_files
 from headstart.models.gguf.checkpoint import GGUFCheckpoint
 from headstart.models.gguf.reader import GGUFReader
 from headstart.models.half_weight import can_halve
@@ -52,14 +57,15 @@ def load_dense(
     tensors are not exactly theirs: transformers then loads it, or says what is wrong with it.
     Raises `UnsupportedModelError` for weights that are not finite, and `OutOfMemoryError`.
     """
+    files = stamp_files(folder)
     about, kept = _describe(folder)
-    with _open_checkpoint(folder) as checkpoint:
+    with _opened(folder) as checkpoint:
         outline = Outline()
         DenseModules(about.shape, outline)
         _check_tensors(checkpoint, outline, about.shape.tied)
-        held = set(checkpoint.dtypes(outline.shapes))
+        held = set(checkpoint.dtypes(n for n, shape in outline.shapes.items() if len(shape) == 2))
         kept = kept or checkpoint.dtypes(outline.shapes)[0]
-        wanted = kept if isinstance(dtype, str) else dtype
+        wanted = dtype if isinstance(dtype, torch.dtype) else own_dtype(kept, held, device)
         try:
             floats = FloatReader(checkpoint, wanted, device)
             quantised = _quantised_reader(checkpoint, floats, weights, about.shape.tied)
@@ -82,8 +88,20 @@ def load_dense(
                 f"memory does not hold the model in {folder}: {type(error).__name__}: {error}"
             ) from error
     decoder = DenseDecoder(about, modules.eval(), wanted)
-    decoder.weights = weights
+    decoder.weights, decoder.files = weights, files
+    if not decoder.has_its_files:
+        raise DamagedModelError(f"the files in {folder} were written to while they were read")
     return decoder
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[Checkpoint | GGUFCheckpoint]:
+    """The checkpoint; what goes wrong with its files meanwhile is a `DamagedModelError`."""
+    try:
+        with _open_checkpoint(folder) as checkpoint:
+            yield checkpoint
+    except (OSError, SafetensorError) as error:
+        raise DamagedModelError(f"the weights in {folder} cannot be read: {error}") from error
 
 
 def _open_checkpoint(folder: Path) -> Checkpoint | GGUFCheckpoint:
@@ -118,16 +136,19 @@ def _describe(folder: Path) -> tuple[Description, torch.dtype | None]:
         about = Description(
             folder,
             shape,
-            {kind: read_frequencies(config, kind, shape.head_dim) for kind in sorted(kinds)},
+            {kind: read_frequencies(config, kind, shape) for kind in sorted(kinds)},
             context_length(config),
             _eos_token_ids(folder, config),
         )
-    # Values of a wrong type, or that are missing: transformers says which.
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (HeadstartError, OtherKind):
+        raise
+    # Values of a wrong type, or that are missing, raise anything: transformers says which.
+    except Exception as error:
         raise OtherKind(f"its configuration is not as expected: {error}") from error
-    if not (config.dtype is None or config.dtype in FLOATS):
-        raise OtherKind(f"its weights are {config.dtype}")
-    return about, config.dtype
+    kept = config.dtype
+    if kept is not None and (not isinstance(kept, torch.dtype) or kept not in FLOATS):
+        raise OtherKind(f"its weights are {kept}")
+    return about, kept
 
 
 def _eos_token_ids(folder: Path, config: DenseConfig) -> frozenset[int]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from headstart.models.families import OtherKind
+from headstart.models.dense.shape import DecoderShape, OtherKind
 
 __all__ = ["AngleTable", "Angles", "Frequencies", "read_frequencies", "rotate"]
 
@@ -14,6 +14,8 @@ Angles = tuple[Tensor, Tensor]
 """Cosines and sines, each `[rows, width]`, `width` at most the head dim."""
 
 _FIRST_POSITIONS = 1024
+_MOST_POSITIONS = 1 << 17  # a table of 128 columns in float32 takes 128 MiB
+_FACTORS = ("short_factor", "long_factor")  # one for each pair
 
 
 class Frequencies(NamedTuple):
@@ -23,21 +25,29 @@ class Frequencies(NamedTuple):
     scale: float = 1.0
 
 
-def read_frequencies(config: Any, kind: str, head_dim: int) -> Frequencies:
+def read_frequencies(config: Any, kind: str, shape: DecoderShape) -> Frequencies:
     """The frequencies of one kind of layer in `config.rope_parameters`; "" if all are alike.
 
-    Raises `OtherKind` for rotary positions of an unknown type.
+    Raises `OtherKind` for rotary positions of an unknown type, or that the family does not have.
     """
     parameters = config.rope_parameters[kind] if kind else config.rope_parameters
-    rope = parameters["rope_type"]
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise OtherKind("its rotary positions differ from layer to layer")
+    rope, head_dim = parameters["rope_type"], shape.head_dim
+    part = parameters.get("partial_rotary_factor", 1.0)
+    if part != 1.0 and not shape.partial_rotary:
+        raise OtherKind(f"a part of a head is rotated ({part})")
     if rope == "default":
-        width = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        width = int(head_dim * part)
         powers = torch.arange(0, width, 2, dtype=torch.float32) / width
         found = Frequencies(1.0 / parameters["rope_theta"] ** powers)
     elif rope in ROPE_INIT_FUNCTIONS:
         named = {"layer_type": kind} if kind else {}
         values, scale = ROPE_INIT_FUNCTIONS[rope](config, torch.device("cpu"), **named)
         found = Frequencies(values.float(), float(scale))
+        lengths = {len(parameters[name]) for name in _FACTORS if name in parameters}
+        if lengths - {len(values)}:
+            raise OtherKind(f"its rotary positions have factors for {lengths} of {len(values)}")
     else:
         raise OtherKind(f"its rotary positions are {rope}")
     if not torch.isfinite(found.values).all() or 2 * len(found.values) > head_dim:
@@ -61,6 +71,8 @@ class AngleTable:
     def __call__(self, positions: Tensor) -> Angles:
         """Two tensors `[rows, width]` for positions int64 `[rows]`, at least one."""
         needed = int(positions.max()) + 1
+        if needed > _MOST_POSITIONS:
+            return self._angles(positions.to(torch.float32).cpu())
         if needed > len(self._table[0]):
             self._grow(max(_FIRST_POSITIONS, 1 << (needed - 1).bit_length()))
         cos, sin = self._table
@@ -68,11 +80,14 @@ class AngleTable:
 
     def _grow(self, size: int) -> None:
         with torch.inference_mode(False):  # outlives the step that needs it
-            values, scale = self._frequencies
-            places = torch.arange(size, dtype=torch.float32).unsqueeze(1) * values
-            places = torch.cat((places, places), dim=-1)
-            cos, sin = places.cos() * scale, places.sin() * scale
-            self._table = (cos.to(self._like), sin.to(self._like))
+            self._table = self._angles(torch.arange(size, dtype=torch.float32))
+
+    def _angles(self, positions: Tensor) -> Angles:
+        values, scale = self._frequencies
+        places = positions.unsqueeze(1) * values
+        places = torch.cat((places, places), dim=-1)
+        cos, sin = places.cos() * scale, places.sin() * scale
+        return cos.to(self._like), sin.to(self._like)
 
 
 def rotate(rows: Tensor, angles: Angles) -> Tensor:

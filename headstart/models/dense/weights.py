@@ -14,9 +14,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from headstart.errors import UnsupportedModelError
+from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.dense.modules import WeightReader
-from headstart.models.families import OtherKind
+from headstart.models.dense.shape import OtherKind
 from headstart.models.files import weight_files
 from headstart.models.half_weight import HalfEmbedding, HalfLinear, HalfWeight
 from headstart.models.packed import Arena, PackedEmbedding, PackedLinear, PackedWeight
@@ -132,10 +132,12 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """The tensor, in memory that is the file's until `release`."""
-        file = self._entries[name].file
+        file, shape, _ = self._entries[name]
         if file not in self._open:
             self._open[file] = self._files.enter_context(safe_open(file, framework="pt"))
         found: Tensor = self._open[file].get_tensor(name)
+        if found.shape != shape:
+            raise DamagedModelError(f"{file} was written to while it was read")
         return found
 
     def release(self) -> None:

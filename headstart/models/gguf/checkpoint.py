@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.models.families import OtherKind
+from headstart.models.dense.shape import OtherKind
 from headstart.models.gguf.blocks import FORMATS, read_int4
 from headstart.models.gguf.library import import_gguf
 from headstart.models.linear import WeightKind
@@ -75,10 +75,14 @@ class GGUFCheckpoint:
         scaling = reader.fields.get(f"{self._architecture}.rope.scaling.type")
         if scaling is not None and scaling.contents() != "none":
             raise OtherKind(f"its rotary positions are scaled ({scaling.contents()})")
-        self._heads, self._kv_heads = (
-            int(reader.fields[f"{self._architecture}.attention.{name}"].contents())
+        heads, kv_heads = (
+            reader.fields.get(f"{self._architecture}.attention.{name}")
             for name in ("head_count", "head_count_kv")
         )
+        if heads is None:
+            raise OtherKind("its file does not say how many heads it has")
+        self._heads = int(heads.contents())
+        self._kv_heads = self._heads if kv_heads is None else int(kv_heads.contents())
         self._tensors: dict[str, Any] = {self._name(t.name): t for t in reader.tensors}
 
     def __enter__(self) -> "GGUFCheckpoint":

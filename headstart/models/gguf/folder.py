@@ -8,6 +8,7 @@ cache, and read again only if the file is another one.
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer
 
 from headstart.errors import DamagedModelError, ModelError, UnsupportedModelError
+from headstart.models.files import read_json
 from headstart.models.gguf.library import import_gguf
 from headstart.models.silence_transformers import silence_transformers
 
@@ -32,11 +34,13 @@ def gguf_folder(file: Path) -> Path:
     """
     gguf = import_gguf(file)
     file, stat = file.resolve(), file.stat()
-    version = repr((_FORMAT, str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns)).encode()
-    folder = _cache_folder() / f"{file.stem}-{hashlib.sha256(version).hexdigest()[:12]}"
-    if (folder / "config.json").is_file():
+    version = repr((_FORMAT, str(file), *_stamp(stat))).encode()
+    folder = _cache_folder() / f"{file.stem[:80]}-{hashlib.sha256(version).hexdigest()[:12]}"
+    if _is_whole(folder):
         return folder
     try:
+        if folder.exists():
+            shutil.rmtree(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".gguf-", dir=folder.parent) as made:
             unfinished = Path(made) / folder.name  # readable by all who read the cache
@@ -53,6 +57,19 @@ def gguf_folder(file: Path) -> Path:
             "folder that can be written to"
         ) from error
     return folder
+
+
+def _stamp(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _is_whole(folder: Path) -> bool:
+    """True for a folder whose link leads to a file and whose configuration can be read."""
+    try:
+        read_json(folder / "config.json")
+    except DamagedModelError:
+        return False
+    return (folder / "model.gguf").is_file()
 
 
 def _write(gguf: Any, file: Path, folder: Path) -> None:
@@ -78,17 +95,22 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
 
 
 def _attention(config: Any, reader: Any) -> dict[str, Any]:
-    """What transformers leaves at an architecture's default: width and scale of a head."""
-    field = reader.fields.get(f"{config.model_type.removesuffix('_text')}.attention.key_length")
+    """What transformers leaves at an architecture's default: a head's width and scale, caps."""
+    caps = {
+        name: float(found.contents())
+        for name in ("attn_logit_softcapping", "final_logit_softcapping")
+        if (found := reader.fields.get(f"{config.model_type}.{name}")) is not None
+    }
+    field = reader.fields.get(f"{config.model_type}.attention.key_length")
     if field is None:
-        return {}
+        return caps
     width = int(field.contents())
     if not hasattr(config, "query_pre_attn_scalar"):
         return {"head_dim": width}
     # The file does not say: as llama.cpp does it, by the number of layers.
     is_27b = config.num_hidden_layers in (46, 62)
     scale = config.hidden_size // config.num_attention_heads if is_27b else width
-    return {"head_dim": width, "query_pre_attn_scalar": scale}
+    return {"head_dim": width, "query_pre_attn_scalar": scale, **caps}
 
 
 def _cache_folder() -> Path:

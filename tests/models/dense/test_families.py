@@ -6,7 +6,9 @@ import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from headstart.models.dense.config import read_config
-from headstart.models.families import FAMILIES, DecoderShape, OtherKind, read_shape
+from headstart.models.dense.rotary import read_frequencies
+from headstart.models.dense.shape import DecoderShape, OtherKind
+from headstart.models.families import FAMILIES, read_shape
 from tests.tiny_models import tiny_config
 
 # Keys that a family's configuration class does not have: they say that the family has no such part.
@@ -66,8 +68,55 @@ def shape_of(name: str, **changes: Any) -> DecoderShape:
         ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings 'no'"),
         ("llama", {"attention_bias": 1}, "attention_bias 1"),
         ("llama", {"rms_norm_eps": None}, "rms_norm_eps None"),
+        ("llama", {"rms_norm_eps": float("inf")}, "its epsilon inf"),
+        ("qwen2", {"is_causal": False}, "see tokens after them"),
+        ("mistral", {"sliding_window": 0}, "its window is 0"),
+        ("phi3", {"sliding_window": "5"}, "its window is '5'"),
+        ("phi3", {"sliding_window": True}, "its window is True"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "windows are switched off"),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 3}, "windows are switched off"),
     ],
 )
 def test_what_is_of_no_family(name: str, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(OtherKind, match=reason):
         shape_of(name, **changes)
+
+
+def test_a_key_of_another_family_changes_nothing() -> None:
+    assert shape_of("llama", hidden_activation="gelu").activation == "silu"
+
+
+@pytest.mark.parametrize(
+    ("name", "rope", "reason"),
+    [
+        ("llama", {"rope_type": "default", "partial_rotary_factor": 0.5}, "a part of a head"),
+        ("qwen3", {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, "a part"),
+        ("qwen2", {"full_attention": {"rope_theta": 5.0}, "rope_theta": 1e4}, "layer to layer"),
+        (
+            "phi3",
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0],
+                "long_factor": [2.0] * 4,
+                "original_max_position_embeddings": 128,
+            },
+            "its rotary positions have factors for",
+        ),
+    ],
+)
+def test_rotary_positions_that_a_family_does_not_have(
+    name: str, rope: dict[str, Any], reason: str
+) -> None:
+    content = tiny_config(name).to_dict() | {"rope_parameters": {"rope_theta": 1e4, **rope}}
+    config = read_config(FAMILIES[name], content)
+    with pytest.raises(OtherKind, match=reason):
+        read_frequencies(config, "", read_shape(FAMILIES[name], config))
+
+
+def test_gemma3_takes_a_kind_called_type() -> None:
+    changes = {"rope_parameters": {"full_attention": {"type": "linear", "factor": 8.0}}}
+    content = tiny_config("gemma3").to_dict() | changes
+    config = read_config(FAMILIES["gemma3_text"], content)
+    shape = read_shape(FAMILIES["gemma3_text"], config)
+    scaled = read_frequencies(config, "full_attention", shape).values
+    assert float(scaled[0]) == 1 / 8

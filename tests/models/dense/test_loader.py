@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from headstart.errors import OutOfMemoryError, UnsupportedModelError
+from headstart.errors import DamagedModelError, OutOfMemoryError, UnsupportedModelError
+from headstart.models import dtypes
 from headstart.models.dense.decoder import DenseDecoder
+from headstart.models.dense.rotary import AngleTable, Frequencies
 from headstart.models.dense.weights import Checkpoint
 from headstart.models.families import FAMILIES
 from headstart.models.half_weight import HalfLinear
@@ -201,3 +204,74 @@ def test_nothing_is_in_memory_twice(dtype: str, tmp_path: Path) -> None:
     most, stays = map(int, done.stdout.split())
     assert stays > 100_000  # KiB
     assert most <= 1.15 * stays
+
+
+def test_files_that_are_replaced_while_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a model of two files, or one whose K/V go by the other's name."""
+    folder, other = save_tiny("llama", tmp_path / "a"), tmp_path / "b"
+    shutil.copytree(folder, other)
+    edit_weights(other, lambda w: w["lm_head.weight"].add_(1))
+    release = Checkpoint.release
+
+    def replace(self: Checkpoint) -> None:
+        release(self)
+        if (other / WEIGHTS).exists():
+            (other / WEIGHTS).replace(folder / WEIGHTS)
+
+    monkeypatch.setattr(Checkpoint, "release", replace)
+    with pytest.raises(DamagedModelError, match="were written to while they were read"):
+        load_model(folder)
+    assert isinstance(load_model(folder), DenseDecoder)
+
+
+@pytest.mark.parametrize("change", [lambda p: p.write_bytes(b""), lambda p: p.unlink()])
+def test_files_that_are_damaged_while_they_are_read(
+    change: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny("llama", tmp_path)
+    release = Checkpoint.release
+
+    def damage(self: Checkpoint) -> None:
+        release(self)
+        change(folder / WEIGHTS) if (folder / WEIGHTS).exists() else None
+
+    monkeypatch.setattr(Checkpoint, "release", damage)
+    with pytest.raises(DamagedModelError, match="cannot be read"):
+        load_model(folder)
+
+
+def test_weights_whose_files_were_replaced_later_have_no_one_s_fingerprint(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    model, same = load_model(folder), load_model(folder)
+    known = same.fingerprint()
+    edit_weights(folder, lambda w: w["lm_head.weight"].add_(1))
+    assert not model.has_its_files
+    assert model.fingerprint() not in (known, load_model(folder).fingerprint())
+    assert same.fingerprint() == known
+
+
+def test_matrices_tell_the_dtype_where_the_configuration_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU that is slow in bfloat16; norms may be wider than matrices."""
+    TINY["llama"]().to(torch.bfloat16).save_pretrained(tmp_path)
+    edit_weights(tmp_path, lambda w: w.update({n: x.float() for n, x in w.items() if x.dim() < 2}))
+    path = tmp_path / "config.json"
+    content = {k: v for k, v in json.loads(path.read_text()).items() if "dtype" not in k}
+    path.write_text(json.dumps(content))
+    monkeypatch.setattr(dtypes, "multiplies_bfloat16", lambda: False)
+    model = load_model(tmp_path)
+    assert isinstance(model.layer("lm_head"), HalfLinear) == (LIBRARY is not None)
+
+
+def test_positions_beyond_the_table_are_computed() -> None:
+    frequencies = Frequencies(torch.tensor([1.0, 0.25]))
+    table = AngleTable(frequencies, torch.empty(0))
+    far = torch.tensor([5, 3_000_000])
+    cos, sin = table(far)
+    angles = far.unsqueeze(1) * torch.tensor([[1.0, 0.25, 1.0, 0.25]])
+    assert torch.equal(cos, angles.cos()) and torch.equal(sin, angles.sin())
+    assert len(table._table[0]) == 0
+    assert torch.equal(table(far[:1])[0], cos[:1])

@@ -231,6 +231,29 @@ def test_scaled_positions_are_refused_and_not_left_out(scaling: str, tmp_path: P
     load_model(write_gguf(tmp_path / "plain.gguf", "llama", model, "F32", "none"))
 
 
+def test_a_cache_folder_that_is_damaged_is_made_anew(tmp_path: Path, cache: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", "gemma2", make_model("gemma2"), "F32")
+    load_model(file)
+    [folder] = cache.iterdir()
+    for damage in (
+        lambda: (folder / "config.json").write_text(""),
+        lambda: (folder / "config.json").unlink(),
+        lambda: (folder / "model.gguf").unlink(),
+    ):
+        damage()
+        assert load_model(file).vocab_size == VOCABULARY
+    assert list(cache.iterdir()) == [folder]
+
+
+def test_caps_are_the_file_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = make_model("gemma2")
+    monkeypatch.setattr(original.config, "attn_logit_softcapping", 2.0)
+    monkeypatch.setattr(original.config, "final_logit_softcapping", 3.0)
+    file = write_gguf(tmp_path / "tiny.gguf", "gemma2", original, "F32")
+    shape = load_model(file)._about.shape
+    assert (shape.softcap, shape.logit_softcap) == (2.0, 3.0)
+
+
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "some.gguf").write_bytes(b"GGUF")
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)

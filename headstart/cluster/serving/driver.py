@@ -8,7 +8,9 @@
 A request that wants all of its tokens at the end told nobody anything before that, so it is always
 computed anew. `MAX_LOST` replicas that die under one request are not by chance: it then ends.
 
-Everything is done by one thread with an event loop of its own; Ray Serve's calls are made there.
+Everything is done by one thread with an event loop of its own; Ray Serve's calls are made there. A
+request's last update is told when its task ends, however it ends: a task that is cancelled before
+it begins runs no line of its own.
 """
 
 from __future__ import annotations
@@ -18,24 +20,24 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from ray.exceptions import RayActorError, RayTaskError
 
 from headstart.cluster.index import prefix_keys
 from headstart.cluster.load import RouteRequest
 from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.cluster.serving.messages import AnswerRequest, Follow, Part, Report, RequestKey
-from headstart.cluster.serving.received import take_part
-from headstart.engine.driver import AsyncMailbox, Receiver
-from headstart.errors import EngineError, HeadstartError, ReplicaLostError
+from headstart.cluster.serving.ray_errors import read_error
+from headstart.cluster.serving.running import Attempt, Running
+from headstart.engine.driver import AsyncMailbox, Receiver, Update
+from headstart.errors import EngineError, ReplicaLostError, RequestError
 
 if TYPE_CHECKING:
-    from ray.serve.handle import DeploymentHandle
+    from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
     from headstart.cluster.serving.front import FrontEngine
     from headstart.engine.request import RequestGroup
@@ -43,29 +45,11 @@ if TYPE_CHECKING:
 __all__ = ["MAX_LOST", "ReplicaDriver"]
 
 MAX_LOST = 3
-_ABORT = "abort"
+_CLOSED = "the engine is closed"
 _AGAIN = 0.5  # seconds until a replica is followed again whose stream broke
 _LOG = logging.getLogger("headstart.server")
 
 Answer = TypeVar("Answer")
-
-
-@dataclass(slots=True)
-class _Running:
-    """An attempt to have a request answered. parts: that came and are not taken in yet."""
-
-    group: RequestGroup
-    receive: Receiver
-    sent: float
-    is_begun: bool = False
-    parts: list[Part] = field(default_factory=list)
-
-    def take(self) -> None:
-        """Take the parts in, and tell whoever asked."""
-        for part in self.parts:
-            take_part(self.group, part, self.sent)
-        self.parts.clear()
-        self.receive(self.group.output())
 
 
 class ReplicaDriver:
@@ -79,8 +63,9 @@ class ReplicaDriver:
         self._front = front
         self._dispatcher = dispatcher
         self._name = uuid.uuid4().hex  # of this server, to the replicas that it follows
-        self._running: dict[RequestKey, _Running] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._submitted: deque[Running] = deque()  # that are not started yet
+        self._running: dict[str, Running] = {}
+        self._attempts: dict[RequestKey, Attempt] = {}
         self._feeds: dict[str, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="headstart-replicas")
@@ -101,16 +86,18 @@ class ReplicaDriver:
         Raises EngineError when this is closed.
         """
         self._front.require_open()
-        self._soon(lambda: self._start(group, receive, every_step))
+        self._submitted.append(Running(group, receive, every_step))
+        self._soon(self._start_submitted)
+        if self._front.is_closed:  # meanwhile, and the thread may be gone
+            self._start_submitted()
 
     def cancel(self, groups: Sequence[RequestGroup], *, wait: bool = True) -> None:
         """Forget those of these requests that are unfinished; returns at once."""
-        for group in groups:
-            self._soon(partial(self._stop, group.request_id))
+        self._soon(lambda: self._forget(groups))
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its last update has finish reason "abort". Returns at once."""
-        self._soon(lambda: self._stop(request_id, _ABORT))
+        self._soon(lambda: self._abort(request_id))
 
     def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function`; an engine would between two steps."""
@@ -128,105 +115,131 @@ class ReplicaDriver:
             asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+            self._start_submitted()  # which refuses them now
+            self._loop.close()
 
     def ask_all(self, method: str, *given: Any) -> list[Any]:
         """Call a method of every replica. Raises what the first that fails raises."""
 
         async def ask() -> list[Any]:
-            return list(await self._handle.broadcast(method, *given).results_async())
+            try:
+                return list(await self._handle.broadcast(method, *given).results_async())
+            except Exception as error:
+                raise read_error(error) from error
 
+        self._front.require_open()
         return asyncio.run_coroutine_threadsafe(ask(), self._loop).result()
 
     def _soon(self, function: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and nothing is under way
+        with suppress(RuntimeError):  # the loop is closed, and nothing is under way there
             self._loop.call_soon_threadsafe(function)
 
     # In the thread
 
-    def _start(self, group: RequestGroup, receive: Receiver, every_step: bool) -> None:
-        work = self._answer(group, receive, every_step)
-        self._keep(self._tasks, group.request_id, work)
+    def _start_submitted(self) -> None:
+        """Start what was submitted; in any thread, refuse it, once this is closed."""
+        while self._submitted:
+            try:
+                running = self._submitted.popleft()
+            except IndexError:  # another thread took it
+                return
+            self._start(running)
 
-    def _keep(
-        self, tasks: dict[str, asyncio.Task[None]], name: str, work: Coroutine[Any, Any, None]
-    ) -> None:
-        tasks[name] = task = self._loop.create_task(work)
-        task.add_done_callback(lambda done: tasks.pop(name) if tasks.get(name) is done else None)
+    def _start(self, running: Running) -> None:
+        name = running.group.request_id
+        if self._front.is_closed:
+            running.tell(EngineError(_CLOSED))
+        elif name in self._running:
+            running.tell(RequestError(f"request id {name!r} is in use"))
+        else:
+            self._running[name] = running
+            running.task = self._loop.create_task(self._answer(running))
+            running.task.add_done_callback(lambda task: self._end(running))
 
-    def _stop(self, name: str, why: str | None = None) -> None:
-        task = self._tasks.get(name)
-        if task is not None:
-            task.cancel(why)
+    def _end(self, running: Running) -> None:
+        """Its task has ended: keep nothing of it, and tell whoever asked."""
+        name = running.group.request_id
+        del self._running[name]  # first: who is told may ask again under this id
+        self._dispatcher.finish(name)
+        running.tell(running.last_update())
 
-    async def _answer(self, group: RequestGroup, receive: Receiver, every_step: bool) -> None:
-        """Have it answered, by one replica after another while they die under it."""
-        asked = self._describe(group, every_step)
-        update: HeadstartError | None = None
+    def _forget(self, groups: Sequence[RequestGroup]) -> None:
+        for group in groups:
+            running = self._running.get(group.request_id)
+            if running is not None and running.group is group:  # and not another of its id
+                running.forget()
+
+    def _abort(self, request_id: str) -> None:
+        running = self._running.get(request_id)
+        if running is not None:
+            running.abort()
+
+    async def _answer(self, running: Running) -> Update:
+        """Have it answered, by one replica after another while they die under it.
+
+        Returns its last update, which nobody was told.
+        """
+        name = running.group.request_id
         try:
-            self._dispatcher.expect(self._route(group))
+            asked = self._describe(running)
+            self._dispatcher.expect(self._route(running.group))
             for attempt in range(MAX_LOST):
                 try:
-                    await self._stream(group, replace(asked, attempt=attempt), receive)
-                    return
-                except RayActorError as error:
-                    why = str(error).partition("\n")[0]
-                    _LOG.warning("a replica died under %s: %s", group.request_id, why)
-                    if any(one.last_token_time is not None for one in group.requests):
-                        update = ReplicaLostError(
-                            "the replica that computed this answer died; ask again"
-                        )
-                        break
-            else:
-                update = ReplicaLostError(f"{MAX_LOST} replicas died under this request")
-        except asyncio.CancelledError as stopped:
-            if self._front.is_closed:
-                receive(EngineError("the engine is closed"))
-            elif stopped.args == (_ABORT,):
-                for one in group.requests:
-                    one.finish_reason = one.finish_reason or _ABORT
-                receive(group.output())
-            raise
-        except RayTaskError as error:
-            update = _read_error(error)
-        except Exception as error:  # Ray's own, such as an application that was deleted meanwhile
-            update = EngineError(f"the replicas cannot be asked: {type(error).__name__}: {error}")
-        finally:
-            self._dispatcher.finish(group.request_id)
-        if update is not None:
-            receive(update)
+                    await self._stream(running, replace(asked, attempt=attempt))
+                    return running.group.output()
+                except Exception as error:
+                    found = read_error(error)
+                if not isinstance(found, ReplicaLostError):
+                    return found
+                _LOG.warning("a replica died under %s: %s", name, found)
+                if running.is_begun:
+                    return ReplicaLostError("the replica that computed this answer died; ask again")
+            return ReplicaLostError(f"{MAX_LOST} replicas died under this request")
+        except Exception as error:
+            return read_error(error)
 
-    async def _stream(self, group: RequestGroup, asked: AnswerRequest, receive: Receiver) -> None:
-        """One attempt: the first tokens and the last come here, those between with the reports."""
-        running = _Running(group, receive, time.perf_counter())
-        stream = self._replicas.answer.remote(asked)
-        self._running[asked.key] = running
+    async def _stream(self, running: Running, asked: AnswerRequest) -> None:
+        """One attempt: the first tokens and the last come here, those between with the reports.
+
+        Raises what Ray and the replica raise.
+        """
+        attempt = Attempt(running, time.perf_counter())
+        self._attempts[asked.key] = attempt
+        stream = None
         try:
+            stream = self._replicas.answer.remote(asked)
             async for part in stream:
-                if not running.is_begun:
-                    self._dispatcher.first_token(group.request_id)
+                if not attempt.is_begun:
+                    self._dispatcher.first_token(running.group.request_id)
                 # A report may overtake the first tokens.
-                running.parts.insert(len(running.parts) if running.is_begun else 0, part)
-                running.is_begun = True
-                if asked.follower is not None or part.finished:
-                    running.take()
+                attempt.parts.insert(len(attempt.parts) if attempt.is_begun else 0, part)
+                attempt.is_begun = True
                 if part.finished:
+                    attempt.take(tell=False)
+                    stream = None  # there is nothing to cancel
                     return
-        except asyncio.CancelledError:
-            stream.cancel()
-            raise
+                if running.every_step:
+                    attempt.take(tell=True)
         finally:
-            del self._running[asked.key]
+            del self._attempts[asked.key]
+            if stream is not None:
+                _cancel(stream)
         raise EngineError("a replica ended a request without an answer")
 
     def _take_progress(self, key: RequestKey, part: Part) -> None:
-        running = self._running.get(key)
-        if running is None:  # it is answered
+        """Tell whoever asked for a request; an output that cannot be told ends that request."""
+        attempt = self._attempts.get(key)
+        if attempt is None:  # it is answered
             return
-        running.parts.append(part)
-        if running.is_begun:
-            running.take()
+        attempt.parts.append(part)
+        if attempt.is_begun:
+            try:
+                attempt.take(tell=True)
+            except EngineError as error:
+                attempt.running.fail(error)
 
-    def _describe(self, group: RequestGroup, every_step: bool) -> AnswerRequest:
+    def _describe(self, running: Running) -> AnswerRequest:
+        group = running.group
         salt, shares = group.namespace.salt, self._front.manager.shares
         owner = shares.owner(salt)
         return AnswerRequest(
@@ -237,7 +250,7 @@ class ReplicaDriver:
             owner=None if owner is None else (owner, shares.weight(owner)),
             priority=group.priority,
             marks=tuple(group.requests[0].sequence.marks),
-            follower=self._name if every_step else None,
+            follower=self._name if running.every_step else None,
         )
 
     def _route(self, group: RequestGroup) -> RouteRequest:
@@ -252,12 +265,19 @@ class ReplicaDriver:
 
     def _match_feeds(self) -> None:
         """Follow the replicas that run, and no others."""
+        if self._front.is_closed:
+            return
         running = set(self._dispatcher.replicas)
         for name, task in self._feeds.items():
             if name not in running:
                 task.cancel()  # it would keep the replica from ending
         for name in running - self._feeds.keys():
-            self._keep(self._feeds, name, self._follow(name))
+            self._feeds[name] = task = self._loop.create_task(self._follow(name))
+            task.add_done_callback(partial(self._drop_feed, name))
+
+    def _drop_feed(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._feeds.get(name) is task:
+            del self._feeds[name]
 
     async def _follow(self, replica: str) -> None:
         while True:
@@ -280,18 +300,19 @@ class ReplicaDriver:
                 if report.batch is not None and not self._dispatcher.apply(replica, report.batch):
                     return
         finally:
-            stream.cancel()
+            _cancel(stream)
 
     async def _end_all(self) -> None:
-        tasks = [*self._tasks.values(), *self._feeds.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._start_submitted()
+        running = list(self._running.values())
+        for one in running:
+            one.fail(EngineError(_CLOSED))
+        for feed in self._feeds.values():
+            feed.cancel()
+        tasks = [one.task for one in running if one.task is not None]
+        await asyncio.gather(*tasks, *self._feeds.values(), return_exceptions=True)
 
 
-def _read_error(error: RayTaskError) -> HeadstartError:
-    """What a replica raised, as if it had been raised here."""
-    cause = error.cause
-    if isinstance(cause, HeadstartError):
-        return cause
-    return EngineError(f"a replica failed: {type(cause).__name__}: {cause}")
+def _cancel(stream: DeploymentResponseGenerator[Any]) -> None:
+    with suppress(Exception):  # the replica is gone
+        stream.cancel()

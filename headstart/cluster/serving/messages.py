@@ -58,6 +58,11 @@ class AnswerRequest:
         """What its tokens go by: those of an earlier attempt are not to be taken for this one's."""
         return self.request_id, self.attempt
 
+    @property
+    def engine_id(self) -> str:
+        """The request's id in a replica, where an attempt that was given up may still run."""
+        return f"{self.request_id}-{self.attempt}" if self.attempt else self.request_id
+
 
 class Head(NamedTuple):
     """What is known of a request once its prompt is computed. queued: seconds until it ran."""

@@ -1,0 +1,30 @@
+"""What Ray raises, as errors of ours: the one place that tells Ray's errors apart."""
+
+from __future__ import annotations
+
+from headstart.errors import EngineError, HeadstartError, ReplicaLostError
+
+try:
+    from ray.exceptions import RayActorError, RayTaskError
+except ModuleNotFoundError:  # without Ray nothing raises these
+    RayActorError = RayTaskError = ()
+
+__all__ = ["read_error"]
+
+
+def read_error(error: Exception) -> HeadstartError:
+    """What a call of a replica raised, as if it had been raised here.
+
+    ReplicaLostError: the replica died, or cannot be reached and may still be there.
+    """
+    if isinstance(error, RayActorError):
+        return ReplicaLostError(str(error).partition("\n")[0])
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, HeadstartError):
+            return cause
+        return EngineError(f"a replica failed: {type(cause).__name__}: {cause}")
+    if isinstance(error, HeadstartError):
+        return error
+    # Ray's own, such as an application that was deleted meanwhile.
+    return EngineError(f"the replicas cannot be asked: {type(error).__name__}: {error}")

@@ -1,0 +1,146 @@
+"""Replicas that say what a test wrote down, in place of Ray Serve's handle."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from headstart import SamplingParams
+from headstart.cluster.serving.dispatch import Dispatcher
+from headstart.cluster.serving.driver import ReplicaDriver
+from headstart.cluster.serving.front import FrontEngine
+from headstart.cluster.serving.messages import (
+    AnswerPart,
+    AnswerRequest,
+    EngineFacts,
+    Follow,
+    Head,
+    Part,
+    Report,
+)
+from headstart.engine.config import make_config
+from headstart.engine.driver import Update
+from headstart.engine.request import RequestGroup
+from headstart.engine.vllm_api.options import read_options
+
+MODEL = "headstart-tiny"
+REPLICA = "one"
+LIMIT = 20.0  # seconds until a test that waits for ever fails
+HEAD = Head(0, 0, None, None, 0.0)
+
+
+def part(start: int, *tokens: int, finished: bool = False) -> Part:
+    """Tokens of a request's only answer."""
+    reason = "length" if finished else None
+    return Part(
+        HEAD if start == 0 else None, (AnswerPart(0, start, [*tokens], None, reason),), finished
+    )
+
+
+class Stream:
+    """The answers of one call: what is put, until an exception is. `cancelled` is set by cancel."""
+
+    def __init__(self) -> None:
+        self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.cancelled = threading.Event()
+
+    def put(self, *items: Any) -> "Stream":
+        """Say these next."""
+        for item in items:
+            self.items.put(item)
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while True:
+            if self.items.empty():
+                await asyncio.sleep(0.001)
+                continue
+            item = self.items.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def cancel(self) -> None:
+        """As of Ray Serve's."""
+        self.cancelled.set()
+
+
+class _Method:
+    def __init__(self, call: Callable[..., Stream]) -> None:
+        self.remote = call
+
+
+class Handle:
+    """A deployment with one replica. Each call of `answer` takes the next of `answers`."""
+
+    def __init__(self) -> None:
+        self.asked: queue.SimpleQueue[AnswerRequest] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[Stream] = queue.SimpleQueue()
+        self.feed = Stream()
+        self.may_follow = threading.Event()  # until then the driver's thread is held up
+        self.may_follow.set()
+        self.is_asked_to_follow = threading.Event()
+        self.answer, self.follow = _Method(self._answer), _Method(self._follow)
+
+    def options(self, stream: bool) -> "Handle":
+        """As of Ray Serve's."""
+        return self
+
+    def _answer(self, asked: AnswerRequest) -> Stream:
+        self.asked.put(asked)
+        return self.answers.get_nowait()
+
+    def _follow(self, who: Follow) -> Stream:
+        self.is_asked_to_follow.set()
+        assert self.may_follow.wait(LIMIT)
+        return self.feed
+
+
+class Told:
+    """A receiver that remembers."""
+
+    def __init__(self) -> None:
+        self.updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+
+    def __call__(self, update: Update) -> None:
+        self.updates.put(update)
+
+    def next(self) -> Update:
+        """The next update, waited for."""
+        return self.updates.get(timeout=LIMIT)
+
+    def tokens(self) -> list[int]:
+        """Those of the next update."""
+        update = self.next()
+        assert not isinstance(update, BaseException), update
+        return list(update.outputs[0].token_ids)
+
+
+class Server:
+    """A driver over scripted replicas."""
+
+    def __init__(self) -> None:
+        facts = EngineFacts(512, frozenset({0}), 2048, 16, 64, 1 << 20, "")
+        self.front = FrontEngine(MODEL, facts, make_config(read_options(MODEL, {}).config), 1)
+        self.handle, self.dispatcher = Handle(), Dispatcher("expected", 1)
+        self.driver = ReplicaDriver(self.handle, self.front, self.dispatcher)  # type: ignore[arg-type]
+
+    def request(self, name: str) -> RequestGroup:
+        """A prepared request that wants four tokens."""
+        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+        return self.front.prepare({"prompt_token_ids": [5, 6, 7]}, params, request_id=name)
+
+    def stream(self) -> Stream:
+        """What the next call of `answer` will say."""
+        made = Stream()
+        self.handle.answers.put(made)
+        return made
+
+    def asked(self) -> AnswerRequest:
+        """The next request that a replica was sent, waited for."""
+        return self.handle.asked.get(timeout=LIMIT)
+
+    def report(self, **progress: Part) -> None:
+        """Have the replica tell tokens of several requests in one message."""
+        self.handle.feed.put(Report(progress={(name, 0): one for name, one in progress.items()}))

@@ -1,0 +1,189 @@
+"""Every request that is submitted is answered once, and none disturbs another. Without Ray."""
+
+import asyncio
+import queue
+from collections.abc import Iterator
+
+import pytest
+
+from headstart.cluster.serving.driver import MAX_LOST
+from headstart.engine.driver import Update
+from headstart.errors import EngineError, ReplicaLostError, RequestError
+from tests.cluster.serving.scripted import LIMIT, REPLICA, Server, Told, part
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.driver.close()
+
+
+def fail(update: Update) -> None:
+    raise RuntimeError("Event loop is closed")
+
+
+def test_tokens_are_told_as_they_come_and_the_last_ends_it(server: Server) -> None:
+    server.dispatcher.set_replicas([REPLICA])
+    stream, told = server.stream().put(part(0, 8)), Told()
+    server.driver.submit(server.request("a"), told)
+    assert told.tokens() == [8]
+    server.report(a=part(1, 9, 10))
+    assert told.tokens() == [8, 9, 10]
+    stream.put(part(1, 9, 10, 11, finished=True))
+    assert told.tokens() == [8, 9, 10, 11]
+    assert not stream.cancelled.is_set()
+
+
+def test_a_request_that_is_aborted_before_its_task_begins_is_answered(server: Server) -> None:
+    """A task that is cancelled before its first step runs no line, not even its `finally`."""
+    server.handle.may_follow.clear()
+    server.dispatcher.set_replicas([REPLICA])
+    assert server.handle.is_asked_to_follow.wait(LIMIT)  # this holds up the driver's thread
+    told = Told()
+    server.driver.submit(server.request("a"), told)
+    server.driver.abort("a")
+    server.handle.may_follow.set()
+    update = told.next()
+    assert not isinstance(update, BaseException)
+    assert update.outputs[0].finish_reason == "abort"
+
+
+def test_a_request_that_is_submitted_while_the_driver_closes_is_answered(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, request = Told(), server.request("a")
+    monkeypatch.setattr(server.front, "require_open", server.driver.close)
+    server.driver.submit(request, told)
+    assert str(told.next()) == "the engine is closed"
+    server.driver.close()
+
+
+def test_close_ends_what_runs_and_what_has_not_begun(server: Server) -> None:
+    server.stream().put(part(0, 8))
+    running, told = Told(), Told()
+    server.driver.submit(server.request("a"), running)
+    assert running.tokens() == [8]
+    server.driver.submit(server.request("b"), told)
+    server.driver.close()
+    assert isinstance(running.next(), EngineError) and isinstance(told.next(), EngineError)
+    assert server.driver._loop.is_closed()
+
+
+def test_a_request_that_cannot_be_described_is_answered(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(server.front.manager, "shares")
+    told = Told()
+    server.driver.submit(server.request("a"), told)
+    assert isinstance(told.next(), EngineError)
+
+
+def test_a_receiver_that_raises_ends_its_own_request_alone(server: Server) -> None:
+    """Both requests have tokens in one report; the feed goes on."""
+    server.dispatcher.set_replicas([REPLICA])
+    first, second, told = server.stream(), server.stream(), Told()
+    begun = Told()
+    receive = iter([begun, fail])
+    server.driver.submit(server.request("a"), lambda update: next(receive, fail)(update))
+    server.asked()
+    server.driver.submit(server.request("b"), told)
+    server.asked()
+    first.put(part(0, 8))
+    second.put(part(0, 8))
+    assert begun.tokens() == told.tokens() == [8]
+    server.report(a=part(1, 9), b=part(1, 9))
+    assert told.tokens() == [8, 9]
+    assert first.cancelled.wait(LIMIT), "a replica computes on for nobody"
+    server.report(b=part(2, 10))
+    assert told.tokens() == [8, 9, 10]
+    assert not server.handle.feed.cancelled.is_set()
+    assert not second.cancelled.is_set()
+
+
+def test_a_receiver_that_raises_at_the_first_token_has_its_stream_cancelled(
+    server: Server,
+) -> None:
+    stream = server.stream().put(part(0, 8))
+    updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+
+    def receive(update: Update) -> None:
+        updates.put(update)
+        raise RuntimeError("Event loop is closed")
+
+    server.driver.submit(server.request("a"), receive)
+    assert stream.cancelled.wait(LIMIT)
+    assert not isinstance(updates.get(timeout=LIMIT), BaseException)
+    last = updates.get(timeout=LIMIT)
+    assert str(last) == "the answer cannot be told: RuntimeError: Event loop is closed"
+
+
+def test_two_requests_under_way_cannot_have_one_id(server: Server) -> None:
+    stream, told, refused = server.stream().put(part(0, 8)), Told(), Told()
+    server.driver.submit(server.request("a"), told)
+    assert told.tokens() == [8]
+    other = server.request("a")
+    server.driver.submit(other, refused)
+    error = refused.next()
+    assert isinstance(error, RequestError) and str(error) == "request id 'a' is in use"
+    server.driver.cancel([other])
+    stream.put(part(1, 9, finished=True))
+    assert told.tokens() == [8, 9]
+
+
+def test_an_id_is_free_when_the_last_update_is_told(server: Server) -> None:
+    server.stream().put(part(0, 8, finished=True))
+    server.stream().put(part(0, 9, finished=True))
+    told, again = Told(), server.request("a")
+
+    def receive(update: Update) -> None:
+        told(update)
+        server.driver.submit(again, told)
+
+    server.driver.submit(server.request("a"), receive)
+    assert (told.tokens(), told.tokens()) == ([8], [9])
+
+
+def test_a_cancelled_request_is_told_nothing_and_its_stream_is_cancelled(server: Server) -> None:
+    stream, told = server.stream().put(part(0, 8)), Told()
+    request = server.request("a")
+    server.driver.submit(request, told)
+    assert told.tokens() == [8]
+    server.driver.cancel([request])
+    assert stream.cancelled.wait(LIMIT)
+    server.driver.close()
+    assert told.updates.empty()
+
+
+def test_a_request_that_ray_cancels_is_answered(server: Server) -> None:
+    server.stream().put(asyncio.CancelledError())
+    told = Told()
+    server.driver.submit(server.request("a"), told)
+    assert isinstance(told.next(), EngineError)
+
+
+def test_each_attempt_has_an_id_of_its_own_in_the_replica(server: Server) -> None:
+    """A replica that only could not be reached may still run the attempt before."""
+    lost = server.stream().put(ReplicaLostError("The actor is temporarily unavailable"))
+    server.stream().put(part(0, 8, finished=True))
+    told = Told()
+    server.driver.submit(server.request("a"), told)
+    assert told.tokens() == [8]
+    assert [server.asked().engine_id for _ in range(2)] == ["a", "a-1"]
+    assert lost.cancelled.is_set()
+
+
+def test_a_request_ends_after_so_many_lost_replicas(server: Server) -> None:
+    for _ in range(MAX_LOST):
+        server.stream().put(ReplicaLostError("it died"))
+    told = Told()
+    server.driver.submit(server.request("a"), told)
+    assert str(told.next()) == f"{MAX_LOST} replicas died under this request"
+
+
+def test_a_replica_that_dies_in_the_middle_of_a_stream_ends_it(server: Server) -> None:
+    server.stream().put(part(0, 8), ReplicaLostError("it died"))
+    told = Told()
+    server.driver.submit(server.request("a"), told)
+    assert told.tokens() == [8]
+    assert isinstance(told.next(), ReplicaLostError)

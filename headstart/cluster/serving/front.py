@@ -16,13 +16,14 @@ from headstart.engine.inputs import InputProcessor, Prompt, RequestOptions, chec
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.request_maker import RequestMaker
 from headstart.engine.text.max_length import TextLimit
-from headstart.errors import EngineError, RequestError
+from headstart.errors import ConfigError, EngineError, RequestError
 from headstart.models.tokenizer import load_tokenizer
 from headstart.validation import describe
 
 if TYPE_CHECKING:
     from headstart.cluster.serving.messages import EngineFacts
-    from headstart.engine.adapters.request import Adapter
+    from headstart.engine.adapters.request import Adapter, LoRARequest
+    from headstart.engine.adapters.store import InEngine
     from headstart.engine.config import EngineConfig
     from headstart.engine.params import SamplingParams
     from headstart.engine.request import RequestGroup
@@ -31,13 +32,23 @@ __all__ = ["FrontEngine"]
 
 
 class _NoAdapters:
-    """Stands for the adapters of an engine: a server with replicas has none."""
+    """Stands for the adapters of an engine: replicas take none."""
 
     named: tuple[Adapter, ...] = ()
 
     def find(self, name: str) -> Adapter:
         """Raises RequestError."""
-        raise RequestError(f"there is no adapter {describe(name)}; loaded: none")
+        raise RequestError(f"there is no adapter {describe(name)}: replicas take no adapters")
+
+    unload = find
+
+    def load(self, name: str, path: str | Path, in_engine: InEngine) -> Adapter:
+        """Raises ConfigError."""
+        raise ConfigError(f"adapter {describe(name)} cannot be loaded: replicas take no adapters")
+
+    def require(self, choice: LoRARequest, in_engine: InEngine) -> str:
+        """Raises ConfigError."""
+        return self.load(choice.lora_name, choice.lora_path, in_engine).name
 
 
 @dataclass
@@ -102,6 +113,10 @@ class FrontEngine:
         self.require_open()
         check_request(params, options := RequestOptions(request_id, salt, adapter, priority))
         return self._maker.make(prompt, params, options)
+
+    def unload_adapter(self, name: str) -> None:
+        """As `Engine.unload_adapter`. Raises RequestError: there is none."""
+        self.adapters.unload(name)
 
     def names(self, request: RequestGroup) -> list[BlockHash]:
         """The names of the prompt's full blocks, as the replicas tell them in events."""

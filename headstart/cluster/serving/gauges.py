@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ray.util import metrics
+from typing import TYPE_CHECKING, Any
 
 from headstart.engine.vllm_api.metrics import MEANINGS, Counter, Gauge, read_metrics
 
@@ -23,10 +21,12 @@ class RayGauges:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self._gauges: dict[str, metrics.Gauge] = {}
+        self._gauges: dict[str, Any] = {}
 
     async def update(self) -> None:
         """Tell Ray the values of now."""
+        from ray.util import metrics  # optional: a replica is tested without Ray
+
         for metric in await self._llm.call(lambda: read_metrics(self._llm.engine)):
             assert isinstance(metric, (Counter, Gauge))
             name = metric.name.replace(":", "_")

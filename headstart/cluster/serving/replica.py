@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -16,6 +17,8 @@ from headstart.engine.params import RequestOutputKind
 from headstart.engine.startup.start import start_engine
 
 __all__ = ["EngineReplica"]
+
+_LOG = logging.getLogger("headstart.server")
 
 
 class EngineReplica:
@@ -55,7 +58,7 @@ class EngineReplica:
         request = await self._llm.prepare(
             {"prompt_token_ids": asked.prompt_token_ids},
             params,
-            asked.request_id,
+            asked.engine_id,
             cache_salt=asked.salt,
             priority=asked.priority,
         )
@@ -111,8 +114,13 @@ class EngineReplica:
         The engine's thread must answer, too: one that hangs is replaced when Ray's patience ends.
         """
         await self._llm.call(lambda: None)
-        await self._gauges.update()
+        try:
+            await self._gauges.update()
+        except Exception:  # requests are answered all the same
+            _LOG.warning("the metrics of this replica cannot be told to Ray", exc_info=True)
 
     def __del__(self) -> None:
         """Called by Ray Serve when nothing runs here any more: what is to be kept is saved."""
-        self._llm.close()
+        llm = self.__dict__.get("_llm")  # it is not there if `__init__` failed
+        if llm is not None:
+            llm.close()

@@ -17,27 +17,29 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, ProxyLocation, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
 
 from headstart.cluster.options import ReplicaConfig
 from headstart.cluster.serving.dispatch import Dispatcher, register
 from headstart.cluster.serving.driver import ReplicaDriver
 from headstart.cluster.serving.front import FrontEngine
 from headstart.cluster.serving.llm import ReplicatedLLM
+from headstart.cluster.serving.ray_errors import read_error
 from headstart.cluster.serving.replica import EngineReplica
 from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.startup.threads import count_cores
 from headstart.engine.vllm_api.options import read_options
-from headstart.errors import ConfigError, EngineError
+from headstart.errors import ConfigError, EngineError, HeadstartError
+from headstart.version import __version__
 
 __all__ = ["ReplicaCluster"]
 
@@ -46,7 +48,13 @@ _ROUTER = "headstart.cluster.serving.request_router.PrefixRouter"
 _HEALTH_PERIOD, _HEALTH_TIMEOUT = 5.0, 120.0  # a step of a large model may take long
 _PATIENCE = 5.0  # seconds that a cluster may take to take a connection
 _DRAIN_LOOK = 0.5  # seconds between two looks at whether a replica that goes is idle
+_STARTING = ("NOT_STARTED", "DEPLOYING", "UNHEALTHY")  # what may come to run
+_START_PATIENCE = 600.0  # seconds that replicas of another server may take to run
+_START_LOOK = 0.5  # seconds between two looks at whether they do
 _FEEDS = 1  # streams of events that count as requests under way in each replica
+_LOG = logging.getLogger("headstart.server")
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -75,13 +83,18 @@ class ReplicaCluster:
         read = read_options(model, dict(options))
         engine = make_config(read.config)
         self._name = _name_of(model, options)
+        self._is_own_app = False
         self._is_own_ray = self._connect(engine)
         try:
-            self._is_own_app = self._name not in serve.status().applications
+            self._is_own_app = self._name not in _ask(serve.status).applications
             dispatcher = Dispatcher(config.routing, config.most)
             register(self._name, dispatcher)
-            handle = self._deploy(model, options, engine, drain_seconds)
-            facts = handle.facts.remote().result()
+            if self._is_own_app:
+                self._deploy(model, options, engine, drain_seconds)
+            else:
+                self._join()
+            handle = serve.get_deployment_handle(_DEPLOYMENT, self._name)
+            facts = _ask(handle.facts.remote().result)
             front = FrontEngine(read.tokenizer or model, facts, engine, config.most)
             driver = ReplicaDriver(handle, front, dispatcher)
             self.llm = ReplicatedLLM(front, driver, dispatcher, read.sampling, read.chat_template)
@@ -102,7 +115,8 @@ class ReplicaCluster:
         cpus = max(count_cores(), math.ceil(share.cpus * self._config.most))
         own = {} if address else {"num_cpus": cpus, "include_dashboard": False}
         try:
-            # Without an address one of our own, and none that another program has started here.
+            # Without an address one of our own, and none that another program has started here:
+            # Ray itself makes a token, which every caller of it must have.
             ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
         except (RayError, ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(
@@ -123,10 +137,8 @@ class ReplicaCluster:
 
     def _deploy(
         self, model: str, options: Mapping[str, Any], engine: EngineConfig, drain_seconds: float
-    ) -> DeploymentHandle:
+    ) -> None:
         config = self._config
-        if not self._is_own_app:
-            return serve.get_deployment_handle(_DEPLOYMENT, self._name)
         share = self._share(engine, is_alone=self._is_own_ray)
         given = dict(options)
         if self._is_own_ray and engine.device == "cpu":  # they share one machine's memory
@@ -154,7 +166,30 @@ class ReplicaCluster:
             serve.run(deployment.bind(model, given), name=self._name, route_prefix=None)
         except (RayError, RayServeException, RuntimeError) as error:
             raise EngineError(f"the replicas did not start: {self._why(error)}") from error
-        return serve.get_deployment_handle(_DEPLOYMENT, self._name)
+
+    def _join(self) -> None:
+        """Wait until the replicas that another server deployed run. Raises EngineError."""
+        deadline = time.monotonic() + _START_PATIENCE
+        while True:
+            found = _ask(serve.status).applications.get(self._name)
+            state = "gone" if found is None else found.status.value
+            if found is not None and state == "RUNNING":
+                break
+            if state not in _STARTING or time.monotonic() >= deadline:
+                raise EngineError(
+                    f"another server deployed the replicas ({self._name}), and they are {state}; "
+                    "allowed: RUNNING. Start this server again when they run or are gone"
+                )
+            time.sleep(_START_LOOK)
+        states = found.deployments[_DEPLOYMENT].replica_states
+        count, least, most = states.get("RUNNING", 0), self._config.least, self._config.most
+        if not least <= count <= most:
+            asked = str(least) if least == most else f"{least} to {most}"
+            _LOG.warning(
+                "%s replicas run, as another server deployed them; this one was asked for %s",
+                count,
+                asked,
+            )
 
     def _why(self, error: Exception) -> str:
         """What a replica said when it did not start; what Ray says if none said anything."""
@@ -176,9 +211,21 @@ class ReplicaCluster:
         }
 
     def _leave(self) -> None:
-        if self._is_own_app:  # its replicas save what is to be kept
-            serve.delete(self._name)
-        ray.shutdown()
+        try:
+            if self._is_own_app:  # its replicas save what is to be kept
+                _ask(lambda: serve.delete(self._name))
+        except HeadstartError as error:
+            _LOG.warning("the replicas may not have saved what they cached: %s", error)
+        finally:
+            ray.shutdown()
+
+
+def _ask(function: Callable[[], Answer]) -> Answer:
+    """Call it; what Ray raises is an error of ours."""
+    try:
+        return function()
+    except Exception as error:
+        raise read_error(error) from error
 
 
 def _check_address(address: str | None) -> None:
@@ -199,6 +246,6 @@ def _check_address(address: str | None) -> None:
 
 
 def _name_of(model: str, options: Mapping[str, Any]) -> str:
-    """The application's name: other options are other replicas."""
+    """The application's name: another version, or other options, are other replicas."""
     told = json.dumps([model, dict(options)], sort_keys=True, default=str)
-    return f"headstart-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+    return f"headstart-{__version__}-{hashlib.sha256(told.encode()).hexdigest()[:12]}"

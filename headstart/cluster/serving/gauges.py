@@ -6,6 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.engine.vllm_api.metrics import MEANINGS, Counter, Gauge, read_metrics
 
+try:
+    from ray.util import metrics
+except ModuleNotFoundError:  # a replica without Ray has nobody to tell
+    metrics = None
+
 if TYPE_CHECKING:
     from headstart.engine.async_llm import AsyncLLM
 
@@ -25,8 +30,6 @@ class RayGauges:
 
     async def update(self) -> None:
         """Tell Ray the values of now."""
-        from ray.util import metrics  # optional: a replica is tested without Ray
-
         for metric in await self._llm.call(lambda: read_metrics(self._llm.engine)):
             assert isinstance(metric, (Counter, Gauge))
             name = metric.name.replace(":", "_")

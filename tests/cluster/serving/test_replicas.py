@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -128,6 +130,23 @@ def test_a_reset_reaches_every_replica(server: Running) -> None:
     assert ask(server, "How old is Ben?").usage.prompt_tokens_details.cached_tokens == 0
 
 
+def test_our_own_ray_refuses_a_caller_without_its_token(server: Running) -> None:
+    """Ray's ports are open on every interface, and it runs what a caller sends."""
+    import ray
+
+    calls = (
+        "import sys; from ray._raylet import GcsClient; "
+        "GcsClient(address=sys.argv[1]).internal_kv_keys(b'', namespace=None, timeout=30)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", calls, ray.get_runtime_context().gcs_address],
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+    )
+    assert "AuthenticationError" in told.stderr
+
+
 async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> Any:
     async for output in llm.generate(prompt, params):
         found = output
@@ -155,7 +174,9 @@ def test_a_dead_replica_ends_only_what_it_was_streaming(server: Running) -> None
         tasks = [asyncio.ensure_future(answer(server.llm, row)) for row in range(len(prompts))]
         while len(begun) < len(prompts) // 2:
             await asyncio.sleep(0.005)
-        os.kill(replicas()[0], signal.SIGKILL)
+        while not (found := replicas()):  # Ray renames them as calls come and go
+            await asyncio.sleep(0.005)
+        os.kill(found[0], signal.SIGKILL)
         return await asyncio.gather(*tasks)
 
     known = set(server.llm.dispatcher.replicas)  # type: ignore[attr-defined]

@@ -32,6 +32,7 @@ def test_what_cannot_be_is_told(given: list[str], text: str) -> None:
     assert (done.exit_code, text in done.stderr) == (2, True), done.stderr
 
 
+@pytest.mark.filterwarnings("ignore")  # what Ray and its dependencies warn of is theirs
 @pytest.mark.parametrize(
     ("address", "text"),
     [

@@ -12,13 +12,13 @@ from collections.abc import Set
 import torch
 from torch import Tensor, nn
 
+from headstart.models.linear.base import TILE, scratch
 from headstart.native import avx2_library
 
 __all__ = ["HalfEmbedding", "HalfLinear", "HalfWeight", "can_halve"]
 
 # From this many rows on torch's product is faster; below it compiled code reads the weight once.
 _MANY_ROWS = 24
-_TILE = 1 << 20  # numbers; 4 MiB in float32
 
 
 def can_halve(held: Set[torch.dtype], wanted: torch.dtype, device: torch.device) -> bool:
@@ -63,9 +63,10 @@ class HalfWeight:
         return out.view(*x.shape[:-1], self.outputs)
 
     def _multiply_tiles(self, rows: Tensor, out: Tensor) -> None:
-        outputs = max(1, _TILE // self.inputs)
+        outputs = max(1, TILE // self.inputs)
         for start in range(0, self.outputs, outputs):
-            tile = self.weight[start : start + outputs].float()
+            part = self.weight[start : start + outputs]
+            tile = scratch(part.numel(), part.device).view(part.shape).copy_(part)
             bias = None if self.bias is None else self.bias[start : start + outputs]
             out[:, start : start + outputs] = nn.functional.linear(rows, tile, bias)
 

@@ -59,7 +59,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(inputs: int) -> None:
 
 
 def test_many_rows_are_multiplied_tile_by_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_weight, "_TILE", 1000)
+    monkeypatch.setattr(half_weight, "TILE", 1000)
     for bias in (False, True):
         weight = make(131, 96, 3, bias)
         x = torch.randn(half_weight._MANY_ROWS, 96)

@@ -74,7 +74,7 @@ def _slow_dtypes(folder: Path, device: torch.device) -> set[str]:
     if device.type != "cpu" or platform.machine() not in X86 or multiplies_bfloat16() is not False:
         return set()
     content = read_json(folder / "config.json")
-    kept = {value for _, value in find_values(content, {"dtype", "torch_dtype"})}
+    kept = {str(value) for _, value in find_values(content, {"dtype", "torch_dtype"})}
     if not kept <= {"bfloat16", "float16"} or "quantization_config" in content:
         return set()
     return kept

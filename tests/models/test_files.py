@@ -96,6 +96,7 @@ def test_any_bytes_in_place_of_a_json_file(sharded: Path, name: str, text: bytes
 
 
 @FUZZ
+@example(name="dtype", value=[[]])
 @given(
     name=st.sampled_from(sorted(tiny_config("llama").to_dict())),
     value=JSON | st.sampled_from([0, -1, 7, 10**9, 10**20, "eager", {"rope_type": "yarn"}]),

@@ -18,6 +18,7 @@ from headstart.models.lora.modules import AdapterRun, LoraLayers
 from headstart.models.lora.stack import ResidentAdapter
 from headstart.models.packed import PackedEmbedding, PackedLinear, PackedWeight
 from headstart.models.zoo import swap
+from headstart.models.zoo.loader import load_transformers
 from headstart.models.zoo.swap import accelerate
 from headstart.native import library
 from tests.models.paged import Paged
@@ -236,8 +237,11 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_loaded_model_lets_its_file_go(tmp_path: Path) -> None:
     """A norm that is a view of the mapped file would keep all weights in memory a second time."""
     tiny("qwen2").save_pretrained(tmp_path)
-    model = load_model(tmp_path, "bfloat16").module
+    model = load_transformers(tmp_path, torch.bfloat16, torch.device("cpu")).module
     assert kinds(model)[FusedLayer] == 3
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    own = load_model(tmp_path, "bfloat16")
+    assert own.fallback_reason is None
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 

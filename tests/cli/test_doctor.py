@@ -1,6 +1,7 @@
 """`headstart doctor`: told from this machine, and from machines that are not here."""
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from headstart import native
@@ -44,7 +45,7 @@ def test_other_machines(
     monkeypatch.setattr(native, "is_built", lambda: built)
     monkeypatch.setattr(native, "avx2_library", lambda: object() if level >= 1 else None)
     monkeypatch.setattr(native, "library", lambda: object() if level >= 2 else None)
-    found = [text for name, text in doctor._lines(__import__("torch")) if name == "kernels"]
+    found = [text for name, text in doctor._lines(torch) if name == "kernels"]
     assert kernels in found[0]
     hints = list(doctor._hints(has_gpu=False))
     assert bool(hints) == (faster is not None)

@@ -55,7 +55,8 @@ def load_dense(
     `dtype` "auto" and `weights` None are the checkpoint's own. Raises `OtherKind`, before weights
     are read, for a model that is not of the families of `headstart.models.families`, or whose
     tensors are not exactly theirs: transformers then loads it, or says what is wrong with it.
-    Raises `UnsupportedModelError` for weights that are not finite, and `OutOfMemoryError`.
+    Raises `UnsupportedModelError` for weights that are not finite, `DamagedModelError` for files
+    that are written to meanwhile, and `OutOfMemoryError`.
     """
     files = stamp_files(folder)
     about, kept = _describe(folder)

@@ -1,5 +1,6 @@
 """GGUF files: written by the package `gguf`, read by headstart, held to the model they are of."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +257,7 @@ def test_caps_are_the_file_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "some.gguf").write_bytes(b"GGUF")
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UnsupportedModelError, match=r"pip install 'headstart\[gguf\]'"):
         library.import_gguf(tmp_path / "some.gguf")
     with pytest.raises(UnsupportedModelError, match=r"pip install 'headstart\[gguf\]'"):

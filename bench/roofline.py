@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
+from headstart.machine import multiplies_bfloat16
+
 Clock = Callable[[], float]
 
 _BF16 = 2  # bytes
@@ -28,7 +30,7 @@ _REPEATS = 7
 
 
 class Limits(NamedTuple):
-    """bfloat16 GEMM in GFLOP/s and reading of memory in GB/s."""
+    """GEMM in GFLOP/s, in the dtype that "auto" computes in here, and reading of memory in GB/s."""
 
     gemm: float
     memory: float
@@ -54,7 +56,8 @@ def measure_limits(threads: int, clock: Clock = time.perf_counter) -> Limits:
 
 
 def _measure_here(clock: Clock) -> Limits:
-    square = [torch.ones(size, size, dtype=torch.bfloat16) for size in (1024, 2048)]
+    dtype = torch.float32 if multiplies_bfloat16() is False else torch.bfloat16
+    square = [torch.ones(size, size, dtype=dtype) for size in (1024, 2048)]
     gemm = max(2 * len(m) ** 3 / _best(lambda m=m: m @ m, clock) for m in square)  # type: ignore[misc]
     data = torch.ones(2**26)
     return Limits(gemm / 1e9, data.nbytes / _best(data.sum, clock) / 1e9)

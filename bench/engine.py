@@ -26,6 +26,7 @@ from typing import Any
 import headstart  # before torch, whose threads read how long to spin when it is loaded
 
 # isort: split
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +35,7 @@ from shapes import SHAPES, make_tokenizer, model_folder
 from headstart import StructuredOutputsParams
 from headstart.engine.config import make_config
 from headstart.engine.engine import Engine
-from headstart.models.greedy_head import greedy_tokens
+from headstart.models.greedy_head import greedy_tokens, mask_logits
 from headstart.models.loader import load_model
 
 SHAPE, PROMPT, STEPS, BLOCKS = "small-llama", 512, 64, 8192
@@ -75,13 +76,18 @@ def make_engine(*, logits: bool, tokenizer: bool = False) -> Engine:
         return given.clone() if tokenizer else given
 
     def choose(
-        token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, *more: object
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        embeddings: object = None,
+        allowed: np.ndarray | None = None,
     ) -> list[int]:
-        return (
-            greedy_tokens(forward(token_ids, positions, logit_rows))
-            if logits
-            else tokens[: len(logit_rows)]
-        )
+        if not logits:
+            return tokens[: len(logit_rows)]
+        given = forward(token_ids, positions, logit_rows)
+        if allowed is not None:
+            mask_logits(given, allowed)
+        return greedy_tokens(given)
 
     setattr(engine.model, "forward", forward)  # noqa: B010 (the model is not made for this)
     setattr(engine.model, "choose", choose)  # noqa: B010

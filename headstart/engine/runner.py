@@ -7,7 +7,8 @@ token came from a prompt or was generated, so its result is the same bit for bit
 decoding fills is thereby last computed exactly as a prefill computes it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -17,7 +18,9 @@ from torch import Tensor
 from headstart.attention import AttentionBackend, PagedKVMemory, Span, StepPlan
 from headstart.cache import TokenSequence
 from headstart.engine.batch import Batch
+from headstart.engine.logits.protocol import allowed_tokens
 from headstart.engine.prompt import PromptExtras
+from headstart.errors import EngineError
 from headstart.models.decoder import EmbeddingOverlay
 
 PADDING_TOKEN = 0
@@ -30,6 +33,9 @@ class ForwardModel(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
     def forward(
         self,
@@ -50,8 +56,12 @@ class ForwardModel(Protocol):
         positions: Tensor,
         logit_rows: Tensor,
         embeddings: EmbeddingOverlay | None = None,
+        allowed: np.ndarray | None = None,
     ) -> list[int]:
-        """The first of the largest of each row of what `forward` would give; -1 if not finite."""
+        """The first of the largest of each row of what `forward` would give; -1 if not finite.
+
+        Among tokens with a bit in `allowed` uint8 `[rows, bytes]`, if that is given.
+        """
         ...
 
 
@@ -86,14 +96,16 @@ class Rows(NamedTuple):
 class StepLogits(NamedTuple):
     """Logits float32 `[rows, vocab]` of a step, and how many of the rows each part has.
 
-    Where all that is wanted of every row is its likeliest token, that stands for the logits; -1
-    for logits that are not finite. `nonfinite` are the parts that have K or V which are not.
+    Where all that is wanted of every row is its likeliest allowed token, that stands for the
+    logits: -1 for logits that are not finite, and `failed` has rows without one by their number.
+    `nonfinite` are the parts that have K or V which are not.
     """
 
     values: Tensor | None
     counts: list[int]
-    greedy: Sequence[int] = ()
     nonfinite: Sequence[int] = ()
+    greedy: Sequence[int] = ()
+    failed: Mapping[int, EngineError] = {}
 
 
 class Runner:
@@ -131,18 +143,20 @@ class Runner:
             group, needs_prompt = request.group, request.needs_prompt_logits
             wanted = stop - start if needs_prompt else int(samples)
             parts.append(Rows(request.sequence, start, stop, stop, wanted, group.extras))
-            if needs_prompt or (samples and not request.sampling.is_plain):
+            if needs_prompt or (samples and not request.sampling.is_masked_argmax):
                 greedy_only = False
         counts = [rows.wanted for rows in parts]
-        values, greedy = None, []
         if self._deterministic:
             blocks = (block for rows in parts for block in self._blocks(rows))
             values = torch.cat([self._forward_block(block) for block in blocks])
         elif greedy_only:
-            greedy = self._forward(parts, self._model.choose)
+            masks = [part.request.sampling.masks for part in batch.scheduled if part.samples]
+            allowed, failed = allowed_tokens(masks, self._model.vocab_size)
+            greedy = self._forward(parts, functools.partial(self._model.choose, allowed=allowed))
+            return StepLogits(None, counts, self._nonfinite_parts(parts), greedy, failed)
         else:
             values = self._forward(parts, self._model.forward)
-        return StepLogits(values, counts, greedy, self._nonfinite_parts(parts))
+        return StepLogits(values, counts, self._nonfinite_parts(parts))
 
     def end_step(self) -> None:
         """End a pass, also one that was interrupted. May be called at any time."""

@@ -71,7 +71,10 @@ def engine_error(what: str, cause: BaseException) -> EngineError:
 def choose_tokens(sampler: Sampler, batch: Batch, logits: StepLogits) -> list[Choice]:
     """The choice of each part. One with rows in the cache that are not finite has an error."""
     if logits.values is None:
-        tokens = map(sampler.accept, logits.greedy)
+        tokens = (
+            logits.failed.get(row) or sampler.accept(token)
+            for row, token in enumerate(logits.greedy)
+        )
         chosen: list[Choice] = [next(tokens) if p.samples else None for p in batch.scheduled]
     else:
         chosen = _choose_from(logits.values, sampler, batch, logits.counts)

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ from headstart.attention.layout import LayerLayout
 from headstart.errors import ModelError
 from headstart.models.files import FileStamp, stamp_files
 from headstart.models.fused import FusionSwitch
-from headstart.models.greedy_head import greedy_tokens
+from headstart.models.greedy_head import greedy_tokens, mask_logits
 from headstart.models.linear import QuantizedLinear, WeightKind
 from headstart.models.lora.files import Widths
 from headstart.native import avx2_library, library
@@ -184,10 +185,15 @@ class DecoderModel(ABC):
         positions: Tensor,
         logit_rows: Tensor,
         embeddings: EmbeddingOverlay | None = None,
+        allowed: np.ndarray | None = None,
     ) -> list[int]:
         """The greedy token of each row: argmax of `forward`'s logits, often in less time.
 
         Ties go to the lowest id. -1 for a row whose largest logit is not finite: one with NaN or
-        +inf, or with only -inf.
+        +inf, or with only -inf. With `allowed` uint8 `[rows, bytes]` only tokens whose bit is set
+        are chosen from: see `mask_logits`.
         """
-        return greedy_tokens(self.forward(token_ids, positions, logit_rows, embeddings))
+        logits = self.forward(token_ids, positions, logit_rows, embeddings)
+        if allowed is not None:
+            mask_logits(logits, allowed)
+        return greedy_tokens(logits)

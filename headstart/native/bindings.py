@@ -168,7 +168,10 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "layers": ((c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int), None),
     "screen_bytes": ((c_int64, c_int64), c_int64),
     "screen": ((c_void_p, c_void_p, c_int), None),
-    "greedy_tokens": ((c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int), None),
+    "greedy_tokens": (
+        (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int),
+        None,
+    ),
 }
 
 

@@ -8,6 +8,9 @@
 // with the same order of operations as every other product. The panel with the greatest upper bound
 // comes first: its exact logits usually exceed all lower bounds.
 //
+// Outputs that a row may not choose (a grammar's, say) raise no bound and are no candidates; a panel
+// without an output that any row may choose is not read at all.
+//
 // Many rows are compute-bound. Using only high bytes halves the work; if |x - x'| is at most 1/64
 // of |x|, the wider bounds still leave few candidate panels.
 #include "avx512.h"
@@ -42,15 +45,16 @@ struct Best {
     void add(const Best& other) { add(other.logit, other.output); }
 };
 
-// A panel's exact logits of one row of pairs, as in every other product.
-void exact(const Weight& weight, int64_t panel, const uint32_t* pairs, Best* best) {
+// A panel's exact logits of one row of pairs, as in every other product, where its bit is set.
+void exact(const Weight& weight, int64_t panel, uint32_t allowed, const uint32_t* pairs,
+           Best* best) {
     alignas(64) float sums[PANEL];
     alignas(64) float logits[PANEL];
     multiply_tile(pairs, 1, weight.panel(panel), weight.pairs(), sums, false, nullptr, 0);
     for (int half = 0; half < 2; half++)
         _mm512_store_ps(logits + 16 * half, rounded(_mm512_load_ps(sums + 16 * half)));
     for (int64_t i = 0; i < std::min<int64_t>(PANEL, weight.outputs - panel * PANEL); i++)
-        best->add(logits[i], panel * PANEL + i);
+        if (allowed >> i & 1) best->add(logits[i], panel * PANEL + i);
 }
 
 // One call's work: each thread's part of each stage.
@@ -59,6 +63,7 @@ struct Search {
     const Weight* weight;
     const bf16* x;
     int64_t rows;
+    const uint32_t* masks;  // [rows][panels], a bit for each output; null: all are allowed
     Stages stages;
     uint32_t *fine, *coarse;  // rows in tiles: [quad][row][high, low], and [quad][row]
     float* upper;             // [rows][panels]
@@ -73,6 +78,16 @@ struct Search {
         return (rows + tallest - 1) / tallest;
     }
     int64_t edge(bool high, int64_t tile) const { return rows * tile / tiles(high); }
+
+    uint32_t allowed(int64_t r, int64_t panel) const {
+        return masks == nullptr ? ~0u : masks[r * screen->count() + panel];
+    }
+
+    bool is_needed(int64_t panel) const {
+        uint32_t any = 0;
+        for (int64_t r = 0; r < rows && any == 0; r++) any = allowed(r, panel);
+        return any != 0;
+    }
 
     void prepare_rows(int thread, int all) {
         const int64_t inputs = screen->inputs, quads = screen->quads();
@@ -109,6 +124,10 @@ struct Search {
         const int64_t stretch = (panels + PARTS * all - 1) / (PARTS * all);
         for (int64_t part = stages.take(1); part * stretch < panels; part = stages.take(1))
             for (int64_t p = part * stretch; p < std::min(panels, (part + 1) * stretch); p++) {
+                if (masks != nullptr && !is_needed(p)) {
+                    for (int64_t r = 0; r < rows; r++) upper[r * panels + p] = -INFINITE;
+                    continue;
+                }
                 const uint8_t* next = screen->panel(std::min(p + 1, panels - 1));
                 for (int64_t t = 0; t < count; t++) {
                     __m512i sums[2 * TALLEST][2];
@@ -119,7 +138,8 @@ struct Search {
                     for (int64_t r = first; r < first + tall; r++) {
                         __m512 ends = _mm512_load_ps(mine + r * 16);
                         upper[r * panels + p] =
-                            bounds<HIGH>(*screen, p, known[r], sums + WORDS * (r - first), &ends);
+                            bounds<HIGH>(*screen, p, known[r], allowed(r, p),
+                                         sums + WORDS * (r - first), &ends);
                         _mm512_store_ps(mine + r * 16, ends);
                     }
                 }
@@ -133,8 +153,8 @@ struct Search {
         for (int64_t r = thread; r < rows; r += all) {
             const float* ends = upper + r * panels;
             tops[r] = Best{};
-            if (known[r].usable)
-                exact(*weight, std::max_element(ends, ends + panels) - ends, pairs_of(r), &tops[r]);
+            const int64_t top = std::max_element(ends, ends + panels) - ends;
+            if (known[r].usable) exact(*weight, top, allowed(r, top), pairs_of(r), &tops[r]);
         }
     }
 
@@ -152,8 +172,10 @@ struct Search {
                 continue;
             }
             const uint32_t* pairs = turn < before + count ? pairs_of(r) : nullptr;
-            for (; turn < before + count; turn = stages.take(1))
-                exact(*weight, hits[turn - before], pairs, &best);
+            for (; turn < before + count; turn = stages.take(1)) {
+                const int64_t hit = hits[turn - before];
+                exact(*weight, hit, allowed(r, hit), pairs, &best);
+            }
             before += count;
         }
     }
@@ -190,16 +212,19 @@ struct Search {
 extern "C" {
 
 // For each row of x bf16 [rows, inputs] the argmax (the first of equals) of its logits, x times the
-// weight, rounded to bf16. -1 if x is not finite or very large, if the largest logit is not finite,
-// or if there are too many candidates: the caller then computes all logits of the row.
+// weight, rounded to bf16. `masks`, if it is not null, has a word for each 32 outputs of each row:
+// only outputs whose bit is set are chosen from. -1 if x is not finite or very large, if the largest
+// logit is not finite, or if there are too many candidates: the caller then computes all logits of
+// the row.
 void headstart_greedy_tokens(const Screen* screen, const Weight* weight, const bf16* x,
-                             int64_t rows, int64_t* tokens, int threads) {
+                             int64_t rows, const uint32_t* masks, int64_t* tokens, int threads) {
     static thread_local Scratch integer_memory, upper_memory, row_memory;
     Search search;
     search.screen = screen;
     search.weight = weight;
     search.x = x;
     search.rows = rows;
+    search.masks = masks;
     const int64_t quads = screen->quads();
     search.fine = integer_memory.take<uint32_t>(rows * quads * 3 + quads);
     search.coarse = search.fine + rows * quads * 2;

@@ -182,13 +182,13 @@ void headstart::multiply_integers(const uint8_t* panel, int64_t quads, const uin
 
 template <bool COARSE>
 float headstart::bounds(const Screen& screen, int64_t panel, const ScreenRow& row,
-                        const __m512i (*sums)[2], __m512* lower) {
+                        uint32_t allowed, const __m512i (*sums)[2], __m512* lower) {
     __m512 most = _mm512_set1_ps(-INFINITE);
     const __m512 tiny = _mm512_set1_ps(static_cast<float>(screen.inputs) * 0x1p-120f);
     for (int half = 0; half < 2; half++) {
         const int64_t left = screen.outputs - panel * PANEL - 16 * half;
         if (left <= 0) break;
-        const auto there = first_lanes(left);
+        const auto there = first_lanes(left) & static_cast<__mmask16>(allowed >> 16 * half);
         const auto part = [&](__m512i sum, int32_t offset) {
             return _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(offset)));
         };
@@ -206,9 +206,9 @@ float headstart::bounds(const Screen& screen, int64_t panel, const ScreenRow& ro
     return _mm512_reduce_max_ps(most);
 }
 
-template float headstart::bounds<true>(const Screen&, int64_t, const ScreenRow&,
+template float headstart::bounds<true>(const Screen&, int64_t, const ScreenRow&, uint32_t,
                                        const __m512i (*)[2], __m512*);
-template float headstart::bounds<false>(const Screen&, int64_t, const ScreenRow&,
+template float headstart::bounds<false>(const Screen&, int64_t, const ScreenRow&, uint32_t,
                                         const __m512i (*)[2], __m512*);
 
 extern "C" {

@@ -59,10 +59,10 @@ ScreenRow prepare_row(const bf16* x, int64_t inputs, uint32_t* out, int64_t stri
 void multiply_integers(const uint8_t* panel, int64_t quads, const uint32_t* rows, int64_t words,
                        const uint8_t* next, int fetch, __m512i (*sums)[2]);
 
-// The greatest upper bound of a row's logits in a panel; raises `lower` to greater lower bounds.
-// COARSE: the sums are of high bytes only.
+// The greatest upper bound of a row's logits in a panel, of outputs whose bit is set in `allowed`;
+// raises `lower` to greater lower bounds of these. COARSE: the sums are of high bytes only.
 template <bool COARSE>
-float bounds(const Screen& screen, int64_t panel, const ScreenRow& row,
+float bounds(const Screen& screen, int64_t panel, const ScreenRow& row, uint32_t allowed,
              const __m512i (*sums)[2], __m512* lower);
 
 }  // namespace headstart

@@ -1,12 +1,13 @@
 """The likeliest token without all logits: always that of all logits, ties and odd numbers too."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headstart.models.greedy_head import GreedyHead, greedy_tokens
+from headstart.models.greedy_head import GreedyHead, every_token, greedy_tokens, mask_logits
 from headstart.models.packed import PackedWeight
 from headstart.native import library
 
@@ -91,6 +92,28 @@ def test_near_ties_of_all_sizes(inputs: int, seed: int, size: float, outliers: i
     check(weight, x)
     x[:, :outliers] *= 300
     check(weight, x[:2])
+
+
+@needs_kernels
+@settings(max_examples=100)
+@given(ROWS, INPUTS, OUTPUTS, SEEDS, st.sampled_from([0.0, 0.003, 0.5, 0.99, 1.0]), st.booleans())
+def test_only_allowed_tokens_are_chosen(
+    rows: int, inputs: int, outputs: int, seed: int, share: float, grouped: bool
+) -> None:
+    """Few or most tokens, whole panels without one, rows without any, rows with all."""
+    torch.set_num_threads(2)
+    weight, x = noise(outputs, inputs, seed=seed), noise(rows, inputs, seed=seed + 1)
+    draw = np.random.default_rng(seed)
+    kept = np.repeat(draw.random((rows, outputs // 64 + 1)) < share, 64, axis=1)[:, :outputs]
+    bits = kept if grouped else draw.random((rows, outputs)) < share
+    allowed = np.stack([every_token(outputs)] * rows)
+    allowed[:, : (outputs + 7) // 8] = np.packbits(bits, axis=1, bitorder="little")
+    if rows > 2:
+        allowed[1] = every_token(outputs)
+    head = GreedyHead(PackedWeight(weight))
+    logits = head.weight.multiply(x).float()
+    mask_logits(logits, allowed)
+    assert head.choose(x, allowed) == greedy_tokens(logits)
 
 
 @needs_kernels

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headstart.engine.logits.bias import places
-from headstart.engine.logits.protocol import Failures, LogitsProcessor, Rows
+from headstart.engine.logits.protocol import Failures, Rows, TokenMask
 from headstart.engine.text.codec import encode_text
 from headstart.errors import RequestError
 
@@ -16,7 +14,7 @@ __all__ = ["BadWords", "spell_words"]
 Word = tuple[int, ...]
 
 
-class BadWords(LogitsProcessor):
+class BadWords(TokenMask):
     """Bans the last token of each word whose other tokens the answer ends with.
 
     As in vLLM a word is known by how the tokenizer spells it, at the beginning of a text and after
@@ -36,19 +34,21 @@ class BadWords(LogitsProcessor):
                 self._after.setdefault(word[-2], []).append(word)
 
     @property
-    def token_ids(self) -> np.ndarray:
+    def token_ids(self) -> list[int]:
         """The tokens that are banned now."""
         banned = list(self._always)
         for word in self._after.get(self._past[-1], ()) if self._past else ():
             before = len(word) - 1
             if tuple(self._past[-before:]) == word[:-1]:
                 banned.append(word[-1])
-        return np.array(banned, dtype=np.int64)
+        return banned
 
     @classmethod
-    def change(cls, logits: Tensor, rows: Rows) -> Failures:
-        """Ban each row's tokens."""
-        logits[places(logits, rows)] = float("-inf")
+    def ban(cls, allowed: np.ndarray, rows: Rows) -> Failures:
+        """Clear the bits of each row's tokens."""
+        for row, one in rows:
+            for token_id in one.token_ids:
+                allowed[row, token_id // 8] &= ~np.uint8(1 << token_id % 8)
         return {}
 
     def accept(self, token_id: int) -> None:

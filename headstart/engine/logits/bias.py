@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.engine.logits.protocol import Failures, LogitsProcessor, Rows
+from headstart.engine.logits.protocol import Failures, LogitsProcessor, Rows, TokenMask
 
 __all__ = ["AllowedTokens", "LogitBias"]
 
@@ -23,13 +23,16 @@ class LogitBias(LogitsProcessor):
     @classmethod
     def change(cls, logits: Tensor, rows: Rows) -> Failures:
         """Add each row's bias."""
-        values = torch.from_numpy(np.concatenate([one.values for _, one in rows]))
-        logits.index_put_(places(logits, rows), values.to(logits.device), accumulate=True)
+        numbers = np.repeat([row for row, _ in rows], [len(one.token_ids) for _, one in rows])
+        columns = np.concatenate([one.token_ids for _, one in rows])
+        values = np.concatenate([one.values for _, one in rows])
+        at, to, by = (torch.from_numpy(one).to(logits.device) for one in (numbers, columns, values))
+        logits.index_put_((at, to), by, accumulate=True)
         return {}
 
 
-class AllowedTokens(LogitsProcessor):
-    """Bans all tokens but some: one scatter for all rows of a step."""
+class AllowedTokens(TokenMask):
+    """Bans all tokens but some."""
 
     rank = 0
 
@@ -37,21 +40,10 @@ class AllowedTokens(LogitsProcessor):
         self.token_ids = np.array(sorted(set(token_ids)), dtype=np.int64)
 
     @classmethod
-    def change(cls, logits: Tensor, rows: Rows) -> Failures:
-        """Fill each row with minus infinity, but for its allowed tokens."""
-        at = places(logits, rows)
-        kept = logits[at]
-        for row, _ in rows:
-            logits[row] = float("-inf")
-        logits[at] = kept
+    def ban(cls, allowed: np.ndarray, rows: Rows) -> Failures:
+        """Keep the bits of each row's tokens alone."""
+        for row, one in rows:
+            bits = np.zeros(allowed.shape[1] * 8, dtype=np.uint8)
+            bits[one.token_ids] = 1
+            allowed[row] &= np.packbits(bits, bitorder="little")
         return {}
-
-
-def places(logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Row and column indices of all `token_ids` of the rows' processors."""
-    numbers = np.repeat([row for row, _ in rows], [len(one.token_ids) for _, one in rows])
-    columns = np.concatenate([one.token_ids for _, one in rows])
-    return (
-        torch.from_numpy(numbers.astype(np.int64)).to(logits.device),
-        torch.from_numpy(columns).to(logits.device),
-    )

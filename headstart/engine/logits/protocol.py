@@ -11,15 +11,19 @@ preempted keeps its processors as they are.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headstart.errors import EngineError
+from headstart.models.greedy_head import every_token, mask_logits
 
-__all__ = ["LogitsProcessor", "Rows", "change_logits"]
+__all__ = ["ALL_BANNED", "LogitsProcessor", "Rows", "TokenMask", "allowed_tokens", "change_logits"]
+
+ALL_BANNED = "every token is banned, or a penalty overflows"
 
 Rows = Sequence[tuple[int, Any]]
 """Rows of a step's logits, each with the processor of that answer."""
@@ -51,14 +55,66 @@ class LogitsProcessor(ABC):
         """The answer has this token now, and may go on."""
 
 
+Processor = TypeVar("Processor", bound=LogitsProcessor)
+
+
+class TokenMask(LogitsProcessor):
+    """A processor that bans tokens and leaves the logits of all others as they are.
+
+    So the argmax can be taken among the others, where a model finds it without all logits.
+    """
+
+    @classmethod
+    @abstractmethod
+    def ban(cls, allowed: np.ndarray, rows: Rows) -> Failures:
+        """Clear the bits of banned tokens, in these rows of `allowed` uint8 `[rows, bytes]`.
+
+        A bit for each token, the lowest first, as in `every_token`.
+        """
+
+    @classmethod
+    def change(cls, logits: Tensor, rows: Rows) -> Failures:
+        """Set the logits of banned tokens to minus infinity."""
+        allowed = _all_allowed(*logits.shape)
+        failed = cls.ban(allowed, rows)
+        mask_logits(logits, allowed)
+        return failed
+
+
+def allowed_tokens(
+    processors: Sequence[Sequence[TokenMask]], size: int
+) -> tuple[np.ndarray | None, Failures]:
+    """The masks of rows uint8 `[rows, bytes]` over a vocabulary of `size`; None if none has one."""
+    if not any(processors):
+        return None, {}
+    allowed = _all_allowed(len(processors), size)
+    failed: Failures = {}
+    for kind, rows in _by_kind(processors):
+        failed |= kind.ban(allowed, rows)
+    empty = {row: EngineError(ALL_BANNED) for row in np.flatnonzero(~allowed.any(axis=1)).tolist()}
+    return allowed, empty | failed
+
+
+def _all_allowed(rows: int, size: int) -> np.ndarray:
+    return np.tile(every_token(size), (rows, 1))
+
+
 @torch.inference_mode()  # in which the logits were made
 def change_logits(logits: Tensor, processors: Sequence[Sequence[LogitsProcessor]]) -> Failures:
     """Apply the processors of each row of `logits` float32 `[rows, vocab]`, in place."""
-    kinds: dict[type[LogitsProcessor], list[tuple[int, LogitsProcessor]]] = {}
+    failed: Failures = {}
+    for kind, rows in _by_kind(processors):
+        failed |= kind.change(logits, rows)
+    return failed
+
+
+def _by_kind(
+    processors: Sequence[Sequence[Processor]],
+) -> Iterator[tuple[type[Processor], list[tuple[int, Processor]]]]:
+    """Each kind and its rows, in the order of rank."""
+    kinds: dict[type[Processor], list[tuple[int, Processor]]] = {}
     for row, own in enumerate(processors):
         for processor in own:
             kinds.setdefault(type(processor), []).append((row, processor))
-    failed: Failures = {}
     for kind in sorted(kinds, key=lambda kind: kind.rank):
-        failed |= kind.change(logits, kinds[kind])
-    return failed
+        yield kind, kinds[kind]

@@ -21,14 +21,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from headstart.engine.logits.protocol import ALL_BANNED, TokenMask, change_logits
 from headstart.engine.logits.protocol import LogitsProcessor as RowProcessor
-from headstart.engine.logits.protocol import change_logits
 from headstart.engine.params import SamplingParams
 from headstart.engine.sampling.logprobs import TokenLogprob, token_logprobs
 from headstart.errors import EngineError
 from headstart.models.greedy_head import greedy_tokens
 
-_ALL_BANNED = "every token is banned, or a penalty overflows"
 LIKELIEST = 1024  # tokens that top-p looks at before it sorts all
 
 
@@ -52,16 +51,23 @@ class SamplingState:
     processors: tuple[RowProcessor, ...] = ()
     _is_greedy: bool = field(init=False)
     _is_raw: bool = field(init=False)
+    masks: tuple[TokenMask, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
         self._is_greedy = params.is_greedy and params.logprobs is None and not params.has_penalties
         self._is_raw = self._is_greedy and not self.processors
+        self.masks = tuple(one for one in self.processors if isinstance(one, TokenMask))
 
     @property
     def is_plain(self) -> bool:
         """True if the argmax of the raw logits is all that is wanted."""
         return self._is_raw and len(self.output_token_ids) >= self.params.min_tokens
+
+    @property
+    def is_masked_argmax(self) -> bool:
+        """True if the argmax of the raw logits of allowed tokens is all that is wanted."""
+        return self.takes_argmax and len(self.masks) == len(self.processors)
 
     @property
     def takes_argmax(self) -> bool:
@@ -147,7 +153,7 @@ class Sampler:
             if row in failed:
                 chosen.append(failed[row])
             elif token_id < 0 and state.processors and bool((one == float("-inf")).all()):
-                chosen.append(EngineError(_ALL_BANNED))
+                chosen.append(EngineError(ALL_BANNED))
             elif state.takes_argmax or token_id < 0:
                 chosen.append(self.accept(token_id))
             else:
@@ -183,7 +189,7 @@ class Sampler:
         if params.is_greedy:
             [token_id] = greedy_tokens(scores)
             if token_id < 0:
-                raise EngineError(_ALL_BANNED)
+                raise EngineError(ALL_BANNED)
         else:
             weights = scores.softmax(-1).cpu()
             token_id = int(torch.multinomial(weights, 1, generator=state.generator))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -156,11 +157,13 @@ class DenseDecoder(DecoderModel):
         positions: Tensor,
         logit_rows: Tensor,
         embeddings: EmbeddingOverlay | None = None,
+        allowed: np.ndarray | None = None,
     ) -> list[int]:
         if self._head is None or not self.fusion.enabled:
-            return super().choose(token_ids, positions, logit_rows, embeddings)
+            return super().choose(token_ids, positions, logit_rows, embeddings, allowed)
         with torch.inference_mode():
-            return self._head.choose(self._hidden(token_ids, positions, logit_rows, embeddings))
+            hidden = self._hidden(token_ids, positions, logit_rows, embeddings)
+            return self._head.choose(hidden, allowed)
 
     def _hidden(
         self,

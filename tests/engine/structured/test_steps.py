@@ -30,6 +30,7 @@ BOUND = SamplingParams(
     bad_words=["ab7"],
     logit_bias={9: 3.0},
 )
+GREEDY = SamplingParams(temperature=0, max_tokens=12, structured_outputs=FORM, bad_words=["ab7"])
 PLAIN = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 NUM_BLOCKS = 24
 
@@ -56,36 +57,42 @@ def _run(runs: Engine, *groups: RequestGroup) -> list[list[int]]:
     return [group.output().outputs[0].token_ids for group in groups]
 
 
-def _both(runs: Engine) -> list[RequestGroup]:
+def _both(runs: Engine, bound: SamplingParams = BOUND) -> list[RequestGroup]:
     return [
-        runs.prepare(prompt, params) for prompt, params in zip(PROMPTS, (BOUND, PLAIN), strict=True)
+        runs.prepare(prompt, params) for prompt, params in zip(PROMPTS, (bound, PLAIN), strict=True)
     ]
 
 
-@pytest.fixture(scope="module")
-def expected(llm: LLM) -> list[list[int]]:
+def _alone(llm: LLM, bound: SamplingParams) -> list[list[int]]:
     """What each is answered alone, with nothing cached."""
-    found = [_run(llm.engine, group)[0] for group in _both(llm.engine)]
+    found = [_run(llm.engine, group)[0] for group in _both(llm.engine, bound)]
     tokenizer = llm.get_tokenizer()
     assert tokenizer is not None
     assert re.fullmatch(REGEX, str(tokenizer.decode(found[0])))
     return found
 
 
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> list[list[int]]:
+    return _alone(llm, BOUND)
+
+
 WITHIN = (engine, request, step, sampler, protocol, bias, bad_words, processor, grammar)
 ERRORS = (KeyboardInterrupt, MemoryError, RuntimeError)
 
 
-@pytest.mark.parametrize("steps", [1, 4], ids=["mixed", "decode"])
-def test_an_exception_at_any_line_of_a_step(
-    llm: LLM, expected: list[list[int]], steps: int
-) -> None:
+@pytest.mark.parametrize(
+    ("steps", "bound"),
+    [(1, BOUND), (4, BOUND), (4, GREEDY)],
+    ids=["mixed", "decode", "decode, masked before the model's pass"],
+)
+def test_an_exception_at_any_line_of_a_step(llm: LLM, steps: int, bound: SamplingParams) -> None:
     """A request that goes on afterwards answers as if nothing had been: no matcher is ahead."""
-    runs = llm.engine
+    runs, expected = llm.engine, _alone(llm, bound)
 
     def begin() -> list[RequestGroup]:
         assert runs.reset_prefix_cache()
-        groups = _both(runs)
+        groups = _both(runs, bound)
         for group in groups:
             runs.submit(group)
         for _ in range(steps):
@@ -121,7 +128,7 @@ def test_an_exception_at_any_line_of_a_step(
             pass
         went_on += finish(groups, failed)
     assert went_on > len(places) / 3
-    assert [_run(runs, group)[0] for group in _both(runs)] == expected
+    assert [_run(runs, group)[0] for group in _both(runs, bound)] == expected
 
 
 def test_a_preempted_request_is_told_nothing_twice(

@@ -2,8 +2,10 @@
 
 import asyncio
 
-from headstart import AsyncEngineArgs, AsyncLLM, SamplingParams
+from headstart import SamplingParams
+from headstart.engine.arg_utils import AsyncEngineArgs
 from headstart.sampling_params import RequestOutputKind
+from headstart.v1.engine.async_llm import AsyncLLM
 
 
 async def stream_response(engine: AsyncLLM, prompt: str, request_id: str) -> str:

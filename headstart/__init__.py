@@ -21,13 +21,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:
     from headstart.engine.adapters.request import LoRARequest
-    from headstart.engine.async_llm import AsyncLLM
+    from headstart.engine.arg_utils import AsyncEngineArgs, EngineArgs
+    from headstart.engine.async_llm import AsyncLLM, AsyncLLMEngine
     from headstart.engine.llm import LLM
     from headstart.engine.outputs import CompletionOutput, RequestOutput
     from headstart.engine.params import SamplingParams
     from headstart.engine.prompt_types import PromptType, TextPrompt, TokensPrompt
     from headstart.engine.structured.params import StructuredOutputsParams
-    from headstart.engine.vllm_api.arg_utils import AsyncEngineArgs, EngineArgs
     from headstart.errors import (
         AdapterError,
         AdapterNotFoundError,
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "SamplingParams",
     "StructuredOutputsParams",
     "LoRARequest",
@@ -83,14 +84,15 @@ __all__ = [
 _HOMES = {
     "LLM": "headstart.engine.llm",
     "AsyncLLM": "headstart.engine.async_llm",
+    "AsyncLLMEngine": "headstart.engine.async_llm",
     "SamplingParams": "headstart.engine.params",
     "StructuredOutputsParams": "headstart.engine.structured.params",
     "LoRARequest": "headstart.engine.adapters.request",
     "PromptType": "headstart.engine.prompt_types",
     "TextPrompt": "headstart.engine.prompt_types",
     "TokensPrompt": "headstart.engine.prompt_types",
-    "EngineArgs": "headstart.engine.vllm_api.arg_utils",
-    "AsyncEngineArgs": "headstart.engine.vllm_api.arg_utils",
+    "EngineArgs": "headstart.engine.arg_utils",
+    "AsyncEngineArgs": "headstart.engine.arg_utils",
     "RequestOutput": "headstart.engine.outputs",
     "CompletionOutput": "headstart.engine.outputs",
     "Omni": "headstart.omni.omni",

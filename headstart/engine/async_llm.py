@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from headstart.engine.adapters.request import LoRARequest
+from headstart.engine.arg_utils import EngineArgs, require_engine_args
 from headstart.engine.outputs import ShownOutputs
 from headstart.engine.params import SamplingParams
 from headstart.engine.startup.start import Started, start_engine
-from headstart.engine.vllm_api.arg_utils import EngineArgs, require_engine_args
 from headstart.engine.vllm_api.call_options import (
     StreamChatOptions,
     StreamOptions,
@@ -275,3 +275,6 @@ class AsyncLLM:
 
     def __getattr__(self, name: str) -> Any:
         raise ASYNC_LLM.missing(name)
+
+
+AsyncLLMEngine = AsyncLLM  # the older of vLLM's two names

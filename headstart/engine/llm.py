@@ -17,11 +17,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from headstart.engine.arg_utils import EngineArgs, require_engine_args
 from headstart.engine.params import SamplingParams
 from headstart.engine.sampling.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from headstart.engine.startup.start import start_engine
 from headstart.engine.streams import RequestStream
-from headstart.engine.vllm_api.arg_utils import EngineArgs, require_engine_args
 from headstart.engine.vllm_api.call_options import (
     CallOptions,
     StreamChatOptions,

@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "lora": {"engine"},
     "outputs": {"engine"},
     "sampling_params": {"engine"},
+    "v1": {"engine"},
 }
 CLUSTER_CORE = ("events", "index", "load", "policies", "router")
 CORE_MODULES = {"headstart.cluster", *(f"headstart.cluster.{name}" for name in CLUSTER_CORE)}

@@ -11,6 +11,7 @@ from tests.house.source import ROOT
 PUBLIC = [
     "LLM",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "SamplingParams",
     "StructuredOutputsParams",
     "LoRARequest",

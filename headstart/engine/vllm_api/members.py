@@ -202,6 +202,7 @@ EXPORTS = Names(
                 "CompletionOutput",
                 "EngineArgs",
                 "AsyncEngineArgs",
+                "AsyncLLMEngine",
             ],
             "",
         )
@@ -209,7 +210,7 @@ EXPORTS = Names(
     | refused(
         {
             "compare `__version__`": _none("__version_tuple__"),
-            "use `LLM`, or `AsyncLLM` for asyncio": _none("LLMEngine AsyncLLMEngine"),
+            "use `LLM`, or `AsyncLLM` for asyncio": _none("LLMEngine"),
             "every decoder that transformers has is tried": _none("ModelRegistry"),
             _EXPERT: _none("initialize_ray_cluster"),
             _POOLING: _none(

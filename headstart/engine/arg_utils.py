@@ -1,4 +1,4 @@
-"""vLLM's `EngineArgs`: the options of an engine in one object."""
+"""The options of an engine in one object, as in `vllm.engine.arg_utils`."""
 
 from pathlib import Path
 from typing import Any

@@ -1,0 +1,5 @@
+"""The names of `vllm.v1.engine.async_llm`."""
+
+from headstart.engine.async_llm import AsyncLLM
+
+__all__ = ["AsyncLLM"]

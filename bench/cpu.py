@@ -63,7 +63,7 @@ class Bench:
 
     def load(self, shape: str) -> Headstart:
         """An engine for a shape, with every library warmed up."""
-        engine = Headstart(str(model_folder(shape)), self.threads)
+        engine = Headstart(str(model_folder(shape)), self.threads, "auto")
         rng = random.Random("warm up")
         for count in (1, 8, 16):
             engine.answer([tokens(rng, SHAPES[shape].vocab_size, 64) for _ in range(count)], 4)

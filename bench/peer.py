@@ -1,6 +1,6 @@
 """One engine in a process of its own, which does the loads it reads and tells how long they took.
 
-    PYTHON bench/peer.py ENGINE FOLDER THREADS
+    PYTHON bench/peer.py ENGINE FOLDER THREADS WEIGHTS
 
 `peers.py` starts it, each engine with the Python of its own virtual environment: it needs nothing
 but that engine. It prints {"ready": true} when the model can be asked. Then each line it reads is
@@ -10,10 +10,12 @@ a load and each line it prints the answer: {"seconds": {name: seconds}, "tokens"
     {"load": "chat", "said": [[ids for each conversation] for each turn], "count": n}
     {"load": "together", "first": ids or [], "prompts": [ids, ...], "count": n}
 
-Prompts are token ids. An answer is greedy and has exactly `count` tokens. Weights, activations
-and KV cache are 16 bits wide with every engine, and prefixes are cached; the rest of each engine's
-settings is what was fastest here, as the comments beside them say. It may use as many cores as it
-has threads: told to use one thread, some use more.
+Prompts are token ids. An answer is greedy and has exactly `count` tokens. WEIGHTS is auto (16
+bits), int8 or int4. Activations are bfloat16, or float32 where the CPU has no products for
+bfloat16; the KV cache is 16 bits wide with every other engine, and as wide as activations with
+headstart; prefixes are cached. The rest of each engine's settings is what was fastest here, as the
+comments beside them say. It may use as many cores as it has threads: told to use one thread, some
+use more.
 """
 
 import importlib
@@ -46,10 +48,11 @@ class Engine(Protocol):
 
 
 class Headstart:
-    def __init__(self, folder: str, threads: int) -> None:
+    def __init__(self, folder: str, threads: int, weights: str) -> None:
         headstart = importlib.import_module("headstart")
         self.params = headstart.SamplingParams
-        self.llm = headstart.LLM(folder, num_threads=threads, num_blocks=CACHE // 16, block_size=16)
+        options = {"num_threads": threads, "num_blocks": CACHE // 16, "block_size": 16}
+        self.llm = headstart.LLM(folder, weights=weights, **options)
         self.cached: list[int] = []  # tokens that each streamed prompt hit
 
     def stream(self, prompt: Ids, count: int) -> Iterator[int]:
@@ -66,9 +69,12 @@ class Headstart:
 
 
 class OpenVINO:
-    """OpenVINO GenAI's continuous batching. Its KV cache is 8 bits wide unless told otherwise."""
+    """OpenVINO GenAI's continuous batching. Its KV cache is 8 bits wide unless told otherwise.
 
-    def __init__(self, folder: str, threads: int) -> None:
+    Its model was exported with weights of so many bits.
+    """
+
+    def __init__(self, folder: str, threads: int, weights: str) -> None:
         self.openvino = importlib.import_module("openvino")
         self.genai = importlib.import_module("openvino_genai")
         self.numpy = importlib.import_module("numpy")
@@ -79,8 +85,8 @@ class OpenVINO:
         scheduler.max_num_seqs = TOGETHER
         settings = {
             "INFERENCE_NUM_THREADS": threads,
-            "INFERENCE_PRECISION_HINT": "bf16",
-            "KV_CACHE_PRECISION": "bf16",
+            "INFERENCE_PRECISION_HINT": "bf16" if has_bf16() else "f32",
+            "KV_CACHE_PRECISION": "bf16" if has_bf16() else "f16",
         }
         self.pipeline = self.genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", settings)
         self.requests = 0
@@ -118,7 +124,7 @@ class VLLM:
     own.
     """
 
-    def __init__(self, folder: str, threads: int) -> None:
+    def __init__(self, folder: str, threads: int, weights: str) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; CACHE tokens of the 0.5B shape are 0.4
         vllm = importlib.import_module("vllm")
@@ -162,7 +168,7 @@ class Transformers:
     and repeated for each of them. Prompts asked together must be equally long.
     """
 
-    def __init__(self, folder: str, threads: int) -> None:
+    def __init__(self, folder: str, threads: int, weights: str) -> None:
         self.torch = importlib.import_module("torch")
         self.torch.set_num_threads(threads)
         transformers = importlib.import_module("transformers")
@@ -219,6 +225,12 @@ class Transformers:
         return tokens
 
 
+def has_bf16() -> bool:
+    """True if the CPU multiplies bfloat16; Linux says so."""
+    with open("/proc/cpuinfo") as about:
+        return "avx512_bf16" in about.read()
+
+
 def shared_head(rows: list[Ids]) -> Ids:
     """What all rows begin with."""
     alike = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))
@@ -229,7 +241,7 @@ def _token_ids(prompt: Ids) -> dict[str, Ids]:
     return {"prompt_token_ids": prompt}
 
 
-ENGINES: dict[str, Callable[[str, int], Engine]] = {
+ENGINES: dict[str, Callable[[str, int, str], Engine]] = {
     "headstart": Headstart,
     "openvino": OpenVINO,
     "vllm": VLLM,
@@ -289,9 +301,9 @@ DRIVERS: dict[str, Callable[..., Answer]] = {
 def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what an engine prints is not ours to print
-    name, folder, threads = sys.argv[1:]
+    name, folder, threads, weights = sys.argv[1:]
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
-    engine = ENGINES[name](folder, int(threads))
+    engine = ENGINES[name](folder, int(threads), weights)
     print(json.dumps({"ready": True}), file=out)
     for line in sys.stdin:
         asked = json.loads(line)

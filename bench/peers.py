@@ -1,6 +1,7 @@
 """headstart beside other engines: the loads of `cpu.py`, in turns, in one run.
 
     python bench/peers.py [--threads 1] [--loads 1,2,3,4,ready] [--rounds 3] [--venvs build/peers]
+                          [--weights auto|int8|int4]
 
 Each engine is a process of its own (`peer.py`) with the Python of its own virtual environment,
 since they want different versions of the same packages. Made like this, in the folder that
@@ -9,7 +10,8 @@ since they want different versions of the same packages. Made like this, in the 
     python -m venv build/peers/openvino
     build/peers/openvino/bin/pip install torch==2.13.0 \\
         --index-url https://download.pytorch.org/whl/cpu
-    build/peers/openvino/bin/pip install torch==2.13.0 optimum-intel==2.2.0 openvino-genai==2026.4.1
+    build/peers/openvino/bin/pip install torch==2.13.0 optimum-intel==2.2.0 \\
+        openvino-genai==2026.4.1 nncf
     build/peers/openvino/bin/pip uninstall --yes torchvision
 
     python -m venv build/peers/vllm
@@ -23,7 +25,8 @@ All get the same token ids. Engines wait their turn with their model loaded, and
 load. The ratio to the best other engine is the median of each round's. Before anything is timed,
 transformers in float32 says for every token that an engine chose how far its logit lies below
 the largest, in standard deviations of the logits: at most `GAP`, as rounding to bfloat16 leaves
-it. Ends in one JSON line.
+it. Weights in 8 and 4 bits are further off, and held to nothing here: `weights/quality.py` measures
+them. They are compared with OpenVINO alone. Ends in one JSON line.
 """
 
 import argparse
@@ -67,10 +70,11 @@ progress = Console(stderr=True, highlight=False)
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine: its name and the Python that has it."""
+    """An engine: its name, the Python that has it, and how many bits its weights have."""
 
     name: str
     python: str
+    weights: str
 
     def folder(self, shape: str) -> Path:
         """The model as this engine reads it; made from the checkpoint on the first call."""
@@ -154,7 +158,8 @@ def running(peer: Peer, shape: str, threads: int) -> Iterator[Running]:
     """An engine that can be asked."""
     script = Path(__file__).with_name("peer.py")
     # -P: an engine shall not find our files when it imports its own
-    command = [peer.python, "-P", str(script), peer.name, str(peer.folder(shape)), str(threads)]
+    options = [peer.name, str(peer.folder(shape)), str(threads), peer.weights]
+    command = [peer.python, "-P", str(script), *options]
     environment = {**os.environ, **peer.environment(threads)}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
@@ -164,12 +169,13 @@ def running(peer: Peer, shape: str, threads: int) -> Iterator[Running]:
 
 
 def openvino_folder(peer: Peer, shape: str) -> Path:
-    """The model in OpenVINO's own format, weights in 16 bits; written whole or not at all."""
-    folder = FOLDER / "openvino" / shape
+    """The model in OpenVINO's own format; written whole or not at all."""
+    bits = "fp16" if peer.weights == "auto" else peer.weights
+    folder = FOLDER / "openvino" / bits / shape
     if not folder.is_dir():
         program = str(Path(peer.python).with_name("optimum-cli"))
         command = [program, "export", "openvino", "--model", str(model_folder(shape))]
-        task = ["--task", "text-generation-with-past", "--weight-format", "fp16"]
+        task = ["--task", "text-generation-with-past", "--weight-format", bits]
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder.parent) as name:
             unfinished = Path(name) / shape
@@ -208,7 +214,7 @@ def check(engines: list[Running], shape: str) -> dict[str, float]:
         below = logits.amax(-1) - logits.gather(-1, chosen[..., None])[..., 0]
         gaps[engine.peer.name] = float((below / logits.std(-1)).max())
         progress.print(f"{engine.peer.name}: chosen logits {gaps[engine.peer.name]:.3f} below")
-        if gaps[engine.peer.name] > GAP:
+        if gaps[engine.peer.name] > GAP and engine.peer.weights == "auto":
             raise RuntimeError(f"{engine.peer.name} answers otherwise than transformers")
     return gaps
 
@@ -257,11 +263,14 @@ def make_table(bench: Bench, title: str) -> Table:
     return table
 
 
-def find_peers(venvs: Path) -> list[Peer]:
+def find_peers(venvs: Path, weights: str) -> list[Peer]:
     """headstart, and whoever has an environment; transformers has ours."""
-    others = [Peer(name, str(venvs / name / "bin" / "python")) for name in OTHERS]
+    others = [Peer(name, str(venvs / name / "bin" / "python"), weights) for name in OTHERS]
     found = [peer for peer in others if Path(peer.python).exists()]
-    return [Peer(OURS, sys.executable), *found, Peer(ALWAYS, sys.executable)]
+    ours = Peer(OURS, sys.executable, weights)
+    if weights != "auto":
+        return [ours, *(peer for peer in found if peer.name == "openvino")]
+    return [ours, *found, Peer(ALWAYS, sys.executable, weights)]
 
 
 def read_options() -> argparse.Namespace:
@@ -271,6 +280,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--loads", default="1,2,3,4,ready")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--venvs", type=Path, default=FOLDER.parent / "peers")
+    parser.add_argument("--weights", choices=["auto", "int8", "int4"], default="auto")
     parser.add_argument("--engines", help="only these, by name")
     options = parser.parse_args()
     options.loads = options.loads.split(",")
@@ -283,7 +293,7 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     options = read_options()
     wanted = options.engines.split(",") if options.engines else [OURS, *OTHERS, ALWAYS]
-    peers = [peer for peer in find_peers(options.venvs) if peer.name in wanted]
+    peers = [peer for peer in find_peers(options.venvs, options.weights) if peer.name in wanted]
     bench = Bench(options.threads, peers)
     torch.set_num_threads(options.threads)
     gemm, memory = measure_limits(options.threads)
@@ -296,7 +306,13 @@ def main() -> None:
         run_ready(bench, options.rounds)
     title = f"{options.threads} threads: GEMM {gemm:.0f} GFLOP/s, memory {memory:.1f} GB/s"
     Console().print(make_table(bench, title))
-    told = {"threads": options.threads, "gemm": gemm, "memory": memory, "below": gaps}
+    told = {
+        "threads": options.threads,
+        "weights": options.weights,
+        "gemm": gemm,
+        "memory": memory,
+        "below": gaps,
+    }
     ratios = {key: bench.ratio(key) for key in bench.seconds}
     print(json.dumps(told | {"ratios": ratios, "seconds": bench.seconds}))
 

@@ -23,6 +23,13 @@ from headstart.server.tenants import open_tenants
 
 __all__ = ["create_app", "listen", "open_tenants", "serve"]
 
+KEEP_ALIVE = 75
+"""Seconds that a connection stays open between two requests.
+
+Longer than clients keep one (httpx 5, aiohttp 15): a request that is sent on a connection which the
+server is just closing fails with "connection reset".
+"""
+
 
 def listen(options: ServerOptions) -> socket.socket:
     """A socket at the server's address.
@@ -65,6 +72,7 @@ def serve(app: FastAPI, at: socket.socket, ready: Callable[[], None] = lambda: N
         log_config=None,
         access_log=False,
         lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE,
         ssl_certfile=options.tls_cert,
         ssl_keyfile=options.tls_key,
     )

@@ -1,0 +1,361 @@
+"""The server under rough treatment for minutes: what it answers, what it loses, what it keeps.
+
+    python bench/soak.py [--minutes 10] [--clients 12] [--seed 0]
+
+A server of headstart-tiny with a pool too small for its traffic, in a process of its own. Clients
+ask through all its APIs at once, and most of them behave badly: they leave before, in and after an
+answer, send half a body, read slowly, send bodies that are no JSON or of other types, prompts that
+are too long, bursts beyond the queue; between these the cache is looked into, filled and emptied.
+
+    answers   six questions are answered as they were before it began, whatever else goes on
+    errors    no answer has a status of 500 or more; 429 is one of the answers of a full queue
+    pool      its own check of all invariants after each minute; at the end no block is held
+    memory    the median of the last third is at most 1.02 times that of the second
+
+Ends in one JSON line, and with status 1 if one of these is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.progress import Progress
+
+MODEL, BLOCKS, RUNNING, WAITING, LONGEST = "headstart-tiny", 96, 8, 16, 512
+GROWTH = 1.02  # limit: memory in the last third to that in the second
+NAMES = ("Anna", "Ben", "Carl", "Dora", "Emil", "Fred")
+TABLE = "\n".join(f"{name} is {31 + 7 * at} years old." for at, name in enumerate(NAMES))
+ODD: list[Any] = [None, -1, 10**30, 1.5, "", "\ud800", [], {}, [[]], True, "x" * 5000, {"a": {}}]
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+
+Json = dict[str, Any]
+progress = Console(stderr=True, highlight=False)
+
+
+@dataclass
+class Soak:
+    """What was asked of the server, and what came of it."""
+
+    url: str
+    rng: random.Random
+    session: aiohttp.ClientSession
+    known: dict[str, str] = field(default_factory=dict)
+    done: Counter[str] = field(default_factory=Counter)
+    statuses: Counter[int] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+    async def post(self, path: str, body: Json) -> tuple[int, str]:
+        """Status and text of an answer."""
+        async with self.session.post(self.url + path, json=body) as response:
+            return self.note(path, response.status, await response.text())
+
+    def note(self, path: str, status: int, text: str) -> tuple[int, str]:
+        """Count an answer; one that no client should get is a fault."""
+        self.statuses[status] += 1
+        if status >= 500:
+            self.faults.append(f"{path}: {status} {text[:200]}")
+        return status, text
+
+    def chat(self, **more: Any) -> Json:
+        """A question about a table whose first lines many share."""
+        text = question(self.rng.choice(NAMES)) if self.rng.random() < 0.7 else self.noise(200)
+        body = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 24}
+        return body | more
+
+    def noise(self, most: int) -> str:
+        count = self.rng.randrange(1, most)
+        return " ".join(self.rng.choice(["old", "is", "3", "the", "?"]) for _ in range(count))
+
+
+def question(name: str) -> str:
+    """A question about the table."""
+    return f"{TABLE}\nHow old is {name}?"
+
+
+async def known_answer(soak: Soak, name: str | None = None) -> None:
+    """A greedy answer is always the first one."""
+    name = name or soak.rng.choice(NAMES)
+    messages = [{"role": "user", "content": question(name)}]
+    body = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 24}
+    status, text = await soak.post("/v1/chat/completions", body)
+    if status == 200:
+        said = json.loads(text)["choices"][0]["message"]["content"]
+        soak.done["known answers"] += 1
+        if soak.known.setdefault(name, said) != said:
+            soak.faults.append(f"{name}: {soak.known[name]!r} became {said!r}")
+
+
+async def streamed(soak: Soak) -> None:
+    """Read to the end, left in the middle, or read slowly."""
+    body = soak.chat(stream=True, n=soak.rng.choice([1, 1, 2]))
+    leaves = soak.rng.choice([None, 0, 1, 3])
+    slow = soak.rng.random() < 0.2
+    async with soak.session.post(soak.url + "/v1/chat/completions", json=body) as response:
+        soak.note("stream", response.status, "")
+        at = 0
+        async for _ in response.content:
+            if at == leaves:
+                soak.done["left streams"] += 1
+                response.close()
+                return
+            if slow:
+                await asyncio.sleep(0.05)
+            at += 1
+
+
+async def left_early(soak: Soak) -> None:
+    """Gone before the answer."""
+    task = asyncio.ensure_future(soak.post("/v1/chat/completions", soak.chat(max_tokens=64)))
+    await asyncio.sleep(soak.rng.random() * 0.2)
+    if not task.done():
+        soak.done["left before the answer"] += 1
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def half_a_body(soak: Soak) -> None:
+    host, port = soak.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    writer.write(f'{head}Content-Length: 1000\r\n\r\n{{"model": '.encode())
+    await writer.drain()
+    await asyncio.sleep(soak.rng.random() * 0.1)
+    writer.close()
+
+
+async def no_json(soak: Soak) -> None:
+    bad = soak.rng.choice([b"", b"{", b"[" * 20_000, b"\xff\xfe", b'{"model": NaN}', b"null"])
+    headers = {"Content-Type": "application/json"}
+    path = soak.rng.choice(["/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize"])
+    async with soak.session.post(soak.url + path, data=bad, headers=headers) as response:
+        soak.note(path, response.status, await response.text())
+
+
+async def odd_values(soak: Soak) -> None:
+    body = soak.chat(stream=False)
+    names = ["messages", "max_tokens", "temperature", "n", "stop", "logit_bias", "tools", "seed"]
+    for name in soak.rng.sample(names, 2):
+        body[name] = soak.rng.choice(ODD)
+    await soak.post("/v1/chat/completions", body)
+
+
+async def too_long(soak: Soak) -> None:
+    content = "old " * soak.rng.choice([600, 5000, 50_000])
+    await soak.post("/v1/completions", {"model": MODEL, "prompt": content, "max_tokens": 4})
+
+
+async def other_apis(soak: Soak) -> None:
+    text = soak.noise(60)
+    schema = {"name": "age", "schema": SCHEMA}
+    path, body = soak.rng.choice(
+        [
+            ("/v1/responses", {"model": MODEL, "input": text, "max_output_tokens": 16}),
+            ("/v1/completions", {"model": MODEL, "prompt": text, "max_tokens": 8, "logprobs": 2}),
+            (
+                "/v1/messages",
+                {
+                    "model": MODEL,
+                    "max_tokens": 8,
+                    "messages": [{"role": "user", "content": text}],
+                    "system": [
+                        {"type": "text", "text": TABLE, "cache_control": {"type": "ephemeral"}}
+                    ],
+                },
+            ),
+            (
+                "/v1/chat/completions",
+                soak.chat(response_format={"type": "json_schema", "json_schema": schema}),
+            ),
+        ]
+    )
+    await soak.post(path, body)
+
+
+async def cache_calls(soak: Soak) -> None:
+    path = soak.rng.choice(["explain", "prewarm", "reset", "", "advice", "metrics", "live"])
+    if path in ("explain", "prewarm"):
+        await soak.post(f"/cache/{path}", {"model": MODEL, "prompt": soak.noise(100)})
+    elif path == "reset":
+        await soak.post("/cache/reset", {})
+    else:
+        where = "/metrics" if path == "metrics" else f"/cache/{path}".rstrip("/")
+        async with soak.session.get(soak.url + where) as response:
+            first = await response.content.read(100)
+            soak.note(where, response.status, first.decode(errors="replace"))
+            response.close()  # the live feed never ends
+
+
+async def burst(soak: Soak) -> None:
+    asked = [soak.post("/v1/chat/completions", soak.chat()) for _ in range(3 * WAITING)]
+    answers = await asyncio.gather(*asked)
+    soak.done["refused by a full queue"] += sum(status == 429 for status, _ in answers)
+
+
+WAYS: list[tuple[Callable[[Soak], Awaitable[None]], int]] = [
+    (known_answer, 8),
+    (streamed, 8),
+    (left_early, 4),
+    (half_a_body, 2),
+    (no_json, 2),
+    (odd_values, 3),
+    (too_long, 1),
+    (other_apis, 6),
+    (cache_calls, 3),
+    (burst, 1),
+]
+
+
+async def client(soak: Soak, until: float) -> None:
+    ways, weights = zip(*WAYS, strict=True)
+    while time.monotonic() < until:
+        [way] = soak.rng.choices(ways, weights)
+        try:
+            await way(soak)
+        except (aiohttp.ClientError, OSError) as error:
+            soak.faults.append(f"{way.__name__}: {type(error).__name__}: {error}")
+        soak.done[way.__name__] += 1
+
+
+class Server:
+    """The server's process; it tells of its pool and memory when it is asked."""
+
+    def __init__(self) -> None:
+        pipe = subprocess.PIPE
+        command = [sys.executable, __file__, "--serve"]
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        self.url = f"http://127.0.0.1:{self._read()['port']}"
+
+    def ask(self) -> Json:
+        """Its blocks, those that are free, and its memory in MB, after the pool's own check."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def close(self) -> int:
+        """The exit status, after SIGTERM."""
+        self.process.terminate()
+        return self.process.wait(60)
+
+    def _read(self) -> Json:
+        assert self.process.stdout is not None
+        told: Json = json.loads(self.process.stdout.readline())
+        return told
+
+
+def serve() -> None:
+    """Serve, and tell of the pool for each line that is read."""
+    from headstart import AsyncLLM
+    from headstart.server.launch import create_app, listen
+    from headstart.server.launch import serve as run
+    from headstart.server.options import ServerOptions
+
+    llm = AsyncLLM(
+        MODEL, num_blocks=BLOCKS, max_num_seqs=RUNNING, max_model_len=LONGEST, num_threads=1
+    )
+    options = ServerOptions(port=0, api_keys=False, max_waiting=WAITING)
+    at = listen(options)
+
+    def look() -> Json:
+        manager = llm.engine.manager
+        manager.check()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        free = manager.num_free_blocks
+        return {"blocks": BLOCKS, "free": free, "megabytes": pages * 4096 / 1e6}
+
+    def answer() -> None:
+        for _ in sys.stdin:
+            print(json.dumps(llm._driver.call(look)), flush=True)
+
+    threading.Thread(target=answer, daemon=True).start()
+    app = create_app(llm, MODEL, options)
+    print(json.dumps({"port": at.getsockname()[1]}), flush=True)
+    run(app, at)
+    llm.close()
+
+
+async def soak_server(server: Server, options: argparse.Namespace) -> Json:
+    """Rough treatment until the time is over; what came of it."""
+    memory: list[float] = []
+    start = time.monotonic()
+    until = start + options.minutes * 60
+    timeout = aiohttp.ClientTimeout(total=120)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        soak = Soak(server.url, random.Random(options.seed), session)
+        for name in NAMES:
+            await known_answer(soak, name)
+        clients = [asyncio.ensure_future(client(soak, until)) for _ in range(options.clients)]
+        with Progress(console=progress) as shown:
+            bar = shown.add_task("soaking", total=options.minutes * 60)
+            while any(not one.done() for one in clients):
+                await asyncio.sleep(2)
+                told = await asyncio.to_thread(server.ask)
+                memory.append(told["megabytes"])
+                about = f"{sum(soak.statuses.values())} answers, {len(soak.faults)} faults"
+                shown.update(bar, completed=time.monotonic() - start, description=about)
+        await asyncio.gather(*clients)
+    last = await asyncio.to_thread(server.ask)
+    for _ in range(100):  # whoever left is noticed within a step
+        if last["free"] == last["blocks"]:
+            break
+        await asyncio.sleep(0.1)
+        last = await asyncio.to_thread(server.ask)
+    third = len(memory) // 3
+    second, final = (statistics.median(part) for part in (memory[third:-third], memory[-third:]))
+    if last["free"] != last["blocks"]:
+        soak.faults.append(f"{last['blocks'] - last['free']} blocks are held by nobody")
+    if final > GROWTH * second:
+        soak.faults.append(f"memory grew from {second:.1f} to {final:.1f} MB in the last third")
+    return {
+        "minutes": options.minutes,
+        "did": dict(soak.done),
+        "statuses": {str(status): count for status, count in sorted(soak.statuses.items())},
+        "megabytes": [
+            round(statistics.median(memory[:third]), 1),
+            round(second, 1),
+            round(final, 1),
+        ],
+        "faults": soak.faults[:20],
+    }
+
+
+def main() -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve()
+        return
+    server = Server()
+    try:
+        told = asyncio.run(soak_server(server, options))
+    finally:
+        status = server.close()
+    if status:
+        told["faults"].append(f"the server ended with {status}")
+    print(json.dumps(told))
+    sys.exit(bool(told["faults"]))
+
+
+if __name__ == "__main__":
+    main()

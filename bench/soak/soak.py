@@ -1,6 +1,6 @@
 """The server under rough treatment for minutes: what it answers, what it loses, what it keeps.
 
-    python bench/soak.py [--minutes 10] [--clients 12] [--seed 0]
+    python bench/soak/soak.py [--minutes 10] [--clients 12] [--seed 0] [--replicas 2]
 
 A server of headstart-tiny with a pool too small for its traffic, in a process of its own. Clients
 ask through all its APIs at once, and most of them behave badly: they leave before, in and after an
@@ -9,8 +9,12 @@ are too long, bursts beyond the queue; between these the cache is looked into, f
 
     answers   six questions are answered as they were before it began, whatever else goes on
     errors    no answer has a status of 500 or more; 429 is one of the answers of a full queue
-    pool      its own check of all invariants after each minute; at the end no block is held
+    pool      its own check of all invariants every few seconds; at the end no block is held
     memory    the median of the last third is at most 1.02 times that of the second
+
+With --replicas several engines on a Ray of their own answer, each of which checks its pool after
+every step. Every 20 s one is killed, or stopped for some seconds, and 1 in 5 messages of what their
+caches hold is lost. Streams that a killed one had begun may end with an error, no other request.
 
 Ends in one JSON line, and with status 1 if one of these is broken.
 """
@@ -20,11 +24,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -35,8 +40,10 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 from rich.progress import Progress
+from server import MODEL, WAITING
 
-MODEL, BLOCKS, RUNNING, WAITING, LONGEST = "headstart-tiny", 96, 8, 16, 512
+SERVER = Path(__file__).with_name("server.py")
+HARM = 20  # seconds between two blows to a replica
 GROWTH = 1.02  # limit: memory in the last third to that in the second
 NAMES = ("Anna", "Ben", "Carl", "Dora", "Emil", "Fred")
 TABLE = "\n".join(f"{name} is {31 + 7 * at} years old." for at, name in enumerate(NAMES))
@@ -108,7 +115,8 @@ async def streamed(soak: Soak) -> None:
     async with soak.session.post(soak.url + "/v1/chat/completions", json=body) as response:
         soak.note("stream", response.status, "")
         at = 0
-        async for _ in response.content:
+        async for line in response.content:
+            soak.done["streams that broke off"] += b"replica_lost" in line
             if at == leaves:
                 soak.done["left streams"] += 1
                 response.close()
@@ -231,12 +239,33 @@ async def client(soak: Soak, until: float) -> None:
         soak.done[way.__name__] += 1
 
 
+async def harm(soak: Soak, server: Server, until: float) -> None:
+    """Kill a replica, or stop it for a while, every now and then; never the last one."""
+    while time.monotonic() < until - 2 * HARM:
+        await asyncio.sleep(HARM)
+        found: list[int] = []
+        for _ in range(50):  # Ray renames their processes as calls come and go
+            found = server.replicas()
+            if len(found) > 1:
+                break
+            await asyncio.sleep(0.1)
+        else:
+            continue
+        victim = soak.rng.choice(found)
+        kills = soak.rng.random() < 0.5
+        soak.done["killed" if kills else "stopped for a while"] += 1
+        os.kill(victim, signal.SIGKILL if kills else signal.SIGSTOP)
+        if not kills:
+            await asyncio.sleep(soak.rng.uniform(1, 10))
+            os.kill(victim, signal.SIGCONT)
+
+
 class Server:
     """The server's process; it tells of its pool and memory when it is asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: int) -> None:
         pipe = subprocess.PIPE
-        command = [sys.executable, __file__, "--serve"]
+        command = [sys.executable, str(SERVER), str(replicas)]
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         self.url = f"http://127.0.0.1:{self._read()['port']}"
 
@@ -247,6 +276,27 @@ class Server:
         self.process.stdin.flush()
         return self._read()
 
+    def replicas(self) -> list[int]:
+        """Process ids of its replicas."""
+        parents: dict[int, int] = {}
+        found = []
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+            try:
+                stat = Path(f"/proc/{pid}/stat").read_text()
+                line = Path(f"/proc/{pid}/cmdline").read_text()
+            except OSError:  # it ended meanwhile
+                continue
+            parents[pid] = int(stat.rpartition(")")[2].split()[1])
+            if line.startswith("ray::ServeReplica"):
+                found.append(pid)
+
+        def is_ours(pid: int) -> bool:
+            while pid in parents and pid != self.process.pid:
+                pid = parents[pid]
+            return pid == self.process.pid
+
+        return list(filter(is_ours, found))
+
     def close(self) -> int:
         """The exit status, after SIGTERM."""
         self.process.terminate()
@@ -256,37 +306,6 @@ class Server:
         assert self.process.stdout is not None
         told: Json = json.loads(self.process.stdout.readline())
         return told
-
-
-def serve() -> None:
-    """Serve, and tell of the pool for each line that is read."""
-    from headstart import AsyncLLM
-    from headstart.server.launch import create_app, listen
-    from headstart.server.launch import serve as run
-    from headstart.server.options import ServerOptions
-
-    llm = AsyncLLM(
-        MODEL, num_blocks=BLOCKS, max_num_seqs=RUNNING, max_model_len=LONGEST, num_threads=1
-    )
-    options = ServerOptions(port=0, api_keys=False, max_waiting=WAITING)
-    at = listen(options)
-
-    def look() -> Json:
-        manager = llm.engine.manager
-        manager.check()
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        free = manager.num_free_blocks
-        return {"blocks": BLOCKS, "free": free, "megabytes": pages * 4096 / 1e6}
-
-    def answer() -> None:
-        for _ in sys.stdin:
-            print(json.dumps(llm._driver.call(look)), flush=True)
-
-    threading.Thread(target=answer, daemon=True).start()
-    app = create_app(llm, MODEL, options)
-    print(json.dumps({"port": at.getsockname()[1]}), flush=True)
-    run(app, at)
-    llm.close()
 
 
 async def soak_server(server: Server, options: argparse.Namespace) -> Json:
@@ -301,6 +320,8 @@ async def soak_server(server: Server, options: argparse.Namespace) -> Json:
         for name in NAMES:
             await known_answer(soak, name)
         clients = [asyncio.ensure_future(client(soak, until)) for _ in range(options.clients)]
+        if options.replicas:
+            clients.append(asyncio.ensure_future(harm(soak, server, until)))
         with Progress(console=progress) as shown:
             bar = shown.add_task("soaking", total=options.minutes * 60)
             while any(not one.done() for one in clients):
@@ -341,12 +362,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--replicas", type=int, default=0)
     options = parser.parse_args()
-    if options.serve:
-        serve()
-        return
-    server = Server()
+    server = Server(options.replicas)
     try:
         told = asyncio.run(soak_server(server, options))
     finally:

@@ -1,0 +1,83 @@
+"""The server that `soak.py` treats badly, in a process of its own.
+
+    python bench/soak/server.py REPLICAS
+
+It prints its port. Then for each line that it reads: how many blocks it has, how many are free, and
+its memory in MB, after the pool's own check. With 0 replicas the engine is in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from headstart import AsyncLLM
+from headstart.server.launch import create_app, listen
+from headstart.server.launch import serve as run
+from headstart.server.options import ServerOptions
+
+MODEL, BLOCKS, RUNNING, WAITING, LONGEST = "headstart-tiny", 96, 8, 16, 512
+LOST = 0.2  # of the messages of replicas' caches
+
+Json = dict[str, Any]
+
+
+def serve(replicas: int) -> None:
+    """Serve, and tell of the pool for each line that is read."""
+    engine = {"num_blocks": BLOCKS, "max_num_seqs": RUNNING, "max_model_len": LONGEST}
+    options = ServerOptions(port=0, api_keys=False, max_waiting=WAITING)
+    at = listen(options)
+    more: Json = {}
+    if replicas:
+        cluster, router = start_replicas(engine, replicas)
+        llm: AsyncLLM = cluster.llm
+        more = {"cache_api": router}
+    else:
+        llm = AsyncLLM(MODEL, num_threads=1, **engine)
+
+    def look() -> Json:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        told = {"blocks": BLOCKS, "free": BLOCKS, "megabytes": pages * 4096 / 1e6}
+        if not replicas:
+            manager = llm.engine.manager
+            manager.check()
+            told["free"] = manager.num_free_blocks
+        return told
+
+    def answer() -> None:
+        for _ in sys.stdin:
+            print(json.dumps(llm._driver.call(look)), flush=True)
+
+    threading.Thread(target=answer, daemon=True).start()
+    app = create_app(llm, MODEL, options, **more)
+    print(json.dumps({"port": at.getsockname()[1]}), flush=True)
+    run(app, at)
+    llm.close()
+    if replicas:
+        cluster.close()
+
+
+def start_replicas(engine: Json, replicas: int) -> tuple[Any, Any]:
+    """A cluster of them, and the API of its caches; some of what they tell is lost on the way."""
+    from headstart.cluster.options import ReplicaConfig
+    from headstart.cluster.serving.cache_api import router
+    from headstart.cluster.serving.cluster import ReplicaCluster
+
+    config = ReplicaConfig(replicas=replicas, replica_cpus=0.5)
+    cluster = ReplicaCluster(MODEL, engine | {"debug": True}, config, drain_seconds=5.0)
+    dispatcher, rng = cluster.llm.dispatcher, random.Random(0)
+    apply = dispatcher.apply
+
+    def lossy(replica: str, batch: Any) -> bool:
+        return True if rng.random() < LOST else apply(replica, batch)
+
+    setattr(dispatcher, "apply", lossy)  # noqa: B010 (a method is not to be assigned to)
+    return cluster, router
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

@@ -2,6 +2,8 @@
 
     python bench/tenants.py [--prompts 300] [--images 100]
 
+Texts are sent alone and behind a public prefix, which all tenants share.
+
 A victim sends every other one of a set of prompts, or of images. A prober then sends all of them in
 random order and guesses which were sent before, once by the time to the first token and once by
 the `cached_tokens` of the answer. AUC is the chance that a sent prompt looks more cached than
@@ -19,7 +21,9 @@ import io
 import itertools
 import json
 import random
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +37,7 @@ from headstart.models.demo.vision import demo_vision_path
 
 GUESSING, CERTAIN = 0.55, 0.95
 TOKENS = 256
+PREFIX = "You answer questions about tables. " * 8
 Ask = Callable[[Server, str, int], Answer]
 
 
@@ -54,6 +59,13 @@ def ask_text(server: Server, tenant: str, number: int) -> Answer:
     text = "".join(chr(rng.randrange(97, 123)) for _ in range(TOKENS))
     body = {"model": "demo", "prompt": text, "max_tokens": 1}
     return server.ask(tenant, "/v1/completions", body)
+
+
+def ask_behind_prefix(server: Server, tenant: str, number: int) -> Answer:
+    """Ask for a text of random words behind the public prefix."""
+    rng = random.Random(number)
+    text = PREFIX + "".join(chr(rng.randrange(97, 123)) for _ in range(TOKENS))
+    return server.ask(tenant, "/v1/completions", {"model": "demo", "prompt": text, "max_tokens": 1})
 
 
 def ask_image(server: Server, tenant: str, number: int) -> Answer:
@@ -91,8 +103,20 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=300, help="texts of each kind")
     parser.add_argument("--images", type=int, default=100, help="images of each kind")
     options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = Path(folder, "prefix.txt")
+        prefix.write_text(PREFIX, encoding="utf-8")
+        measure(options, str(prefix))
+
+
+def measure(options: argparse.Namespace, prefix: str) -> None:
+    """Attack every kind of prompt with keys and without; `prefix` is the public one's file."""
     kinds: list[tuple[str, str, Ask, int, list[str]]] = [
         ("texts", "demo", ask_text, options.prompts, []),
+        (
+            *("texts_behind_prefix", "demo", ask_behind_prefix, options.prompts),
+            ["--public-prefix", prefix],
+        ),
         (
             *("images", str(demo_vision_path()), ask_image, options.images),
             ["--served-model-name", "tiny-eyes", "--encoder-cache-rows", "100000"],

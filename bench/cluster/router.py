@@ -48,7 +48,7 @@ def shared_prompts(rng: random.Random) -> list[list[int]]:
 def names_of(tokens: list[int]) -> list[BlockHash]:
     """The names of a prompt's full blocks."""
     sequence = TokenSequence("one", tokens)
-    return NAMES.of_keys(sequence.namespace, sequence.cut(BLOCK))
+    return NAMES.of_keys(sequence.root, sequence.cut(BLOCK))
 
 
 def fill(router: Router, blocks: int, rng: random.Random) -> list[list[int]]:

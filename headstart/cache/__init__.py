@@ -22,6 +22,7 @@ from headstart.cache.identity import (
     ExtraKey,
     MultiModalItem,
     Namespace,
+    PublicBlocks,
     extra_keys,
     read_tokens,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "PrefixCacheStats",
     "PrefixNode",
     "PrefixTree",
+    "PublicBlocks",
     "RowCopy",
     "Shares",
     "Stretch",

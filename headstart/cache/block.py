@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from headstart.cache.identity import BlockHash, BlockKey, Namespace
+from headstart.cache.identity import BlockHash, BlockKey, Namespace, cut_salt
 
 
 class KVCacheBlock:
@@ -60,6 +60,16 @@ class PrefixNode:
         self.block: KVCacheBlock | None = None
         self.child: PrefixNode | None = None
         self.block_hash: BlockHash | None = None
+
+    def salt(self) -> str | None:
+        """Whose it is: the salt that entered the chain last, or the root's."""
+        node = self
+        while node.parent is not None:
+            salt = cut_salt(node.key)[0]
+            if salt is not None:
+                return salt
+            node = node.parent
+        return node.namespace.salt if isinstance(node, RootNode) else None
 
     def children(self) -> list["PrefixNode"]:
         """All children, with a block or without."""

@@ -12,6 +12,13 @@ length, so no two different contents share a key:
 Adapter and salt shape every block of a prompt; they name the root that a prompt's blocks hang
 under (`Namespace`), so they need not be repeated in each key.
 
+Blocks that lie wholly in a public prefix hang under the root of the salt `PUBLIC`, which no request
+has; the key of the first block after them begins with a frame of the request's salt, which no item
+has either:
+
+    the salt "tenant 7" enters the chain, then the tokens 1 3:
+    ffffffff 0 0 len(salt) salt | 01000000 03000000
+
 A `BlockHash` is the portable name of a whole prefix: SHA-256 over (parent's hash, key), the
 same in every process and on every machine. Nothing inside one process is found by it.
 
@@ -33,11 +40,13 @@ BlockKey = NewType("BlockKey", bytes)
 BlockHash = NewType("BlockHash", bytes)
 Digest = Callable[[bytes], bytes]
 
+PUBLIC = ""  # a salt, and requests have none of no characters
 MAX_TOKEN_ID = 2**31 - 1
 TOKEN_BYTES = 4
 _BIG_ENDIAN = sys.byteorder == "big"
 _FRAME_MARK = b"\xff\xff\xff\xff"
 _FRAME_HEAD = struct.Struct("<4sIII")
+_SALT_HEAD = _FRAME_HEAD.pack(_FRAME_MARK, 0, 0, 0)[:12]  # an item has a length of at least 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,27 @@ class Namespace(NamedTuple):
 
     adapter: str | None
     salt: str | None
+
+
+class PublicBlocks(dict[BlockKey, "PublicBlocks"]):
+    """Blocks that any tenant may share, by key, each with those that may follow it.
+
+    >>> public = PublicBlocks()
+    >>> public.publish(range(40), block_size=16)
+    2
+    """
+
+    def publish(self, token_ids: Sequence[int], block_size: int) -> int:
+        """Add the full blocks of a public prefix; how many there are.
+
+        Requests that are made later share them. Raises CacheError for what is no token.
+        """
+        count = len(token_ids) // block_size
+        at = self
+        if count:
+            for key in slice_keys(encode_tokens(token_ids[: count * block_size]), block_size):
+                at = at.setdefault(key, PublicBlocks())
+        return count
 
 
 class ExtraKey(NamedTuple):
@@ -156,6 +186,20 @@ def _frame_item(keys: list[BlockKey], item: MultiModalItem, span: range, block_s
         keys[block] = BlockKey(key[:cut] + head + item.digest + key[cut:])
 
 
+def add_salt(key: BlockKey, salt: str) -> BlockKey:
+    """The key of a block with which a salt enters the chain."""
+    data = salt.encode()
+    return BlockKey(_SALT_HEAD + struct.pack("<I", len(data)) + data + key)
+
+
+def cut_salt(key: BlockKey) -> tuple[str | None, BlockKey]:
+    """The salt that enters the chain with a key, None for none; and the key without it."""
+    if not key.startswith(_SALT_HEAD):
+        return None, key
+    end = _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key)[3]
+    return key[_FRAME_HEAD.size : end].decode(), BlockKey(key[end:])
+
+
 def count_tokens(key: bytes) -> int:
     """Number of whole tokens that a key, or the beginning of one, stands for."""
     tokens = at = 0
@@ -209,18 +253,19 @@ def differs_in_item(left: BlockKey, right: BlockKey) -> bool:
 
 
 def _frame_at(key: BlockKey, token: int) -> bytes:
-    """The frame in front of the key's token of this index, or b""."""
+    """The frames in front of the key's token of this index."""
     at = index = 0
-    while at < len(key):
+    frames = b""
+    while at < len(key) and index <= token:
         if key.startswith(_FRAME_MARK, at):
             end = at + _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key, at)[3]
             if index == token:
-                return key[at:end]
+                frames += key[at:end]
             at = end
         else:
             index += 1
             at += TOKEN_BYTES
-    return b""
+    return frames
 
 
 def extra_keys(

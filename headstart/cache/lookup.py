@@ -5,11 +5,19 @@ looks at the children of the last node for the one with the longest common head.
 """
 
 from bisect import bisect_left
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import NamedTuple
 
 from headstart.cache.block import Branches, KVCacheBlock, PrefixNode, RootNode
-from headstart.cache.identity import BlockKey, common_tokens, count_tokens, differs_in_item
+from headstart.cache.identity import (
+    PUBLIC,
+    BlockKey,
+    add_salt,
+    common_tokens,
+    count_tokens,
+    cut_salt,
+    differs_in_item,
+)
 from headstart.cache.index import PrefixIndex
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason
@@ -124,11 +132,11 @@ def _find_other_adapter(index: PrefixIndex, found: ComputedBlocks) -> RootNode |
     A few are asked, and only where the hit ended early, so that an admission costs the same
     however many adapters there are: see `MAX_ASKED` and `MAX_DEPTH`.
     """
-    adapter, salt = found.sequence.namespace
+    adapter, salt = found.sequence.root
     if len(found.blocks) > MAX_DEPTH:
         return None
     for root in index.recent_roots(salt, MAX_ASKED):
-        if root.namespace.adapter != adapter and _has_more(index, root, found):
+        if root.namespace.adapter != adapter and _has_more(index, root, found.sequence.keys, found):
             return root
     return None
 
@@ -138,17 +146,37 @@ def is_in_other_salt(index: PrefixIndex, found: ComputedBlocks) -> bool:
 
     Asks every salt.
     """
-    adapter, salt = found.sequence.namespace
+    adapter = found.sequence.namespace.adapter
     return any(
-        root.namespace.salt != salt and _has_more(index, root, found)
+        _has_more(index, root, keys, found)
         for root in index.roots()
         if root.namespace.adapter == adapter
+        for keys in _keys_of_others(index, root, found)
     )
 
 
-def _has_more(index: PrefixIndex, root: RootNode, found: ComputedBlocks) -> bool:
+def _keys_of_others(
+    index: PrefixIndex, root: RootNode, found: ComputedBlocks
+) -> Iterator[list[BlockKey]]:
+    """The keys up to the next block as they would be under this root, for every other salt."""
+    sequence, public = found.sequence, found.sequence.num_public
+    own = sequence.namespace.salt
+    keys = [cut_salt(key)[1] for key in sequence.keys[: len(found.blocks) + 1]]
+    if root.namespace.salt not in (PUBLIC, own):
+        yield keys
+    elif root.namespace.salt == PUBLIC and 0 < public < len(keys):
+        node, blocks = index.walk(root, keys[:public])
+        salts = {cut_salt(child.key)[0] for child in node.children()} - {None, own}
+        for salt in salts if len(blocks) == public else ():
+            assert salt is not None
+            yield [*keys[:public], add_salt(keys[public], salt), *keys[public + 1 :]]
+
+
+def _has_more(
+    index: PrefixIndex, root: RootNode, keys: list[BlockKey], found: ComputedBlocks
+) -> bool:
     depth = len(found.blocks)
-    return len(index.walk(root, found.sequence.keys[: depth + 1])[1]) > depth
+    return len(index.walk(root, keys[: depth + 1])[1]) > depth
 
 
 def _explain_child(index: PrefixIndex, found: ComputedBlocks, block_size: int) -> MissExplanation:
@@ -161,8 +189,9 @@ def _explain_child(index: PrefixIndex, found: ComputedBlocks, block_size: int) -
     if known is not None:
         reason = MissReason.EVICTED if known.block is None else MissReason.OUTPUTS
         return MissExplanation(reason, position)
+    own = cut_salt(key)[0]  # what others have behind a public prefix is not told
     closest = max(
-        (node.key for node in _nearest_children(index, parent, key)),
+        (n.key for n in _nearest_children(index, parent, key) if cut_salt(n.key)[0] == own),
         key=lambda other: common_tokens(key, other),
         default=None,
     )

@@ -93,7 +93,7 @@ class KVCacheManager:
         if not self._caching:
             return ComputedBlocks(sequence, [], 0, None, None, None, version, unwritten)
         keys = sequence.cut(self.block_size)
-        node: PrefixNode | None = self.pool.index.root(sequence.namespace)
+        node: PrefixNode | None = self.pool.index.root(sequence.root)
         blocks: list[KVCacheBlock] = []
         if node is not None:
             node, blocks = self.pool.index.walk(node, keys)
@@ -101,7 +101,7 @@ class KVCacheManager:
         num_tokens = min(depth * self.block_size, len(sequence.token_ids) - 1)
         writer = None
         if depth < len(keys):
-            parent = node if node is not None and depth else sequence.namespace
+            parent = node if node is not None and depth else sequence.root
             writing = self._in_progress.writer(parent, keys[depth])
             writer = writing.request_id if writing is not None else None
         partial = None
@@ -128,7 +128,8 @@ class KVCacheManager:
 
     def block_hashes(self, sequence: TokenSequence) -> list[BlockHash]:
         """The portable names of the sequence's full blocks, cached or not."""
-        return self.names.of_keys(sequence.namespace, sequence.cut(self.block_size))
+        keys = sequence.cut(self.block_size)
+        return self.names.of_keys(sequence.root, keys)
 
     def picture(self) -> list[BlockPicture]:
         """Every block of the pool as it is now, by block id; for those who draw it."""
@@ -310,8 +311,7 @@ class KVCacheManager:
         self._naming = BlockNaming(self.config, self.pool)
         self._in_progress = BlocksInProgress()
         self._step += 1
-        self._sequences = {}
-        self._is_whole = True
+        self._sequences, self._is_whole = {}, True
         return ended
 
     def _check_whole(self) -> None:

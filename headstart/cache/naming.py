@@ -23,7 +23,7 @@ class BlockNaming:
     def name_full_blocks(self, sequence: TokenSequence, full: int) -> None:
         """This step computes the sequence's first `full` blocks: name those without a name."""
         keys, at = sequence.keys, sequence.num_named
-        node = sequence.node or self._index.make_root(sequence.namespace)
+        node = sequence.node or self._index.make_root(sequence.root)
         while at < full and node.child is not None:
             node = self._index.child(node, keys[at])
             self._name_block(sequence, at, node)
@@ -51,7 +51,7 @@ class BlockNaming:
         if rows == 0:
             return
         key = sequence.cut_partial(sequence.num_computed_tokens, self._block_size)
-        node = sequence.node or self._index.make_root(sequence.namespace)
+        node = sequence.node or self._index.make_root(sequence.root)
         held = longest_head(self._index, node, key)
         if held is None or held.num_rows < rows:
             partial = self._index.child(node, key, PartialNode)

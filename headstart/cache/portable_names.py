@@ -9,6 +9,7 @@ from headstart.cache.identity import (
     BlockKey,
     Digest,
     Namespace,
+    PublicBlocks,
     chain_hashes,
     child_hash,
     root_hash,
@@ -22,13 +23,21 @@ class BlockNames:
 
     `model` is the fingerprint of the model's weights; engines that exchange blocks must agree
     on it and on `block_size`. A node's name is kept with the node. `digest` is replaced only
-    by tests, to show that no hit depends on it.
+    by tests, to show that no hit depends on it. `public` has the blocks that tenants share.
     """
 
     def __init__(self, block_size: int, model: str = "", digest: Digest = sha256) -> None:
         self.block_size = block_size
         self.model = model
+        self.public = PublicBlocks()
         self._digest = digest
+
+    def publish(self, token_ids: Sequence[int]) -> int:
+        """Let tenants share the full blocks of a prefix; how many those are.
+
+        For sequences that are made later. Raises CacheError for what is no token.
+        """
+        return self.public.publish(token_ids, self.block_size)
 
     def of_node(self, node: PrefixNode) -> BlockHash:
         """The name of the prefix that ends with this node's block."""

@@ -23,7 +23,7 @@ class BlocksInProgress:
         """
         self.withdraw(sequence)
         if sequence.num_named < len(sequence.keys) and sequence.is_stored:
-            block = (sequence.node or sequence.namespace, sequence.keys[sequence.num_named])
+            block = (sequence.node or sequence.root, sequence.keys[sequence.num_named])
             if block not in self._by_block:
                 self._by_block[block] = sequence
                 sequence.in_progress = block
@@ -42,6 +42,6 @@ class BlocksInProgress:
         """Raise AssertionError if an entry is not a running sequence's own."""
         for block, sequence in self._by_block.items():
             name = sequence.request_id
-            following = (sequence.node or sequence.namespace, sequence.keys[sequence.num_named])
+            following = (sequence.node or sequence.root, sequence.keys[sequence.num_named])
             assert sequence.in_progress == block == following, f"{name} announces another block"
             assert any(sequence is other for other in running), f"{name} announces, and is gone"

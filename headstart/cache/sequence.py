@@ -8,10 +8,13 @@ from typing import NamedTuple
 from headstart.cache.block import KVCacheBlock, PrefixNode
 from headstart.cache.identity import (
     MAX_TOKEN_ID,
+    PUBLIC,
     TOKEN_BYTES,
     BlockKey,
     MultiModalItem,
     Namespace,
+    PublicBlocks,
+    add_salt,
     check_token,
     cut_keys,
     encode_tokens,
@@ -37,11 +40,15 @@ class TokenSequence:
     computes is kept, and `is_counted`: without it statistics leave it out. The other fields belong
     to the manager. Keys are cut once per token, ever: when a block's last token is known.
 
+    `namespace` says whose it is, `root` what its blocks hang under: the same, unless its first
+    blocks are public. `public` has the blocks that are; None for a sequence without a salt.
+
     Raises CacheError for no tokens, a token id out of range, an adapter or salt that is empty or
     not in UTF-8, or items that overlap or stand outside the tokens.
     """
 
     __slots__ = (
+        "_following",
         "_prompt",
         "block_ids",
         "blocks",
@@ -56,8 +63,11 @@ class TokenSequence:
         "node",
         "num_computed_tokens",
         "num_named",
+        "num_public",
         "num_reused",
+        "public",
         "request_id",
+        "root",
         "step",
         "switched",
         "token_ids",
@@ -71,12 +81,16 @@ class TokenSequence:
         adapter: str | None = None,
         salt: str | None = None,
         items: Sequence[MultiModalItem] = (),
+        public: PublicBlocks | None = None,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(token_ids)
         check_name("adapter", adapter, CacheError)
         check_name("salt", salt, CacheError)
-        self.namespace = Namespace(adapter, salt)
+        self.namespace = self.root = Namespace(adapter, salt)
+        self.public = public if salt is not None else None
+        self._following = self.public  # what may follow its last block and be public
+        self.num_public = 0  # blocks at its head that lie wholly in a public prefix
         self.items = _checked(items, len(self.token_ids))  # in order
         if not self.token_ids:
             raise CacheError(f"sequence {request_id!r} has no tokens")
@@ -116,13 +130,31 @@ class TokenSequence:
         keys = self.keys
         full = len(self.token_ids) // block_size
         if len(keys) < full:
-            keys += self._cut(len(keys) * block_size, full * block_size, block_size)
+            new = self._cut(len(keys) * block_size, full * block_size, block_size)
+            keys += new if self._following is None else self._name_owner(new, self._following)
         return keys
 
+    def _name_owner(self, keys: list[BlockKey], public: PublicBlocks) -> list[BlockKey]:
+        """These keys, all before which are public, with the salt in the first that is not."""
+        for at, key in enumerate(keys):
+            following = public.get(key)
+            if following is None:
+                self._following = None
+                return [*keys[:at], self._own(key, self.num_public), *keys[at + 1 :]]
+            self._following = public = following
+            self.num_public += 1
+            self.root = Namespace(self.namespace.adapter, PUBLIC)
+        return keys
+
+    def _own(self, key: BlockKey, index: int) -> BlockKey:
+        """The key of a block that is not public; its salt is in it if it follows one that is."""
+        salt = self.namespace.salt
+        return add_salt(key, salt) if salt and self.num_public and index <= self.num_public else key
+
     def cut_partial(self, stop: int, block_size: int) -> BlockKey:
-        """Key of the tokens from the last block border before `stop` up to it."""
-        start = (stop - 1) // block_size * block_size
-        return self._cut(start, stop, block_size)[0]
+        """Key of the tokens from the last block border before `stop` up to it: never public."""
+        index = (stop - 1) // block_size
+        return self._own(self._cut(index * block_size, stop, block_size)[0], index)
 
     def _cut(self, start: int, stop: int, block_size: int) -> list[BlockKey]:
         data = self._prompt[start * TOKEN_BYTES : stop * TOKEN_BYTES]

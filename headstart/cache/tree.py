@@ -9,11 +9,13 @@ from itertools import islice
 from typing import NamedTuple
 
 from headstart.cache.block import Branches, PrefixNode, RootNode, block_ids
-from headstart.cache.identity import BlockKey, Namespace
+from headstart.cache.identity import BlockKey, Namespace, cut_salt
 
 
 class Stretch(NamedTuple):
     """A piece of the tree of prefixes without a fork: the blocks that hold it, first one first.
+
+    It ends where a salt enters the chain, too: `namespace` is that of the blocks' owner.
 
     parent: place in the list of the stretch that it goes on from, -1 for none. start: blocks
     before it. keys, ids: of its cached blocks. num_held: how many of these some request holds.
@@ -76,8 +78,11 @@ class PrefixTree:
         ]
         while pending:
             namespace, node, parent, start = pending.pop()
+            salt = cut_salt(node.key)[0]
+            if salt is not None:
+                namespace = Namespace(namespace.adapter, salt)
             depth, nodes = start + 1, [node] if node.block is not None else []
-            while (only := node.child) is not None and not isinstance(only, Branches):
+            while (only := node.child) is not None and not _is_fork(only):
                 node, depth = only, depth + 1
                 if node.block is not None:
                     nodes.append(node)
@@ -151,3 +156,8 @@ class PrefixTree:
             del roots[namespace.adapter]
         else:
             del self._roots[namespace.salt]
+
+
+def _is_fork(child: PrefixNode) -> bool:
+    """True if another stretch begins with what hangs on a node."""
+    return isinstance(child, Branches) or cut_salt(child.key)[0] is not None

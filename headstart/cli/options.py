@@ -192,12 +192,13 @@ def _flag(field: Field[Any], hint: object, default: Any) -> Callable[[Command], 
     name = field.name.replace("_", "-")
     help_text = field.metadata.get("help", "")
     kind = _click_type(hint)
-    if default is not MISSING and default is not None:
+    if default not in (MISSING, None, ()):
         shown = ("off", "on")[default] if kind is bool else default
         help_text = f"{help_text}  [default: {shown}]".strip()
     told: dict[str, Any] = {"help": help_text, "default": None, "group": group_of(field.name)}
     if kind is bool:
         return click.option(f"--{name}/--no-{name}", cls=GroupedOption, **told)
+    is_list = field.name == "stop" or get_origin(hint) is tuple
     allowed = field.metadata.get("allowed")
     if isinstance(allowed, OneOf):
         values = [str(value) for value in allowed.values]
@@ -205,9 +206,7 @@ def _flag(field: Field[Any], hint: object, default: Any) -> Callable[[Command], 
         told["shell_complete"] = lambda context, parameter, typed: [
             value for value in values if value.startswith(typed)
         ]
-    return click.option(
-        f"--{name}", cls=GroupedOption, type=kind, multiple=field.name == "stop", **told
-    )
+    return click.option(f"--{name}", cls=GroupedOption, type=kind, multiple=is_list, **told)
 
 
 def _click_type(hint: object) -> Any:

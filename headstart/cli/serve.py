@@ -42,6 +42,9 @@ def run_server(
     Raises ConfigError, ModelError, OutOfMemoryError or EngineError.
     """
     launch = _import_optional("headstart.server.launch", "serve")
+    if options.public_prefix and replicas.is_wanted:
+        raise ConfigError("public_prefix is given; allowed with replicas: none")
+    prefixes = launch.read_prefixes(options.public_prefix)
     with closing(launch.listen(options)) as at:  # a port in use is told before seconds of loading
         tenants = launch.open_tenants(options, at.getsockname()[0])
         shared = {"eviction": "fair-lru"} if tenants.ask_for_keys else {}
@@ -49,6 +52,7 @@ def run_server(
         said = _Address(at, options, model, with_key=tenants.ask_for_keys)
         opened = _open_replicas if replicas.is_wanted else _open_engine
         with opened(model, engine, options, replicas) as (llm, cache_api):
+            launch.publish(llm, prefixes)
             app = launch.create_app(llm, model, options, tenants, **cache_api)
             launch.serve(app, at, said.tell)
     note("Stopped.")

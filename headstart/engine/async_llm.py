@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
@@ -184,6 +184,14 @@ class AsyncLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """As `LLM.get_default_sampling_params`: a copy that may be changed."""
         return self._sampling.clone()
+
+    def publish(self, prefix: str | Sequence[int]) -> int:
+        """Let requests of all salts share the blocks that lie wholly in a prefix; how many.
+
+        prefix: what prompts begin with, as token ids or as a text, which is also what the system
+        says first in chats. For requests that are made later. Raises RequestError or CacheError.
+        """
+        return self._chats.publish(prefix)
 
     async def load_adapter(self, name: str, path: str | Path) -> Adapter:
         """As `LLM.load_adapter`; requests go on meanwhile."""

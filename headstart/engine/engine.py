@@ -56,8 +56,7 @@ class Engine:
         self.manager = parts.manager
         self.max_model_len = parts.max_model_len
         self.kv_cache_bytes = parts.memory.nbytes
-        backend = make_backend(parts.memory, share=config.share_attention)
-        self.model.attach(backend)
+        self.model.attach(backend := make_backend(parts.memory, share=config.share_attention))
         self.tiers = make_tiers(parts.stores, self.manager, parts.memory)
         kept = self.tiers.image_rows if self.tiers is not None else None
         self.images = make_image_prompts(parts.vision, parts.tokenizer, config, kept)
@@ -69,6 +68,7 @@ class Engine:
             self.adapters,
             max_model_len=parts.max_model_len,
             first_seed=config.seed,
+            public=self.manager.names.public,
         )
         self._runner = Runner(
             self.model, backend, parts.memory, self.adapters, deterministic=config.deterministic

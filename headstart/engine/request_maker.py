@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from headstart.cache import TokenSequence
+from headstart.cache import PublicBlocks, TokenSequence
 from headstart.engine.adapters.request import Adapter
 from headstart.engine.images.reading import Tenant
 from headstart.engine.inputs import InputProcessor, Prompt, RequestOptions, choose_salt
@@ -34,7 +34,7 @@ class RequestMaker:
     """Requests for one model. May be used from several threads.
 
     `first_seed` is the seed of the first answer drawn without one of its own; each further such
-    answer has the next.
+    answer has the next. `public` has the blocks that tenants share.
     """
 
     def __init__(
@@ -45,12 +45,14 @@ class RequestMaker:
         *,
         max_model_len: int,
         first_seed: int,
+        public: PublicBlocks,
     ) -> None:
         self._inputs = inputs
         self._vocabulary = vocabulary
         self._adapters = adapters
         self._processors = ProcessorFactory(vocabulary)
         self._max_model_len = max_model_len
+        self._public = public
         self._names = itertools.count()
         self._seeds = itertools.count(first_seed)
         self._token_text = (
@@ -107,6 +109,7 @@ class RequestMaker:
             adapter=group.adapter.digest if group.adapter is not None else None,
             salt=salt,
             items=group.extras.items if group.extras is not None else (),
+            public=self._public,
         )
         sequence.is_stored = params.is_stored
         sampling = SamplingState(

@@ -31,6 +31,11 @@ class ServerOptions:
     max_request_bytes: int = option(
         32 * 2**20, "bytes of a request's body at the most", Number(int, 1024)
     )
+    public_prefix: tuple[str, ...] = option(
+        (),
+        "file whose text, or token ids (.json), prompts of all tenants may begin with, as a system "
+        "message too: they share its K/V; may be given several times",
+    )
     drain_seconds: float = option(
         30.0, "seconds that running requests have when the server is stopped", Number(float, 0)
     )

@@ -2,13 +2,16 @@
 
 Content is numbered: a number stands for everything that a row of K/V depends on, that is the
 namespace and every token and item from position 0 up to the row's own. Two rows with one number
-are interchangeable, two with different numbers never are.
+are interchangeable, two with different numbers never are. Rows of blocks that lie wholly in a
+public prefix have numbers of their own, which do not depend on the salt; all others do.
 
 The model keeps for every block what its rows will hold once the step is over (`promised`), how
 many of them others may use (`valid`), and what they really hold (`memory`), by running each step
 as an engine does: all reads of all copies, then all writes, then each computed row into its slot
 if the sequence is its block's writer, else nowhere.
 """
+
+from collections.abc import Sequence
 
 from headstart.cache import (
     Allocation,
@@ -18,15 +21,19 @@ from headstart.cache import (
     RowCopy,
     TokenSequence,
 )
+from tests.cache.naming import count_public
 
 GARBAGE = -1
 Row = int | None
 
 
 class Contents:
-    """Numbers for prefixes."""
+    """Numbers for prefixes; `kv` has for each number that of the same rows whoever asks."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int, public: Sequence[Sequence[int]]) -> None:
+        self.size = size
+        self.public = [list(prefix) for prefix in public]
+        self.kv: dict[Row, int] = {GARBAGE: GARBAGE}
         self._numbers: dict[object, int] = {}
         self._known: dict[int, tuple[TokenSequence, list[int]]] = {}  # by id, kept alive
 
@@ -38,29 +45,43 @@ class Contents:
         _, known = self._known.get(id(sequence), (None, []))
         if len(known) == len(sequence.token_ids):
             return known
+        end = count_public(sequence, self.public, self.size) * self.size
+        adapter, salt = sequence.namespace
+        shared = self._rows(sequence, ("public", adapter))
+        rows = shared[:end] + self._rows(sequence, ("private", adapter, salt))[end:]
+        self.kv |= zip(rows, self._rows(sequence, ("kv", adapter)), strict=True)
+        self._known[id(sequence)] = (sequence, rows)
+        return rows
+
+    def private_rows(self, sequence: TokenSequence) -> list[int]:
+        """The same if nothing were public."""
+        rows = self._rows(sequence, ("private", *sequence.namespace))
+        self.kv |= zip(rows, self._rows(sequence, ("kv", sequence.namespace[0])), strict=True)
+        return rows
+
+    def _rows(self, sequence: TokenSequence, root: object) -> list[int]:
         items = {
             position: (item.digest, position - item.offset, item.length)
             for item in sequence.items
             for position in range(item.offset, item.offset + item.length)
         }
-        number = self._number(tuple(sequence.namespace))
+        number = self._number(root)
         rows = []
         for position, token in enumerate(sequence.token_ids):
             number = self._number((number, token, items.get(position)))
             rows.append(number)
-        self._known[id(sequence)] = (sequence, rows)
         return rows
 
 
 class NaiveEngine:
     """Drives a manager, and knows the content of every slot without asking it."""
 
-    def __init__(self, manager: KVCacheManager) -> None:
+    def __init__(self, manager: KVCacheManager, public: Sequence[Sequence[int]] = ()) -> None:
         self.manager = manager
         self._spy_on_takes()
         self.config = manager.config
         self.size = manager.block_size
-        self.contents = Contents()
+        self.contents = Contents(self.size, public)
         blocks = manager.pool.blocks
         self.memory: list[list[Row]] = [[GARBAGE] * self.size for _ in blocks]
         self.promised: list[list[Row]] = [[None] * self.size for _ in blocks]
@@ -217,7 +238,9 @@ class NaiveEngine:
         is_stored = self.config.enable_prefix_caching and sequence.is_stored
         table = list(sequence.block_ids)
         assert len(table) == len(own)
-        for position in range(max(start, first_own), end):
+        # Rows that were computed before their block turned out to be public are public now.
+        first = max(start // self.size * self.size, first_own)
+        for position in range(first, end):
             self.promised[own[position // self.size]][position % self.size] = rows[position]
         for at in range(start // self.size, len(own)):
             want = rows[at * self.size : min(end, (at + 1) * self.size)]
@@ -256,7 +279,8 @@ class NaiveEngine:
             rows = self.contents.rows(sequence)
             for position, slot in enumerate(sequence.slots(start, end, self.size, -1), start):
                 if slot >= 0:
-                    self.memory[slot // self.size][slot % self.size] = rows[position]
+                    content = self.contents.kv[rows[position]]
+                    self.memory[slot // self.size][slot % self.size] = content
         self.written += self.chunks
         self.copies, self.chunks = [], []
 
@@ -284,9 +308,11 @@ class NaiveEngine:
             for position in range(sequence.num_computed_tokens):
                 block = sequence.blocks[position // self.size].block_id
                 held = self.memory[block][position % self.size]
-                assert held == rows[position], f"{sequence.request_id} reads another's row"
+                want = self.contents.kv[rows[position]]
+                assert held == want, f"{sequence.request_id} reads another's row"
         for at, valid in enumerate(self.valid):
-            assert self.memory[at][:valid] == self.promised[at][:valid], f"block {at}"
+            promised = [self.contents.kv[row] for row in self.promised[at][:valid]]
+            assert self.memory[at][:valid] == promised, f"block {at}"
 
     def fail(self) -> list[TokenSequence]:
         """The step fails after it has written rubbish to everything that it may write."""
@@ -320,14 +346,15 @@ class NaiveEngine:
 
     def free(self, sequence: TokenSequence) -> None:
         """Free a sequence; the rows in its last block become usable."""
-        rest = sequence.num_computed_tokens % self.size
-        last = sequence.block_ids[-1]
+        end = sequence.num_computed_tokens
+        rest, last = end % self.size, sequence.block_ids[-1]
         before, table = self.free_ids(), list(sequence.block_ids)
         version = self.manager.pool.version
         self.manager.free(sequence)
         keeps_rest = self.config.partial_hits and self.config.enable_prefix_caching
         if rest and keeps_rest and sequence.is_stored:
             self.valid[last] = rest
+            self.promised[last][:rest] = self.contents.private_rows(sequence)[end - rest : end]
         self._withdraw(sequence)
         if self.config.eviction == "lru" and self.manager.pool.version == version:
             unheld = [at for at in table[::-1] if not self.manager.pool.blocks[at].ref_cnt]

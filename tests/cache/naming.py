@@ -2,7 +2,7 @@
 
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headstart.cache import TokenSequence
 
@@ -20,6 +20,19 @@ def frame(text: str | None) -> bytes:
     """Whether there is a text (one byte), its length (four), the text."""
     data = (text or "").encode()
     return struct.pack("<?I", text is not None, len(data)) + data
+
+
+def count_public(sequence: TokenSequence, public: Sequence[Sequence[int]], block_size: int) -> int:
+    """How many blocks of a salted sequence lie wholly in one of the public prefixes."""
+    if sequence.namespace[1] is None:
+        return 0
+    count = 0
+    for prefix in public:
+        for end in range(block_size, min(len(prefix), len(sequence.token_ids)) + 1, block_size):
+            has_item = any(item.offset < end for item in sequence.items)
+            if list(prefix[:end]) == sequence.token_ids[:end] and not has_item:
+                count = max(count, end // block_size)
+    return count
 
 
 def block_key(sequence: TokenSequence, start: int, stop: int) -> bytes:
@@ -40,13 +53,19 @@ def block_names(
     block_size: int,
     model: str = "",
     digest: Callable[[bytes], bytes] = sha256,
+    public: Sequence[Sequence[int]] = (),
 ) -> list[bytes]:
     """The names of all full blocks of the sequence, first to last."""
+    adapter, salt = sequence.namespace
+    num_public = count_public(sequence, public, block_size)
     head = b"headstart/1" + struct.pack("<I", block_size)
-    name = digest(head + frame(model) + frame(sequence.namespace[0]) + frame(sequence.namespace[1]))
+    root = "" if num_public else salt
+    name = digest(head + frame(model) + frame(adapter) + frame(root))
     names = []
     for end in range(block_size, len(sequence.token_ids) + 1, block_size):
         key = block_key(sequence, end - block_size, end)
+        if salt is not None and 0 < num_public == end // block_size - 1:
+            key = b"\xff" * 4 + struct.pack("<III", 0, 0, len(salt.encode())) + salt.encode() + key
         name = digest(struct.pack("<I", len(name)) + name + key)
         names.append(name)
     return names

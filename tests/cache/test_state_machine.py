@@ -7,7 +7,7 @@ events replayed give the names that are cached. All of it again with names of on
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import settings
@@ -24,6 +24,7 @@ from headstart.cache import (
     Mark,
     MultiModalItem,
     Namespace,
+    PublicBlocks,
     TokenSequence,
 )
 from headstart.errors import CacheError
@@ -33,6 +34,7 @@ from tests.cache.snapshot import snapshot
 
 TOKENS = st.lists(st.sampled_from([0, 0, 1, 255]), min_size=1, max_size=14)
 PICK = st.integers(0, 7)
+PUBLIC = st.lists(st.lists(st.sampled_from([0, 0, 1, 255]), min_size=1, max_size=10), max_size=2)
 AMOUNT = st.sampled_from([1, 1, 2, 3, 5, 99])
 AT_ONCE = st.sampled_from([None, None, 1, 2, 4, 99, 99])
 MORE = st.lists(st.sampled_from([0, 1]), max_size=4)
@@ -57,13 +59,16 @@ class CacheMachine(RuleBasedStateMachine):
 
     digest = staticmethod(sha256)
 
-    @initialize(config=CONFIGS)
-    def start(self, config: CacheConfig) -> None:
+    @initialize(config=CONFIGS, public=PUBLIC)
+    def start(self, config: CacheConfig, public: list[list[int]]) -> None:
         names = BlockNames(config.block_size, digest=self.digest)
         self.now = 0.0
         self.manager = KVCacheManager(config, names, lambda: self.now)
         self.manager.shares.set("s", 2.0)  # an owner beside nobody; other salts are nobody's
-        self.engine = NaiveEngine(self.manager)
+        self.engine = NaiveEngine(self.manager, public)
+        self.public = PublicBlocks()
+        for prefix in public:
+            self.public.publish(prefix, config.block_size)
         self.seen: list[TokenSequence] = []
         self.waiting: list[TokenSequence] = []
         self.running: list[TokenSequence] = []
@@ -113,7 +118,7 @@ class CacheMachine(RuleBasedStateMachine):
         amount: int | None,
     ) -> None:
         name = f"request {len(self.seen)}"
-        sequence = TokenSequence(name, tokens, **namespace._asdict(), items=items)
+        sequence = self._make(name, tokens, namespace, items)
         self.seen.append(sequence)
         self.waiting.append(sequence)
         found = self._look_up(sequence)
@@ -121,6 +126,15 @@ class CacheMachine(RuleBasedStateMachine):
             self.old_lookups.append(found)
         else:
             self._admit(sequence, min(amount, len(tokens) - found.num_tokens), found)
+
+    def _make(
+        self,
+        name: str,
+        tokens: list[int],
+        namespace: Namespace,
+        items: Sequence[MultiModalItem] = (),
+    ) -> TokenSequence:
+        return TokenSequence(name, tokens, **namespace._asdict(), items=items, public=self.public)
 
     @precondition(lambda self: self.waiting)
     @rule(pick=PICK, marks=MARKS, is_stored=st.booleans())
@@ -262,7 +276,7 @@ class CacheMachine(RuleBasedStateMachine):
     def probe_another(self, pick: int) -> None:
         other = self.seen[-1 - pick % len(self.seen)]
         probe = [*other.token_ids, 0]
-        copy = TokenSequence("probe", probe, **other.namespace._asdict(), items=other.items)
+        copy = self._make("probe", probe, other.namespace, other.items)
         found = self._look_up(copy)
         if other in self.waiting:
             self.old_lookups.append(self._look_up(other))
@@ -337,7 +351,7 @@ class CacheMachine(RuleBasedStateMachine):
         for sequence in self.running:
             ends = self.engine.contents.rows(sequence)[size - 1 :: size]
             if ends and ends[-1] not in self.named:
-                names = block_names(sequence, size, digest=self.digest)
+                names = block_names(sequence, size, "", self.digest, self.engine.contents.public)
                 self.named |= zip(ends, names, strict=True)
         assert +self.replayed == Counter(self.named[end] for end in self.engine.full_blocks())
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from headstart.cache import PublicBlocks
 from headstart.engine.config import EngineConfig
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.params import SamplingParams
@@ -34,6 +35,7 @@ def test_answers_take_one_seed_after_the_other(first: int) -> None:
         None,  # type: ignore[arg-type]
         max_model_len=8,
         first_seed=first,
+        public=PublicBlocks(),
     )
     generators = [maker._generator(SamplingParams(), 0) for _ in range(3)]
     assert [one.initial_seed() for one in generators if one is not None] == [

@@ -4,11 +4,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
-from headstart.cache.block import KVCacheBlock, RootNode
+from headstart.cache.block import KVCacheBlock
 from headstart.cache.eviction.policies import AdaptiveLru
 from headstart.cache.eviction.retention import Marks
 from headstart.cache.eviction.shares import Shares
 from headstart.cache.free_queue import FreeBlockQueue
+from headstart.cache.identity import PUBLIC, cut_salt
 from headstart.errors import CacheError
 
 __all__ = ["FairLru"]
@@ -26,7 +27,8 @@ class FairLru:
     one owner alone has free cached blocks. An owner retains half of its share of the pool at the
     most, and against its own blocks alone.
 
-    Blocks with an identity that are released together are of one namespace.
+    Blocks with an identity that are released together are of one prefix. Public blocks at its head
+    are nobody's.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock], shares: Shares, marks: Marks) -> None:
@@ -42,15 +44,15 @@ class FairLru:
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._forget(blocks)
         cached = [block for block in blocks if block.node is not None]
-        if cached:
-            owner = self._find_owner(cached[-1])  # the nearest to the root
+        for salt, owned in self._by_salt(cached):
+            owner = self._shares.owner(salt)
             if owner not in self._cached:
                 self._cached[owner] = AdaptiveLru([], self._marks, self._num_blocks)
             if self._marks:
                 self._cached[owner].most_retained = self._count_retainable(owner)
-            self._cached[owner].release(cached)
-            self._num_cached += len(cached)
-            self._note(cached, owner)
+            self._cached[owner].release(owned)
+            self._num_cached += len(owned)
+            self._note(owned, owner)
         if len(cached) < len(blocks):
             for block in blocks:
                 if block.node is None:
@@ -65,11 +67,19 @@ class FairLru:
     def retain(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
         self._marks.add(blocks, seconds)
 
-    def _find_owner(self, block: KVCacheBlock) -> Owner:
-        node = block.node
-        while node is not None and node.parent is not None:
-            node = node.parent
-        return self._shares.owner(node.namespace.salt) if isinstance(node, RootNode) else None
+    def _by_salt(self, cached: list[KVCacheBlock]) -> list[tuple[str | None, list[KVCacheBlock]]]:
+        """Blocks of one prefix, last block first, by whose they are."""
+        if not cached:
+            return []
+        salt = _salt_of(cached[-1])  # the nearest to the root
+        if salt != PUBLIC:
+            return [(salt, cached)]
+        for at in range(len(cached) - 1, -1, -1):
+            node = cached[at].node
+            salt = cut_salt(node.key)[0] if node is not None else None
+            if salt is not None:
+                return [(salt, cached[: at + 1]), (PUBLIC, cached[at + 1 :])]
+        return [(PUBLIC, cached)]
 
     def _note(self, blocks: Sequence[KVCacheBlock], owner: Owner) -> None:
         self._owner.update(dict.fromkeys(blocks, owner))
@@ -157,5 +167,10 @@ class FairLru:
             cached.check()
             for block in cached:
                 assert self._owner.get(block, "") == owner, f"{block} counts for another owner"
-                assert self._find_owner(block) == owner, f"{block} is in another owner's queue"
+                found = self._shares.owner(_salt_of(block))
+                assert found == owner, f"{block} is in another owner's queue"
         assert not any(block in self._owner for block in self._empty), "an empty block counts"
+
+
+def _salt_of(block: KVCacheBlock) -> str | None:
+    return block.node.salt() if block.node is not None else None

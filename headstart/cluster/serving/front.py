@@ -96,6 +96,7 @@ class FrontEngine:
             self.adapters,
             max_model_len=facts.max_model_len,
             first_seed=config.seed,
+            public=self.manager.names.public,
         )
         self.is_closed = False
 
@@ -121,7 +122,8 @@ class FrontEngine:
     def names(self, request: RequestGroup) -> list[BlockHash]:
         """The names of the prompt's full blocks, as the replicas tell them in events."""
         sequence = request.requests[0].sequence
-        return self.manager.names.of_keys(sequence.namespace, sequence.cut(self.manager.block_size))
+        keys = sequence.cut(self.manager.block_size)
+        return self.manager.names.of_keys(sequence.root, keys)
 
     def require_open(self) -> None:
         """Raise EngineError after `close`."""

@@ -2,7 +2,9 @@
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import takewhile
 from typing import TypedDict, Unpack
 
 from headstart.cache import Namespace
@@ -17,9 +19,13 @@ from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.request import RequestGroup
+from headstart.errors import RequestError
 
 Conversation = Sequence[Message]
 """A chat so far: dicts with "role" and "content"."""
+
+
+_FOLLOWING = ("a", " 0")  # no tokenizer makes one beginning of both
 
 
 class RequestKeywords(TypedDict, total=False):
@@ -77,6 +83,24 @@ class ChatRequests:
         group.chat = chat
         return group
 
+    def publish(self, prefix: str | Sequence[int]) -> int:
+        """Let requests of all salts share the blocks that lie wholly in a prefix; how many.
+
+        A text is what prompts begin with, and what the system says first in chats. Its blocks are
+        those whose tokens do not depend on what follows. Raises RequestError for a text that the
+        model takes in neither place, and CacheError for what is no token.
+        """
+        names = self._engine.manager.names
+        if not isinstance(prefix, str):
+            return names.publish(prefix)
+        params = SamplingParams(temperature=0, max_tokens=1)
+        pairs = [[self._engine.prepare(prefix + text, params) for text in _FOLLOWING]]
+        with suppress(RequestError):  # no template, or one without a system
+            chats = [[_message("system", prefix), _message("user", text)] for text in _FOLLOWING]
+            pairs.append([self.prepare(chat, params) for chat in chats])
+        heads = [_common_head(*(group.prompt_token_ids for group in pair)) for pair in pairs]
+        return max(names.publish(head) for head in heads)
+
     def _prompt(
         self,
         messages: Conversation,
@@ -126,3 +150,13 @@ class ChatRequests:
         """Forget what was answered: later turns are tokenised as a whole."""
         with self._lock:
             self._memory.clear()
+
+
+def _message(role: str, text: str) -> Message:
+    return {"role": role, "content": text}
+
+
+def _common_head(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    """The ids with which both lists begin."""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
+    return [token_id for token_id, _ in pairs]

@@ -173,6 +173,7 @@ class Loads:
                 adapter=wanted.namespace.adapter,
                 salt=wanted.namespace.salt,
                 items=wanted.items,
+                public=wanted.public,
             )
             sequence.is_counted = False  # the request that waits is
             found = self._manager.get_computed_blocks(sequence)

@@ -130,6 +130,24 @@ def test_no_salt_of_a_body_opens_another_tenants_cache(texts: tuple[Running, Hea
     judge(attack(ask), server)
 
 
+@pytest.mark.parametrize("keys", [True, False], ids=["keys", "open"])
+def test_prompts_of_another_tenant_behind_a_public_prefix(keys: bool, tmp_path: Path) -> None:
+    """The prefix is shared, and nothing is told of what comes after it."""
+    rng = random.Random(3)
+    prefix = [rng.randrange(40, 240) for _ in range(37)]
+    prompts = {n: [rng.randrange(40, 240) for _ in range(50)] for n in range(-1, 2 * PROMPTS)}
+    with serving(tmp_path, "headstart-tiny", keys=keys) as (server, headers):
+        assert server.llm.publish(prefix) == 2
+
+        def ask(name: str, number: int) -> int:
+            body: dict[str, object] = {"prompt": prefix + prompts[number]}
+            return cached(server, "/v1/completions", body, headers(name))
+
+        judge(attack(ask), server)
+        if keys:
+            assert ask("eve", 2 * PROMPTS - 1) == 32
+
+
 def test_a_group_shares_and_its_salts_divide_it(tmp_path: Path) -> None:
     with serving(tmp_path, "headstart-tiny", keys=True) as (server, headers):
         prompt = list(range(40, 90))

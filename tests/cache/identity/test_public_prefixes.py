@@ -1,0 +1,189 @@
+"""Public prefixes: tenants share the blocks that lie wholly in one, and nothing else."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headstart.cache import (
+    CacheConfig,
+    KVCacheManager,
+    MissReason,
+    MultiModalItem,
+    PublicBlocks,
+    TokenSequence,
+)
+from headstart.errors import CacheError
+from tests.cache.naming import block_names
+
+SIZE = 4
+SYSTEM = list(range(100, 110))  # two full blocks, and two tokens of a third
+TOKENS = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=16)
+
+
+def make_public(*prefixes: Sequence[int]) -> PublicBlocks:
+    public = PublicBlocks()
+    for prefix in prefixes:
+        public.publish(prefix, SIZE)
+    return public
+
+
+def run(manager: KVCacheManager, sequence: TokenSequence) -> int:
+    """Compute a sequence and let go of it; how many of its tokens were cached."""
+    found = manager.get_computed_blocks(sequence)
+    left = len(sequence.token_ids) - found.num_tokens
+    assert manager.allocate_slots(sequence, left, found) is not None
+    manager.commit_step()
+    manager.free(sequence)
+    manager.check()
+    return found.num_tokens
+
+
+def make_manager(**options: object) -> KVCacheManager:
+    return KVCacheManager(CacheConfig(num_blocks=64, block_size=SIZE, **options))
+
+
+def shared_blocks(left: TokenSequence, right: TokenSequence) -> int:
+    """How many blocks have one name, looked up in no manager."""
+    names = make_manager().block_hashes
+    return len({*names(left)} & {*names(right)})
+
+
+@settings(max_examples=500)
+@given(
+    prefixes=st.lists(TOKENS, max_size=3),
+    before=st.lists(st.tuples(TOKENS, st.sampled_from("abc")), max_size=4),
+    prompt=TOKENS,
+    item=st.none() | st.integers(0, 15),
+)
+def test_two_tenants_share_a_block_if_and_only_if_it_lies_wholly_in_a_public_prefix(
+    prefixes: list[list[int]],
+    before: list[tuple[list[int], str]],
+    prompt: list[int],
+    item: int | None,
+) -> None:
+    public, manager = make_public(*prefixes), make_manager()
+    for at, (tokens, tenant) in enumerate(before):
+        run(manager, TokenSequence(f"{at}", tokens, salt=tenant, public=public))
+    items = [] if item is None or item >= len(prompt) else [MultiModalItem(b"cat", item, 1)]
+    mine = TokenSequence("mine", prompt, salt="x", items=items, public=public)
+    usable = len(prompt) // SIZE if not items else items[0].offset // SIZE
+    expected = max(
+        (_common(prompt, prefix, tokens) // SIZE for prefix in prefixes for tokens, _ in before),
+        default=0,
+    )
+    expected = min(expected, usable)
+    found = manager.get_computed_blocks(mine)
+    assert len(found.blocks) == expected
+    if found.partial is not None:  # rows of a public block, for a block that is public, too
+        assert found.partial.block.node.salt() == ""
+        assert any(_common(prompt, prefix) // SIZE > expected for prefix in prefixes)
+    theirs = [TokenSequence("t", tokens, salt=who, public=public) for tokens, who in before]
+    assert max((shared_blocks(mine, one) for one in theirs), default=0) == expected
+    names = block_names(mine, SIZE, public=prefixes)
+    assert manager.block_hashes(mine) == names
+
+
+def _common(*lists: Sequence[int]) -> int:
+    """Length of the head that all lists have in common."""
+    count = 0
+    for tokens in zip(*lists, strict=False):
+        if len(set(tokens)) > 1:
+            break
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shared"),
+    [
+        ([*SYSTEM, 1, 2, 3, 4], 8),  # the third block has tokens of the tenant's own
+        ([*SYSTEM[:8], 9], 8),
+        ([*SYSTEM[:7], 9, 9, 9], 4),  # leaves the prefix in its second block
+        (SYSTEM[:7], 4),
+        ([9, *SYSTEM], 0),
+    ],
+)
+def test_what_another_tenant_hits(prompt: list[int], shared: int) -> None:
+    public, manager = make_public(SYSTEM), make_manager()
+    run(manager, TokenSequence("one", [*SYSTEM, 1, 2, 3, 4, 5], salt="a", public=public))
+    assert run(manager, TokenSequence("two", prompt, salt="b", public=public)) == shared
+
+
+def test_a_tenant_finds_its_own_rows_behind_the_prefix_token_for_token() -> None:
+    public, manager = make_public(SYSTEM), make_manager()
+    prompt = [*SYSTEM, 1, 2, 3, 4, 5]
+    run(manager, TokenSequence("one", prompt, salt="a", public=public))
+    assert run(manager, TokenSequence("two", [*prompt[:11], 9, 9], salt="a", public=public)) == 11
+    assert run(manager, TokenSequence("three", [*prompt, 6], salt="a", public=public)) == 15
+
+
+def test_requests_without_a_salt_keep_to_themselves() -> None:
+    public, manager = make_public(SYSTEM), make_manager()
+    run(manager, TokenSequence("one", SYSTEM, public=public))
+    assert run(manager, TokenSequence("two", SYSTEM, salt="a", public=public)) == 0
+    assert run(manager, TokenSequence("three", SYSTEM, public=public)) == 9
+
+
+def test_generated_tokens_that_go_on_in_a_public_prefix_are_shared() -> None:
+    public, manager = make_public(SYSTEM), make_manager()
+    one = TokenSequence("one", SYSTEM[:3], salt="a", public=public)
+    manager.allocate_slots(one, 3, manager.get_computed_blocks(one))
+    for token in SYSTEM[3:8]:
+        manager.commit_step()
+        one.append(token)
+        assert manager.append_slots(one)
+    manager.commit_step()
+    manager.free(one)
+    manager.check()
+    assert run(manager, TokenSequence("two", SYSTEM, salt="b", public=public)) == 8
+
+
+def test_adapters_do_not_share_a_public_prefix() -> None:
+    public, manager = make_public(SYSTEM), make_manager()
+    run(manager, TokenSequence("one", SYSTEM, salt="a", public=public))
+    two = TokenSequence("two", SYSTEM, adapter="x", salt="b", public=public)
+    assert run(manager, two) == 0
+
+
+def test_a_miss_is_not_explained_by_what_others_have_behind_the_prefix() -> None:
+    public, manager = make_public(SYSTEM), make_manager()
+    prompt = [*SYSTEM, 1, 2, 3, 4, 5, 6, 7]
+    run(manager, TokenSequence("one", prompt, salt="a", public=public))
+    same = TokenSequence("two", prompt, salt="b", public=public)
+    other = TokenSequence("two", [*SYSTEM, 9, 9, 9, 9], salt="b", public=public)
+    unseen = TokenSequence("two", [*SYSTEM[:8], 9, 9, 9, 9, 9], salt="b", public=public)
+    assert {manager.explain(one) for one in (same, other, unseen)} == {manager.explain(unseen)}
+    assert manager.explain(same).reason is MissReason.UNSEEN
+    assert manager.explain(same, across_salts=True).reason is MissReason.SALT
+    assert manager.explain(unseen, across_salts=True).reason is MissReason.UNSEEN
+
+
+def test_public_blocks_count_for_nobody_and_the_rest_for_its_tenant() -> None:
+    public, manager = make_public(SYSTEM), make_manager(eviction="fair-lru")
+    manager.shares.set("a", 1.0)
+    run(manager, TokenSequence("one", [*SYSTEM, 1, 2, 3, 4, 5, 6, 7], salt="a/x", public=public))
+    owners = {(s.namespace.salt, s.start): len(s.ids) for s in manager.stretches()}
+    assert owners == {("", 0): 2, ("a/x", 2): 3}  # the last is the partial block
+    run(manager, TokenSequence("two", [*SYSTEM, 1, 2], salt="b", public=public))
+    manager.check()
+
+
+def test_an_image_in_the_prefix_makes_it_the_tenants_own() -> None:
+    public, manager = make_public(SYSTEM), make_manager()
+    for salt, cached in (("a", 0), ("b", 4)):
+        items = [MultiModalItem(salt.encode(), 5, 2)]
+        one = TokenSequence(salt, SYSTEM, salt=salt, items=items, public=public)
+        assert run(manager, one) == cached
+
+
+def test_a_prefix_of_less_than_a_block_shares_nothing() -> None:
+    public = PublicBlocks()
+    assert public.publish([1, 2, 3], SIZE) == 0
+    assert not public
+
+
+def test_a_public_prefix_is_of_token_ids() -> None:
+    with pytest.raises(CacheError, match="token id"):
+        PublicBlocks().publish([1, 2, -3, 4], SIZE)

@@ -1,0 +1,91 @@
+"""`headstart serve --public-prefix`: tenants share a system prompt, and nothing after it."""
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from headstart.errors import ConfigError
+from headstart.server.keys import KeyFolder
+from headstart.server.public_prefixes import publish, read_prefixes
+from tests.server.running import Running, running
+
+SYSTEM = "You look things up in tables, and say nothing of what the tables do not have. " * 2
+
+
+def ask(server: Running, key: str, path: str, **body: object) -> tuple[int, int]:
+    """The cached tokens, and those of the prompt."""
+    answer = httpx.post(
+        server.url + path,
+        json={"model": "tiny", "max_tokens": 1, **body},
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=120,
+    )
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+
+
+def test_two_tenants_share_the_system_prompt_of_chats_and_the_head_of_prompts(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "system.txt"
+    file.write_text(SYSTEM + "\n", encoding="utf-8")
+    kept = KeyFolder(tmp_path / "keys")
+    alice, bob = kept.add("alice"), kept.add("bob")
+    with running(api_keys=True, keys_folder=str(tmp_path / "keys")) as server:
+        publish(server.llm, read_prefixes([str(file)]))
+
+        def chat(key: str, question: str) -> tuple[int, int]:
+            system = {"role": "system", "content": SYSTEM}
+            messages = [system, {"role": "user", "content": question}]
+            return ask(server, key, "/v1/chat/completions", messages=messages)
+
+        assert chat(alice, "How old is Anna?")[0] == 0
+        cached, size = chat(bob, "How old is Anna?")
+        assert cached % 16 == 0
+        assert size - 48 < cached < size
+        assert chat(bob, "How old is Anna?") == (size - 1, size)
+
+        assert ask(server, alice, "/v1/completions", prompt=SYSTEM + "Anna")[0] == 0
+        text_cached, size = ask(server, bob, "/v1/completions", prompt=SYSTEM + "Anna")
+        assert text_cached % 16 == 0
+        assert size - 32 < text_cached < size
+
+
+def test_a_prefix_of_token_ids(tmp_path: Path) -> None:
+    file = tmp_path / "ids.json"
+    file.write_text(json.dumps(list(range(40, 80))), encoding="utf-8")
+    assert read_prefixes([str(file)]) == {str(file): list(range(40, 80))}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("a.json", '{"a": 1}', "allowed: a list of token ids"),
+        ("a.json", "[1, true]", "allowed: a list of token ids"),
+        ("a.json", "[1,", "is no JSON"),
+        ("a.txt", b"\xff", "cannot be read"),
+        ("missing", None, "cannot be read"),
+    ],
+)
+def test_a_bad_file_is_told(
+    name: str, content: str | bytes | None, match: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ConfigError, match=match):
+        read_prefixes([str(file)])
+
+
+@pytest.mark.parametrize(
+    ("prefix", "match"),
+    [("Hi", "shorter than a block"), ([1, -1] * 20, "token id"), ("x" * 10**6, "cannot be used")],
+)
+def test_a_prefix_that_cannot_be_shared_is_told(
+    server: Running, prefix: str | list[int], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        publish(server.llm, {"file": prefix})

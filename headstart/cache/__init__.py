@@ -31,11 +31,18 @@ from headstart.cache.manager import KVCacheManager
 from headstart.cache.pool import BlockPicture, BlockPool, BlockState
 from headstart.cache.portable_names import BlockNames
 from headstart.cache.sequence import Mark, TokenSequence
-from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
+from headstart.cache.stats import (
+    AGE_BOUNDS,
+    EvictionAges,
+    MissExplanation,
+    MissReason,
+    PrefixCacheStats,
+)
 from headstart.cache.tree import PrefixTree, Stretch
 from headstart.cache.unsaved import UnsavedBlock, UnsavedBlocks
 
 __all__ = [
+    "AGE_BOUNDS",
     "AllBlocksCleared",
     "Allocation",
     "BlockEvicted",
@@ -49,6 +56,7 @@ __all__ = [
     "CacheConfig",
     "CacheEvent",
     "ComputedBlocks",
+    "EvictionAges",
     "EvictionPolicy",
     "ExtraKey",
     "FreeBlockQueue",

@@ -21,14 +21,15 @@ class KVCacheBlock:
     """`block_size` slots of KV memory.
 
     All blocks are made with the pool and live as long as it does, so that no step pays for
-    making them. `block_id` never changes.
+    making them. `block_id` never changes; `freed` is when it was let go of last.
     """
 
-    __slots__ = ("_block_id", "next_free_block", "node", "prev_free_block", "ref_cnt")
+    __slots__ = ("_block_id", "freed", "next_free_block", "node", "prev_free_block", "ref_cnt")
 
     def __init__(self, block_id: int) -> None:
         self._block_id = block_id
         self.ref_cnt = 0
+        self.freed = 0.0
         self.node: PrefixNode | None = None
         self.prev_free_block: KVCacheBlock = self
         self.next_free_block: KVCacheBlock = self

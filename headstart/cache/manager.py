@@ -54,9 +54,9 @@ class KVCacheManager:
         self.config = config
         self.block_size = config.block_size
         self.names = check_names(config, names)
-        self.stats = PrefixCacheStats()
         self.pool = BlockPool(config.num_blocks, config.eviction, PrefixIndex(ghosts), clock)
         self.pool.names = self.names if config.events else None
+        self.stats = PrefixCacheStats(eviction_ages=self.pool.ages)
         self.shares = self.pool.shares
         self._naming = BlockNaming(config, self.pool)
         self._caching = config.enable_prefix_caching

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from headstart.cache.block import KVCacheBlock, PartialNode, PrefixNode, make_chain
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
-from headstart.cache.eviction import Clock, Shares, make_policy
+from headstart.cache.eviction import Clock, Marks, Shares, make_policy
 from headstart.cache.identity import BlockKey
 from headstart.cache.index import PrefixIndex
 from headstart.cache.portable_names import BlockNames
+from headstart.cache.stats import EvictionAges
 
 
 class BlockState(Enum):
@@ -47,11 +48,13 @@ class BlockPool:
         self.eviction = eviction
         self.shares = Shares()
         self.clock = clock
-        self.free = make_policy(eviction, self.blocks, self.shares, clock)
+        self.marks = Marks(clock)
+        self.free = make_policy(eviction, self.blocks, self.shares, self.marks)
         self.index = index
         self.copies: dict[PrefixNode, dict[KVCacheBlock, None]] = {}
         self.version = 0
         self.num_evicted = 0
+        self.ages = EvictionAges()
         self.names: BlockNames | None = None
         self.events: list[CacheEvent] = []
 
@@ -74,6 +77,7 @@ class BlockPool:
         evicted = [block for block in taken if block.node is not None]
         if evicted:
             self.num_evicted += len(evicted)
+            self.ages.record(self.clock() - evicted[0].freed, len(evicted))
             self.forget(evicted)
         for block in taken:
             block.ref_cnt = 1
@@ -92,9 +96,11 @@ class BlockPool:
         becomes empty.
         """
         freed = []
+        now = self.clock()
         for block in blocks:
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
+                block.freed = now
                 freed.append(block)
         if self.copies:
             freed = self._lend_recency(freed)
@@ -183,7 +189,8 @@ class BlockPool:
         self.copies.clear()
         for block in self.free.take(len(self.free)):
             block.node = None
-        self.free = make_policy(self.eviction, self.blocks, self.shares, self.clock)
+        self.marks = Marks(self.clock)
+        self.free = make_policy(self.eviction, self.blocks, self.shares, self.marks)
         self.index.clear()
         self.version += 1
         if self.names is not None:

@@ -22,7 +22,7 @@ def rebuild(pool: BlockPool, sequences: Sequence[TokenSequence]) -> None:
     """Make the pool whole: every block is free, and what earlier steps cached can be found.
 
     The order of reuse is kept as far as it can be told; blocks that the sequences held are
-    reused last, and no block is retained any more. Mirrors are told of everything that is cached.
+    reused last. Cached blocks keep their marks. Mirrors are told of everything that is cached.
     Costs a walk over all blocks.
     """
     pool.version += 1
@@ -33,10 +33,13 @@ def rebuild(pool: BlockPool, sequences: Sequence[TokenSequence]) -> None:
     order = dict.fromkeys([*queued, *held, *pool.blocks])
     index = PrefixIndex(pool.index.max_ghosts)
     cached = _plant(index, order)
+    now = pool.clock()
     for block in pool.blocks:
+        block.freed = now if block.ref_cnt else block.freed
         block.ref_cnt = 0
         block.prev_free_block = block.next_free_block = block
-    pool.free = make_policy(pool.eviction, pool.blocks, pool.shares, pool.clock)
+    pool.marks.drop([block for block in pool.blocks if block.node is None])
+    pool.free = make_policy(pool.eviction, pool.blocks, pool.shares, pool.marks)
     pool.free.withdraw(cached)
     for block in cached:
         pool.free.release([block])

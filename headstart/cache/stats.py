@@ -1,8 +1,12 @@
 """Statistics of the prefix cache: tokens queried, tokens hit, and the reason of each miss."""
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
+
+AGE_BOUNDS = (0.1, 1, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400)
+"""Seconds up to which ages are counted together, the bound included."""
 
 
 class MissReason(Enum):
@@ -46,6 +50,23 @@ class MissExplanation:
 
 
 @dataclass(slots=True)
+class EvictionAges:
+    """How long evicted blocks had been free: how many up to each of `AGE_BOUNDS`, and beyond.
+
+    The blocks of one allocation count with the age of the first, so that an age costs no more for
+    many blocks than for one.
+    """
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(AGE_BOUNDS) + 1))
+    seconds: float = 0.0
+
+    def record(self, age: float, num_blocks: int) -> None:
+        """So many blocks were evicted, which had been free for so many seconds."""
+        self.counts[bisect_left(AGE_BOUNDS, age)] += num_blocks
+        self.seconds += age * num_blocks
+
+
+@dataclass(slots=True)
 class PrefixCacheStats:
     """Counts since the start; each request once, at admission, resumed ones apart.
 
@@ -60,6 +81,7 @@ class PrefixCacheStats:
     resumed_queried_tokens: int = 0
     resumed_hit_tokens: int = 0
     missed: Counter[MissReason] = field(default_factory=Counter)
+    eviction_ages: EvictionAges = field(default_factory=EvictionAges)
 
     @property
     def hit_rate(self) -> float:

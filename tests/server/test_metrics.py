@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headstart import AsyncLLM
-from headstart.engine.vllm_api.metrics import MEANINGS, read_metrics
+from headstart.engine.vllm_api.metrics import MEANINGS, Histogram, read_metrics
 from headstart.server.app import create_app
 from tests.server.running import Running, running
 
@@ -82,6 +82,11 @@ def test_the_engine_s_counts_are_those_of_get_metrics(server: Running) -> None:
     metrics = server.llm._driver.call(lambda: read_metrics(server.llm.engine))
     assert {metric.name for metric in metrics} <= set(MEANINGS)
     for metric in metrics:
+        if isinstance(metric, Histogram):
+            assert told[f"{metric.name}_count"] == metric.count
+            assert told[f"{metric.name}_sum"] == metric.sum
+            assert told[f"{metric.name}_bucket le=60.0"] == metric.buckets["60.0"]
+            continue
         name = metric.name + "_total" * (type(metric).__name__ == "Counter")
         name += "".join(f" {k}={v}" for k, v in metric.labels.items())
         assert told[name] == metric.value  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from headstart.cache.eviction.retention import Clock, Marks
 from headstart.cache.eviction.shares import Shares
 from headstart.errors import ConfigError
 
-__all__ = ["POLICIES", "AdaptiveLru", "Clock", "EvictionPolicy", "Shares", "make_policy"]
+__all__ = ["POLICIES", "AdaptiveLru", "Clock", "EvictionPolicy", "Marks", "Shares", "make_policy"]
 
 POLICIES: Mapping[str, Callable[[Sequence[KVCacheBlock], Shares, Marks], EvictionPolicy]] = (
     MappingProxyType(
@@ -29,12 +29,14 @@ def make_policy(
     name: str,
     blocks: Sequence[KVCacheBlock],
     shares: Shares | None = None,
-    clock: Clock = time.monotonic,
+    marks: Marks | None = None,
 ) -> EvictionPolicy:
     """The policy of this name over these blocks, all free. Raises ConfigError.
 
-    clock: by which the time of retained blocks is over.
+    marks: of blocks that are worth keeping for a time; without any there are none at first.
     """
     if name not in POLICIES:
         raise ConfigError(f"eviction {name!r} is not one of {', '.join(POLICIES)}")
-    return POLICIES[name](blocks, shares or Shares(), Marks(clock))
+    return POLICIES[name](
+        blocks, shares or Shares(), Marks(time.monotonic) if marks is None else marks
+    )

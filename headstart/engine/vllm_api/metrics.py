@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from headstart.cache import MissReason
+from headstart.cache import AGE_BOUNDS, EvictionAges, MissReason
 
 if TYPE_CHECKING:
     from headstart.engine.engine import Engine
 
-__all__ = ["MEANINGS", "Counter", "Gauge", "Metric", "read_metrics"]
+__all__ = ["MEANINGS", "Counter", "Gauge", "Histogram", "Metric", "read_metrics"]
 
 _REASONS = [reason for reason in MissReason if reason is not MissReason.NONE]
 _MISSES = "headstart:prefix_cache_misses"
 _LOADED = "headstart:loaded_tokens"
+_IDLE = "vllm:kv_block_idle_before_evict_seconds"
 
 MEANINGS: Mapping[str, str] = MappingProxyType(
     {
@@ -30,6 +32,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "vllm:num_requests_waiting": "Answers that wait",
         "vllm:kv_cache_usage_perc": "Share of the KV blocks that requests hold",
         "headstart:blocks_evicted": "Cached blocks reused",
+        _IDLE: "How long cached blocks had been free when they were reused",
         _LOADED: "Tokens of prompts loaded from disk or another machine",
         "headstart:declined_tokens": "Tokens that were stored, and sooner computed than loaded",
         "headstart:stored_blocks": "Blocks written to disk or another machine",
@@ -62,6 +65,15 @@ class Gauge(Metric):
     value: float
 
 
+@dataclass(frozen=True, slots=True)
+class Histogram(Metric):
+    """Values since the start: how many up to each bound, of which the last is "+Inf"."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
 def read_metrics(engine: Engine) -> list[Metric]:
     """Counts since the start, and values of now. For the engine's thread."""
     manager = engine.manager
@@ -81,9 +93,16 @@ def read_metrics(engine: Engine) -> list[Metric]:
     return [
         *(Counter(name, {}, value) for name, value in counters.items()),
         *(Gauge(name, {}, value) for name, value in gauges.items()),
+        _read_ages(stats.eviction_ages),
         *_read_tiers(engine),
         *(Counter(_MISSES, {"reason": r.name.lower()}, stats.missed[r]) for r in _REASONS),
     ]
+
+
+def _read_ages(ages: EvictionAges) -> Histogram:
+    bounds = [*(str(float(bound)) for bound in AGE_BOUNDS), "+Inf"]
+    buckets = dict(zip(bounds, accumulate(ages.counts), strict=True))
+    return Histogram(_IDLE, {}, sum(ages.counts), ages.seconds, buckets)
 
 
 def _read_tiers(engine: Engine) -> list[Metric]:

@@ -36,18 +36,21 @@ class _EngineCounts(Collector):
 
     def collect(self) -> Iterable[Family]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        histograms: list[Family] = []
         for metric in self._llm.read_metrics():
-            if metric.name not in families:
-                is_count = isinstance(metric, engine_metrics.Counter)
-                kind = CounterMetricFamily if is_count else GaugeMetricFamily
-                meaning = engine_metrics.MEANINGS[metric.name]
-                families[metric.name] = kind(
-                    metric.name, meaning, labels=["model_name", *metric.labels]
-                )
+            meaning = engine_metrics.MEANINGS[metric.name]
+            names, labels = ["model_name", *metric.labels], [self._model, *metric.labels.values()]
+            if isinstance(metric, engine_metrics.Histogram):
+                told = HistogramMetricFamily(metric.name, meaning, labels=names)
+                told.add_metric(labels, list(metric.buckets.items()), metric.sum)
+                histograms.append(told)
+                continue
             assert isinstance(metric, (engine_metrics.Counter, engine_metrics.Gauge))
-            labels = [self._model, *metric.labels.values()]
-            families[metric.name].add_metric(labels, metric.value)
-        return families.values()
+            is_count = isinstance(metric, engine_metrics.Counter)
+            kind = CounterMetricFamily if is_count else GaugeMetricFamily
+            family = families.setdefault(metric.name, kind(metric.name, meaning, labels=names))
+            family.add_metric(labels, metric.value)
+        return [*families.values(), *histograms]
 
 
 class _Gaps(Collector):

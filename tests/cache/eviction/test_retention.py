@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from headstart.cache import CacheConfig, KVCacheBlock, KVCacheManager, Mark, TokenSequence
 from headstart.cache.block import PrefixNode, RootNode
-from headstart.cache.eviction import make_policy
+from headstart.cache.eviction import Marks, make_policy
 from headstart.cache.identity import BlockKey, Namespace
+from headstart.cache.stats import AGE_BOUNDS
 
 BLOCK = 4
 MINUTES = 60.0
@@ -147,6 +148,43 @@ def test_what_is_discarded_or_reset_is_not_kept() -> None:
     assert [block.block_id for block in pool.manager.pool.free] == list(range(10))
 
 
+@pytest.mark.parametrize("eviction", ["adaptive-lru", "fair-lru"])
+def test_marks_and_ages_outlive_a_pool_that_is_built_anew(eviction: str) -> None:
+    pool = Pool(40, eviction)
+    marked = pool.text(8)
+    pool.ask(marked, Mark(99, 5 * MINUTES))
+    pool.flood(60)
+    evicted = pool.manager.num_evictions
+    pool.manager._is_whole = False  # as an interruption leaves it
+    pool.manager.fail_step()
+    pool.manager.check()
+    pool.flood(100)
+    assert pool.kept(marked) == 8
+    assert sum(pool.manager.stats.eviction_ages.counts) == pool.manager.num_evictions > evicted > 0
+    pool.now = 5 * MINUTES
+    pool.flood(100)
+    assert pool.kept(marked) == 0
+
+
+def test_ages_are_told_of_blocks_that_are_evicted() -> None:
+    """Blocks that were let go of at 0 s and used again at 10 s, and are evicted at 37 s."""
+    pool = Pool(8)
+    text, other = pool.text(4), pool.text(4)
+    pool.ask(text)
+    pool.ask(other)
+    pool.now = 10.0
+    pool.ask([*text, 0])
+    ages = pool.manager.stats.eviction_ages
+    before = list(ages.counts)
+    pool.now = 37.0
+    pool.flood(8)
+    told = [now - then for now, then in zip(ages.counts, before, strict=True)]
+    by_age = {bound: n for bound, n in zip([*AGE_BOUNDS, None], told, strict=True) if n}
+    assert set(by_age) == {30, 60}
+    assert ages.seconds > 0
+    assert sum(ages.counts) == pool.manager.num_evictions
+
+
 class Model:
     """What a policy should do with full blocks, in lists: who is in line, and who is retained."""
 
@@ -191,7 +229,7 @@ OPERATIONS = st.lists(
 def test_the_order_is_that_of_the_model(operations: list[tuple[str, int, int]], name: str) -> None:
     now = [0.0]
     blocks = [KVCacheBlock(at) for at in range(10)]
-    policy = make_policy(name, blocks, clock=lambda: now[0])
+    policy = make_policy(name, blocks, marks=Marks(lambda: now[0]))
     model, held = Model(10), policy.take(10)
     for block in blocks:
         block.node = PrefixNode(RootNode(Namespace(None, None)), BlockKey(b"x"))

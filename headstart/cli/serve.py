@@ -45,6 +45,7 @@ def run_server(
     if options.public_prefix and replicas.is_wanted:
         raise ConfigError("public_prefix is given; allowed with replicas: none")
     prefixes = launch.read_prefixes(options.public_prefix)
+    tracer = launch.open_tracer(options.otlp_traces_endpoint, options.served_model_name or model)
     with closing(launch.listen(options)) as at:  # a port in use is told before seconds of loading
         tenants = launch.open_tenants(options, at.getsockname()[0])
         shared = {"eviction": "fair-lru"} if tenants.ask_for_keys else {}
@@ -53,8 +54,10 @@ def run_server(
         opened = _open_replicas if replicas.is_wanted else _open_engine
         with opened(model, engine, options, replicas) as (llm, cache_api):
             launch.publish(llm, prefixes)
-            app = launch.create_app(llm, model, options, tenants, **cache_api)
+            app = launch.create_app(llm, model, options, tenants, tracer=tracer, **cache_api)
             launch.serve(app, at, said.tell)
+    if tracer is not None:
+        tracer.close()
     note("Stopped.")
 
 

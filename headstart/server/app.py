@@ -24,6 +24,7 @@ from headstart.version import __version__
 
 if TYPE_CHECKING:
     from headstart.engine.async_llm import AsyncLLM
+    from headstart.server.monitoring.tracing import Tracer
 
 __all__ = ["create_app"]
 
@@ -44,17 +45,18 @@ def create_app(
     options: ServerOptions | None = None,
     tenants: Tenants | None = None,
     cache_api: APIRouter = cache.router,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
     """An ASGI application that answers with a model; `name` is the model's in the API.
 
     tenants: None for those that the options and the API keys on this machine make. Whoever made
     `llm` closes it. cache_api: what is below `/cache`; the page at `/` shows that of one engine
-    alone. Raises ConfigError.
+    alone. tracer: is told of every request that ended. Raises ConfigError.
     """
     options = options or ServerOptions()
     tenants = tenants or open_tenants(options)
     app = FastAPI(title="headstart", version=__version__, docs_url=None, redoc_url=None)
-    app.state.service = Service(llm, name, options, tenants)
+    app.state.service = Service(llm, name, options, tenants, tracer)
     app.state.responses = ResponseStore()
     for router in (*_ROUTERS, cache_api):
         app.include_router(router)

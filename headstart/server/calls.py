@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headstart.server.errors import ApiError
 from headstart.server.tenants import EVERYBODY, Tenant
@@ -26,12 +26,16 @@ _CALL: ContextVar[Call | None] = ContextVar("call", default=None)
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One call: its tenant, its places, and when it must be done, in the event loop's time."""
+    """One call: its tenant, its places, and when it must be done, in the event loop's time.
+
+    trace: the headers by which its client says of which trace it is part.
+    """
 
     tenant: Tenant
     deadline: float
     num_places: int = 1
     num_prompts: int = 0
+    trace: Mapping[str, str] = field(default_factory=dict)
 
 
 class Calls:

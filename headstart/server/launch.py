@@ -17,12 +17,21 @@ from fastapi import FastAPI
 from headstart.errors import ConfigError
 from headstart.server.app import create_app
 from headstart.server.monitoring.logs import set_up_logs
+from headstart.server.monitoring.tracing import open_tracer
 from headstart.server.options import ServerOptions
 from headstart.server.public_prefixes import publish, read_prefixes
 from headstart.server.service import Service
 from headstart.server.tenants import open_tenants
 
-__all__ = ["create_app", "listen", "open_tenants", "publish", "read_prefixes", "serve"]
+__all__ = [
+    "create_app",
+    "listen",
+    "open_tenants",
+    "open_tracer",
+    "publish",
+    "read_prefixes",
+    "serve",
+]
 
 KEEP_ALIVE = 75
 """Seconds that a connection stays open between two requests.

@@ -22,6 +22,7 @@ _OPEN = re.compile(r"/|/health|/ready|/docs|/openapi\.json|/page/.*", re.DOTALL)
 # Across tenants: what shows or changes more than the asker's own.
 _FOR_ADMINS = re.compile(r"/metrics|/cache(?!/explain$|/prewarm$)(/.*)?", re.DOTALL)
 _NAME = re.compile(rb"[\w.-]{1,128}", re.ASCII)
+_TRACE = (b"traceparent", b"tracestate")  # W3C's trace context
 _GRACE = 5.0  # seconds in which an answer that came too late is told to be so
 
 
@@ -92,6 +93,8 @@ class Frontdoor:
     async def _pass_on_call(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._service.check_ready()
         with self._service.calls.call(scope["state"]["tenant"]) as call:
+            given = dict(scope["headers"])
+            call.trace = {k.decode(): given[k].decode("latin-1") for k in _TRACE if k in given}
             try:
                 async with asyncio.timeout_at(call.deadline + _GRACE):
                     await self._app(scope, receive, send)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from headstart.errors import ConfigError
-from headstart.validation import Number, OneOf, check_fields, option
+from headstart.validation import Number, OneOf, check_fields, describe, option
 
 __all__ = ["ServerOptions"]
 
@@ -43,6 +43,9 @@ class ServerOptions:
     trust_request_chat_template: bool = option(
         False, "let requests bring a chat template, which is a program and may run for long"
     )
+    otlp_traces_endpoint: str | None = option(
+        None, "URL that traces of requests are sent to, such as http://localhost:4318/v1/traces"
+    )
     log_format: str = option(
         "text", "a line for each request: text, or json", OneOf(("text", "json"))
     )
@@ -63,3 +66,8 @@ class ServerOptions:
         check_fields(self, ConfigError)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key are for each other; allowed: both or none")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"otlp_traces_endpoint is {describe(endpoint)}; allowed: a URL of http or https"
+            )

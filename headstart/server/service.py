@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from headstart.engine.inputs import Prompt
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
+    from headstart.server.monitoring.tracing import Tracer
 
 __all__ = ["Service", "service_of", "too_late", "unless_gone"]
 
@@ -36,11 +37,19 @@ _GONE = 499  # nginx's status for a client that closed the connection; nobody re
 class Service:
     """One model behind the server, and the calls under way."""
 
-    def __init__(self, llm: AsyncLLM, name: str, options: ServerOptions, tenants: Tenants) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        name: str,
+        options: ServerOptions,
+        tenants: Tenants,
+        tracer: Tracer | None = None,
+    ) -> None:
         self.llm = llm
         self.name = options.served_model_name or name
         self.options = options
         self.tenants = tenants
+        self.tracer = tracer
         self.watch = Watch(llm, self.name)
         self.live = Live(llm, self.watch)
         self.is_draining = False
@@ -108,6 +117,9 @@ class Service:
         finally:
             if end != "told":
                 self.watch.cut_off(request, end)
+            if self.tracer is not None:
+                call = current_call()
+                self.tracer.trace(request, end, call.trace if call is not None else {})
 
     async def answer(self, request: RequestGroup) -> RequestOutput:
         """The whole answer to a prepared request."""

@@ -51,15 +51,15 @@ class Engine:
         self, parts: Parts, config: EngineConfig, hooks: EngineHooks | None = None
     ) -> None:
         self.config = config
-        self.model = parts.model
-        self.tokenizer = parts.tokenizer
-        self.manager = parts.manager
-        self.max_model_len = parts.max_model_len
+        self.model, self.tokenizer = parts.model, parts.tokenizer
+        self.manager, self.max_model_len = parts.manager, parts.max_model_len
         self.kv_cache_bytes = parts.memory.nbytes
         self.model.attach(backend := make_backend(parts.memory, share=config.share_attention))
         self.tiers = make_tiers(parts.stores, self.manager, parts.memory)
         kept = self.tiers.image_rows if self.tiers is not None else None
-        self.images = make_image_prompts(parts.vision, parts.tokenizer, config, kept)
+        self.images = make_image_prompts(
+            parts.vision, parts.tokenizer, config, kept, self.manager.shares
+        )
         self.adapters = AdapterStore(self.model, config)
         self.text_limit = TextLimit(parts.tokenizer, parts.max_model_len)
         self._maker = RequestMaker(

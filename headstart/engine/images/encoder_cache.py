@@ -3,13 +3,16 @@
     state      users   rows there          counted   may go
     wanted     > 0     not yet encoded     yes       no
     held       > 0     yes                 yes       no
-    kept       0       yes                 yes       oldest first
+    kept       0       yes                 yes       oldest first, of whom has most
 
 Rows that only requests used which leave nothing behind go with the last of these.
 
 An image is encoded once for each salt, however many prompts of that salt show it and wherever in
 them it stands, as long as its entry is there. An entry of one salt is never found under another,
 so the time to the first token does not tell whether another tenant has shown the image.
+
+Where tenants share the cache, an image goes of the tenant that has most rows for its weight, held
+and kept ones together, the asker's own included: so a flood of images only pushes its own away.
 
 Users are uses: a request that shows an image twice is two users, each of which leaves when the
 sequence has computed past its own place, when it is preempted, and at its end. A span of tokens
@@ -27,7 +30,7 @@ Source: vLLM's `EncoderCacheManager`.
 """
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -35,7 +38,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from headstart.cache import MultiModalItem
+from headstart.cache import MultiModalItem, Shares
 from headstart.engine.prompt import PlacedRows
 from headstart.errors import EngineError
 from headstart.models.vision import ProcessedImage
@@ -122,17 +125,22 @@ class _Entry:
 class EncoderCache:
     """Embeddings of images, `capacity` rows of them at the most.
 
-    store: asked before an image is encoded, and given what is encoded; None for none. Not
-    thread-safe: one engine calls it.
+    store: asked before an image is encoded, and given what is encoded; None for none. shares: the
+    tenants and their weights. Not thread-safe: one engine calls it.
     """
 
     def __init__(
-        self, encoder: ImageEncoder, capacity: int, store: EmbeddingStore | None = None
+        self,
+        encoder: ImageEncoder,
+        capacity: int,
+        store: EmbeddingStore | None = None,
+        shares: Shares | None = None,
     ) -> None:
         self.capacity = capacity
         self.num_encoded = 0
         self.num_loaded = 0
         self._store = store
+        self._shares = shares or Shares()
         self.num_hits = 0
         self._encoder = encoder
         self._entries: dict[EncoderKey, _Entry] = {}
@@ -169,7 +177,7 @@ class EncoderCache:
         key = image.key
         entry = self._entries.get(key)
         if entry is None:
-            self._make_room(image.image.num_rows)
+            self._make_room(image.image.num_rows, self._shares.owner(image.salt))
             entry = self._entries[key] = _Entry(key, image.image, image.image.num_rows)
             self._wanted.append(entry)
             self._used += image.image.num_rows
@@ -179,10 +187,22 @@ class EncoderCache:
         entry.is_stored |= is_stored
         entry.users.add(user)
 
-    def _make_room(self, rows: int) -> None:
+    def _make_room(self, rows: int, taker: str | None) -> None:
         while self._used + rows > self.capacity:
-            oldest, _ = self._kept.popitem(last=False)
-            self._used -= self._entries.pop(oldest).num_rows
+            key = self._next_to_go(rows, taker)
+            del self._kept[key]
+            self._used -= self._entries.pop(key).num_rows
+
+    def _next_to_go(self, rows: int, taker: str | None) -> EncoderKey:
+        """The oldest kept image of the owner that has most rows for its weight."""
+        owner, weight = self._shares.owner, self._shares.weight
+        oldest: dict[str | None, EncoderKey] = {}
+        for key in self._kept:
+            oldest.setdefault(owner(key.salt), key)
+        used = Counter({taker: rows})
+        for entry in self._entries.values():
+            used[owner(entry.key.salt)] += entry.num_rows
+        return oldest[max(oldest, key=lambda one: used[one] / weight(one))]
 
     def leave(self, user: tuple[object, int], image: PromptImage) -> None:
         """This use is over; an entry without users is kept until room is needed. Twice is once."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from headstart.cache import MultiModalItem
+from headstart.cache import MultiModalItem, Shares
 from headstart.cache.identity import MAX_TOKEN_ID
 from headstart.engine.config import EngineConfig
 from headstart.engine.images.budget import EncoderBudget
@@ -50,8 +50,9 @@ class ImagePrompts:
         tokenizer: PreTrainedTokenizerBase | None,
         config: EngineConfig,
         store: EmbeddingStore | None = None,
+        shares: Shares | None = None,
     ) -> None:
-        self.cache = EncoderCache(vision, config.encoder_cache_rows, store)
+        self.cache = EncoderCache(vision, config.encoder_cache_rows, store, shares)
         self.budget = EncoderBudget(self.cache, config.block_size if config.deterministic else None)
         self._similar = SimilarImages(self.cache)
         self._vision = vision
@@ -192,6 +193,7 @@ def make_image_prompts(
     tokenizer: PreTrainedTokenizerBase | None,
     config: EngineConfig,
     store: EmbeddingStore | None = None,
+    shares: Shares | None = None,
 ) -> ImagePrompts | None:
     """The image side of an engine; None for a model without vision."""
-    return None if vision is None else ImagePrompts(vision, tokenizer, config, store)
+    return None if vision is None else ImagePrompts(vision, tokenizer, config, store, shares)

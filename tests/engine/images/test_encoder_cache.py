@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headstart.cache import MultiModalItem
+from headstart.cache import MultiModalItem, Shares
 from headstart.engine.images import budget, encoder_cache
 from headstart.engine.images.budget import EncoderBudget
 from headstart.engine.images.encoder_cache import (
@@ -66,6 +66,53 @@ def test_the_oldest_without_a_user_goes_first() -> None:
     assert [number for number in range(1, 5) if image(number).key in cache] == [1, 3, 4]
     cache.encode_wanted()
     cache.check()
+
+
+def shown(cache: EncoderCache, salt: str | None, *numbers: int) -> None:
+    """Somebody shows images one after another and lets go of each."""
+    for number in numbers:
+        one = replace(image(number), salt=salt)
+        assert cache.fits([one])
+        cache.hold((salt, number), one)
+        cache.encode_wanted()
+        cache.leave((salt, number), one)
+        cache.check()
+
+
+def kept(cache: EncoderCache, salt: str | None) -> list[int]:
+    return [n for n in range(100) if replace(image(n), salt=salt).key in cache]
+
+
+def test_a_flood_of_one_tenant_leaves_another_its_share() -> None:
+    shares = Shares()
+    shares.set("a", 1.0)
+    shares.set("b", 1.0)
+    cache = EncoderCache(Encoder(), 100, shares=shares)
+    shown(cache, "a", *range(10))
+    assert kept(cache, "a") == list(range(10)), "what nobody else wants anybody may have"
+    shown(cache, "b", *range(50))
+    assert kept(cache, "a") == [5, 6, 7, 8, 9]
+    assert kept(cache, "b") == [45, 46, 47, 48, 49]
+    shown(cache, "a/x", *range(20, 23))
+    assert (kept(cache, "a"), kept(cache, "a/x")) == ([8, 9], [20, 21, 22]), "an owner's own go"
+
+
+def test_a_tenant_of_more_weight_has_more_images() -> None:
+    shares = Shares()
+    shares.set("a", 4.0)
+    shares.set("b", 1.0)
+    cache = EncoderCache(Encoder(), 100, shares=shares)
+    for at in range(50):
+        shown(cache, "b", at)
+        shown(cache, "a", at)
+    assert (len(kept(cache, "a")), len(kept(cache, "b"))) == (8, 2)
+
+
+def test_without_owners_the_oldest_goes_first_whoever_showed_it() -> None:
+    cache = EncoderCache(Encoder(), 30)
+    shown(cache, "a", 1)
+    shown(cache, "b", 1, 2, 3)
+    assert (kept(cache, "a"), kept(cache, "b")) == ([], [1, 2, 3])
 
 
 def test_users_are_uses_and_not_requests() -> None:

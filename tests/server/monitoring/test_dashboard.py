@@ -1,0 +1,70 @@
+"""The Grafana dashboard: it asks for metrics that the server has, and shows all of them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.running import Running, running
+
+FILE = Path(__file__).parents[3] / "docs" / "grafana" / "headstart.json"
+_METRIC = re.compile(r"\b(?:vllm|headstart):\w+")
+_LABELS = re.compile(r"by \((\w+)\)")
+
+
+def read_board() -> dict[str, Any]:
+    board: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return board
+
+
+def queries(board: dict[str, Any]) -> list[str]:
+    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
+    return [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+def served(server: Running) -> dict[str, set[str]]:
+    """The names that can be asked for, each with its labels."""
+    text = httpx.get(f"{server.url}/metrics").text
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def test_every_metric_that_it_asks_for_is_served_and_the_other_way_round(tmp_path: Path) -> None:
+    with running(cache_dir=str(tmp_path)) as server:  # with a tier, which has metrics of its own
+        tiers = server.llm.engine.tiers
+        assert tiers is not None
+        tiers.stats.loaded_tokens["disk"] += 0  # a tier is told of when something came from it
+        found = served(server)
+    board = read_board()
+    asked = {name for query in queries(board) for name in _METRIC.findall(query)}
+    assert asked - found.keys() == set()
+    told = [name for name in found if not name.endswith("_created")]
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in told}
+    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
+    ours = {name for name in families if _METRIC.match(name)}
+    assert ours - shown == set(), "metrics that no panel shows"
+    for query in queries(board):
+        for label in _LABELS.findall(query):
+            assert all(label in found[name] for name in _METRIC.findall(query)), query
+
+
+def test_panels_have_places_of_their_own() -> None:
+    panels = read_board()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert at["x"] + at["w"] <= 24
+        assert not cells & taken, panel["title"]
+        taken |= cells

@@ -47,7 +47,7 @@ EVERYONE_MAY_IMPORT = {"errors", "validation", "version", "imports", "machine"}
 WITHOUT_TORCH = ("cache", "tiers", "replay", *(f"cluster.{name}" for name in CLUSTER_CORE))
 
 # Imported inside functions, because a user may do without them.
-OPTIONAL_DEPENDENCIES = {"PIL", "gguf", "llguidance", "redis"}
+OPTIONAL_DEPENDENCIES = {"PIL", "gguf", "llguidance", "opentelemetry", "redis"}
 
 MODULES = read_modules(PACKAGE)
 ROOMS = [room for room in WITHOUT_TORCH if f"{PACKAGE}.{room}" in MODULES]

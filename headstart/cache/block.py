@@ -21,15 +21,14 @@ class KVCacheBlock:
     """`block_size` slots of KV memory.
 
     All blocks are made with the pool and live as long as it does, so that no step pays for
-    making them. `block_id` never changes; `freed` is when it was let go of last.
+    making them. `block_id` never changes.
     """
 
-    __slots__ = ("_block_id", "freed", "next_free_block", "node", "prev_free_block", "ref_cnt")
+    __slots__ = ("_block_id", "next_free_block", "node", "prev_free_block", "ref_cnt")
 
     def __init__(self, block_id: int) -> None:
         self._block_id = block_id
         self.ref_cnt = 0
-        self.freed = 0.0
         self.node: PrefixNode | None = None
         self.prev_free_block: KVCacheBlock = self
         self.next_free_block: KVCacheBlock = self
@@ -140,3 +139,8 @@ class RootNode(PrefixNode):
     def __init__(self, namespace: Namespace) -> None:
         super().__init__(None, BlockKey(b""))
         self.namespace = namespace
+
+
+def ids_of_every(count: int, blocks: Iterable[KVCacheBlock]) -> list[int]:
+    """The ids of those blocks whose id is a multiple of `count`."""
+    return [one for block in blocks if not (one := block._block_id) % count]

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from headstart.cache.block import KVCacheBlock, PartialNode, PrefixNode, make_chain
+from headstart.cache.block import KVCacheBlock, PartialNode, PrefixNode, ids_of_every, make_chain
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
 from headstart.cache.eviction import Clock, Marks, Shares, make_policy
 from headstart.cache.identity import BlockKey
 from headstart.cache.index import PrefixIndex
 from headstart.cache.portable_names import BlockNames
-from headstart.cache.stats import EvictionAges
+from headstart.cache.stats import AGE_SAMPLE, EvictionAges
 
 
 class BlockState(Enum):
@@ -54,7 +54,7 @@ class BlockPool:
         self.copies: dict[PrefixNode, dict[KVCacheBlock, None]] = {}
         self.version = 0
         self.num_evicted = 0
-        self.ages = EvictionAges()
+        self.ages = EvictionAges(num_blocks)
         self.names: BlockNames | None = None
         self.events: list[CacheEvent] = []
 
@@ -77,7 +77,7 @@ class BlockPool:
         evicted = [block for block in taken if block.node is not None]
         if evicted:
             self.num_evicted += len(evicted)
-            self.ages.record(self.clock() - evicted[0].freed, len(evicted))
+            self.ages.note_evicted(ids_of_every(AGE_SAMPLE, evicted), self.clock())
             self.forget(evicted)
         for block in taken:
             block.ref_cnt = 1
@@ -96,12 +96,11 @@ class BlockPool:
         becomes empty.
         """
         freed = []
-        now = self.clock()
         for block in blocks:
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
-                block.freed = now
                 freed.append(block)
+        self.ages.note_freed(ids_of_every(AGE_SAMPLE, freed), self.clock())
         if self.copies:
             freed = self._lend_recency(freed)
         self.free.release(freed)

@@ -160,7 +160,8 @@ def test_marks_and_ages_outlive_a_pool_that_is_built_anew(eviction: str) -> None
     pool.manager.check()
     pool.flood(100)
     assert pool.kept(marked) == 8
-    assert sum(pool.manager.stats.eviction_ages.counts) == pool.manager.num_evictions > evicted > 0
+    assert pool.manager.num_evictions > evicted > 0
+    assert sum(pool.manager.stats.eviction_ages.counts) > 0
     pool.now = 5 * MINUTES
     pool.flood(100)
     assert pool.kept(marked) == 0
@@ -168,8 +169,8 @@ def test_marks_and_ages_outlive_a_pool_that_is_built_anew(eviction: str) -> None
 
 def test_ages_are_told_of_blocks_that_are_evicted() -> None:
     """Blocks that were let go of at 0 s and used again at 10 s, and are evicted at 37 s."""
-    pool = Pool(8)
-    text, other = pool.text(4), pool.text(4)
+    pool = Pool(64)
+    text, other = pool.text(32), pool.text(32)
     pool.ask(text)
     pool.ask(other)
     pool.now = 10.0
@@ -177,12 +178,11 @@ def test_ages_are_told_of_blocks_that_are_evicted() -> None:
     ages = pool.manager.stats.eviction_ages
     before = list(ages.counts)
     pool.now = 37.0
-    pool.flood(8)
+    pool.flood(64)
     told = [now - then for now, then in zip(ages.counts, before, strict=True)]
     by_age = {bound: n for bound, n in zip([*AGE_BOUNDS, None], told, strict=True) if n}
-    assert set(by_age) == {30, 60}
-    assert ages.seconds > 0
-    assert sum(ages.counts) == pool.manager.num_evictions
+    assert by_age == {30: 2, 60: 2}, "of every sixteenth block"
+    assert ages.seconds == sum((27, 27, 37, 37))
 
 
 class Model:

@@ -9,6 +9,7 @@ its memory in MB, after the pool's own check. With 0 replicas the engine is in t
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import threading
@@ -28,6 +29,8 @@ Json = dict[str, Any]
 
 def serve(replicas: int) -> None:
     """Serve, and tell of the pool for each line that is read."""
+    told_to = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what Ray prints is not ours to print
     engine = {"num_blocks": BLOCKS, "max_num_seqs": RUNNING, "max_model_len": LONGEST}
     options = ServerOptions(port=0, api_keys=False, max_waiting=WAITING)
     at = listen(options)
@@ -50,11 +53,11 @@ def serve(replicas: int) -> None:
 
     def answer() -> None:
         for _ in sys.stdin:
-            print(json.dumps(llm._driver.call(look)), flush=True)
+            print(json.dumps(llm._driver.call(look)), file=told_to)
 
     threading.Thread(target=answer, daemon=True).start()
     app = create_app(llm, MODEL, options, **more)
-    print(json.dumps({"port": at.getsockname()[1]}), flush=True)
+    print(json.dumps({"port": at.getsockname()[1]}), file=told_to)
     run(app, at)
     llm.close()
     if replicas:

@@ -9,7 +9,13 @@ from headstart.errors import RequestError
 from headstart.models.tokenizer import load_tokenizer
 from tests.tiny_tokenizers import END_OF_TURN, TINY_TOKENIZERS
 
-TEXT = f"there were 12 of them,  für Müller\n{END_OF_TURN} 你好 🙂 hello " * 2000
+TEXT = f"there were 12 of them,  für Müller\n{END_OF_TURN} 你好 🙂 hello " * 40
+
+
+@pytest.fixture(autouse=True)
+def _texts_are_long_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts as long as those that a server meets take transformers seconds."""
+    monkeypatch.setattr(codec, "_LONG", 1000)
 
 
 def every_tokenizer() -> dict[str, PreTrainedTokenizerBase]:

@@ -56,8 +56,10 @@ class World:
             common + torch.randint(3, 131, (count,), generator=generator).tolist()
             for count in (5, 9, 40, 3, 12, 1, 2)
         ]
+        self.plain = Oracle(self.model, None)
+        oracles = {name: Oracle(self.model, path) for name, path in self.adapters.items()}
         self.expected = [
-            Oracle(self.model, self.adapters.get(name or "")).greedy(prompt, TOKENS)
+            (oracles[name] if name else self.plain).greedy(prompt, TOKENS)
             for name, prompt in zip(NAMES, self.prompts, strict=True)
         ]
 
@@ -68,14 +70,19 @@ class World:
         return llm
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(request.param, tmp_path_factory.mktemp(request.param))
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World("qwen2", tmp_path_factory.mktemp("qwen2"))
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def world(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
@@ -92,9 +99,8 @@ def answers(llm: LLM, prompts: list[list[int]], names: Any) -> list[list[int]]:
 
 def test_the_adapters_matter(world: World) -> None:
     """Else the comparisons below would say nothing."""
-    plain = Oracle(world.model, None)
     for name, prompt, expected in zip(NAMES, world.prompts, world.expected, strict=True):
-        assert (plain.greedy(prompt, TOKENS) == expected) == (name is None)
+        assert (world.plain.greedy(prompt, TOKENS) == expected) == (name is None)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ class Files:
             name: make_adapter(self.base, folder / name, seed, **options)
             for seed, (name, options) in enumerate(OPTIONS.items())
         }
+        self._oracles: dict[tuple[str | None, bool], Oracle] = {}
 
     def open(self, dtype: torch.dtype = torch.float32) -> Adapted:
         adapted = Adapted(TINY[self.architecture]().to(dtype))
@@ -71,7 +72,10 @@ class Files:
         return adapted
 
     def expect(self, name: str | None, tokens: list[int], *, merged: bool = False) -> Tensor:
-        return Oracle(self.base, self.paths.get(name), merged=merged).logits(tokens)
+        key = name, merged
+        if key not in self._oracles:
+            self._oracles[key] = Oracle(self.base, self.paths.get(name), merged=merged)
+        return self._oracles[key].logits(tokens)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])

@@ -142,9 +142,11 @@ def serving(folder: Path, line: Line) -> Iterator[str]:
     shutil.copytree(find_folder(BUILT_IN), folder)
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder, line)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        line.is_over.set()
-        server.shutdown()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:  # over a closed socket the thread would spin until all tests end
+            line.is_over.set()
+            server.shutdown()
 
 
 def start(hub: str, home: Path, *arguments: str) -> subprocess.Popen[str]:

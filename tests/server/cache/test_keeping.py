@@ -18,7 +18,7 @@ MODEL: dict[str, Any] = {"model": "tiny", "max_tokens": 1}
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Running]:
-    with running(num_blocks=64, max_model_len=768) as server:
+    with running(num_blocks=32, max_model_len=512) as server:
         yield server
 
 
@@ -32,7 +32,7 @@ def client(small: Running) -> Iterator[httpx.Client]:
 def flood(client: httpx.Client) -> None:
     """Twice as much as the pool holds, asked once."""
     drawn = random.Random(5)
-    for _ in range(16):
+    for _ in range(8):
         prompt = [drawn.randrange(300, 2000) for _ in range(128)]
         client.post("/v1/completions", json=MODEL | {"prompt": prompt}).raise_for_status()
 

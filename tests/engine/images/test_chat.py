@@ -32,6 +32,14 @@ def llm(oracle: Oracle) -> Iterator[LLM]:
     llm.close()
 
 
+@pytest.fixture(scope="module")
+def refusing(oracle: Oracle) -> Iterator[LLM]:
+    """One for all messages that are refused, since none of them leaves anything behind."""
+    llm = LLM(oracle.folder, num_blocks=80, debug=True)
+    yield llm
+    llm.close()
+
+
 def data_url(image: Image.Image) -> str:
     stream = io.BytesIO()
     image.save(stream, "png")
@@ -140,10 +148,10 @@ def test_a_reply_that_spells_the_placeholder_is_kept(
         ({"type": "image"}, "an image that is NoneType"),
     ],
 )
-def test_parts_that_are_refused(llm: LLM, part: dict[str, Any], message: str) -> None:
+def test_parts_that_are_refused(refusing: LLM, part: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        llm.chat([{"role": "user", "content": [part]}], GREEDY)
-    assert llm.engine.manager.num_free_blocks == 80
+        refusing.chat([{"role": "user", "content": [part]}], GREEDY)
+    assert refusing.engine.manager.num_free_blocks == 80
 
 
 def test_a_template_of_plain_texts_gets_the_placeholder_in_the_text(tmp_path: Path) -> None:

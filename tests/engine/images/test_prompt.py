@@ -31,9 +31,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_vision("llava", tmp_path_factory.mktemp("llava"))
 
 
+def make(folder: Path) -> LLM:
+    return LLM(folder, num_blocks=FREE, block_size=16, debug=True, max_images=3)
+
+
 @pytest.fixture
 def llm(folder: Path) -> Iterator[LLM]:
-    llm = LLM(folder, num_blocks=FREE, block_size=16, debug=True, max_images=3)
+    llm = make(folder)
+    yield llm
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def refusing(folder: Path) -> Iterator[LLM]:
+    """One for all prompts that are refused, since none of them leaves anything behind."""
+    llm = make(folder)
     yield llm
     llm.close()
 
@@ -255,16 +267,17 @@ def test_adapters_share_embeddings_but_no_blocks(llm: LLM, tmp_path: Path) -> No
         (ask("<image> " + "x" * 1010, make_image(1)), "1027 tokens"),
     ],
 )
-def test_prompts_that_are_refused(llm: LLM, prompt: Any, message: str) -> None:
-    before = llm.generate(ask("<image>", make_image(9)), GREEDY)
+def test_prompts_that_are_refused(refusing: LLM, prompt: Any, message: str) -> None:
+    assert refusing.engine.images is not None
+    before = refusing.generate(ask("<image>", make_image(9)), GREEDY)
+    encoded = refusing.engine.images.cache.num_encoded
     with pytest.raises(RequestError, match=message):
-        llm.generate([ask("<image>", make_image(1)), prompt], GREEDY)
-    assert llm.engine.manager.num_free_blocks == FREE
-    assert llm.engine.images is not None
-    llm.engine.manager.check()
-    llm.engine.images.cache.check()
-    assert llm.engine.images.cache.num_encoded == 1
-    after = llm.generate(ask("<image>", make_image(9)), GREEDY)
+        refusing.generate([ask("<image>", make_image(1)), prompt], GREEDY)
+    assert refusing.engine.manager.num_free_blocks == FREE
+    refusing.engine.manager.check()
+    refusing.engine.images.cache.check()
+    assert refusing.engine.images.cache.num_encoded == encoded
+    after = refusing.generate(ask("<image>", make_image(9)), GREEDY)
     assert before[0].outputs[0].token_ids == after[0].outputs[0].token_ids
 
 

@@ -184,18 +184,24 @@ print(now("VmHWM:") - start, now("VmRSS:") - start)
 """
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("large")
+    base = tiny_config("llama").to_dict()
+    wide = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
+    config = LlamaConfig(**base | wide | {"head_dim": 128})
+    tiny_model(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nothing_is_in_memory_twice(dtype: str, tmp_path: Path) -> None:
+def test_nothing_is_in_memory_twice(dtype: str, large: Path, tmp_path: Path) -> None:
     """The most resident at any time, against what stays; the file's mapped pages count too."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the kernel does not tell a process's peak")
     small = save_tiny("llama", tmp_path / "small")
-    base = tiny_config("llama").to_dict()
-    wide = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
-    config = LlamaConfig(**base | wide | {"head_dim": 128})
-    tiny_model(config).to(torch.bfloat16).save_pretrained(tmp_path / "large")
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(small), str(tmp_path / "large"), dtype],
+        [sys.executable, "-c", MEASURE, str(small), str(large), dtype],
         capture_output=True,
         text=True,
         check=False,

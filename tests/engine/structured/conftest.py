@@ -14,7 +14,7 @@ def writer(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LLM]:
     folder = tmp_path_factory.mktemp(request.param)
-    save_smallest(folder, tokenizer=TINY_TOKENIZERS[request.param]())
+    save_smallest(folder, layers=1, tokenizer=TINY_TOKENIZERS[request.param]())
     made = make_llm(folder, num_blocks=256)
     yield made
     made.close()

@@ -99,7 +99,7 @@ def refer(schema: Schema) -> Schema:
 SCHEMAS = TREES | TREES.map(refer)
 
 
-AT_ONCE = 5
+AT_ONCE = 10
 """Forms that are answered beside one another: the steps of one fit all."""
 
 

@@ -25,7 +25,7 @@ ERRORS = (KeyboardInterrupt, MemoryError, RuntimeError)
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     """An engine whose store has all prompts."""
-    folder = save_smallest(tmp_path_factory.mktemp("model"))
+    folder = save_smallest(tmp_path_factory.mktemp("model"), layers=1)
     kept = str(tmp_path_factory.mktemp("kept"))
     made = make_llm(folder, num_blocks=NUM_BLOCKS, cache_dir=kept, max_num_batched_tokens=256)
     for prompt in PROMPTS:

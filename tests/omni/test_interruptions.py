@@ -21,7 +21,7 @@ from tests.interruptions import Interruption
 from tests.omni.tiny_omni import save_qwen25
 from tests.omni.tiny_qwen3 import save_qwen3
 
-POINTS = int(os.environ.get("HEADSTART_INTERRUPTIONS", "16"))
+POINTS = int(os.environ.get("HEADSTART_INTERRUPTIONS", "10"))
 """Lines that are interrupted in each kind of run, of about 600 that it executes."""
 
 FEW = SamplingParams(temperature=0, max_tokens=4)

@@ -11,6 +11,7 @@ Either picture may be the copy, so each trial is done in both directions.
 import io
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -251,9 +252,13 @@ def _stacked(windows: list["Image"]) -> "Image":
 
 def _difference(one: "Image", other: "Image", windows: int) -> _Left:
     """Of two stacks of windows, but not of their borders: there a codec mixes two windows."""
-    steps = np.abs(np.asarray(one).astype(np.int16) - np.asarray(other))
+    from PIL import ImageChops
+
+    steps = np.asarray(ImageChops.difference(one, other))
     steps = steps.reshape(windows, -1, *steps.shape[1:])
     border = min(BORDER, *(side // 3 for side in steps.shape[1:3]))
     inner = slice(border, -border or None)
-    means = steps[:, inner, inner].mean((1, 2, 3))
-    return _Left(float(np.median(means)), float(means.mean()))
+    # Sums of whole numbers over one stretch of memory: NumPy's mean of a view takes twice as long.
+    steps = np.ascontiguousarray(steps[:, inner, inner]).reshape(windows, -1)
+    means = steps.sum(1, dtype=np.int64) / steps.shape[1]
+    return _Left(median(means.tolist()), float(means.mean()))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["router"]
 
 router = APIRouter()
+_PART = 4096  # ids
 
 
 class TokenizeRequest(Body):
@@ -66,20 +67,30 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     else:
         token_ids = await _encode_chat(service, body, request)
 
-    def tell() -> bytes:
-        texts = None
-        if body.return_token_strs:
-            texts = _tokenizer(service).convert_ids_to_tokens(token_ids)
-        told = {
-            "count": len(token_ids),
-            "max_model_len": service.llm.engine.max_model_len,
-            "tokens": token_ids,
-            "token_strs": texts,
-        }
-        # Piece by piece, so that other threads run between the pieces of a long list.
-        return "".join(json.JSONEncoder(separators=(",", ":")).iterencode(told)).encode()
+    told = await asyncio.to_thread(_tell, service, token_ids, bool(body.return_token_strs))
+    return Response(told, media_type="application/json")
 
-    return Response(await asyncio.to_thread(tell), media_type="application/json")
+
+def _tell(service: Service, token_ids: list[int], with_texts: bool) -> bytes:
+    """The answer of `/tokenize`, as JSON; `token_ids` are empty then.
+
+    Part by part from the end: one call in C for a million ids, or freeing so many objects at once,
+    would stop every other thread for longer than the gap between two tokens of a stream.
+    """
+    tokenizer = _tokenizer(service) if with_texts else None
+    count = len(token_ids)
+    ids: list[bytes] = []
+    texts: list[bytes] = []
+    while token_ids:
+        part = token_ids[-_PART:]
+        del token_ids[-_PART:]
+        ids.append(",".join(map(str, part)).encode())
+        if tokenizer is not None:
+            spelled = tokenizer.convert_ids_to_tokens(part)
+            texts.append(json.dumps(spelled, separators=(",", ":"))[1:-1].encode())
+    head = f'{{"count":{count},"max_model_len":{service.llm.engine.max_model_len},"tokens":['
+    end = b"null" if tokenizer is None else b"[" + b",".join(reversed(texts)) + b"]"
+    return head.encode() + b",".join(reversed(ids)) + b'],"token_strs":' + end + b"}"
 
 
 @router.post("/detokenize")

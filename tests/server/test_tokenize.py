@@ -9,6 +9,7 @@ import httpx
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from headstart.server.tokenize import _tell
 from tests.server.running import Running
 from tests.server.templates import ASSETS
 
@@ -35,6 +36,36 @@ def test_a_text_and_back(server: Running, tokenizer: PreTrainedTokenizerBase, te
     assert told["token_strs"] == tokenizer.convert_ids_to_tokens(told["tokens"])
     back = post(server, "/detokenize", {"model": "tiny", "tokens": told["tokens"]})
     assert back.json() == {"prompt": text}
+
+
+def test_a_text_of_several_parts(server: Running, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The answer is spelled in parts of 4,096 ids."""
+    text = "Anna is 31, Ben 45. " * 800
+    expected = tokenizer.encode(text)
+    assert len(expected) > 2 * 4096
+    told = post(server, "/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert (told["count"], told["tokens"]) == (len(expected), expected)
+    assert told["token_strs"] == tokenizer.convert_ids_to_tokens(expected)
+    assert post(server, "/tokenize", {"prompt": text}).json() == told | {"token_strs": None}
+
+
+def test_no_call_spells_more_than_a_part_of_a_long_list(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call in C for a million ids stops all other threads while it lasts."""
+    longest = 0
+
+    def spell(part: list[int]) -> list[str]:
+        nonlocal longest
+        longest = max(longest, len(part))
+        return ["a"] * len(part)
+
+    monkeypatch.setattr(server.llm.tokenizer, "convert_ids_to_tokens", spell)
+    token_ids = list(range(20_000))
+    told = json.loads(_tell(server.service, token_ids, True))
+    assert told["tokens"] == list(range(20_000))
+    assert 0 < longest <= 4096
+    assert token_ids == [], "freeing what is left at once takes as long"
 
 
 def test_a_conversation_is_the_prompt_of_a_chat(

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headstart.engine.vllm_api.metrics import MEANINGS, Counter, Gauge, read_metrics
+from headstart.engine.vllm_api.metrics import (
+    MEANINGS,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    read_metrics,
+)
 
 try:
     from ray.util import metrics
@@ -21,7 +28,7 @@ class RayGauges:
     """`vllm:...` and `headstart:...` as `ray_vllm_...` and `ray_headstart_...`, by replica.
 
     Ray Serve tags them with the replica. Counts are gauges here: Ray's counters can only be added
-    to, and the engine counts itself.
+    to, and the engine counts itself. Of a histogram they have its count and its sum.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -31,12 +38,18 @@ class RayGauges:
     async def update(self) -> None:
         """Tell Ray the values of now."""
         for metric in await self._llm.call(lambda: read_metrics(self._llm.engine)):
-            assert isinstance(metric, (Counter, Gauge))
-            name = metric.name.replace(":", "_")
             if isinstance(metric, Counter):
-                name += "_total"
-            if name not in self._gauges:
-                self._gauges[name] = metrics.Gauge(
-                    name, MEANINGS[metric.name], tag_keys=tuple(metric.labels)
-                )
-            self._gauges[name].set(metric.value, tags=metric.labels)
+                self._set(metric, "_total", metric.value)
+            elif isinstance(metric, Gauge):
+                self._set(metric, "", metric.value)
+            elif isinstance(metric, Histogram):
+                self._set(metric, "_count", metric.count)
+                self._set(metric, "_sum", metric.sum)
+
+    def _set(self, metric: Metric, ending: str, value: float) -> None:
+        name = metric.name.replace(":", "_") + ending
+        if name not in self._gauges:
+            self._gauges[name] = metrics.Gauge(
+                name, MEANINGS[metric.name], tag_keys=tuple(metric.labels)
+            )
+        self._gauges[name].set(value, tags=metric.labels)

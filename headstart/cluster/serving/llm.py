@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from headstart.engine.async_llm import AsyncLLM
 from headstart.engine.chat.requests import ChatRequests
 from headstart.engine.startup.start import Started
-from headstart.engine.vllm_api.metrics import Counter, Gauge, Metric
+from headstart.engine.vllm_api.metrics import Counter, Gauge, Histogram, Metric
 from headstart.validation import check_flag
 
 if TYPE_CHECKING:
@@ -44,11 +44,8 @@ class ReplicatedLLM(AsyncLLM):
     def read_metrics(self) -> list[Metric]:
         """Those of all replicas: sums, and of shares the mean. For any thread."""
         told = [metric for metrics in self.dispatcher.metrics.values() for metric in metrics]
-        found: dict[tuple[str, tuple[tuple[str, str], ...]], list[Counter | Gauge]] = defaultdict(
-            list
-        )
+        found: dict[tuple[str, tuple[tuple[str, str], ...]], list[Metric]] = defaultdict(list)
         for metric in told:
-            assert isinstance(metric, (Counter, Gauge))
             found[metric.name, tuple(metric.labels.items())].append(metric)
         return [_add(same) for same in found.values()]
 
@@ -61,9 +58,18 @@ class ReplicatedLLM(AsyncLLM):
         return all(await asyncio.to_thread(self._replicas.ask_all, "reset", again, tiers))
 
 
-def _add(same: list[Counter | Gauge]) -> Metric:
+def _add(same: list[Metric]) -> Metric:
     """One metric of what several replicas say of it."""
-    first, total = same[0], sum(one.value for one in same)
-    if isinstance(first, Counter):
-        return Counter(first.name, first.labels, int(total))
-    return Gauge(first.name, first.labels, total / len(same) if first.name == _USAGE else total)
+    name, labels = same[0].name, same[0].labels
+    counters = [one.value for one in same if isinstance(one, Counter)]
+    if counters:
+        return Counter(name, labels, sum(counters))
+    gauges = [one.value for one in same if isinstance(one, Gauge)]
+    if gauges:
+        return Gauge(name, labels, sum(gauges) / (len(gauges) if name == _USAGE else 1))
+    histograms = [one for one in same if isinstance(one, Histogram)]
+    buckets = {
+        bound: sum(one.buckets[bound] for one in histograms) for bound in histograms[0].buckets
+    }
+    count, total = sum(one.count for one in histograms), sum(one.sum for one in histograms)
+    return Histogram(name, labels, count, total, buckets)

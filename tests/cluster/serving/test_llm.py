@@ -2,15 +2,19 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from headstart import SamplingParams
+from headstart.cluster.serving import gauges
 from headstart.cluster.serving.llm import ReplicatedLLM
 from headstart.engine.adapters.request import LoRARequest
+from headstart.engine.vllm_api.metrics import Counter, Gauge, Histogram, Metric, read_metrics
 from headstart.errors import HeadstartError
 from tests.cluster.serving.scripted import Server
+from tests.engine.tiny_llm import make_llm, save_smallest
 
 LORA = LoRARequest("tables", 1, "/adapters/tables")
 
@@ -43,3 +47,59 @@ def test_replicas_take_no_adapters(
 ) -> None:
     with pytest.raises(HeadstartError, match=r"'tables'.*: replicas take no adapters"):
         asyncio.run(call(llm))
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[Metric]:
+    """All metrics of an engine that evicted something."""
+    made = make_llm(save_smallest(tmp_path_factory.mktemp("model")))
+    for first in range(3, 103, 10):
+        made.generate(
+            [list(range(first, first + 48))], SamplingParams(max_tokens=1), use_tqdm=False
+        )
+    found = read_metrics(made.engine)
+    made.close()
+    return found
+
+
+def test_metrics_of_replicas_are_added_up(llm: ReplicatedLLM, told: list[Metric]) -> None:
+    """Those of every kind that an engine has: /metrics failed when histograms came."""
+    llm.dispatcher.set_replicas(["one", "other"])
+    for name in llm.dispatcher.replicas:
+        llm.dispatcher.note_metrics(name, told)
+    added = {(m.name, tuple(m.labels.items())): m for m in llm.read_metrics()}
+    assert {type(metric) for metric in told} == {Counter, Gauge, Histogram}
+    for metric in told:
+        both = added[metric.name, tuple(metric.labels.items())]
+        if isinstance(metric, Histogram):
+            assert isinstance(both, Histogram)
+            assert (both.count, both.sum) == (2 * metric.count, 2 * metric.sum)
+            assert both.buckets == {bound: 2 * n for bound, n in metric.buckets.items()}
+            assert metric.count > 0
+        elif isinstance(metric, (Counter, Gauge)):
+            assert isinstance(both, (Counter, Gauge))
+            is_share = metric.name == "vllm:kv_cache_usage_perc"
+            assert both.value == metric.value * (1 if is_share else 2)
+
+
+def test_ray_is_told_every_metric(told: list[Metric], monkeypatch: pytest.MonkeyPatch) -> None:
+    values: dict[str, float] = {}
+
+    def gauge(name: str, about: str, tag_keys: tuple[str, ...]) -> Any:
+        def set_value(value: float, tags: dict[str, str]) -> None:
+            assert tuple(tags) == tag_keys and about
+            values[name] = value
+
+        return SimpleNamespace(set=set_value)
+
+    async def call(function: Callable[[], Any]) -> list[Metric]:
+        return told
+
+    monkeypatch.setattr(gauges, "metrics", SimpleNamespace(Gauge=gauge))
+    asyncio.run(gauges.RayGauges(SimpleNamespace(call=call)).update())  # type: ignore[arg-type]
+    names = {metric.name.replace(":", "_") for metric in told}
+    assert {name.removesuffix("_total") for name in values if "idle" not in name} == {
+        name for name in names if "idle" not in name
+    }
+    [ages] = [metric for metric in told if isinstance(metric, Histogram)]
+    assert values["vllm_kv_block_idle_before_evict_seconds_count"] == ages.count > 0

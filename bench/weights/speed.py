@@ -1,6 +1,7 @@
-"""Weights in 8 and 4 bits: time of a token and of a prefill, against float.
+"""Weights in 8, 5 and 4 bits: time of a token and of a prefill, against float.
 
-A model runs once per kind, in turns in one process, so that a noisy machine is noisy for all. A
+A model runs once per kind, in turns in one process, so that a noisy machine is noisy for all; with
+one thread the process's own CPU time is taken, in which others do not count. A
 decode waits for memory, and reads fewer bytes; a prefill waits for multiplications. Prints a table,
 and one JSON line.
 
@@ -16,7 +17,7 @@ import torch
 
 from headstart import LLM, SamplingParams
 
-KINDS = ("auto", "int8", "int4")
+KINDS = ("auto", "int8", "int5", "int4")
 DTYPE = "float32"
 PROMPT = 256
 TOKENS = 8
@@ -27,9 +28,10 @@ ROUNDS = 3
 def seconds(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
     """Time of a call, from prompt to last token; nothing is cached."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    begin = time.perf_counter()
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    begin = clock()
     llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def measure(llm: LLM, vocabulary: int, seed: int) -> dict[str, float]:

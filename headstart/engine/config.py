@@ -17,7 +17,7 @@ _COUNTS = Number(int, 1)
 _THREADS = Number(int, 1, 1024)  # far more end the process, which cannot start them
 _SHARES = Number(float, 0, 1, above_low=True)
 _DTYPES = OneOf(("auto", "float32", "bfloat16", "float16"))
-_WEIGHTS = OneOf(("auto", "int8", "int4"))
+_WEIGHTS = OneOf(("auto", "int8", "int5", "int4"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,9 @@ class EngineConfig(CacheOptions):
         _DTYPES,
     )
     weights: str = option(
-        "auto", "bits of the linear layers' weights: auto (the checkpoint's), int8, int4", _WEIGHTS
+        "auto",
+        "bits of the linear layers' weights: auto (the checkpoint's), int8, int5, int4",
+        _WEIGHTS,
     )
     device: str = option("cpu", "where the model runs: cpu, cuda, cuda:1, ...")
     # The cache takes any size, the attention kernels these.

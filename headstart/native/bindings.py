@@ -140,6 +140,10 @@ class Screen(ctypes.Structure):
 _ROWS: tuple[type[NamedTuple], ...] = (Segment, Merger)
 _STRUCTS = (AttentionStep, AttentionCall, Weight, Norm, Layer, LayerRun, Screen)
 
+_INT4 = (
+    (*(c_void_p,) * 3, c_int64, c_int64, c_int, c_void_p, c_int64, c_void_p, c_int),
+    None,
+)
 # Arguments, then the result. Addresses are c_void_p, which takes integers and `ctypes.byref`.
 _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "native_threads": ((c_void_p, c_void_p, c_void_p), None),
@@ -158,6 +162,8 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
         (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
         None,
     ),
+    "int4_linear": _INT4,
+    "int4_linear_avx512": _INT4,
     "rms_norm": ((c_void_p, c_float, c_void_p, c_int64, c_int64, c_void_p, c_int), None),
     "mlp": ((c_void_p, c_void_p, c_int64, c_void_p, c_int), None),
     "before_attention": (

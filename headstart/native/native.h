@@ -2,7 +2,7 @@
 //
 // Kernels are plain `extern "C"` functions, loaded by ctypes: neither Python's nor torch's headers
 // are needed, so the library builds wherever there is a compiler. Most files need AVX-512 with bf16
-// (avx512.h), narrow_linear.cpp AVX2; headstart_native_level() tells which of them this CPU can run.
+// (avx512.h), most of narrow/ AVX2; headstart_native_level() tells which of them this CPU can run.
 #pragma once
 
 #include <immintrin.h>

@@ -19,6 +19,7 @@ VECTOR(__m512i, int64_t, 64);
 VECTOR(__m512bh, int16_t, 64);
 VECTOR(__m256i, int64_t, 32);
 VECTOR(__m256bh, int16_t, 32);
+VECTOR(__m128i, int64_t, 16);
 using __mmask16 = uint16_t;
 using __mmask32 = uint32_t;
 
@@ -34,6 +35,7 @@ VECTOR(Int32, int32_t, 64);
 VECTOR(Uint32, uint32_t, 64);
 VECTOR(Uint16, uint16_t, 64);
 VECTOR(Half, uint16_t, 32);
+VECTOR(Bytes, uint8_t, 16);
 #undef VECTOR
 
 constexpr uint64_t ALL = ~uint64_t{0};
@@ -98,6 +100,13 @@ inline uint16_t narrow(float x) {
 }
 
 inline float widen(uint16_t x) { return flush(bits<float>(uint32_t{x} << 16)); }
+
+inline float from_float16(uint16_t x) {
+    const int exponent = x >> 10 & 31, fraction = x & 1023;
+    float size = std::ldexp(fraction + (exponent ? 1024.0f : 0.0f), (exponent ? exponent : 1) - 25);
+    if (exponent == 31) size = fraction ? NAN : INFINITY;
+    return x >> 15 ? -size : size;
+}
 
 inline float add_product(float sum, uint16_t a, uint16_t b) {
     return flush(flush(sum) + flush(widen(a) * widen(b)));
@@ -195,6 +204,8 @@ inline void _mm512_mask_store_ps(void* to, __mmask16 mask, __m512 x) {
 }
 inline __m512i _mm512_loadu_si512(const void* from) { return (__m512i)load<Int8>(from); }
 inline __m256i _mm256_loadu_si256(const void* from) { return (__m256i)load<Half>(from); }
+inline __m128i _mm_loadu_si128(const void* from) { return (__m128i)load<Bytes>(from); }
+inline void _mm512_storeu_ps(void* to, __m512 x) { return store<float>(to, ALL, x); }
 inline void _mm512_storeu_si512(void* to, __m512i x) { return store<int64_t>(to, ALL, x); }
 inline void _mm256_storeu_si256(void* to, __m256i x) { return store<int64_t>(to, ALL, x); }
 inline __m512 _mm512_maskz_loadu_ps(__mmask16 mask, const void* from) {
@@ -269,9 +280,12 @@ LANES(Int32, __m512i, _mm512_dpbusd_epi32, (__m512i sum, __m512i a, __m512i b),
 LANES(__m512, __m512, _mm512_cvtepi32_ps, (__m512i x), ((Int32)x)[i])
 LANES_UNDER(Int32, __m512i, _mm512_maskz_cvtps_epi32, (__mmask16 mask, __m512 x), integer(x[i]))
 LANES(Int32, __m512i, _mm512_cvtepu16_epi32, (__m256i x), ((Half)x)[i])
+LANES(Int32, __m512i, _mm512_cvtepu8_epi32, (__m128i x), ((Bytes)x)[i])
+LANES(__m512, __m512, _mm512_cvtph_ps, (__m256i x), from_float16(((Half)x)[i]))
 inline __m512i _mm512_add_epi32(__m512i a, __m512i b) { return (__m512i)((Uint32)a + (Uint32)b); }
 inline __m512i _mm512_sub_epi32(__m512i a, __m512i b) { return (__m512i)((Uint32)a - (Uint32)b); }
 inline __m512i _mm512_slli_epi32(__m512i x, int count) { return (__m512i)((Uint32)x << count); }
+inline __m512i _mm512_srli_epi32(__m512i x, int count) { return (__m512i)((Uint32)x >> count); }
 inline __m512i _mm512_and_si512(__m512i a, __m512i b) { return a & b; }
 inline __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's linear layers into 8 or 4 bits."""
+"""Reads a checkpoint's linear layers into 8, 5 or 4 bits."""
 
 from torch import Tensor, nn
 

@@ -1,10 +1,11 @@
-"""GGUF's 4-bit formats as weights of ours: the same values, scales rounded to bfloat16.
+"""GGUF's formats of 4 and 5 bits as weights of ours: the same values, steps rounded to float16.
 
     Q4_0    32 weights: d, 16 bytes                     weight = d * (value - 8)
     Q4_1    32 weights: d, m, 16 bytes                  weight = d * value + m
     Q4_K    256 weights: d, least, 8 times 2 * 6 bits   weight = d * scale * value - least * min
 
-A byte of the first two holds the values at i and i + 16 of its block.
+A byte of the first two holds the values at i and i + 16 of its block. Q5_0, Q5_1 and Q5_K have the
+fifth bits besides: 4 bytes with a bit for each weight, or 32 with a bit for each group of a block.
 """
 
 from collections.abc import Callable
@@ -14,9 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headstart.models.linear.int4 import GROUP, Int4Weight, pack_int4
+from headstart.models.linear import WeightKind
+from headstart.models.linear.int4 import GROUP, Form, Grid, Int4Weight, pack_int4
 
-__all__ = ["FORMATS", "read_int4"]
+__all__ = ["FORMATS", "read_weight"]
 
 _Bytes = NDArray[np.uint8]
 _Floats = NDArray[np.float32]
@@ -30,21 +32,26 @@ class _Blocks(NamedTuple):
     start: _Floats
 
 
-def read_int4(data: _Bytes, kind: str, library: Any) -> Int4Weight:
+def read_weight(data: _Bytes, name: str, library: Any) -> Int4Weight:
     """A weight of rows of blocks, uint8 `[outputs, bytes]`, in one of `FORMATS`."""
-    size, read = _FORMATS[kind]
+    size, kind, read = _FORMATS[name]
     outputs = len(data)
     blocks = read(np.ascontiguousarray(data).reshape(-1, size), library)
     values = blocks.values.reshape(outputs, -1)
     step, start = (part.reshape(outputs, -1) for part in (blocks.step, blocks.start))
-    scales, zeros = torch.from_numpy(step), torch.from_numpy(start + 8 * step)
     assert values.shape[1] == GROUP * step.shape[1]
-    return pack_int4(torch.from_numpy(values), scales, zeros, values.shape[1])
+    grid = Grid(*map(torch.from_numpy, (values, step, start)))
+    return pack_int4(grid, Form(5 if kind == "int5" else 4, in_bytes=False))
 
 
 def _halves(data: _Bytes) -> _Bytes:
     """The lower halves of the bytes, then the upper ones."""
     return np.concatenate((data & 15, data >> 4), axis=1)
+
+
+def _spread(data: _Bytes) -> _Bytes:
+    """The bits of each row's bytes, from the lowest on, as fifth bits of values."""
+    return np.unpackbits(data, axis=1, bitorder="little") << 4
 
 
 def _float(data: _Bytes) -> _Floats:
@@ -60,6 +67,24 @@ def _q4_1(blocks: _Bytes, _: Any) -> _Blocks:
     return _Blocks(_halves(blocks[:, 4:]), _float(blocks[:, :2]), _float(blocks[:, 2:4]))
 
 
+def _q5_0(blocks: _Bytes, _: Any) -> _Blocks:
+    step = _float(blocks[:, :2])
+    return _Blocks(_halves(blocks[:, 6:]) | _spread(blocks[:, 2:6]), step, -16 * step)
+
+
+def _q5_1(blocks: _Bytes, _: Any) -> _Blocks:
+    values = _halves(blocks[:, 8:]) | _spread(blocks[:, 4:8])
+    return _Blocks(values, _float(blocks[:, :2]), _float(blocks[:, 2:4]))
+
+
+def _q5_k(blocks: _Bytes, library: Any) -> _Blocks:
+    fours = _q4_k(np.concatenate((blocks[:, :16], blocks[:, 48:]), axis=1), library)
+    groups = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
+    fifths = ((blocks[:, 16:48].reshape(-1, 1, GROUP) >> groups) & 1) << 4
+    values = fours.values.reshape(-1, 8, GROUP) | fifths
+    return fours._replace(values=values)
+
+
 def _q4_k(blocks: _Bytes, library: Any) -> _Blocks:
     scale, least = library.quants.Q4_K.get_scale_min(blocks[:, 4:16])
     step = _float(blocks[:, :2]) * scale.astype(np.float32)
@@ -68,10 +93,13 @@ def _q4_k(blocks: _Bytes, library: Any) -> _Blocks:
     return _Blocks(np.concatenate((pairs & 15, pairs >> 4), axis=2), step, start)
 
 
-_FORMATS: dict[str, tuple[int, Callable[[_Bytes, Any], _Blocks]]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q4_K": (144, _q4_k),
+_FORMATS: dict[str, tuple[int, WeightKind, Callable[[_Bytes, Any], _Blocks]]] = {
+    "Q4_0": (18, "int4", _q4_0),
+    "Q4_1": (20, "int4", _q4_1),
+    "Q4_K": (144, "int4", _q4_k),
+    "Q5_0": (22, "int5", _q5_0),
+    "Q5_1": (24, "int5", _q5_1),
+    "Q5_K": (176, "int5", _q5_k),
 }
-FORMATS = frozenset(_FORMATS)
-"""The formats whose bits are kept."""
+FORMATS: dict[str, WeightKind] = {name: kind for name, (_, kind, _) in _FORMATS.items()}
+"""The formats whose bits are kept, and the kinds of our own that they become."""

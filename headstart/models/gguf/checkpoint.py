@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headstart.models.dense.shape import OtherKind
-from headstart.models.gguf.blocks import FORMATS, read_int4
+from headstart.models.gguf.blocks import FORMATS, read_weight
 from headstart.models.gguf.library import import_gguf
 from headstart.models.linear import WeightKind
 from headstart.models.linear.int4 import Int4Weight
@@ -116,24 +116,25 @@ class GGUFCheckpoint:
         own = self._type(name)
         if own in _FLOATS:
             return None
-        return "int4" if own in FORMATS or own in _NARROW else "int8"
+        return FORMATS.get(own, "int4" if own in _NARROW else "int8")
 
-    def int4(self, name: str) -> Int4Weight | None:
-        """The tensor in its own 4 bits; None if it has others."""
+    def packed(self, name: str) -> Int4Weight | None:
+        """The tensor in its own 4 or 5 bits; None if it has others."""
         own = self._type(name)
         if own not in FORMATS:
             return None
-        return read_int4(self._rows(name, self._tensors[name].data), own, self._gguf)
+        return read_weight(self._rows(name, self._tensors[name].data), own, self._gguf)
 
     def tell(self) -> None:
         """Log in one line what becomes of the file's formats."""
         kinds = Counter(map(self._type, self._tensors))
-        kept = [f"{count} {kind}" for kind, count in kinds.items() if kind in FORMATS | _FLOATS]
+        kept_formats = FORMATS.keys() | _FLOATS
+        kept = [f"{count} {kind}" for kind, count in kinds.items() if kind in kept_formats]
         other = {self._type(name): self.kind(name) for name in self._tensors}
         made = [
             f"{count} {kind} re-quantised to {other[kind]}"
             for kind, count in kinds.items()
-            if kind not in FORMATS | _FLOATS
+            if kind not in kept_formats
         ]
         _log.info("tensors of the GGUF file: %s", ", ".join([*kept, *made]))
 

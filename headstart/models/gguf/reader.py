@@ -6,7 +6,7 @@ from headstart.models.dense.quantized import QuantizedReader
 from headstart.models.dense.weights import FloatReader
 from headstart.models.gguf.checkpoint import GGUFCheckpoint
 from headstart.models.linear import make_linear
-from headstart.models.linear.int4 import Int4Linear
+from headstart.models.linear.int4 import Int4Linear, Int5Linear
 
 __all__ = ["GGUFReader"]
 
@@ -25,9 +25,9 @@ class GGUFReader(QuantizedReader):
         if kind is None:
             return self._floats.linear(name, inputs, outputs, bias)
         own = self._floats.tensor(f"{name}.bias") if bias else None
-        packed = self._checkpoint.int4(f"{name}.weight")
+        packed = self._checkpoint.packed(f"{name}.weight")
         if packed is not None:
-            return Int4Linear(packed, own)
+            return (Int5Linear if packed.form.bits == 5 else Int4Linear)(packed, own)
         return make_linear(self._floats.tensor(f"{name}.weight"), own, kind)
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:

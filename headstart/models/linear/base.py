@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from headstart.errors import ConfigError
 
-__all__ = ["TILE", "QuantizedLinear", "WeightKind", "find_kind", "scratch"]
+__all__ = ["REVISIONS", "TILE", "QuantizedLinear", "WeightKind", "find_kind", "scratch"]
 
-WeightKind = Literal["int8", "int4"]
+WeightKind = Literal["int8", "int5", "int4"]
 """How the weights of linear layers are kept, if not as the checkpoint has them."""
 
 
@@ -21,6 +21,10 @@ def find_kind(name: str) -> WeightKind | None:
     if name != "auto" and name not in kinds:
         raise ConfigError(f"weights is {name!r}; it may be auto, {', '.join(kinds)}")
     return next((kind for kind in kinds if kind == name), None)
+
+
+REVISIONS: dict[WeightKind, int] = {"int8": 1, "int5": 1, "int4": 2}
+"""How a kind rounds weights: another number for other weights, and so for other K/V."""
 
 
 TILE = 1 << 20

@@ -1,176 +1,290 @@
-"""Weights in 4 bits: a scale and a zero point for each 32 inputs of an output.
+"""Weights in 4 or 5 bits: a step and a start for each 32 inputs of an output.
 
-    weight[o, i]  ~  (values[o, i] - 8) * scale[o, i // 32] + zero[o, i // 32]      values 0 .. 15
+    weight[o, i]  ~  (value[o, i] * step[o, i // 32] + start[o, i // 32]) * scales[o] * columns[i]
 
-Scales and zero points are bfloat16, as torch's product of few rows takes them: 5 bits a weight in
-all. That product also rounds the rows, and its result, to bfloat16; it sums in float32, each row
-by itself, so a row has the same bits alone and in any batch of few rows.
+Steps and starts have 8 bits each, in units of their output's largest; so a weight has 4.5 or 5.5
+bits in all. Those of a GGUF file are float16, and have its values: 5 or 6 bits.
 
-The layout is that product's own. Outputs lie in panels of 32 (AVX2) or 64 (AVX-512); a byte holds
-two outputs of one input, of which the first is in the lower half of the panel:
+`scales` and `columns` are what is common to an output and to an input. They make all outputs and
+inputs equally large before they are rounded, so that a small input does not take the step of its
+large neighbours: half of what 4 bits lose. SINQ (arXiv 2509.22944) gives a weight two such scales.
 
-    packed[p, i, j]  =  values[p * panel + j, i]  |  values[p * panel + panel / 2 + j, i] << 4
-
-Many rows take a float product: the weight is dequantised tile by tile into scratch memory.
+`native/narrow/int4.h` says how the bytes lie, and how rows are multiplied: each 32 inputs of a row
+become whole numbers of 8 bits. Without compiled kernels, and on other devices, the weight is made
+float32 tile by tile in scratch memory.
 """
 
-from functools import cache
-from typing import ClassVar, NamedTuple
+import ctypes
+from functools import cached_property
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from headstart.models.linear.base import TILE, QuantizedLinear, WeightKind, scratch
+from headstart.native import avx2_library, library
 
-__all__ = ["GROUP", "Int4Linear", "Int4Weight", "pack_int4", "quantize_int4"]
+__all__ = [
+    "GROUP",
+    "Common",
+    "Form",
+    "Grid",
+    "Int4Linear",
+    "Int4Weight",
+    "Int5Linear",
+    "pack_int4",
+    "quantize_int4",
+]
 
 GROUP = 32
-"""Inputs that share a scale. With 64, half of what a weight loses more is lost again."""
-_LEVELS = 15
-_MIDDLE = 8
+"""Inputs that share a step."""
 _TINY = 1e-30
-_PANEL = 32
-# From this many rows on, dequantising costs less than what the product of few rows loses.
-_MOST_FEW_ROWS = 48
+_SMALLEST_COLUMN = 1e-15  # no element is much larger: what it is divided by fits into float16
+_PANEL = 16  # outputs
+_NIBBLES = _PANEL * GROUP // 2  # bytes of a group of a panel
+_MOST = 255  # of a step's or a start's byte
+
+
+class Form(NamedTuple):
+    """How a weight lies in memory: values of 4 or 5 bits, steps and starts in bytes or float16."""
+
+    bits: Literal[4, 5]
+    in_bytes: bool
+
+    @property
+    def number(self) -> int:
+        """Its number in the compiled kernels."""
+        return 2 * (self.bits == 5) + self.in_bytes
+
+    @property
+    def levels(self) -> int:
+        """The largest value."""
+        return (1 << self.bits) - 1
+
+    @property
+    def start_unit(self) -> float:
+        """What a start's number is multiplied by."""
+        return -float(1 << (self.bits - 1)) if self.in_bytes else 1.0
+
+    @property
+    def starts(self) -> int:
+        """Where the starts begin in a block, in bytes; the steps come before them."""
+        return _PANEL * (1 if self.in_bytes else 2)
 
 
 class Int4Weight(NamedTuple):
-    """A packed weight: uint8 `[panels, inputs, panel / 2]`, bfloat16 `[groups, outputs, 2]`.
+    """A packed weight.
 
-    `outputs` and `inputs` of the weight itself, without what fills the last panel and group.
+    `blocks` uint8 `[panels, groups, bytes]`, `scales` float32 `[outputs]`; `columns` float32
+    `[inputs]`, or None for ones.
     """
 
-    packed: Tensor
-    grid: Tensor
-    outputs: int
+    blocks: Tensor
+    scales: Tensor
+    columns: Tensor | None
     inputs: int
-
-    @property
-    def panel(self) -> int:
-        """Outputs of a panel."""
-        return 2 * self.packed.shape[2]
+    form: Form
 
     def tile(self, first: int, last: int) -> Tensor:
-        """The weight of some panels, transposed: float32 `[inputs, outputs]` of scratch memory."""
-        bytes_ = self.packed[first:last].transpose(0, 1)
-        inputs, panels, half = bytes_.shape
-        tile = scratch(2 * bytes_.numel(), bytes_.device).view(inputs, panels, 2, half)
-        tile[:, :, 0] = bytes_ & _LEVELS
-        tile[:, :, 1] = bytes_ >> 4
-        scale, zero = self.grid[:, first * self.panel : last * self.panel].float().unbind(-1)
-        groups = tile.view(len(scale), GROUP, -1)
-        groups.mul_(scale.unsqueeze(1)).add_((zero - _MIDDLE * scale).unsqueeze(1))
-        return tile.view(inputs, -1)
+        """The weight of some panels before `scales` and `columns`: float32 `[outputs, inputs]`.
+
+        It is scratch memory, and has whole groups.
+        """
+        form, blocks = self.form, self.blocks[first:last]
+        panels, groups, _ = blocks.shape
+        grid = blocks[..., : 2 * form.starts]
+        grid = (grid if form.in_bytes else grid.view(torch.float16)).view(panels, groups, 2, _PANEL)
+        steps, starts = grid.permute(2, 0, 3, 1).float().unsqueeze(-1).unbind(0)
+        tile = scratch(panels * _PANEL * groups * GROUP, blocks.device)
+        # [panel][output][group][half][v][b], see int4.h
+        values = tile.view(panels, _PANEL, groups, 2, 4, 4)
+        nibbles = blocks[..., 2 * form.starts :][..., :_NIBBLES].view(panels, groups, 4, _PANEL, 4)
+        nibbles = nibbles.permute(0, 3, 1, 2, 4)
+        for half in range(2):
+            values[:, :, :, half] = (nibbles >> 4 * half) & 15
+        if form.bits == 5:
+            fifths = blocks[..., 2 * form.starts + _NIBBLES :].view(panels, groups, _PANEL, 4)
+            fifths = fifths.transpose(1, 2)
+            for v in range(4):
+                for half in range(2):
+                    values[:, :, :, half, v] += ((fifths >> (2 * v + half)) & 1) * 16
+        tile.view(panels, _PANEL, groups, GROUP).mul_(steps).add_(starts * form.start_unit)
+        return tile.view(panels * _PANEL, groups * GROUP)
 
 
-def quantize_int4(weight: Tensor) -> Int4Weight:
-    """A 4-bit weight near a floating-point `[outputs, inputs]`.
+class Grid(NamedTuple):
+    """Values uint8 `[outputs, whole groups]`; steps and starts `[outputs, groups]`, as kept."""
 
-    Each group's grid reaches from its smallest to its largest element.
-    """
+    values: Tensor
+    steps: Tensor
+    starts: Tensor
+
+
+class Common(NamedTuple):
+    """What the weights of an output, and of an input, have in common: float32."""
+
+    scales: Tensor
+    columns: Tensor
+
+
+def quantize_int4(weight: Tensor, bits: Literal[4, 5]) -> Int4Weight:
+    """A weight of 4 or 5 bits near a floating-point `[outputs, inputs]`."""
     outputs, inputs = weight.shape
-    values, scales, zeros = [], [], []
-    step = max(1, TILE // max(1, inputs))
-    for start in range(0, outputs, step):  # no second copy of all of it in float32
-        part = weight[start : start + step].detach().float()
-        padded = nn.functional.pad(part, (0, -inputs % GROUP))
-        groups = padded.view(len(part), -1, GROUP)
-        low, high = groups.aminmax(dim=-1)
-        scale = ((high - low) / _LEVELS).clamp_min_(_TINY).bfloat16()
-        zero = (low + _MIDDLE * scale.float()).bfloat16()
-        at = (groups - zero.float().unsqueeze(-1)) / scale.float().unsqueeze(-1)
-        values.append(at.round_().add_(_MIDDLE).clamp_(0, _LEVELS).to(torch.uint8).flatten(1))
-        scales.append(scale)
-        zeros.append(zero)
-    return pack_int4(torch.cat(values), torch.cat(scales), torch.cat(zeros), inputs)
+    rows = max(1, TILE // 4 // max(1, inputs))  # a few copies of them stay in the caches
+    scales, columns = _common(weight, rows)
+    form, grids = Form(bits, True), []
+    for at in range(0, outputs, rows):
+        part = weight[at : at + rows].detach().float()
+        part = part.div(scales[at : at + rows].unsqueeze(1)).div_(columns)
+        groups = nn.functional.pad(part, (0, -inputs % GROUP)).view(len(part), -1, GROUP)
+        grid, units = _round(groups, form)
+        scales[at : at + rows] *= units
+        grids.append(grid)
+    grid = Grid(*(torch.cat(parts) for parts in zip(*grids, strict=True)))
+    return pack_int4(grid, form, Common(scales, columns))
 
 
-def pack_int4(values: Tensor, scales: Tensor, zeros: Tensor, inputs: int) -> Int4Weight:
-    """A weight of these values uint8 `[outputs, inputs]`, scales and zero points `[.., groups]`.
+def _round(groups: Tensor, form: Form) -> tuple[Grid, Tensor]:
+    """Groups float32 `[outputs, groups, 32]` in units float32 `[outputs]`.
 
-    The last group is whole in `values`; `inputs` says how many of its inputs count.
+    A group's first grid reaches from its smallest to its largest element; the one that is kept is
+    nearest to the elements at the values that they have there. Grids begin at zero or below.
     """
-    outputs = len(values)
-    panel = _kernel_panel() or _PANEL
-    fill = -outputs % panel
-    panels = nn.functional.pad(values, (0, 0, 0, fill)).view(-1, panel, values.shape[1])
-    low, high = panels[:, : panel // 2], panels[:, panel // 2 :]
-    packed = (low | high << 4).transpose(1, 2).contiguous()
-    grid = torch.stack((scales, zeros), dim=-1).to(torch.bfloat16).transpose(0, 1)
-    grid = nn.functional.pad(grid, (0, 0, 0, fill)).contiguous()
-    return Int4Weight(packed, grid, outputs, inputs)
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    step = ((high - low) / form.levels).clamp_min_(_TINY)
+    values = ((groups - low) / step).round_()
+    mean_value, mean = values.mean(dim=-1, keepdim=True), groups.mean(dim=-1, keepdim=True)
+    values -= mean_value
+    squares = values.square().sum(dim=-1, keepdim=True)
+    fitted = (values * groups).sum(dim=-1, keepdim=True) / squares
+    step = torch.where(squares > 0, fitted, step).squeeze(-1)
+    low = (mean - mean_value * step.unsqueeze(-1)).squeeze(-1).clamp_max_(0)
+    high = torch.maximum(low + step * form.levels, groups.new_zeros(()))
+    largest = torch.maximum((high - low) / form.levels, low / form.start_unit)
+    units = largest.amax(dim=1, keepdim=True).div_(_MOST).clamp_min_(_TINY)
+    starts = low.div_(units * form.start_unit).round_()
+    begin = starts * form.start_unit
+    steps = high.div_(units).sub_(begin).div_(form.levels).round_().clamp_(1, _MOST)
+    places = (groups / units.unsqueeze(-1)).sub_(begin.unsqueeze(-1)).div_(steps.unsqueeze(-1))
+    values = places.round_().clamp_(0, form.levels).flatten(1)
+    kept = Grid(values.to(torch.uint8), steps.to(torch.uint8), starts.to(torch.uint8))
+    return kept, units.squeeze(1)
+
+
+def _common(weight: Tensor, rows: int) -> Common:
+    """The largest of each output; the root mean square of each input in units of it."""
+    scales = weight.new_empty(len(weight), dtype=torch.float32)
+    squares = weight.new_zeros(weight.shape[1], dtype=torch.float32)
+    for at in range(0, len(weight), rows):
+        part = weight[at : at + rows].detach().float()
+        scale = part.abs().amax(dim=1).clamp_min_(_TINY)
+        scales[at : at + rows] = scale
+        squares += part.div(scale.unsqueeze(1)).square_().sum(dim=0)
+    return Common(scales, (squares / max(1, len(weight))).sqrt_().clamp_min_(_SMALLEST_COLUMN))
+
+
+def pack_int4(grid: Grid, form: Form, common: Common | None = None) -> Int4Weight:
+    """A weight of these values; `common.columns` says how many inputs count."""
+    outputs, groups = grid.steps.shape
+    fill = (0, 0, 0, -outputs % _PANEL)
+    kept = torch.uint8 if form.in_bytes else torch.float16
+    parts = []
+    for numbers in (grid.steps, grid.starts):
+        panels = nn.functional.pad(numbers.to(kept), fill).view(-1, _PANEL, groups)
+        parts.append(panels.transpose(1, 2).contiguous().view(torch.uint8))
+    values = nn.functional.pad(grid.values, fill).view(-1, _PANEL, groups, 2, 4, 4)
+    values = values.permute(0, 2, 3, 4, 1, 5)  # [panel][group][half][v][output][b], see int4.h
+    parts.append(((values[:, :, 0] & 15) | (values[:, :, 1] & 15) << 4).flatten(2))
+    if form.bits == 5:
+        fifths = torch.zeros_like(values[:, :, 0, 0])
+        for v in range(4):
+            for half in range(2):
+                fifths |= (values[:, :, half, v] >> 4) << (2 * v + half)
+        parts.append(fifths.flatten(2))
+    blocks = torch.cat(parts, dim=-1)
+    if common is None:
+        ones = torch.ones(outputs, dtype=torch.float32, device=blocks.device)
+        return Int4Weight(blocks, ones, None, grid.values.shape[1], form)
+    return Int4Weight(blocks, common.scales, common.columns, len(common.columns), form)
 
 
 class Int4Linear(QuantizedLinear):
-    """A linear layer with an int4 weight."""
+    """A linear layer with a weight of 4 bits."""
 
     kind: ClassVar[WeightKind] = "int4"
-    rounding: ClassVar[float] = torch.finfo(torch.bfloat16).eps
-    packed: Tensor
-    grid: Tensor
+    bits: ClassVar[Literal[4, 5]] = 4
+    rounding: ClassVar[float] = 1 / 127
+    blocks: Tensor
+    scales: Tensor
+    columns: Tensor | None
 
     def __init__(self, weight: Int4Weight, bias: Tensor | None = None) -> None:
-        super().__init__(weight.inputs, weight.outputs, bias)
-        self.register_buffer("packed", weight.packed, persistent=False)
-        self.register_buffer("grid", weight.grid, persistent=False)
-        self._fill = -weight.inputs % GROUP
-        self._has_kernel = weight.packed.device.type == "cpu" and _kernel_panel() is not None
+        assert weight.form.bits == self.bits
+        super().__init__(weight.inputs, len(weight.scales), bias)
+        self.form = weight.form
+        self.register_buffer("blocks", weight.blocks, persistent=False)
+        self.register_buffer("scales", weight.scales, persistent=False)
+        self.register_buffer("columns", weight.columns, persistent=False)
 
     @classmethod
     def quantize(cls, weight: Tensor, bias: Tensor | None) -> "Int4Linear":
-        return cls(quantize_int4(weight), bias)
+        return cls(quantize_int4(weight, cls.bits), bias)
 
     @property
-    def weight_parts(self) -> Int4Weight:
+    def parts(self) -> Int4Weight:
         """The packed weight."""
-        return Int4Weight(self.packed, self.grid, self.out_features, self.in_features)
+        return Int4Weight(self.blocks, self.scales, self.columns, self.in_features, self.form)
 
     def unpack(self) -> Tensor:
-        weight = self.weight_parts
-        tiles = [weight.tile(at, at + 1).T.clone() for at in range(len(self.packed))]
-        return torch.cat(tiles)[: self.out_features, : self.in_features]
+        weight = self.parts
+        tiles = [weight.tile(at, at + 1).clone() for at in range(len(self.blocks))]
+        found = torch.cat(tiles)[: self.out_features, : self.in_features]
+        found = found * self.scales.unsqueeze(1)
+        return found if self.columns is None else found * self.columns
 
     def multiply(self, rows: Tensor) -> Tensor:
-        if self._fill:
-            rows = nn.functional.pad(rows, (0, self._fill))
-        if self._has_kernel and len(rows) <= _MOST_FEW_ROWS:
-            return self._multiply_few(rows)
-        return self._multiply_tiles(rows)
+        return self._multiply_tiles(rows) if self._kernel is None else self._multiply(rows)
 
-    def _multiply_few(self, rows: Tensor) -> Tensor:
-        out = _kernel(rows.bfloat16(), self.packed, self.grid)
-        return out[:, : self.out_features].float()
+    @cached_property
+    def _kernel(self) -> "ctypes._NamedFuncPointer | None":
+        """The compiled product for this CPU."""
+        if self.blocks.device.type != "cpu":
+            return None
+        if (found := library()) is not None:
+            return found.headstart_int4_linear_avx512
+        return None if (found := avx2_library()) is None else found.headstart_int4_linear
+
+    def _multiply(self, rows: Tensor) -> Tensor:
+        assert self._kernel is not None
+        rows, out = rows.contiguous(), rows.new_empty((len(rows), self.out_features))
+        self._kernel(
+            self.blocks.data_ptr(),
+            self.scales.data_ptr(),
+            None if self.columns is None else self.columns.data_ptr(),
+            self.out_features,
+            self.in_features,
+            self.form.number,
+            rows.data_ptr(),
+            len(rows),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
 
     def _multiply_tiles(self, rows: Tensor) -> Tensor:
-        weight = self.weight_parts
-        count = len(self.packed)
-        out = rows.new_empty((len(rows), count * weight.panel))
-        step = max(1, TILE // (weight.panel * rows.shape[1]))
-        for first in range(0, count, step):
-            last = min(count, first + step)
-            out[:, first * weight.panel : last * weight.panel] = rows @ weight.tile(first, last)
-        return out[:, : self.out_features]
+        rows = rows if self.columns is None else rows * self.columns
+        rows = nn.functional.pad(rows, (0, -self.in_features % GROUP))
+        out = rows.new_empty((len(rows), len(self.blocks) * _PANEL))
+        step = max(1, TILE // (_PANEL * rows.shape[1]))
+        for first in range(0, len(self.blocks), step):
+            last = min(len(self.blocks), first + step)
+            tile = self.parts.tile(first, last)
+            torch.matmul(rows, tile.T, out=out[:, first * _PANEL : last * _PANEL])
+        return out[:, : self.out_features] * self.scales
 
 
-def _kernel(rows: Tensor, packed: Tensor, grid: Tensor) -> Tensor:
-    """Rows bfloat16 times a packed weight, by torch's product for few rows."""
-    flat = packed.view(-1, packed.shape[1] // 2)
-    out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, flat, GROUP, grid)
-    return out
+class Int5Linear(Int4Linear):
+    """A linear layer with a weight of 5 bits."""
 
-
-@cache
-def _kernel_panel() -> int | None:
-    """Outputs of a panel of torch's product on this CPU; None if it has another layout, or none."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randint(16, (128, GROUP), generator=generator, dtype=torch.int32)
-    try:
-        wanted = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 1).flatten()
-    except (RuntimeError, AttributeError):  # torch was built without, or has another name for it
-        return None
-    for panel in (32, 64):
-        panels = values.to(torch.uint8).view(-1, panel, GROUP)
-        low, high = panels[:, : panel // 2], panels[:, panel // 2 :]
-        if torch.equal((low | high << 4).transpose(1, 2).flatten(), wanted):
-            return panel
-    return None
+    kind: ClassVar[WeightKind] = "int5"
+    bits: ClassVar[Literal[4, 5]] = 5

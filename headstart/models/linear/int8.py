@@ -14,8 +14,8 @@ Three ways to multiply, of which `Int8Linear` takes the first that this machine 
    which has 14 bits, at the price of a second row that costs nothing while the product waits for
    memory. Sums of integers are exact, so a row's result has the same bits alone, in any batch, on
    any number of threads and on any CPU that takes this way.
-2. On a CPU with AVX2 and without VNNI: in float32, by a compiled product that reads the weight once
-   for a few rows; many rows as in 3.
+2. On a CPU with AVX2 and without VNNI: as integers, by a compiled product of rows in 15 bits (see
+   `native/narrow/int8.cpp`). It, too, gives a row the same bits in any batch.
 3. Anywhere: the weight is dequantised tile by tile into scratch memory for a float product.
 """
 
@@ -37,8 +37,6 @@ _LEVELS = 127
 _DIGIT = 63  # the largest digit
 _ZERO_POINT = 64
 _TINY = 1e-30  # an all-zero row has no scale
-# From this many rows on torch's float product is faster than the compiled one.
-_MANY_ROWS = 24
 
 
 class Int8Weight(NamedTuple):
@@ -94,11 +92,11 @@ class Int8Linear(QuantizedLinear):
     def multiply(self, rows: Tensor) -> Tensor:
         if self._packed is not None:
             return _multiply_digits(rows, self._packed)
-        if self._library is not None and len(rows) < _MANY_ROWS:
-            return self._multiply_few(rows, self._library)
+        if self._library is not None:
+            return self._multiply_compiled(rows, self._library)
         return _multiply_tiles(rows, Int8Weight(self.values, self.scales))
 
-    def _multiply_few(self, rows: Tensor, library: ctypes.CDLL) -> Tensor:
+    def _multiply_compiled(self, rows: Tensor, library: ctypes.CDLL) -> Tensor:
         rows, out = rows.contiguous(), rows.new_empty((len(rows), self.out_features))
         library.headstart_int8_linear(
             self.values.data_ptr(),
@@ -171,11 +169,7 @@ def _unpack(packed: Any) -> Tensor:
 
 
 def _multiplies_integers() -> bool:
-    """True if products of 8-bit integers are faster here than float32's, or if nothing else is.
-
-    Without VNNI, FBGEMM takes as long as float32 for many rows, and for one row twice as long as
-    the compiled product.
-    """
+    """True if FBGEMM is faster here than the compiled product, or if there is none."""
     return avx2_library() is None or not cpu_flags().isdisjoint({"avx512_vnni", "avx_vnni"})
 
 

@@ -3,12 +3,16 @@
 from torch import Tensor
 
 from headstart.models.linear.base import QuantizedLinear, WeightKind
-from headstart.models.linear.int4 import Int4Linear
+from headstart.models.linear.int4 import Int4Linear, Int5Linear
 from headstart.models.linear.int8 import Int8Linear
 
 __all__ = ["make_linear"]
 
-_LAYERS: dict[WeightKind, type[QuantizedLinear]] = {"int8": Int8Linear, "int4": Int4Linear}
+_LAYERS: dict[WeightKind, type[QuantizedLinear]] = {
+    "int8": Int8Linear,
+    "int5": Int5Linear,
+    "int4": Int4Linear,
+}
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, kind: WeightKind) -> QuantizedLinear:

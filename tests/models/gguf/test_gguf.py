@@ -19,10 +19,10 @@ from transformers import (
 from headstart import LLM, SamplingParams
 from headstart.errors import ModelNotFoundError, UnsupportedModelError
 from headstart.models.gguf import library
-from headstart.models.gguf.blocks import FORMATS, read_int4
+from headstart.models.gguf.blocks import FORMATS, read_weight
 from headstart.models.gguf.checkpoint import ARCHITECTURES
 from headstart.models.linear import Int8Embedding, QuantizedLinear
-from headstart.models.linear.int4 import Int4Linear
+from headstart.models.linear.int4 import Int4Linear, Int5Linear
 from headstart.models.loader import load_model
 from headstart.models.tokenizer import load_tokenizer
 from headstart.models.zoo.decoder import forward_rows
@@ -149,13 +149,19 @@ def test_a_file_of_floats_is_the_model(architecture: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("kind", "wanted", "apart"),
-    [("Q4_0", "int4", 3e-3), ("Q4_1", "int4", 3e-3), ("Q8_0", "int8", 8e-3), ("F16", None, 0)],
+    [
+        ("Q4_0", "int4", 1e-6),
+        ("Q4_1", "int4", 1e-6),
+        ("Q5_0", "int5", 1e-6),
+        ("Q8_0", "int8", 8e-3),
+        ("F16", None, 0),
+    ],
 )
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_weights_are_those_of_the_file(
     architecture: str, kind: str, wanted: str | None, apart: float, tmp_path: Path
 ) -> None:
-    """4 bits are kept, but for scales; 8 bits, and the head, are rounded once more."""
+    """4 and 5 bits are kept; 8 bits, and the head, are rounded once more."""
     original = make_model(architecture)
     file = write_gguf(tmp_path / "tiny.gguf", architecture, original, kind)
     model = load_model(file, "float32")
@@ -183,13 +189,13 @@ def test_blocks_of_any_bytes(kind: str) -> None:
     data = generator.integers(0, 256, (40, 512 // per_block * size), dtype=np.uint8)
     scales = generator.normal(0, 0.1, (40, 512 // per_block, 2)).astype(np.float16)
     blocks = data.reshape(40, -1, size)
-    blocks[:, :, : 2 if kind == "Q4_0" else 4] = (
-        scales[:, :, : 1 if kind == "Q4_0" else 2].copy().view(np.uint8)
-    )
+    one = kind in ("Q4_0", "Q5_0")
+    blocks[:, :, : 2 if one else 4] = scales[:, :, : 1 if one else 2].copy().view(np.uint8)
     expected = torch.from_numpy(gguf.quants.dequantize(data, number))
-    found = Int4Linear(read_int4(data, kind, gguf)).unpack()
-    # Scale and zero point are rounded to 8 bits, and are up to 15 steps.
-    limit = expected.view(40, -1, 32).abs().amax(-1, keepdim=True) * 0.02
+    layer = Int5Linear if FORMATS[kind] == "int5" else Int4Linear
+    found = layer(read_weight(data, kind, gguf)).unpack()
+    # Q4_K and Q5_K: a step and a start are products, which are rounded to 11 bits.
+    limit = expected.view(40, -1, 32).abs().amax(-1, keepdim=True) * 0.002
     apart = (found - expected).abs().view(40, -1, 32)
     assert (apart <= limit + 1e-6).all()
 

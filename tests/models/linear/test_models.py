@@ -65,8 +65,8 @@ def test_logits_are_those_of_the_unpacked_weights(
     places = torch.arange(len(TOKENS))
     expected = forward_rows(in_float(folder, model), TOKENS, places, places)
     apart = (logits(model) - expected).norm(dim=-1) / expected.norm(dim=-1)
-    # int4 layers take their inputs in bfloat16; a near tie of experts may go the other way.
-    assert float(apart.median()) < (1e-3 if kind == "int8" else 0.03)
+    # Others take their inputs in 8 bits; a near tie of experts may go the other way.
+    assert float(apart.median()) < (1e-3 if kind == "int8" else 0.05)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,7 +107,6 @@ def test_routers_and_experts_stay_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(kind: WeightKind, tmp_path: Path) -> None:
-    """All 200 rows take the product of many rows where a kind has one, pieces of 7 that of few."""
     model = load_model(save_tiny("llama", tmp_path), "float32", weights=kind)
     paged = Paged(model, num_blocks=256)
     prompt = (torch.arange(200) * 7 % VOCABULARY).tolist()
@@ -121,5 +120,5 @@ def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(kind: WeightKind, tmp_
 
 
 def test_a_kind_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="weights is 'int3'; it may be auto, int8, int4"):
+    with pytest.raises(ConfigError, match="weights is 'int3'; it may be auto, int8, int5, int4"):
         load_model(tmp_path, weights="int3")

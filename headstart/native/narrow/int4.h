@@ -1,0 +1,119 @@
+// Weights of 4 or 5 bits, and rows of 8 bits to multiply them by.
+//
+// A weight [outputs, inputs] lies in panels of 16 outputs, and a panel in groups of 32 inputs. What
+// belongs to one group of one panel lies side by side, so a product reads a weight from its first
+// byte to its last:
+//
+//     steps[16], starts[16]      float16; or bytes: a start is then -8 (4 bits) or -16 times its byte
+//     bytes[4][16][4]            byte [v][o][b]: input 4v + b of output o; above it 16 + 4v + b
+//     fifths[16][4]              of 5 bits: bit 2v + h of byte [o][b]: the fifth of 16h + 4v + b
+//
+//     weight[o, i] = (value * step + start) * scales[o] * columns[i]
+//
+// A row is multiplied by `columns`; then each 32 inputs of it become whole numbers of 8 bits and a
+// step of their own. Sums within a group are exact, and groups are added in order. So a row has the
+// same bits alone, in any batch, on any number of threads, and by either instruction set.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+
+#include "../native.h"
+
+namespace headstart::int4 {
+
+constexpr int64_t GROUP = 32;      // inputs
+constexpr int64_t PANEL = 16;      // outputs
+constexpr int64_t MOST_ROWS = 64;  // that stay in the second cache with a panel
+
+// How a weight lies; Python names it by a number, 2 for 5 bits + 1 for bytes.
+template <bool FIVE_BITS, bool BYTES>
+struct Form {
+    static constexpr bool FIVE = FIVE_BITS, IN_BYTES = BYTES;
+    static constexpr int64_t STARTS = PANEL * (BYTES ? 1 : 2);  // where they begin
+    static constexpr int64_t VALUES = 2 * STARTS;
+    static constexpr int64_t FIFTHS = VALUES + PANEL * GROUP / 2;
+    static constexpr int64_t BYTES_OF_BLOCK = FIFTHS + (FIVE_BITS ? PANEL * GROUP / 8 : 0);
+    static constexpr float START_UNIT = FIVE_BITS ? -16 : -8;
+};
+
+// A weight; `columns` [inputs] may be null.
+struct Weight {
+    const uint8_t* blocks;
+    const float* scales;
+    const float* columns;
+    int64_t outputs;
+    int64_t inputs;
+
+    int64_t groups() const { return (inputs + GROUP - 1) / GROUP; }
+    int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
+};
+
+// Rows as whole numbers [rows, groups, 32]; of each group its step, and step times sum.
+struct Rows {
+    int64_t groups;
+    std::unique_ptr<int8_t[]> numbers;
+    std::unique_ptr<float[]> steps, sums;
+
+    Rows(int64_t rows, int64_t groups)
+        : groups(groups),
+          numbers(new int8_t[rows * groups * GROUP]),
+          steps(new float[rows * groups]),
+          sums(new float[rows * groups]) {}
+};
+
+// Rows from `first` on, in the layout of Rows.
+struct Slice {
+    const int8_t* numbers;
+    const float* steps;
+    const float* sums;
+};
+
+// The rows of x, on `threads` threads.
+Rows round_rows(const float* x, int64_t rows, const Weight& weight, int threads);
+
+// sums[row][16] = some rows times a panel, before `scales`. Meanwhile it fetches what lies `ahead`
+// bytes further on.
+using Multiply = void (*)(const uint8_t* panel, int64_t groups, Slice rows, float (*sums)[PANEL],
+                          int64_t ahead);
+
+// The products of a form: of 1 row, of 2, ...
+template <int64_t MOST>
+struct Table {
+    int64_t block;  // bytes
+    Multiply products[MOST];
+};
+
+// out [rows, outputs] = x [rows, inputs] times the weight.
+template <int64_t MOST>
+void multiply(const Weight& weight, const float* x, int64_t rows, float* out, int threads,
+              const Table<MOST>& table) {
+    const Rows rounded = round_rows(x, rows, weight, threads);
+    const int64_t groups = rounded.groups, bytes = groups * table.block;
+    const auto finish = [&](int64_t row, int64_t output, const float* sums) {
+        const int64_t count = std::min(PANEL, weight.outputs - output);
+        float* to = out + row * weight.outputs + output;
+        for (int64_t o = 0; o < count; o++) to[o] = sums[o] * weight.scales[output + o];
+    };
+    parallel(threads, [&](int thread, int all) {
+        const int64_t begin = weight.panels() * thread / all;
+        const int64_t end = weight.panels() * (thread + 1) / all;
+        for (int64_t block = 0; block < rows; block += MOST_ROWS) {
+            const int64_t last = std::min(rows, block + MOST_ROWS);
+            for (int64_t panel = begin; panel < end; panel++)
+                for (int64_t row = block; row < last; row += MOST) {
+                    const int64_t count = std::min(MOST, last - row), at = row * groups;
+                    float sums[MOST][PANEL];
+                    table.products[count - 1](weight.blocks + panel * bytes, groups,
+                                     {rounded.numbers.get() + at * GROUP,
+                                      rounded.steps.get() + at, rounded.sums.get() + at},
+                                     sums, row == block ? bytes : 0);
+                    for (int64_t r = 0; r < count; r++) finish(row + r, panel * PANEL, sums[r]);
+                }
+        }
+    });
+}
+
+}  // namespace headstart::int4

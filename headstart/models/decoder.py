@@ -15,7 +15,7 @@ from headstart.errors import ModelError
 from headstart.models.files import FileStamp, stamp_files
 from headstart.models.fused import FusionSwitch
 from headstart.models.greedy_head import greedy_tokens, mask_logits
-from headstart.models.linear import QuantizedLinear, WeightKind
+from headstart.models.linear import QuantizedLinear
 from headstart.models.lora.files import Widths
 from headstart.native import avx2_library, library
 
@@ -49,8 +49,6 @@ class DecoderModel(ABC):
         self.files: tuple[FileStamp, ...] | None = None
         """The versions of the files that the weights were read from; None if they are not known."""
         self._fingerprint: str | None = None
-        self.weights: WeightKind | None = None
-        """How the weights of linear layers are kept; None for as the checkpoint has them."""
         self.layouts = layouts
         """K and V of one token, per layer."""
         self.fusion = fusion or FusionSwitch()

@@ -30,8 +30,8 @@ def load_model(
     """Load and check a model by local path or hub name; a backend can then be attached.
 
     `dtype` is auto (see `computes_wider`, `fast_dtype`), float32, bfloat16 or float16; `weights` is
-    auto (the checkpoint's), int8, int5 or int4. Packed weights lie in `ready_memory` if it is given and
-    large enough. Raises `ConfigError`, `ModelNotFoundError`, `DamagedModelError` (the files),
+    auto (the checkpoint's), int8, int5 or int4. Packed weights lie in `ready_memory` if it is given
+    and large enough. Raises `ConfigError`, `ModelNotFoundError`, `DamagedModelError` (the files),
     `UnsupportedModelError` (the architecture), `OutOfMemoryError`; the cheap checks come first.
     """
     weights_dtype, wanted, kind = find_dtype(dtype), find_device(device), find_kind(weights)

@@ -1,4 +1,4 @@
-"""`weights="int8"`, "int5" and "int4": answers, adapters, and K/V that are never another model's."""
+"""`weights="int8"`, "int5" and "int4": answers, adapters, and K/V of one model alone."""
 
 import shutil
 from pathlib import Path

@@ -18,7 +18,7 @@ from headstart.engine.config import EngineConfig
 from headstart.machine import cpu_flags
 from headstart.models.decoder import DecoderModel
 from headstart.models.files import BUILT_IN, find_folder
-from headstart.models.linear import REVISIONS
+from headstart.models.linear import REVISIONS, QuantizedLinear
 from headstart.tiers import ModelRecord
 from headstart.version import __version__
 
@@ -39,8 +39,8 @@ def identify(
         str(decoder.dtype),
         repr(decoder.layouts),
     ]
-    if decoder.weights is not None:
-        parts.append(f"weights {decoder.weights} {REVISIONS[decoder.weights]}")
+    kinds = {m.kind for m in decoder.module.modules() if isinstance(m, QuantizedLinear)}
+    parts += [f"weights {kind} {REVISIONS[kind]}" for kind in sorted(kinds)]
     if config.deterministic:
         parts += [name_backend(memory), *_rounding(decoder, config)]
     framed = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)

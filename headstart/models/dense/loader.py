@@ -89,7 +89,7 @@ def load_dense(
                 f"memory does not hold the model in {folder}: {type(error).__name__}: {error}"
             ) from error
     decoder = DenseDecoder(about, modules.eval(), wanted)
-    decoder.weights, decoder.files = weights, files
+    decoder.files = files
     if not decoder.has_its_files:
         raise DamagedModelError(f"the files in {folder} were written to while they were read")
     return decoder

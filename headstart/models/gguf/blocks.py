@@ -51,7 +51,7 @@ def _halves(data: _Bytes) -> _Bytes:
 
 def _spread(data: _Bytes) -> _Bytes:
     """The bits of each row's bytes, from the lowest on, as fifth bits of values."""
-    return np.unpackbits(data, axis=1, bitorder="little") << 4
+    return np.unpackbits(data, axis=1, bitorder="little") * np.uint8(16)
 
 
 def _float(data: _Bytes) -> _Floats:
@@ -80,9 +80,8 @@ def _q5_1(blocks: _Bytes, _: Any) -> _Blocks:
 def _q5_k(blocks: _Bytes, library: Any) -> _Blocks:
     fours = _q4_k(np.concatenate((blocks[:, :16], blocks[:, 48:]), axis=1), library)
     groups = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
-    fifths = ((blocks[:, 16:48].reshape(-1, 1, GROUP) >> groups) & 1) << 4
-    values = fours.values.reshape(-1, 8, GROUP) | fifths
-    return fours._replace(values=values)
+    fifths = (blocks[:, 16:48].reshape(-1, 1, GROUP) >> groups & np.uint8(1)) * np.uint8(16)
+    return fours._replace(values=fours.values.reshape(-1, 8, GROUP) | fifths)
 
 
 def _q4_k(blocks: _Bytes, library: Any) -> _Blocks:

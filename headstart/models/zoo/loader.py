@@ -59,7 +59,7 @@ def load_transformers(
         else:
             quantize_linears(loaded, weights)
         decoder = TransformersDecoder(loaded, probe_once(loaded, files), folder, fusion)
-        decoder.weights, decoder.files = weights, files
+        decoder.files = files
     return decoder
 
 

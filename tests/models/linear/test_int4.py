@@ -55,7 +55,7 @@ def make_layer(
 
 
 def limits(layer: Int4Linear, rows: Tensor, path: str) -> Tensor:
-    """How far a product may be from float64's: half a step of each input, and the sums' rounding."""
+    """How far a product may be from float64's: half a step of each input, and of sums."""
     weight = layer.unpack().double().abs()
     limit = 3e-6 * (rows.double().abs() @ weight.T)
     # A sum of values and one of starts are added: each may be larger than the sum of both.

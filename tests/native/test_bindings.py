@@ -32,7 +32,7 @@ def library() -> ctypes.CDLL:
 def exported() -> Iterator[tuple[str, list[type], type | None]]:
     """Each function `headstart_...` that the sources define: name, arguments and result."""
     pattern = re.compile(r"^(\w+) headstart_(\w+)\(([^)]*)\) \{", re.MULTILINE)
-    for path in sorted(FOLDER.glob("*.cpp")):
+    for path in sorted(FOLDER.rglob("*.cpp")):
         for result, name, parameters in pattern.findall(path.read_text()):
             types = [parameter.strip().rpartition(" ")[0] for parameter in parameters.split(",")]
             yield (

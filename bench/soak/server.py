@@ -53,7 +53,11 @@ def serve(replicas: int) -> None:
 
     def answer() -> None:
         for _ in sys.stdin:
-            print(json.dumps(llm._driver.call(look)), file=told_to)
+            try:
+                told = llm._driver.call(look)
+            except BaseException as error:
+                told = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps(told), file=told_to)
 
     threading.Thread(target=answer, daemon=True).start()
     app = create_app(llm, MODEL, options, **more)

@@ -10,7 +10,8 @@ are too long, bursts beyond the queue; between these the cache is looked into, f
     answers   six questions are answered as they were before it began, whatever else goes on
     errors    no answer has a status of 500 or more; 429 is one of the answers of a full queue
     pool      its own check of all invariants every few seconds; at the end no block is held
-    memory    the median of the last third is at most 1.02 times that of the second
+    memory    the median of the last third is at most 1.02 times that of the second; with replicas
+              that is the server's process, without theirs
 
 With --replicas several engines on a Ray of their own answer, each of which checks its pool after
 every step. Every 20 s one is killed, or stopped for some seconds, and 1 in 5 messages of what their
@@ -274,7 +275,10 @@ class Server:
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        return self._read()
+        told = self._read()
+        if "error" in told:
+            raise RuntimeError(f"the pool's check failed: {told['error']}")
+        return told
 
     def replicas(self) -> list[int]:
         """Process ids of its replicas."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -52,12 +52,13 @@ def run_server(
         engine = {**shared, **engine}
         said = _Address(at, options, model, with_key=tenants.ask_for_keys)
         opened = _open_replicas if replicas.is_wanted else _open_engine
-        with opened(model, engine, options, replicas) as (llm, cache_api):
+        with (
+            closing(tracer) if tracer is not None else nullcontext(),
+            opened(model, engine, options, replicas) as (llm, cache_api),
+        ):
             launch.publish(llm, prefixes)
             app = launch.create_app(llm, model, options, tenants, tracer=tracer, **cache_api)
             launch.serve(app, at, said.tell)
-    if tracer is not None:
-        tracer.close()
     note("Stopped.")
 
 

@@ -31,7 +31,8 @@ class Request:
 
     `group` is what the user asked for; with `n` answers it has as many requests, which share
     their prompt by ordinary prefix caching. turn: see `headstart.engine.limits.fair_share`.
-    token_gaps: seconds from each token to the next.
+    token_gaps: seconds from each token to the next. awaits_writer: when it was to be admitted last,
+    another request was computing the block that it needs next.
     """
 
     group: "RequestGroup"
@@ -46,6 +47,7 @@ class Request:
     missed: MissExplanation | None = None
     num_preemptions: int = 0
     times_bypassed: int = 0
+    awaits_writer: bool = False
     turn: float = 0.0
     first_token_time: float | None = None
     last_token_time: float | None = None

@@ -96,9 +96,9 @@ class Rows(NamedTuple):
 class StepLogits(NamedTuple):
     """Logits float32 `[rows, vocab]` of a step, and how many of the rows each part has.
 
-    Where all that is wanted of every row is its likeliest allowed token, that stands for the
-    logits: -1 for logits that are not finite, and `failed` has rows without one by their number.
-    `nonfinite` are the parts that have K or V which are not.
+    `values` is None where each row's greedy token is all that is wanted: `greedy` then has them, -1
+    for logits that are not finite, and `failed` the errors of rows without a token, by row.
+    `nonfinite` are the parts that have K or V which are not finite.
     """
 
     values: Tensor | None

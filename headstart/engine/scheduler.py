@@ -191,7 +191,8 @@ class Scheduler:
                 if not self._has_room(budget):
                     return
                 computed = self._look_up(request)
-                if computed.writer is not None:
+                request.awaits_writer = computed.writer is not None
+                if request.awaits_writer:
                     continue
                 start, known = computed.num_tokens, len(request.sequence.token_ids)
                 stop = self._reach(request, start, min(known, start + budget))

@@ -28,7 +28,7 @@ class FairLru:
     most, and against its own blocks alone.
 
     Blocks with an identity that are released together are of one prefix. Public blocks at its head
-    are nobody's.
+    have an owner of their own.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock], shares: Shares, marks: Marks) -> None:

@@ -1,5 +1,7 @@
 """Owners: who shares the pool with others, and with what weight."""
 
+from headstart.cache.identity import PUBLIC
+
 __all__ = ["Shares"]
 
 
@@ -7,8 +9,9 @@ class Shares:
     """The weights of owners. An owner is named by the salts that begin with its name.
 
     A salt is its owner's name alone, or the name, a slash, and what narrows it. Salts of nobody
-    who was made an owner are nobody's, so a request cannot become an owner by its salt. May be
-    changed from any thread.
+    who was made an owner are nobody's, so a request cannot become an owner by its salt. Public
+    blocks, which serve all owners, have an owner of their own with the weight of all together. May
+    be changed from any thread.
 
     >>> shares = Shares()
     >>> shares.set("a", 2.0)
@@ -25,9 +28,13 @@ class Shares:
 
     def owner(self, salt: str | None) -> str | None:
         """Whose a salt is; None if it is nobody's."""
+        if salt == PUBLIC:
+            return PUBLIC if self._weights else None
         name = salt.partition("/")[0] if salt is not None and self._weights else None
         return name if name in self._weights else None
 
     def weight(self, owner: str | None) -> float:
         """An owner's weight; that of nobody is 1."""
+        if owner == PUBLIC:
+            return sum(self._weights.values()) or 1.0
         return self._weights.get(owner, 1.0) if owner is not None else 1.0

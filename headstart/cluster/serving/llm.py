@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from headstart.engine.async_llm import AsyncLLM
 from headstart.engine.chat.requests import ChatRequests
 from headstart.engine.startup.start import Started
 from headstart.engine.vllm_api.metrics import Counter, Gauge, Histogram, Metric
+from headstart.errors import ConfigError
 from headstart.validation import check_flag
 
 if TYPE_CHECKING:
@@ -48,6 +50,10 @@ class ReplicatedLLM(AsyncLLM):
         for metric in told:
             found[metric.name, tuple(metric.labels.items())].append(metric)
         return [_add(same) for same in found.values()]
+
+    def publish(self, prefix: str | Sequence[int]) -> int:
+        """Replicas share no blocks between tenants. Raises ConfigError."""
+        raise ConfigError("publish is for one engine: replicas take no public prefixes")
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

@@ -139,6 +139,8 @@ class FairShare:
         if not order or self._rank(order[0][-1]) >= rank:
             return False
         first = order[0][-1]
+        if first.awaits_writer:  # what writes for it may be the very request that asks
+            return False
         return first in other.running or self._has_room(other, first)
 
     def _has_room(self, owner: _Owner, request: Request) -> bool:

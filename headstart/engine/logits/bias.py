@@ -38,12 +38,15 @@ class AllowedTokens(TokenMask):
 
     def __init__(self, token_ids: Iterable[int]) -> None:
         self.token_ids = np.array(sorted(set(token_ids)), dtype=np.int64)
+        self._mask = np.empty(0, dtype=np.uint8)
 
     @classmethod
     def ban(cls, allowed: np.ndarray, rows: Rows) -> Failures:
         """Keep the bits of each row's tokens alone."""
         for row, one in rows:
-            bits = np.zeros(allowed.shape[1] * 8, dtype=np.uint8)
-            bits[one.token_ids] = 1
-            allowed[row] &= np.packbits(bits, bitorder="little")
+            if len(one._mask) != allowed.shape[1]:  # made in the first step
+                bits = np.zeros(allowed.shape[1] * 8, dtype=np.uint8)
+                bits[one.token_ids] = 1
+                one._mask = np.packbits(bits, bitorder="little")
+            allowed[row] &= one._mask
         return {}

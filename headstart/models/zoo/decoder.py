@@ -56,6 +56,9 @@ class TransformersDecoder(DecoderModel):
 
     @property
     def vocab_size(self) -> int:
+        head = self._model.get_output_embeddings()
+        if head is not None:  # an input embedding may have rows more, for padding
+            return int(head.out_features)
         count = self._model.get_input_embeddings().num_embeddings
         assert isinstance(count, int)
         return count

@@ -1,7 +1,7 @@
 // The product of int4.cpp by AVX-512 with VNNI, which adds four products in one instruction.
-#include "../avx512.h"
+#include "int4.h"  // before the pragma: int4.cpp has its inline functions too
 
-#include "int4.h"
+#include "../avx512.h"
 
 using namespace headstart;
 using namespace headstart::int4;

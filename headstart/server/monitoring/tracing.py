@@ -12,6 +12,7 @@ those of vLLM beside them. No text of a prompt or an answer is among them.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -57,6 +58,8 @@ class Tracer:
         from opentelemetry.sdk.trace import TracerProvider
 
         self._model = model
+        # It would log what a client's headers say where they are malformed.
+        logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
         self._provider = TracerProvider(resource=Resource.create({"service.name": "headstart"}))
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("headstart.server", __version__)

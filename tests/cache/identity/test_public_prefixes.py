@@ -41,7 +41,7 @@ def run(manager: KVCacheManager, sequence: TokenSequence) -> int:
 
 
 def make_manager(**options: object) -> KVCacheManager:
-    return KVCacheManager(CacheConfig(num_blocks=64, block_size=SIZE, **options))
+    return KVCacheManager(CacheConfig(**{"num_blocks": 64, "block_size": SIZE, **options}))
 
 
 def shared_blocks(left: TokenSequence, right: TokenSequence) -> int:
@@ -168,6 +168,21 @@ def test_public_blocks_count_for_nobody_and_the_rest_for_its_tenant() -> None:
     assert owners == {("", 0): 2, ("a/x", 2): 3}  # the last is the partial block
     run(manager, TokenSequence("two", [*SYSTEM, 1, 2], salt="b", public=public))
     manager.check()
+
+
+def test_one_shots_of_tenants_do_not_push_the_public_prefix_out() -> None:
+    """It serves all tenants: as the property of nobody, with the weight of one, it went first."""
+    head = list(range(1, 25))
+    public, manager = make_public(head), make_manager(eviction="fair-lru", num_blocks=20)
+    for at in range(10):
+        manager.shares.set(f"t{at}", 1.0)
+    run(manager, TokenSequence("first", [*head, 99], salt="t0", public=public))
+    for turn in range(30):
+        alone = [1000 + 50 * turn + n for n in range(40)]
+        run(manager, TokenSequence(f"one shot {turn}", alone, salt=f"t{turn % 9 + 1}"))
+        manager.check()
+    again = TokenSequence("again", [*head, 98], salt="t5", public=public)
+    assert run(manager, again) == 24
 
 
 def test_an_image_in_the_prefix_makes_it_the_tenants_own() -> None:

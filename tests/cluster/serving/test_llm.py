@@ -12,7 +12,7 @@ from headstart.cluster.serving import gauges
 from headstart.cluster.serving.llm import ReplicatedLLM
 from headstart.engine.adapters.request import LoRARequest
 from headstart.engine.vllm_api.metrics import Counter, Gauge, Histogram, Metric, read_metrics
-from headstart.errors import HeadstartError
+from headstart.errors import ConfigError, HeadstartError
 from tests.cluster.serving.scripted import Server
 from tests.engine.tiny_llm import make_llm, save_smallest
 
@@ -103,3 +103,8 @@ def test_ray_is_told_every_metric(told: list[Metric], monkeypatch: pytest.Monkey
     }
     [ages] = [metric for metric in told if isinstance(metric, Histogram)]
     assert values["vllm_kv_block_idle_before_evict_seconds_count"] == ages.count > 0
+
+
+def test_replicas_take_no_public_prefix(llm: ReplicatedLLM) -> None:
+    with pytest.raises(ConfigError, match="replicas take no public prefixes"):
+        llm.publish("You look things up.")

@@ -1,14 +1,19 @@
 """Greedy answers under masks: chosen in the model's pass, as from masked logits."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import MoshiConfig, MoshiForCausalLM
 
 from headstart import LLM, SamplingParams, StructuredOutputsParams
 from headstart.errors import EngineError
+from headstart.models.greedy_head import every_token, mask_logits
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
@@ -91,13 +96,50 @@ def test_an_answer_without_an_allowed_token_ends_alone(llm: LLM) -> None:
     ]
 
 
-def test_what_is_banned_may_be_no_number() -> None:
-    """A hidden state that is not finite shows in every logit, so in an allowed one too."""
-    from headstart.models.greedy_head import every_token, greedy_tokens, mask_logits
+SIZE = 600
 
-    logits = torch.tensor([[1.0, 2.0, float("inf"), -1.0], [float("nan"), 0.0, 3.0, 4.0]])
-    allowed = np.stack([every_token(4)] * 2)
-    allowed[0, 0] = 0b1001
+
+@settings(max_examples=50)
+@given(st.sampled_from([0, 3, 40, 300, 580, 597, 600]), st.integers(0, 2**31), st.booleans())
+def test_logits_are_masked_where_a_bit_is_clear(count: int, seed: int, odd: bool) -> None:
+    """Few bits, about half, nearly all; whatever number a banned logit is."""
+    draw = np.random.default_rng(seed)
+    logits = torch.from_numpy(draw.standard_normal((3, SIZE), dtype=np.float32))
+    if odd:
+        logits[torch.from_numpy(draw.random((3, SIZE)) < 0.1)] = float("nan")
+        logits[torch.from_numpy(draw.random((3, SIZE)) < 0.1)] = float("inf")
+    bits = np.zeros((3, SIZE), dtype=bool)
+    for row in bits:
+        row[draw.permutation(SIZE)[:count]] = True
+    bits[1] = True
+    expected = torch.where(torch.from_numpy(bits), logits, float("-inf"))
+    allowed = np.stack([every_token(SIZE)] * 3)
+    allowed[:, : SIZE // 8] = np.packbits(bits, axis=1, bitorder="little")
     mask_logits(logits, allowed)
-    assert logits[0].tolist() == [1.0, -float("inf"), -float("inf"), -1.0]
-    assert greedy_tokens(logits) == [0, -1]
+    assert torch.equal(logits.nan_to_num(7), expected.nan_to_num(7))
+
+
+def test_a_head_may_be_narrower_than_the_embedding(tmp_path: Path) -> None:
+    """Moshi's embedding has a row more, for padding: masks were made for 385 tokens of 384."""
+    config = MoshiConfig(
+        vocab_size=384,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        ffn_dim=64,
+        head_dim=16,
+        max_position_embeddings=256,
+        sliding_window=256,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    MoshiForCausalLM(config).save_pretrained(tmp_path)
+    made = make_llm(tmp_path)
+    assert made.engine.model.vocab_size == 384
+    for options in ({"allowed_token_ids": [5, 6]}, {"presence_penalty": 1.0}):
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, **options)
+        [output] = made.generate([[1, 2, 3]], params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 3
+        assert "presence_penalty" in options or set(output.outputs[0].token_ids) <= {5, 6}
+    made.close()

@@ -6,9 +6,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from headstart import LLM, SamplingParams
+from headstart.engine.request import RequestGroup
 from headstart.errors import ConfigError
 from headstart.server.keys import KeyFolder
 from headstart.server.public_prefixes import publish, read_prefixes
+from tests.engine.tiny_llm import save_smallest
 from tests.server.running import Running, running
 
 SYSTEM = "You look things up in tables, and say nothing of what the tables do not have. " * 2
@@ -89,3 +92,41 @@ def test_a_prefix_that_cannot_be_shared_is_told(
 ) -> None:
     with pytest.raises(ConfigError, match=match):
         publish(server.llm, {"file": prefix})
+
+
+def test_two_tenants_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """One waited for a block that the other was computing, which waited for the first one's turn.
+
+    A third one decodes meanwhile, so that the batch is never empty and nobody is preempted.
+    """
+    made = LLM(
+        save_smallest(tmp_path),
+        num_threads=1,
+        num_blocks=64,
+        max_num_batched_tokens=32,
+        eviction="fair-lru",
+    )
+    engine = made.engine
+    for name in "abc":
+        engine.manager.shares.set(name, 1.0)
+    head = [3 + at % 100 for at in range(160)]
+    assert engine.manager.names.publish(head) == 10
+
+    def submit(prompt: list[int], salt: str, count: int) -> RequestGroup:
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        group = engine.prepare(prompt, params, salt=salt)
+        engine.submit(group)
+        return group
+
+    third = submit([1, 2, 3], "c", 60)
+    engine.step()
+    groups = [submit([*head, 1, 2], "a", 2)]
+    engine.step()
+    engine.step()
+    groups.append(submit([*head, 7, 8], "b", 2))
+    for _ in range(20):
+        engine.step()
+        engine.manager.check()
+    assert all(group.finished for group in groups)
+    assert not third.finished
+    made.close()

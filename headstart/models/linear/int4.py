@@ -75,11 +75,11 @@ class Form(NamedTuple):
 class Int4Weight(NamedTuple):
     """A packed weight.
 
-    `blocks` uint8 `[panels, groups, bytes]`, `scales` float32 `[outputs]`; `columns` float32
+    `panels` uint8 `[panels, groups, bytes]`, `scales` float32 `[outputs]`; `columns` float32
     `[inputs]`, or None for ones.
     """
 
-    blocks: Tensor
+    panels: Tensor
     scales: Tensor
     columns: Tensor | None
     inputs: int
@@ -90,7 +90,7 @@ class Int4Weight(NamedTuple):
 
         It is scratch memory, and has whole groups.
         """
-        form, blocks = self.form, self.blocks[first:last]
+        form, blocks = self.form, self.panels[first:last]
         panels, groups, _ = blocks.shape
         grid = blocks[..., : 2 * form.starts]
         grid = (grid if form.in_bytes else grid.view(torch.float16)).view(panels, groups, 2, _PANEL)
@@ -214,7 +214,7 @@ class Int4Linear(QuantizedLinear):
     kind: ClassVar[WeightKind] = "int4"
     bits: ClassVar[Literal[4, 5]] = 4
     rounding: ClassVar[float] = 1 / 127
-    blocks: Tensor
+    panels: Tensor
     scales: Tensor
     columns: Tensor | None
 
@@ -222,7 +222,7 @@ class Int4Linear(QuantizedLinear):
         assert weight.form.bits == self.bits
         super().__init__(weight.inputs, len(weight.scales), bias)
         self.form = weight.form
-        self.register_buffer("blocks", weight.blocks, persistent=False)
+        self.register_buffer("panels", weight.panels, persistent=False)
         self.register_buffer("scales", weight.scales, persistent=False)
         self.register_buffer("columns", weight.columns, persistent=False)
 
@@ -233,11 +233,11 @@ class Int4Linear(QuantizedLinear):
     @property
     def parts(self) -> Int4Weight:
         """The packed weight."""
-        return Int4Weight(self.blocks, self.scales, self.columns, self.in_features, self.form)
+        return Int4Weight(self.panels, self.scales, self.columns, self.in_features, self.form)
 
     def unpack(self) -> Tensor:
         weight = self.parts
-        tiles = [weight.tile(at, at + 1).clone() for at in range(len(self.blocks))]
+        tiles = [weight.tile(at, at + 1).clone() for at in range(len(self.panels))]
         found = torch.cat(tiles)[: self.out_features, : self.in_features]
         found = found * self.scales.unsqueeze(1)
         return found if self.columns is None else found * self.columns
@@ -248,7 +248,7 @@ class Int4Linear(QuantizedLinear):
     @cached_property
     def _kernel(self) -> "ctypes._NamedFuncPointer | None":
         """The compiled product for this CPU."""
-        if self.blocks.device.type != "cpu":
+        if self.panels.device.type != "cpu":
             return None
         if (found := library()) is not None:
             return found.headstart_int4_linear_avx512
@@ -258,7 +258,7 @@ class Int4Linear(QuantizedLinear):
         assert self._kernel is not None
         rows, out = rows.contiguous(), rows.new_empty((len(rows), self.out_features))
         self._kernel(
-            self.blocks.data_ptr(),
+            self.panels.data_ptr(),
             self.scales.data_ptr(),
             None if self.columns is None else self.columns.data_ptr(),
             self.out_features,
@@ -274,10 +274,10 @@ class Int4Linear(QuantizedLinear):
     def _multiply_tiles(self, rows: Tensor) -> Tensor:
         rows = rows if self.columns is None else rows * self.columns
         rows = nn.functional.pad(rows, (0, -self.in_features % GROUP))
-        out = rows.new_empty((len(rows), len(self.blocks) * _PANEL))
+        out = rows.new_empty((len(rows), len(self.panels) * _PANEL))
         step = max(1, TILE // (_PANEL * rows.shape[1]))
-        for first in range(0, len(self.blocks), step):
-            last = min(len(self.blocks), first + step)
+        for first in range(0, len(self.panels), step):
+            last = min(len(self.panels), first + step)
             tile = self.parts.tile(first, last)
             torch.matmul(rows, tile.T, out=out[:, first * _PANEL : last * _PANEL])
         return out[:, : self.out_features] * self.scales

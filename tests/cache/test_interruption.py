@@ -1,6 +1,9 @@
 """An exception at any line of the manager: `fail_step` then restores all that is certain."""
 
+import pickle
+from bisect import bisect_right
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import pytest
@@ -30,55 +33,104 @@ CONFIGS = [
 ]
 
 
-def run(engine: TinyEngine) -> None:
+class Scenario:
     """Shared prefixes, hits within a step, copies, partial blocks, eviction, failure, discard."""
-    manager = engine.manager
-    a, b, c, d, e, f, g = (TokenSequence(f"{at}", tokens) for at, tokens in enumerate(PROMPTS))
-    engine.admit(a)
-    engine.admit(b)  # hits what the step fills
-    engine.commit()
-    engine.append(a, 1, 2, 3)
-    engine.admit(c)  # a copy
-    engine.commit()
-    twin = TokenSequence("twin", PROMPTS[0])
-    engine.admit(twin, reads=False)
-    engine.commit()
-    manager.free(b)
-    manager.free(twin)
-    engine.admit(d)
-    engine.commit()
-    engine.append(a, 4, 5)
-    manager.free(d)  # leaves a partial block
-    engine.commit()
-    engine.admit(e, 2)  # outgrows it
-    engine.commit()
-    engine.append(e, count=1)
-    engine.append(a, 6, 6, 6, 6)
-    engine.may_forget = True
-    manager.discard([a])
-    engine.commit()
-    engine.may_forget = False
-    manager.free(c)
-    engine.replay()
-    salted = TokenSequence("salted", PROMPTS[6], salt="s", adapter="l")
-    engine.admit(salted, 5)
-    engine.commit()
-    manager.free(salted)
-    engine.admit(f)  # evicts
-    engine.commit()
-    manager.free(f)
-    manager.free(e)
-    engine.admit(g)
-    engine.scribble()
-    manager.fail_step()
-    engine.end_step()
-    engine.admit(g)
-    engine.commit()
-    manager.free(g)
-    engine.may_forget = True
-    assert manager.reset_prefix_cache()
-    engine.end_step()
-    engine.may_forget = False
+
+    def __init__(self, options: dict[str, object]) -> None:
+        self.engine = TinyEngine(make_manager(**({"num_blocks": 12} | options)))
+        self.sequences = [TokenSequence(f"{at}", tokens) for at, tokens in enumerate(PROMPTS)]
+        self.twin = TokenSequence("twin", PROMPTS[0])
+
+    def share(self) -> None:
+        a, b, c, *_ = self.sequences
+        self.engine.admit(a)
+        self.engine.admit(b)  # hits what the step fills
+        self.engine.commit()
+        self.engine.append(a, 1, 2, 3)
+        self.engine.admit(c)  # a copy
+        self.engine.commit()
+
+    def compute_twice(self) -> None:
+        _, b, _, d, *_ = self.sequences
+        self.engine.admit(self.twin, reads=False)
+        self.engine.commit()
+        self.engine.manager.free(b)
+        self.engine.manager.free(self.twin)
+        self.engine.admit(d)
+        self.engine.commit()
+
+    def outgrow(self) -> None:
+        a, _, _, d, e, *_ = self.sequences
+        self.engine.append(a, 4, 5)
+        self.engine.manager.free(d)  # leaves a partial block
+        self.engine.commit()
+        self.engine.admit(e, 2)  # outgrows it
+        self.engine.commit()
+
+    def discard(self) -> None:
+        a, _, c, _, e, *_ = self.sequences
+        self.engine.append(e, count=1)
+        self.engine.append(a, 6, 6, 6, 6)
+        self.engine.may_forget = True
+        self.engine.manager.discard([a])
+        self.engine.commit()
+        self.engine.may_forget = False
+        self.engine.manager.free(c)
+        self.engine.replay()
+
+    def evict(self) -> None:
+        *_, e, f, _ = self.sequences
+        salted = TokenSequence("salted", PROMPTS[6], salt="s", adapter="l")
+        self.engine.admit(salted, 5)
+        self.engine.commit()
+        self.engine.manager.free(salted)
+        self.engine.admit(f)  # evicts
+        self.engine.commit()
+        self.engine.manager.free(f)
+        self.engine.manager.free(e)
+
+    def fail(self) -> None:
+        g = self.sequences[-1]
+        self.engine.admit(g)
+        self.engine.scribble()
+        self.engine.manager.fail_step()
+        self.engine.end_step()
+        self.engine.admit(g)
+        self.engine.commit()
+        self.engine.manager.free(g)
+
+    def reset(self) -> None:
+        self.engine.may_forget = True
+        assert self.engine.manager.reset_prefix_cache()
+        self.engine.end_step()
+        self.engine.may_forget = False
+
+    PARTS = (share, compute_twice, outgrow, discard, evict, fail, reset)
+
+
+class Recording:
+    """The lines of a scenario, and all that there was before each part, to begin there again."""
+
+    def __init__(self, options: dict[str, object]) -> None:
+        scenario = Scenario(options)
+        self.lines: list[Line] = []
+        self._starts: list[int] = []
+        self._states: list[bytes] = []
+        for part in Scenario.PARTS:
+            self._starts.append(len(self.lines))
+            self._states.append(pickle.dumps(scenario))
+            self.lines += count_lines(partial(part, scenario))
+
+    def interrupted(self, at: int) -> TinyEngine:
+        """The engine after an exception at the line with this number."""
+        part = bisect_right(self._starts, at) - 1
+        scenario: Scenario = pickle.loads(self._states[part])
+        error = KeyboardInterrupt() if at % 2 else MemoryError()
+        within = Interruption(at - self._starts[part], error, headstart.cache)
+        with pytest.raises(type(error)), within:
+            Scenario.PARTS[part](scenario)
+        scenario.engine.scribble()
+        return scenario.engine
 
 
 def probes() -> list[TokenSequence]:
@@ -89,22 +141,11 @@ def probes() -> list[TokenSequence]:
     ]
 
 
-def make_engine(options: dict[str, object]) -> TinyEngine:
-    return TinyEngine(make_manager(**({"num_blocks": 12} | options)))
-
-
 def count_lines(action: Callable[[], object]) -> list[Line]:
     # Only the cache's own lines: what another test left to the garbage collector may run here.
     with Interruption(-1, None, headstart.cache) as counted:
         action()
     return counted.lines
-
-
-def interrupt(engine: TinyEngine, at: int) -> None:
-    error = KeyboardInterrupt() if at % 2 else MemoryError()
-    with pytest.raises(type(error)), Interruption(at, error, headstart.cache):
-        run(engine)
-    engine.scribble()
 
 
 def goes_on(engine: TinyEngine) -> None:
@@ -125,11 +166,9 @@ def goes_on(engine: TinyEngine) -> None:
 def test_an_exception_at_any_line_loses_nothing_and_finds_nothing_wrong(
     options: dict[str, object],
 ) -> None:
-    engine = make_engine(options)
-    lines = count_lines(lambda: run(engine))
-    for at in points(lines, stride=75):
-        engine = make_engine(options)
-        interrupt(engine, at)
+    recording = Recording(options)
+    for at in points(recording.lines, stride=75):
+        engine = recording.interrupted(at)
         engine.manager.fail_step()
         engine.verify(probes())
         assert engine.manager.fail_step() == []
@@ -138,15 +177,12 @@ def test_an_exception_at_any_line_loses_nothing_and_finds_nothing_wrong(
 
 @pytest.mark.parametrize("options", CONFIGS)
 def test_a_recovery_that_is_interrupted_is_run_again(options: dict[str, object]) -> None:
-    engine = make_engine(options)
-    lines = count_lines(lambda: run(engine))
-    for first in points(lines)[::60]:
-        engine = make_engine(options)
-        interrupt(engine, first)
+    recording = Recording(options)
+    for first in points(recording.lines)[::60]:
+        engine = recording.interrupted(first)
         repair = count_lines(engine.manager.fail_step)
         for second in points(repair)[first % 9 :: 9]:
-            engine = make_engine(options)
-            interrupt(engine, first)
+            engine = recording.interrupted(first)
             with (
                 pytest.raises(KeyboardInterrupt),
                 Interruption(second, KeyboardInterrupt(), headstart.cache),

@@ -28,8 +28,10 @@ PROMPTS = {
 
 
 @cache
-def wanted(name: str) -> tuple[list[int], list[int], list[float]]:
-    text, codes = oracle(PROMPTS[name])
+def wanted(
+    name: str, *, think: int = 6, talk: int = 11
+) -> tuple[list[int], list[int], list[float]]:
+    text, codes = oracle(PROMPTS[name], think=think, talk=talk)
     audio = vocode(request("x", []), torch.tensor(codes), 0)
     return text, codes, audio.tolist()
 
@@ -54,13 +56,19 @@ def wanted(name: str) -> tuple[list[int], list[int], list[float]]:
 )
 @pytest.mark.parametrize("batched", [False, True])
 def test_what_is_said_does_not_depend_on_how(options: dict[str, Any], batched: bool) -> None:
+    params = {
+        "thinker": SamplingParams(temperature=0, max_tokens=4),
+        "talker": SamplingParams(temperature=0, max_tokens=9),  # two of the vocoder's blocks, and 1
+    }
     with Speech(**options) as speech:
         for round_ in range(2):
-            requests = [request(f"{name} {round_}", PROMPTS[name]) for name in PROMPTS]
+            requests = [
+                request(f"{name} {round_}", PROMPTS[name], params=params) for name in PROMPTS
+            ]
             rounds = [requests] if batched else [[r] for r in requests]
             done = [progress for some in rounds for progress in speech.run(*some)]
             for name, progress in zip(PROMPTS, done, strict=True):
-                assert said(progress) == wanted(name), name
+                assert said(progress) == wanted(name, think=4, talk=9), name
         preemptions = speech.thinker.engine.num_preemptions + speech.talker.engine.num_preemptions
         assert (preemptions > 0) == (batched and "num_blocks" in options)
 

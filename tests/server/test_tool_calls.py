@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -100,8 +101,9 @@ def test_a_required_call_follows_its_schema(tools: Any) -> None:
     _, client, _ = tools
     other = {"type": "function", "function": {"name": "other", "parameters": SCHEMA}}
     given = {"tools": [WEATHER, other], "tool_choice": "required", "parallel_tool_calls": False}
-    for seed in range(3):
-        answer = ask(client, temperature=1, seed=seed, **given)
+    with ThreadPoolExecutor() as threads:
+        asked = [threads.submit(ask, client, temperature=1, seed=s, **given) for s in range(3)]
+    for answer in (one.result() for one in asked):
         [(name, arguments)] = calls_of(answer.choices[0].message)
         assert answer.choices[0].finish_reason == "tool_calls" and name in ("get_weather", "other")
         check("get_weather", arguments)

@@ -2,7 +2,9 @@
 
 from headstart import LLM
 
-document = "# Table\n| Name | Age |\n|---|---|\n| Ann Lee | 31 |\n| Bob Ray | 44 |\n"
+document = (
+    "# Table\n| ID | Name | Age |\n|---|---|---|\n| 1 | Ann Lee | 31 |\n| 2 | Bob Ray | 44 |\n"
+)
 weather = {
     "type": "function",
     "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}},

@@ -1,5 +1,6 @@
 """The options of an engine in one object, as in `vllm.engine.arg_utils`."""
 
+from dataclasses import Field, fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ class EngineArgs:
         read_options(model, options)
         self.model = model
         self.options = options
+
+    @property
+    def __dataclass_fields__(self) -> dict[str, Field[Any]]:
+        """The model and the options that were given, so that `LLM(**asdict(args))` works."""
+        made = make_dataclass("EngineArgs", ["model", *self.options])
+        return {field.name: field for field in fields(made)}
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("options", {}):

@@ -121,6 +121,18 @@ def test_a_conversation_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert said.messages("x", said.start)[1]["content"][0] == image
 
 
+def test_saving_replaces_no_file_but_a_saved_conversation(tmp_path: Path) -> None:
+    """`/save notes.md` took the place of the notes."""
+    notes, saved = tmp_path / "notes.md", tmp_path / "saved.json"
+    notes.write_text("| a table |\n")
+    with pytest.raises(RequestError, match=r"notes\.md is there, and not replaced"):
+        Conversation().save(notes, "tiny")
+    assert notes.read_text() == "| a table |\n"
+    Conversation().save(saved, "tiny")
+    Conversation("Be brief.").save(saved, "tiny")
+    assert Conversation.load(saved).system == "Be brief."
+
+
 @pytest.mark.parametrize(
     "content",
     [

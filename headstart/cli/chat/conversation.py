@@ -79,7 +79,15 @@ class Conversation:
         }
 
     def save(self, path: Path, model: str) -> None:
-        """Write all turns as JSON, readable by this user alone. Raises RequestError."""
+        """Write all turns as JSON, readable by this user alone.
+
+        Raises RequestError, also where the file is there and is no saved conversation.
+        """
+        if path.exists():
+            try:
+                Conversation.load(path)
+            except RequestError as error:
+                raise RequestError(f"{path} is there, and not replaced: {error}") from error
         messages = self.messages("", 0)[:-1]
         for place, token_ids in self.reply_token_ids().items():
             messages[place]["token_ids"] = token_ids

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +274,11 @@ def test_omni(omni: Omni) -> None:
                 {"prompt_token_ids": [5, 6], key: value}, WRITTEN
             )
     refuse_nothing_else(attempts)
+
+
+def test_arguments_become_options_again(folder: Path) -> None:
+    """As vLLM's examples write it."""
+    arguments = EngineArgs(model=str(folder), num_blocks=24, dtype="float32")
+    assert asdict(arguments) == {"model": str(folder), "num_blocks": 24, "dtype": "float32"}
+    made = LLM(**asdict(arguments) | {"seed": 3})
+    made.close()

@@ -47,7 +47,7 @@ def generate(folder: Path, prompt: Ids, count: int) -> Ids:
 @pytest.mark.parametrize("make", [Headstart, Transformers])
 def test_an_engine_answers_as_generate_does(make: type[Engine], folder: Path) -> None:
     threads = torch.get_num_threads()
-    engine = make(str(folder), threads)  # type: ignore[call-arg]
+    engine = make(str(folder), threads, "auto")  # type: ignore[call-arg]
     expected = [generate(folder, prompt, 5) for prompt in PROMPTS]
     assert [list(engine.stream(prompt, 5)) for prompt in PROMPTS] == expected
     assert engine.answer(PROMPTS, 5) == expected
@@ -77,7 +77,7 @@ def test_what_is_shared_is_asked_first() -> None:
 
 
 def test_the_ratio_is_of_the_same_rounds_and_to_the_best_other() -> None:
-    peers = [Peer(name, "python") for name in ("headstart", "slow", "fast")]
+    peers = [Peer(name, "python", "auto") for name in ("headstart", "slow", "fast")]
     bench = Bench(1, peers)
     for at, seconds in enumerate([(1, 9, 2), (2, 9, 4), (30, 9, 6)]):
         for peer, value in zip(peers, seconds, strict=True):

@@ -87,7 +87,7 @@ class Chat:
         engine.text_limit.check("the document", text)
         tokenizer = self.llm.get_tokenizer()
         assert tokenizer is not None  # nobody chats without one
-        count = len(tokenizer.encode(text, add_special_tokens=False))
+        count = len(tokenizer.encode(text, add_special_tokens=False, verbose=False))
         if count >= engine.max_model_len:
             raise RequestError(
                 f"the document has {count:,} tokens; the context holds {engine.max_model_len:,}"

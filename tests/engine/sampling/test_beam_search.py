@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headstart import LLM, RequestError
+from headstart.engine.vllm_api.metrics import Counter, Gauge
 from headstart.sampling_params import BeamSearchParams
 from tests.engine.tiny_llm import make_llm, save_smallest
 
@@ -94,7 +95,7 @@ def test_beams_hit_all_but_their_last_tokens(llm: LLM) -> None:
     """A step computes a token or two for each beam: the rest is found in the cache."""
     prompt, width, steps = PROMPTS[0], 4, 6
     llm.beam_search([prompt], BeamSearchParams(width, steps, ignore_eos=True))
-    values = {metric.name: metric.value for metric in llm.get_metrics()}  # type: ignore[attr-defined]
+    values = {m.name: m.value for m in llm.get_metrics() if isinstance(m, Counter | Gauge)}
     computed = values["vllm:prefix_cache_queries"] - values["vllm:prefix_cache_hits"]
     assert values["vllm:prefix_cache_queries"] > width * (steps - 1) * len(prompt)
     assert computed <= len(prompt) + 2 * width * (steps - 1)

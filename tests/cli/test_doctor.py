@@ -25,7 +25,7 @@ def test_this_machine() -> None:
 @pytest.mark.parametrize(
     ("flags", "built", "level", "kernels", "faster"),
     [
-        ({"avx2", "fma"}, True, 1, "16 and 8 bits under float32", "int8"),
+        ({"avx2", "fma"}, True, 1, "16 to 4 bits under float32", "int8"),
         ({"avx2", "fma"}, False, 0, "not built", "install g++"),
         ({"avx2", "fma", *native.NEEDED}, True, 2, "all: whole layers", "int8"),
         (set(), True, 0, "none is for this CPU", None),

@@ -23,8 +23,8 @@ def find_kind(name: str) -> WeightKind | None:
     return next((kind for kind in kinds if kind == name), None)
 
 
-REVISIONS: dict[WeightKind, int] = {"int8": 1, "int5": 1, "int4": 2}
-"""How a kind rounds weights: another number for other weights, and so for other K/V."""
+REVISIONS: dict[WeightKind, int] = {"int8": 2, "int5": 1, "int4": 2}
+"""How a kind rounds weights and rows: another number where that changes, and so do K and V."""
 
 
 TILE = 1 << 20

@@ -149,8 +149,9 @@ def save_qwen3(folder: Path, seed: int = 6) -> Path:
         for name, weight in model.talker.named_parameters():
             if ".experts." in name:  # which transformers leaves as the memory was (5.23)
                 weight.normal_(std=0.02)
-        # Weights wide enough that what is attended to decides what is said.
-        for part in (model.thinker, model.talker):
+        # Weights wide enough that what is attended to decides what is said, and that the wave
+        # fills a quarter of its range.
+        for part in (model.thinker, model.talker, model.code2wav):
             for weight in part.parameters():
                 if weight.ndim >= 2:
                     weight.mul_(6)

@@ -74,7 +74,7 @@ figures: $(TOOLS)
 	$(BIN)/python docs/figures_src/figures.py
 
 bench: $(TOOLS)
-	$(BIN)/python bench/manager.py
+	$(BIN)/python bench/manager/manager.py
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/curves.py
 	$(BIN)/python bench/adapters.py

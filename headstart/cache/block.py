@@ -139,8 +139,3 @@ class RootNode(PrefixNode):
     def __init__(self, namespace: Namespace) -> None:
         super().__init__(None, BlockKey(b""))
         self.namespace = namespace
-
-
-def ids_of_every(count: int, blocks: Iterable[KVCacheBlock]) -> list[int]:
-    """The ids of those blocks whose id is a multiple of `count`."""
-    return [one for block in blocks if not (one := block._block_id) % count]

@@ -18,17 +18,19 @@ class FreeBlockQueue:
     >>> queue.remove(b)
     >>> [block.block_id for block in queue]
     [0, 2]
+
+    `length` is for reading, where a call of `len` would take longer than all else.
     """
 
-    __slots__ = ("_ends", "_length")
+    __slots__ = ("_ends", "length")
 
     def __init__(self, blocks: Iterable[KVCacheBlock] = ()) -> None:
         self._ends = KVCacheBlock(-1)
-        self._length = 0
+        self.length = 0
         self.extend(blocks)
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
         block = self._ends.next_free_block
@@ -53,7 +55,7 @@ class FreeBlockQueue:
             if block.next_free_block is not block:
                 ends.prev_free_block = last
                 last.next_free_block = ends
-                self._length += count
+                self.length += count
                 raise CacheError(f"block {block.block_id} is on the free queue already")
             block.prev_free_block = last
             last.next_free_block = block
@@ -61,12 +63,12 @@ class FreeBlockQueue:
             count += 1
         last.next_free_block = ends
         ends.prev_free_block = last
-        self._length += count
+        self.length += count
 
     def popleft(self, count: int) -> list[KVCacheBlock]:
         """Take `count` blocks from the head. Raises CacheError when there are fewer."""
-        if count > self._length:
-            raise CacheError(f"{count} blocks asked of a free queue of {self._length}")
+        if count > self.length:
+            raise CacheError(f"{count} blocks asked of a free queue of {self.length}")
         ends = self._ends
         block = ends.next_free_block
         taken = []
@@ -77,7 +79,7 @@ class FreeBlockQueue:
             block = following
         ends.next_free_block = block
         block.prev_free_block = ends
-        self._length -= count
+        self.length -= count
         return taken
 
     def remove(self, block: KVCacheBlock) -> None:
@@ -90,13 +92,13 @@ class FreeBlockQueue:
         for block in blocks:
             before, after = block.prev_free_block, block.next_free_block
             if after is block:
-                self._length -= count
+                self.length -= count
                 raise CacheError(f"block {block.block_id} is not on the free queue")
             before.next_free_block = after
             after.prev_free_block = before
             block.prev_free_block = block.next_free_block = block
             count += 1
-        self._length -= count
+        self.length -= count
 
     def salvage(self) -> list[KVCacheBlock]:
         """The rest of the order after a change was interrupted; each block at most once.
@@ -122,4 +124,4 @@ class FreeBlockQueue:
         before = after.prev_free_block
         block.prev_free_block, block.next_free_block = before, after
         before.next_free_block = after.prev_free_block = block
-        self._length += 1
+        self.length += 1

@@ -61,6 +61,7 @@ class KVCacheManager:
         self._naming = BlockNaming(config, self.pool)
         self._caching = config.enable_prefix_caching
         self._sequences: dict[str, TokenSequence] = {}
+        self._mark = object()  # of these sequences
         self._in_progress = BlocksInProgress()
         self._step = 0
         self._is_whole = True  # False while something moves: an interruption is then repaired
@@ -82,7 +83,7 @@ class KVCacheManager:
 
     def is_known(self, sequence: TokenSequence) -> bool:
         """True if this very sequence holds blocks."""
-        return self._sequences.get(sequence.request_id) is sequence
+        return sequence.holder is self._mark
 
     def get_computed_blocks(self, sequence: TokenSequence) -> ComputedBlocks:
         """Look up the sequence's cached prefix. Changes nothing: no count, no order.
@@ -115,8 +116,7 @@ class KVCacheManager:
     def explain(self, sequence: TokenSequence, *, across_salts: bool = False) -> MissExplanation:
         """Why the sequence would not hit more if it were looked up now.
 
-        across_salts: also look at what other tenants have cached, which is for the operator's
-        eyes alone.
+        across_salts: ask what other tenants have cached too; for the operator's eyes alone.
         """
         if not self._caching:
             return MissExplanation(MissReason.DISABLED, 0)
@@ -175,6 +175,7 @@ class KVCacheManager:
         resumed = sequence.step >= 0
         self._is_whole = False
         self._sequences[sequence.request_id] = sequence
+        sequence.holder = self._mark
         self.pool.touch(hits)
         new, copies = self._take(sequence, num_new, computed)
         sequence.blocks = hits + new
@@ -242,22 +243,21 @@ class KVCacheManager:
             sequence.step = self._step  # first, or an interruption leaves rows of no step
             sequence.num_computed_tokens = end
             return True
-        if not self._is_whole or self._sequences.get(sequence.request_id) is not sequence:
+        if not self._is_whole or sequence.holder is not self._mark:
             self._check_whole()
             raise CacheError(f"{sequence.request_id!r} holds no blocks: allocate_slots comes first")
         if self._caching:
             sequence.cut(self.block_size)  # for naming; it may raise, so before anything moves
-        num_new = 0
         if end > sequence.capacity:
-            num_new = -(-end // self.block_size) - len(sequence.blocks)
+            num_new = -(-(end - sequence.capacity) // self.block_size)
             if num_new > len(self.pool.free):
                 return False
-        self._is_whole = False
-        if num_new:
+            self._is_whole = False
             new = self.pool.take(num_new, sequence.namespace.salt)
             sequence.blocks += new
             sequence.block_ids += block_ids(new)
             sequence.capacity += num_new * self.block_size
+        self._is_whole = False
         self._extend_to(sequence, end)
         if sequence.in_progress is not None or sequence.num_named < len(sequence.keys):
             self._in_progress.announce(sequence)
@@ -284,10 +284,9 @@ class KVCacheManager:
     def fail_step(self) -> list[TokenSequence]:
         """The step's K/V were not written: end its sequences and keep nothing it computed.
 
-        Returns the sequences that hold no blocks any more: those that had slots in the step, or
-        all if an exception came in the middle of a method. The pool is then built anew, and
-        what earlier steps cached stays. May be called at any time, and again if it was
-        interrupted itself.
+        Returns the sequences that hold no blocks any more: those that had slots in the step, or all
+        if an exception came in the middle of a method. The pool is then built anew, and what
+        earlier steps cached stays. May be called at any time, and again if interrupted itself.
         """
         if not self._is_whole:
             return self._recover()
@@ -386,6 +385,7 @@ class KVCacheManager:
     def check(self) -> None:
         """Raise AssertionError if any invariant of pool, index or sequences is broken."""
         check_everything(self.config, self.pool, self.sequences)
+        assert all(self.is_known(sequence) for sequence in self.sequences), "one has no mark"
         self._in_progress.check(self.sequences)
 
     def take_events(self) -> list[CacheEvent]:

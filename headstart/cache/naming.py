@@ -28,7 +28,9 @@ class BlockNaming:
             node = self._index.child(node, keys[at])
             self._name_block(sequence, at, node)
             at += 1
-        if at < full:
+        if at + 1 == full:  # as when a sequence decodes
+            node = self._pool.store_child(node, keys[at], sequence.blocks[at])
+        elif at < full:
             node = self._pool.store_chain(node, keys[at:full], sequence.blocks[at:full])
         sequence.node, sequence.num_named = node, full
 

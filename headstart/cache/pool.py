@@ -8,13 +8,16 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from headstart.cache.block import KVCacheBlock, PartialNode, PrefixNode, ids_of_every, make_chain
+from headstart.cache.block import KVCacheBlock, PartialNode, PrefixNode, make_chain
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
 from headstart.cache.eviction import Clock, Marks, Shares, make_policy
 from headstart.cache.identity import BlockKey
 from headstart.cache.index import PrefixIndex
 from headstart.cache.portable_names import BlockNames
-from headstart.cache.stats import AGE_SAMPLE, EvictionAges
+from headstart.cache.stats import EvictionAges
+
+AGE_SAMPLE = 64
+"""Of so many blocks, one's time is kept: a time for each would take too much memory."""
 
 
 class BlockState(Enum):
@@ -54,7 +57,8 @@ class BlockPool:
         self.copies: dict[PrefixNode, dict[KVCacheBlock, None]] = {}
         self.version = 0
         self.num_evicted = 0
-        self.ages = EvictionAges(num_blocks)
+        self.ages = EvictionAges()
+        self._freed = dict.fromkeys(self.blocks[::AGE_SAMPLE], 0.0)  # and when that was
         self.names: BlockNames | None = None
         self.events: list[CacheEvent] = []
 
@@ -77,7 +81,8 @@ class BlockPool:
         evicted = [block for block in taken if block.node is not None]
         if evicted:
             self.num_evicted += len(evicted)
-            self.ages.note_evicted(ids_of_every(AGE_SAMPLE, evicted), self.clock())
+            if not self._freed.keys().isdisjoint(evicted):
+                self._note_ages(evicted)
             self.forget(evicted)
         for block in taken:
             block.ref_cnt = 1
@@ -97,13 +102,24 @@ class BlockPool:
         """
         freed = []
         for block in blocks:
-            block.ref_cnt -= 1
-            if block.ref_cnt == 0:
+            block.ref_cnt = held = block.ref_cnt - 1
+            if not held:
                 freed.append(block)
-        self.ages.note_freed(ids_of_every(AGE_SAMPLE, freed), self.clock())
+        self.note_freed(freed)
         if self.copies:
             freed = self._lend_recency(freed)
         self.free.release(freed)
+
+    def _note_ages(self, evicted: list[KVCacheBlock]) -> None:
+        now = self.clock()
+        for block in self._freed.keys() & evicted:
+            self.ages.note(now - self._freed[block])
+
+    def note_freed(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Nobody holds these blocks any more, as of now."""
+        sample = self._freed.keys() & blocks
+        if sample:
+            self._freed.update(dict.fromkeys(sample, self.clock()))
 
     def _lend_recency(self, freed: list[KVCacheBlock]) -> list[KVCacheBlock]:
         """Make freed copies empty; each puts a free block of its identity in line beside it.
@@ -138,6 +154,16 @@ class BlockPool:
         self.index.attach(node, block)
         if self.names is not None:
             self.events.append(BlockStored(block.block_id, node, self.names))
+
+    def store_child(self, parent: PrefixNode, key: BlockKey, block: KVCacheBlock) -> PrefixNode:
+        """Store one block under a node without children, in a sixth of `store_chain`'s time."""
+        self.index.unwritten.add(block)
+        node = PrefixNode(parent, key)
+        node.block = block
+        parent.child = block.node = node
+        if self.names is not None:
+            self.events.append(BlockStored(block.block_id, node, self.names))
+        return node
 
     def store_chain(
         self, parent: PrefixNode, keys: Sequence[BlockKey], blocks: Sequence[KVCacheBlock]

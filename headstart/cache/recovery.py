@@ -10,13 +10,12 @@ It may be interrupted as well, and is then run again from the start.
 
 from collections.abc import Iterable, Sequence
 
-from headstart.cache.block import KVCacheBlock, PrefixNode, RootNode, ids_of_every
+from headstart.cache.block import KVCacheBlock, PrefixNode, RootNode
 from headstart.cache.events import AllBlocksCleared, BlockStored
 from headstart.cache.eviction import make_policy
 from headstart.cache.index import PrefixIndex
 from headstart.cache.pool import BlockPool
 from headstart.cache.sequence import TokenSequence
-from headstart.cache.stats import AGE_SAMPLE
 
 
 def rebuild(pool: BlockPool, sequences: Sequence[TokenSequence]) -> None:
@@ -34,8 +33,7 @@ def rebuild(pool: BlockPool, sequences: Sequence[TokenSequence]) -> None:
     order = dict.fromkeys([*queued, *held, *pool.blocks])
     index = PrefixIndex(pool.index.max_ghosts)
     cached = _plant(index, order)
-    let_go = [block for block in pool.blocks if block.ref_cnt]
-    pool.ages.note_freed(ids_of_every(AGE_SAMPLE, let_go), pool.clock())
+    pool.note_freed(block for block in pool.blocks if block.ref_cnt)
     for block in pool.blocks:
         block.ref_cnt = 0
         block.prev_free_block = block.next_free_block = block

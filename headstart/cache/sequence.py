@@ -53,6 +53,7 @@ class TokenSequence:
         "block_ids",
         "blocks",
         "capacity",
+        "holder",
         "in_progress",
         "is_counted",
         "is_stored",
@@ -99,6 +100,7 @@ class TokenSequence:
         self.is_stored = self.is_counted = True
         self.num_computed_tokens = 0
         self.blocks: list[KVCacheBlock] = []
+        self.holder: object = None  # the mark of the manager that gave it blocks
         self.block_ids: list[int] = []  # of `blocks`; it changes with them
         self.capacity = 0  # slots in `blocks`, in tokens
         self.keys: list[BlockKey] = []  # of the full blocks, as far as they were needed
@@ -111,7 +113,7 @@ class TokenSequence:
 
     def append(self, token_id: int) -> None:
         """Add a generated token. Raises CacheError when it is no token id."""
-        if token_id.__class__ is not int or not 0 <= token_id <= MAX_TOKEN_ID:
+        if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
             token_id = check_token(token_id)
         self.token_ids.append(token_id)
 
@@ -157,9 +159,10 @@ class TokenSequence:
         return self._own(self._cut(index * block_size, stop, block_size)[0], index)
 
     def _cut(self, start: int, stop: int, block_size: int) -> list[BlockKey]:
-        data = self._prompt[start * TOKEN_BYTES : stop * TOKEN_BYTES]
-        if len(data) < (stop - start) * TOKEN_BYTES:  # generated tokens are among them
+        if stop * TOKEN_BYTES > len(self._prompt):  # generated tokens are among them
             data = encode_tokens(self.token_ids[start:stop])
+        else:
+            data = self._prompt[start * TOKEN_BYTES : stop * TOKEN_BYTES]
         if not self.items:
             return slice_keys(data, block_size)
         return cut_keys(data, range(start, stop), block_size, self._items_between(start, stop))
@@ -174,7 +177,7 @@ class TokenSequence:
         """Hold no blocks any more; returns those that it held."""
         blocks, self.blocks, self.block_ids = self.blocks, [], []
         self.capacity = self.num_computed_tokens = self.num_named = self.num_reused = 0
-        self.node = self.in_progress = None
+        self.node = self.in_progress = self.holder = None
         self.switched.clear()
         return blocks
 

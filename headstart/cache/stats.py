@@ -2,14 +2,11 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
 AGE_BOUNDS = (0.1, 1, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400)
 """Seconds up to which ages are counted together, the bound included."""
-AGE_SAMPLE = 16
-"""Of so many blocks the age of one is noted."""
 
 
 class MissReason(Enum):
@@ -53,28 +50,16 @@ class MissExplanation:
 
 
 class EvictionAges:
-    """How long evicted blocks had been free: how many up to each of `AGE_BOUNDS`, and beyond.
+    """How long evicted blocks had been free: how many up to each of `AGE_BOUNDS`, and beyond."""
 
-    Every 16th block is looked at, as vLLM looks at every hundredth: a time for each would take more
-    memory than the rest of a block may grow by.
-    """
-
-    def __init__(self, num_blocks: int = 0) -> None:
+    def __init__(self) -> None:
         self.counts = [0] * (len(AGE_BOUNDS) + 1)
         self.seconds = 0.0
-        self._freed = [0.0] * (num_blocks // AGE_SAMPLE + 1)
 
-    def note_freed(self, block_ids: Iterable[int], now: float) -> None:
-        """These sampled blocks were let go of."""
-        for block_id in block_ids:
-            self._freed[block_id // AGE_SAMPLE] = now
-
-    def note_evicted(self, block_ids: Iterable[int], now: float) -> None:
-        """These sampled blocks, which were free, are used for other content."""
-        for block_id in block_ids:
-            age = now - self._freed[block_id // AGE_SAMPLE]
-            self.counts[bisect_left(AGE_BOUNDS, age)] += 1
-            self.seconds += age
+    def note(self, age: float) -> None:
+        """A block that had been free for so many seconds is used for other content."""
+        self.counts[bisect_left(AGE_BOUNDS, age)] += 1
+        self.seconds += age
 
 
 @dataclass(slots=True)

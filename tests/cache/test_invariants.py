@@ -54,7 +54,7 @@ def break_a_link(manager: KVCacheManager) -> None:
 def miscount_the_queue(manager: KVCacheManager) -> None:
     queue = manager.pool.free._queue  # type: ignore[attr-defined]
     assert isinstance(queue, FreeBlockQueue)
-    queue._length += 1
+    queue.length += 1
 
 
 def miscount_references(manager: KVCacheManager) -> None:

@@ -81,7 +81,7 @@ class Lru:
         pass
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return self._queue.length
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
         return iter(self._queue)
@@ -147,23 +147,25 @@ class AdaptiveLru(EmptyFirstLru):
         self._marks.add(blocks, seconds)
 
     def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
-        super().claim(self._retained.remove(blocks) if self._retained else blocks)
+        super().claim(self._retained.remove(blocks) if self._retained.count else blocks)
         if self._partial and not self._partial.keys().isdisjoint(blocks):
             self._room = min(self._num_blocks, self._room + self.EARNED * self._leave(blocks))
 
     def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
-        super().withdraw(self._retained.remove(blocks) if self._retained else blocks)
+        super().withdraw(self._retained.remove(blocks) if self._retained.count else blocks)
         self._leave(blocks)
 
     def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
-        late = count - len(self._queue)
-        if 0 < late <= len(self._retained):
+        late = count - self._queue.length
+        if late <= 0 and not self._partial:
+            return self._queue.popleft(count)
+        if 0 < late <= self._retained.count:
             return [*self._take(count - late), *self._retained.popleft(late)]
         return self._take(count)
 
     def _take(self, count: int) -> list[KVCacheBlock]:
         excess = len(self._partial) - self._room
-        if excess <= 0 or count > len(self._queue):
+        if excess <= 0 or count > self._queue.length:
             taken = self._queue.popleft(count)
         else:
             empty = islice(takewhile(lambda block: block.node is None, self._queue), count)
@@ -183,7 +185,7 @@ class AdaptiveLru(EmptyFirstLru):
         assert not any(block in self._marks for block in self._queue), "a block in line is marked"
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._retained)
+        return self._queue.length + self._retained.count
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
         excess = dict.fromkeys(islice(self._partial, max(0, len(self._partial) - self._room)))

@@ -64,17 +64,14 @@ class RetainedBlocks:
     """Free marked blocks: those whose minute is over first come first, then by their release.
 
     O(1) a block, and O(minutes) for a minute that is new. Nothing is done for a block that has
-    no mark but to look for one, while there are any.
+    no mark but to look for one, while there are any. `count` is how many there are.
     """
 
     def __init__(self, marks: Marks) -> None:
         self._marks = marks
         self._by_minute: dict[int, FreeBlockQueue] = {}
         self._minutes: list[int] = []  # of `_by_minute`, in order
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
+        self.count = 0
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
         for minute in self._minutes:
@@ -92,7 +89,7 @@ class RetainedBlocks:
                 others.append(block)
             else:
                 self._queue(minute).append(block)
-                self._count += 1
+                self.count += 1
         return others
 
     def _queue(self, minute: int) -> FreeBlockQueue:
@@ -110,7 +107,7 @@ class RetainedBlocks:
                 others.append(block)
             else:
                 self._by_minute[minute].remove(block)
-                self._count -= 1
+                self.count -= 1
         return others
 
     def popleft(self, count: int) -> list[KVCacheBlock]:
@@ -124,7 +121,7 @@ class RetainedBlocks:
         minute = self._minutes[0]
         queue = self._by_minute[minute]
         taken = queue.popleft(min(most, len(queue)))
-        self._count -= len(taken)
+        self.count -= len(taken)
         self._marks.drop(taken)
         if not queue:
             del self._by_minute[minute], self._minutes[0]
@@ -134,9 +131,9 @@ class RetainedBlocks:
         """Remove blocks whose time is over, and the first of more than `most`; and their marks."""
         due: list[KVCacheBlock] = []
         while self._minutes and self._marks.is_over(self._minutes[0]):
-            due += self._pop_minute(self._count)
-        if self._count > most:
-            due += self.popleft(self._count - most)
+            due += self._pop_minute(self.count)
+        if self.count > most:
+            due += self.popleft(self.count - most)
         return due
 
     def salvage(self) -> list[KVCacheBlock]:
@@ -146,7 +143,7 @@ class RetainedBlocks:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         assert self._minutes == sorted(self._by_minute), "minutes are not in order"
-        assert self._count == sum(map(len, self._by_minute.values())), "retained are miscounted"
+        assert self.count == sum(map(len, self._by_minute.values())), "retained are miscounted"
         for minute, queue in self._by_minute.items():
             for block in queue:
                 assert self._marks.minute(block) == minute, f"{block} stands in another minute"

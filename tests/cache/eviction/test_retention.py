@@ -150,27 +150,28 @@ def test_what_is_discarded_or_reset_is_not_kept() -> None:
 
 @pytest.mark.parametrize("eviction", ["adaptive-lru", "fair-lru"])
 def test_marks_and_ages_outlive_a_pool_that_is_built_anew(eviction: str) -> None:
-    pool = Pool(40, eviction)
+    pool = Pool(140, eviction)
     marked = pool.text(8)
     pool.ask(marked, Mark(99, 5 * MINUTES))
-    pool.flood(60)
+    pool.flood(200)
     evicted = pool.manager.num_evictions
+    ages = sum(pool.manager.stats.eviction_ages.counts)
     pool.manager._is_whole = False  # as an interruption leaves it
     pool.manager.fail_step()
     pool.manager.check()
-    pool.flood(100)
+    pool.flood(300)
     assert pool.kept(marked) == 8
     assert pool.manager.num_evictions > evicted > 0
-    assert sum(pool.manager.stats.eviction_ages.counts) > 0
+    assert sum(pool.manager.stats.eviction_ages.counts) > ages > 0
     pool.now = 5 * MINUTES
-    pool.flood(100)
+    pool.flood(300)
     assert pool.kept(marked) == 0
 
 
 def test_ages_are_told_of_blocks_that_are_evicted() -> None:
     """Blocks that were let go of at 0 s and used again at 10 s, and are evicted at 37 s."""
-    pool = Pool(64)
-    text, other = pool.text(32), pool.text(32)
+    pool = Pool(256)
+    text, other = pool.text(128), pool.text(128)
     pool.ask(text)
     pool.ask(other)
     pool.now = 10.0
@@ -178,10 +179,10 @@ def test_ages_are_told_of_blocks_that_are_evicted() -> None:
     ages = pool.manager.stats.eviction_ages
     before = list(ages.counts)
     pool.now = 37.0
-    pool.flood(64)
+    pool.flood(256)
     told = [now - then for now, then in zip(ages.counts, before, strict=True)]
     by_age = {bound: n for bound, n in zip([*AGE_BOUNDS, None], told, strict=True) if n}
-    assert by_age == {30: 2, 60: 2}, "of every sixteenth block"
+    assert by_age == {30: 2, 60: 2}, "of every 64th block"
     assert ages.seconds == sum((27, 27, 37, 37))
 
 

@@ -1,29 +1,46 @@
 """The options of an engine in one object, as in `vllm.engine.arg_utils`."""
 
+from argparse import ArgumentParser, Namespace
 from dataclasses import Field, fields, make_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from headstart.engine.vllm_api.command_line import (
+    FLAGS,
+    LOG_FLAGS,
+    add_flags,
+    default_of,
+    read_flags,
+)
 from headstart.engine.vllm_api.options import ENGINE, read_options
 from headstart.engine.vllm_api.signatures import check_calls
 from headstart.errors import ConfigError
-from headstart.validation import describe
+from headstart.validation import check_flag, describe
 
 __all__ = ["AsyncEngineArgs", "EngineArgs", "require_engine_args"]
 
 
 @check_calls(ConfigError)
 class EngineArgs:
-    """A model and its options, for `LLM.from_engine_args`.
+    """A model and its options, for `LLM.from_engine_args` or `LLM(**asdict(engine_args))`.
 
-    Each option is an attribute. Raises ConfigError for one that cannot be followed, ModelError for
-    a model that is not there.
+    Each option is an attribute, which may be set; one that was not given has its default. Raises
+    ConfigError for one that cannot be followed, ModelError for a model that is not there.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         read_options(model, options)
-        self.model = model
-        self.options = options
+        self.__dict__.update(model=model, options=options)
+
+    @classmethod
+    def add_cli_args(cls, parser: ArgumentParser) -> ArgumentParser:
+        """The parser, with a flag for each of vLLM's options."""
+        return add_flags(parser, FLAGS)
+
+    @classmethod
+    def from_cli_args(cls, args: Namespace) -> Self:
+        """Those that a parser with these flags read; flags of the program's own are left alone."""
+        return cls(**read_flags(args))
 
     @property
     def __dataclass_fields__(self) -> dict[str, Field[Any]]:
@@ -32,13 +49,29 @@ class EngineArgs:
         return {field.name: field for field in fields(made)}
 
     def __getattr__(self, name: str) -> Any:
-        if name in self.__dict__.get("options", {}):
-            return self.options[name]
-        raise ENGINE.missing(name)
+        options = self.__dict__.get("options", {})
+        if name in options:
+            return options[name]
+        if not ENGINE.knows(name):
+            raise ENGINE.missing(name)
+        return default_of(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Change the model or an option. Raises ConfigError; nothing is changed then."""
+        model = value if name == "model" else self.model
+        options = self.options if name == "model" else {**self.options, name: value}
+        read_options(model, options)
+        self.__dict__.update(model=model, options=options)
 
 
 class AsyncEngineArgs(EngineArgs):
     """As `EngineArgs`, for `AsyncLLM.from_engine_args`."""
+
+    @classmethod
+    def add_cli_args(cls, parser: ArgumentParser, async_args_only: bool = False) -> ArgumentParser:
+        """As for `EngineArgs`; async_args_only: those alone that an `LLM` does not take."""
+        only = check_flag("async_args_only", async_args_only)
+        return add_flags(parser, LOG_FLAGS if only else FLAGS)
 
 
 def require_engine_args(given: object) -> EngineArgs:

@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "lora": {"engine"},
     "outputs": {"engine"},
     "sampling_params": {"engine"},
+    "utils": set(),
     "v1": {"engine"},
 }
 CLUSTER_CORE = ("events", "index", "load", "policies", "router")

@@ -340,3 +340,43 @@ REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "enable_layerwise_nvtx_tracing": (False,),
     },
 }
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+SWITCHES = _names(
+    "enable_prefix_caching enable_lora enforce_eager specialize_active_lora cudagraph_metrics "
+    "disable_log_stats aggregate_engine_logging enable_logging_iteration_details "
+    "enable_chunked_prefill disable_chunked_mm_input trust_remote_code disable_custom_all_reduce "
+    "fully_sharded_loras jit_monitor_verbose async_scheduling use_tqdm_on_load "
+    "disable_cascade_attn enable_flashinfer_autotune ray_workers_use_nsight numa_bind "
+    "enable_shm_tensor_arena skip_mm_profiling scheduler_reserve_full_isl kv_cache_metrics "
+    "long_prefill_token_threshold_adaptive enable_mfu_metrics enable_mm_processor_stats "
+    "disable_hybrid_kv_cache_manager fail_on_environ_validation swa_bounded_replay "
+    "use_fp64_gumbel sleep_mode_offload_cudagraph allow_deprecated_quantization dcp_q_replicate "
+    "enable_batch_sharded_sampling disable_nccl_for_dp_synchronization "
+    "use_v2_block_manager disable_log_requests enable_log_requests "
+    "disable_async_output_proc"
+)
+"""Options that are True or False, besides those whose row names such a value."""
+
+LISTS = _names(
+    "served_model_name cudagraph_capture_sizes allowed_media_domains numa_bind_nodes "
+    "numa_bind_cpus device_ids cpu_offload_params offload_params lora_target_modules "
+    "collect_detailed_traces sleep_preserve_parameter_names kv_cache_dtype_skip_layers "
+    "logits_processors ignore_patterns"
+)
+"""Options that take several values on a command line."""
+
+TEXTS = frozenset(["model", "tokenizer", "dtype", "generation_config"])
+"""Options whose value is a text, even one that spells a number."""
+
+SHORT: Mapping[str, str] = {
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+    "quantization": "-q",
+}
+"""Short flags of a command line."""

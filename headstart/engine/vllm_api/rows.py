@@ -85,6 +85,10 @@ class Names:
         allowed = ", ".join(dict.fromkeys(["None", *map(repr, row.allowed)]))
         raise self._error(f"{name} is {describe(value)}; allowed: {allowed}; {row.note}")
 
+    def knows(self, name: str) -> bool:
+        """Whether there is such a name, whatever becomes of it."""
+        return name in self._own or name in self.rows
+
     def missing(self, name: str) -> MissingNameError:
         """The error for an attribute that is not there."""
         row = self.rows.get(name)

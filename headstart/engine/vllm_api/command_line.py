@@ -1,0 +1,91 @@
+"""vLLM's engine options as flags of a program's own command line."""
+
+import argparse
+import copy
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import MISSING, fields
+from typing import Any
+
+from headstart.engine.config import EngineConfig
+from headstart.engine.vllm_api.engine_args import LISTS, SHORT, SWITCHES, TEXTS
+from headstart.engine.vllm_api.options import ENGINE
+from headstart.engine.vllm_api.rows import Row, Verdict
+from headstart.errors import ConfigError
+from headstart.validation import describe
+
+__all__ = ["FLAGS", "LOG_FLAGS", "add_flags", "default_of", "read_flags"]
+
+FLAGS = tuple(name for name in ENGINE.rows if name != "chat_template")
+"""Options that are flags: those of `EngineArgs`."""
+LOG_FLAGS = ("enable_log_requests", "disable_log_requests")
+"""Those that vLLM's `AsyncEngineArgs` has beside them."""
+
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
+
+
+def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> argparse.ArgumentParser:
+    """The parser, with `--max-model-len` for the option max_model_len. Raises ConfigError."""
+    if not isinstance(parser, argparse.ArgumentParser):
+        raise ConfigError(f"parser is {describe(parser)}; allowed: an argparse.ArgumentParser")
+    group = parser.add_argument_group("engine")
+    for name in names:
+        row = ENGINE.rows[name]
+        spelled = [f"--{name.replace('_', '-')}"] + ([SHORT[name]] if name in SHORT else [])
+        more: dict[str, Any] = {"type": str if name in TEXTS else _read_value}
+        if name in SWITCHES or any(isinstance(value, bool) for value in row.allowed):
+            more = {"action": argparse.BooleanOptionalAction}
+        elif name in LISTS:
+            more["nargs"] = "+"
+        group.add_argument(*spelled, dest=name, default=default_of(name), help=_help(row), **more)
+    return parser
+
+
+def read_flags(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The options that differ from their defaults; `model` is among them. Raises ConfigError."""
+    if not isinstance(namespace, argparse.Namespace):
+        raise ConfigError(f"args is {describe(namespace)}; allowed: an argparse.Namespace")
+    found = {name: getattr(namespace, name) for name in FLAGS if hasattr(namespace, name)}
+    if found.get("model") is None:
+        raise ConfigError(
+            "the arguments name no model; allowed: --model, or set_defaults(model=...)"
+        )
+    return {name: value for name, value in found.items() if not _is_default(name, value)}
+
+
+def default_of(name: str) -> Any:
+    """What an option is where it is not given; None where that is for the engine to choose."""
+    default = _DEFAULTS.get(name, MISSING)
+    if default is not MISSING:
+        return default
+    row = ENGINE.rows.get(name)
+    return copy.copy(row.allowed[0]) if row is not None and row.allowed else None
+
+
+def _is_default(name: str, value: object) -> bool:
+    default = default_of(name)
+    return value is None or (type(value) is type(default) and value == default)
+
+
+def _help(row: Row) -> str:
+    says = row.note if row.verdict is Verdict.WORKS else f"{row.verdict.value}: {row.note}"
+    return says.replace("%", "%%")
+
+
+def _read_value(text: str) -> Any:
+    """A number, a number of thousands or of 1,024s such as 32k and 32K, JSON, or a text.
+
+    >>> _read_value("32k"), _read_value("0.9"), _read_value("auto")
+    (32000, 0.9, 'auto')
+    """
+    counted = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT])", text.strip())
+    if counted is not None:
+        number, unit, whole, binary = counted.groups()
+        return int(float(number) * _UNITS[unit]) if unit else int(whole) * _BINARY_UNITS[binary]
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -1,0 +1,5 @@
+"""The names of `vllm.utils` that programs import."""
+
+from headstart.utils.argparse_utils import FlexibleArgumentParser
+
+__all__ = ["FlexibleArgumentParser"]

@@ -1,0 +1,127 @@
+"""A program's command line with vLLM's engine options, as vLLM's own examples write it."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from headstart import LLM, AsyncEngineArgs, ConfigError, EngineArgs, RequestError, SamplingParams
+from headstart.engine.vllm_api.engine_args import LISTS, SWITCHES, TEXTS
+from headstart.engine.vllm_api.options import ENGINE
+from headstart.utils import FlexibleArgumentParser
+from tests.engine.tiny_llm import save_smallest
+from tests.house.source import ROOT
+
+SURFACE = json.loads((ROOT / "tests/data/vllm_surface.json").read_text(encoding="utf-8"))
+DEFAULTS = SURFACE["EngineArgs"]
+
+
+def read(*given: str) -> EngineArgs:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    return EngineArgs.from_cli_args(parser.parse_args([*given]))
+
+
+def test_a_program_of_vllm_s_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_smallest(tmp_path)
+    given = f"--model {folder} --max_model_len 128 --num-gpu-blocks-override=24 --enforce-eager"
+    monkeypatch.setattr(sys, "argv", ["program.py", *given.split(), "--max-tokens", "3"])
+    parser = FlexibleArgumentParser()
+    EngineArgs.add_cli_args(parser)
+    parser.set_defaults(dtype="float32")
+    parser.add_argument_group("sampling").add_argument("--max-tokens", type=int)
+    args = vars(parser.parse_args())
+    max_tokens = args.pop("max_tokens")
+    engine_args = EngineArgs.from_cli_args(argparse.Namespace(**args))
+    llm = LLM(**asdict(engine_args))
+    try:
+        assert (llm.engine.max_model_len, llm.engine.config.num_blocks) == (128, 24)
+        [output] = llm.generate([5, 6], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 3
+    finally:
+        llm.close()
+
+
+def test_a_flag_for_every_option_of_vllm() -> None:
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    known = vars(parser.parse_args([]))
+    assert set(DEFAULTS) <= set(known)
+    assert known["tensor_parallel_size"] == 1
+    assert "--no-enable-prefix-caching" in parser.format_help()
+    assert asdict(read("--model", "headstart-tiny")) == {"model": "headstart-tiny"}
+
+
+def test_switches_are_those_that_vllm_s_defaults_are() -> None:
+    rows = ENGINE.rows
+    marked = {name for name in rows if any(isinstance(v, bool) for v in rows[name].allowed)}
+    assert {n for n, default in DEFAULTS.items() if default in ("True", "False")} <= (
+        marked | SWITCHES
+    )
+    assert set(rows) >= SWITCHES | LISTS | TEXTS
+
+
+def test_values_are_read_by_their_form() -> None:
+    args = read(
+        *["--model", "1234", "--max-model-len", "4k", "--gpu_memory_utilization", "0.5"],
+        *["--limit-mm-per-prompt", '{"image": 2}', "-tp", "1", "--no-enable-prefix-caching"],
+        *["--served-model-name", "one", "two", "--max-num-seqs", "2K", "--generation-config=vllm"],
+    )
+    assert asdict(args) == {
+        "model": "1234",
+        "max_model_len": 4000,
+        "gpu_memory_utilization": 0.5,
+        "limit_mm_per_prompt": {"image": 2},
+        "enable_prefix_caching": False,
+        "served_model_name": ["one", "two"],
+        "max_num_seqs": 2048,
+        "generation_config": "vllm",
+    }
+
+
+def test_what_cannot_be_followed_says_so() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2; allowed: None, 1; one eng"):
+        read("--model", "headstart-tiny", "-tp", "2")
+    with pytest.raises(ConfigError, match="the arguments name no model; allowed: --model"):
+        read("--max-model-len", "100")
+    with pytest.raises(ConfigError, match=r"parser is None; allowed: an argparse.ArgumentParser"):
+        EngineArgs.add_cli_args(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"args is \['--model'\]; allowed: an argparse.Namespace"):
+        EngineArgs.from_cli_args(["--model"])  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="async_args_only is 3; allowed: True or False"):
+        AsyncEngineArgs.add_cli_args(argparse.ArgumentParser(), 3)  # type: ignore[arg-type]
+
+
+def test_the_asynchronous_engine_s_flags() -> None:
+    alone = AsyncEngineArgs.add_cli_args(argparse.ArgumentParser(), async_args_only=True)
+    assert "max_model_len" not in vars(alone.parse_args([]))
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = parser.parse_args(["--model", "headstart-tiny", "--enable-log-requests"])
+    made = AsyncEngineArgs.from_cli_args(args)
+    assert isinstance(made, AsyncEngineArgs)
+    assert made.enable_log_requests is True
+
+
+def test_options_are_attributes_that_may_be_set(tmp_path: Path) -> None:
+    args = EngineArgs("headstart-tiny", max_num_seqs=3)
+    assert (args.max_num_seqs, args.tensor_parallel_size, args.quantization) == (3, 1, None)
+    args.limit_mm_per_prompt = {"image": 1} | dict(args.limit_mm_per_prompt or {})
+    assert asdict(args)["limit_mm_per_prompt"] == {"image": 1}
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2"):
+        args.pipeline_parallel_size = 2
+    args.model = str(tmp_path)
+    assert asdict(args)["model"] == str(tmp_path)
+    assert not hasattr(args, "max_modl_len")
+
+
+def test_dashes_and_underscores_are_alike() -> None:
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--one-two", default=0, type=int)
+    parser.add_argument("--three_four", default=0, type=int)
+    parser.add_argument("rest", nargs="*")
+    for given in (["--one_two", "1", "--three-four=2"], ["--one-two=1", "--three_four", "2"]):
+        known = parser.parse_args([*given, "--", "--a_b"])
+        assert (known.one_two, known.three_four, known.rest) == (1, 2, ["--a_b"])
+    known, others = parser.parse_known_args(["--one_two=3", "a_b"])
+    assert (known.one_two, known.rest, others) == (3, ["a_b"], [])

@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING
 
 from headstart.imports import load_module
-from headstart.version import __version__
+from headstart.version import __version__, __version_tuple__
 
 # torch's threads spin while they wait for one another. With a busy neighbour on the machine the
 # one they wait for is not running, and a step takes 2 to 10 times as long; giving the core up
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from headstart.engine.params import SamplingParams
     from headstart.engine.prompt_types import PromptType, TextPrompt, TokensPrompt
     from headstart.engine.structured.params import StructuredOutputsParams
+    from headstart.engine.vllm_api.llm_engine import LLMEngine
     from headstart.errors import (
         AdapterError,
         AdapterNotFoundError,
@@ -51,6 +52,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "LLMEngine",
     "SamplingParams",
     "StructuredOutputsParams",
     "LoRARequest",
@@ -79,12 +81,14 @@ __all__ = [
     "CacheError",
     "EngineError",
     "__version__",
+    "__version_tuple__",
 ]
 
 _HOMES = {
     "LLM": "headstart.engine.llm",
     "AsyncLLM": "headstart.engine.async_llm",
     "AsyncLLMEngine": "headstart.engine.async_llm",
+    "LLMEngine": "headstart.engine.vllm_api.llm_engine",
     "SamplingParams": "headstart.engine.params",
     "StructuredOutputsParams": "headstart.engine.structured.params",
     "LoRARequest": "headstart.engine.adapters.request",
@@ -100,6 +104,8 @@ _HOMES = {
     "OmniOutput": "headstart.omni.params",
 }
 
+_TABLE = "headstart.engine.vllm_api.members"
+
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
@@ -109,12 +115,16 @@ def __getattr__(name: str) -> object:
     return value
 
 
-def _explain_missing(name: str) -> AttributeError:
-    """The error for a name that is not here; those that vLLM exports have a reason."""
-    names = load_module("headstart.engine.vllm_api.members").EXPORTS
-    if name not in names.rows:
+def _explain_missing(name: str) -> AttributeError | ImportError:
+    """The error for a name that is not here; those that vLLM exports have a reason.
+
+    An import would replace an AttributeError by one of its own, without the reason.
+    """
+    # Underscores: what Python asks of a module, which must not load the tables.
+    names = None if name.startswith("_") else load_module(_TABLE).EXPORTS
+    if names is None or name not in names.rows:
         return AttributeError(f"module 'headstart' has no attribute {name!r}")
-    missing: AttributeError = names.missing(name)
+    missing: ImportError = names.missing_import(name)
     return missing
 
 

@@ -1,3 +1,6 @@
 """The version of headstart: the one place that holds it."""
 
 __version__ = "0.1.0"
+__version_tuple__ = tuple(
+    int(part) if part.isdecimal() else part for part in __version__.split(".")
+)

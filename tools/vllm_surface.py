@@ -19,11 +19,12 @@ FILES = ("__init__.py", "sampling_params.py", "outputs.py", "logprobs.py", "_ver
 CALLS = {
     "LLM": ("__init__", "generate", "chat", "beam_search", "reset_prefix_cache"),
     "AsyncLLM": ("generate", "reset_prefix_cache"),
+    "LLMEngine": ("add_request", "reset_prefix_cache"),
 }
 FIELDS = ("EngineArgs", "SamplingParams", "BeamSearchParams", "LoRARequest", "TextPrompt",
           "TokensPrompt", "CompletionOutput", "Logprob", "RequestOutputKind",
           "StructuredOutputsParams")  # fmt: skip
-METHODS = ("LLM", "AsyncLLM", "SamplingParams", "CompletionOutput")
+METHODS = ("LLM", "AsyncLLM", "LLMEngine", "SamplingParams", "CompletionOutput")
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 Surface = dict[str, Any]

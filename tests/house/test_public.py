@@ -12,6 +12,7 @@ PUBLIC = [
     "LLM",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "LLMEngine",
     "SamplingParams",
     "StructuredOutputsParams",
     "LoRARequest",
@@ -40,6 +41,7 @@ PUBLIC = [
     "CacheError",
     "EngineError",
     "__version__",
+    "__version_tuple__",
 ]
 
 
@@ -51,7 +53,7 @@ def test_public_names_are_these() -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_name_is_there_and_documented(name: str) -> None:
     value = getattr(headstart, name)
-    assert isinstance(value, str) or value.__doc__
+    assert isinstance(value, str | tuple) or value.__doc__
 
 
 def test_another_name_is_an_attribute_error() -> None:

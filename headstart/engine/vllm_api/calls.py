@@ -6,6 +6,7 @@ from headstart.engine.vllm_api.rows import Names, Row, accepted, refused, works
 from headstart.errors import RequestError
 
 __all__ = [
+    "ADD_REQUEST",
     "ASYNC_CHAT",
     "ASYNC_GENERATE",
     "BEAM_SEARCH_CALL",
@@ -73,6 +74,28 @@ ASYNC_GENERATE = Names(
                 "reasoning_ended": (False,),
                 "reasoning_parser_kwargs": ({},),
             },
+        }
+    ),
+    RequestError,
+    own=_OWN,
+)
+
+ADD_REQUEST = Names(
+    "LLMEngine.add_request",
+    works({"request_id": "", "prompt": "", "params": ""})
+    | _EVERY_CALL
+    | accepted(
+        {
+            "requests wait in the order of these calls": ["arrival_time"],
+            "nothing is traced": ["trace_headers"],
+            "requests have no sessions": ["session_id"],
+        }
+    )
+    | refused(
+        {
+            "tokenise in the program and give `prompt_token_ids`": {"tokenization_kwargs": ({},)},
+            'give `{"prompt": ..., "prompt_token_ids": ...}`': {"prompt_text": ()},
+            "K/V stay where they are": {"kv_hints": ()},
         }
     ),
     RequestError,

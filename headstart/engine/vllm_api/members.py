@@ -3,7 +3,15 @@
 from headstart.engine.vllm_api.rows import Names, accepted, refused, works
 from headstart.errors import RequestError
 
-__all__ = ["ASYNC_LLM", "COMPLETION_OUTPUT", "EXPORTS", "LLM", "PARAMS", "REQUEST_OUTPUT"]
+__all__ = [
+    "ASYNC_LLM",
+    "COMPLETION_OUTPUT",
+    "EXPORTS",
+    "LLM",
+    "LLM_ENGINE",
+    "PARAMS",
+    "REQUEST_OUTPUT",
+]
 
 _POOLING = "models here generate; for embeddings or scores use transformers"
 _SLEEP = "there is no sleep mode: `close()` frees the memory"
@@ -120,6 +128,53 @@ ASYNC_LLM = Names(
     RequestError,
 )
 
+LLM_ENGINE = Names(
+    "LLMEngine",
+    works(
+        {
+            "from_engine_args": "",
+            "add_request": "",
+            "step": "the error of a request that failed is raised, once",
+            "has_unfinished_requests": "",
+            "get_num_unfinished_requests": "",
+            "abort_request": "",
+            "get_tokenizer": "",
+            "tokenizer": "",
+            "get_metrics": "",
+            "reset_prefix_cache": "",
+            "add_lora": "",
+        }
+    )
+    | refused(
+        {
+            _SLEEP: _none("sleep wake_up release_kv_cache_memory is_sleeping"),
+            _WEIGHTS: _none("set_weight_version get_weight_version"),
+            _PROFILE: _none("start_profile stop_profile"),
+            "adapters go by name: see `LLM.unload_adapter`": _none(
+                "remove_lora list_loras pin_lora"
+            ),
+            "images are known by their content: nothing becomes stale": _none(
+                "reset_mm_cache reset_encoder_cache"
+            ),
+            "nothing is logged: read the outputs' `metrics`": _none(
+                "do_log_stats do_log_stats_with_interval log_stats logger_manager"
+            ),
+            _EXPERT: _none(
+                "has_unfinished_requests_dp external_launcher_dp should_execute_dummy_batch "
+                "dp_group"
+            ),
+            "there are no workers: `engine.model` is the model": _none(
+                "collective_rpc apply_model model_executor"
+            ),
+            _INSIDE: _none(
+                "vllm_config model_config observability_config renderer input_processor "
+                "output_processor engine_core from_vllm_config get_supported_tasks"
+            ),
+        }
+    ),
+    RequestError,
+)
+
 PARAMS = Names(
     "SamplingParams",
     works({"from_optional": "", "clone": "", "num_logprobs": "", "sampling_type": ""})
@@ -203,14 +258,14 @@ EXPORTS = Names(
                 "EngineArgs",
                 "AsyncEngineArgs",
                 "AsyncLLMEngine",
+                "LLMEngine",
+                "__version_tuple__",
             ],
             "",
         )
     )
     | refused(
         {
-            "compare `__version__`": _none("__version_tuple__"),
-            "use `LLM`, or `AsyncLLM` for asyncio": _none("LLMEngine"),
             "every decoder that transformers has is tried": _none("ModelRegistry"),
             _EXPERT: _none("initialize_ray_cluster"),
             _POOLING: _none(

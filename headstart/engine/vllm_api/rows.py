@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 from headstart.errors import HeadstartError, RequestError
 from headstart.validation import describe
 
-__all__ = ["MissingNameError", "Names", "Row", "Verdict", "accepted", "refused", "works"]
+__all__ = [
+    "MissingImportError",
+    "MissingNameError",
+    "Names",
+    "Row",
+    "Verdict",
+    "accepted",
+    "refused",
+    "works",
+]
 
 
 class Verdict(Enum):
@@ -34,6 +43,10 @@ class Row(NamedTuple):
 
 class MissingNameError(RequestError, AttributeError):
     """An attribute that is not here; `hasattr` says False."""
+
+
+class MissingImportError(HeadstartError, ImportError):
+    """A name that vLLM's package has and ours has not; `except ImportError` catches it."""
 
 
 def works(rows: Mapping[str, str]) -> dict[str, Row]:
@@ -88,6 +101,12 @@ class Names:
     def knows(self, name: str) -> bool:
         """Whether there is such a name, whatever becomes of it."""
         return name in self._own or name in self.rows
+
+    def missing_import(self, name: str) -> MissingImportError:
+        """The error for a name of the package that has a row and is not there."""
+        return MissingImportError(
+            f"cannot import name {name!r} from {self.owner!r}: {self.rows[name].note}", name=name
+        )
 
     def missing(self, name: str) -> MissingNameError:
         """The error for an attribute that is not there."""

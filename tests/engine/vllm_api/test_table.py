@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import headstart
 from headstart import LLM, AsyncLLM, ConfigError, HeadstartError, RequestError, SamplingParams
 from headstart.engine.vllm_api import calls, members, sampling
 from headstart.engine.vllm_api.options import ENGINE, read_options
@@ -34,6 +33,8 @@ TABLES: dict[str, list[Names]] = {
     "LLM.reset_prefix_cache()": [calls.RESET],
     "AsyncLLM.generate()": [calls.ASYNC_GENERATE],
     "AsyncLLM.reset_prefix_cache()": [calls.RESET],
+    "LLMEngine.add_request()": [calls.ADD_REQUEST],
+    "LLMEngine.reset_prefix_cache()": [calls.RESET],
     "SamplingParams": [sampling.SAMPLING],
     "StructuredOutputsParams": [sampling.STRUCTURED],
     "BeamSearchParams": [sampling.BEAM_SEARCH],
@@ -44,6 +45,7 @@ TABLES: dict[str, list[Names]] = {
     "RequestOutput": [members.REQUEST_OUTPUT],
     "LLM.": [members.LLM],
     "AsyncLLM.": [members.ASYNC_LLM],
+    "LLMEngine.": [members.LLM_ENGINE],
     "SamplingParams.": [members.PARAMS],
     "CompletionOutput.": [members.COMPLETION_OUTPUT],
 }
@@ -300,7 +302,11 @@ def test_fields_of_outputs(output: RequestOutput) -> None:
 
 def test_imports() -> None:
     for name in names_of(members.EXPORTS, Verdict.WORKS):
-        assert getattr(headstart, name, MISSING) is not MISSING, name
+        exec(f"from headstart import {name}")
     for name in names_of(members.EXPORTS, Verdict.REFUSED):
-        with pytest.raises(RequestError, match=f"headstart has no {name}: "):
-            getattr(headstart, name)
+        with pytest.raises(HeadstartError, match=f"'{name}' from 'headstart': {OF[name]}") as told:
+            exec(f"from headstart import {name}")
+        assert isinstance(told.value, ImportError)
+
+
+OF = {name: row.note for name, row in members.EXPORTS.rows.items()}

@@ -15,6 +15,7 @@ from headstart import (
     AsyncLLM,
     EngineArgs,
     HeadstartError,
+    LLMEngine,
     LoRARequest,
     Omni,
     OmniParams,
@@ -164,7 +165,7 @@ def test_options_of_an_engine(names: list[str]) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", [LLM, AsyncLLM, EngineArgs, Omni])
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM, LLMEngine, EngineArgs, Omni])
 def test_models(kind: Any) -> None:
     attempts = {
         "model": kind,
@@ -235,6 +236,23 @@ def test_calls(llm: LLM, name: str, prompt: Any, params: Any, table: Names) -> N
 )
 def test_asynchronous_calls(async_llm: AsyncLLM, name: str, prompt: Any, table: Names) -> None:
     refuse_nothing_else(attempts_of(getattr(async_llm, name), prompt, FEW, table))
+
+
+def test_calls_of_an_engine_that_is_stepped(folder: Path) -> None:
+    engine = LLMEngine(folder, dtype="float32", num_blocks=24)
+
+    def add(*args: Any, **options: Any) -> None:
+        engine.add_request("a", *args, **options)
+        engine.abort_request("a")
+
+    attempts = attempts_of(add, [5, 6], FEW, calls.ADD_REQUEST)
+    attempts["request_id"] = lambda value: engine.add_request(value, [5, 6], FEW)
+    attempts |= {"abort": engine.abort_request, "add_lora": engine.add_lora}
+    attempts["flags"] = lambda value: engine.reset_prefix_cache(value, value)
+    refuse_nothing_else(attempts)
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.close()
 
 
 def test_other_methods(llm: LLM, async_llm: AsyncLLM) -> None:

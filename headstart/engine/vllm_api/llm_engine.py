@@ -1,0 +1,175 @@
+"""`LLMEngine`: an engine whose steps the program makes itself."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+from headstart.engine.adapters.request import LoRARequest
+from headstart.engine.arg_utils import EngineArgs, require_engine_args
+from headstart.engine.outputs import ShownOutputs
+from headstart.engine.params import SamplingParams
+from headstart.engine.startup.start import start_engine
+from headstart.engine.vllm_api.call_options import StreamOptions, read_call, spread_params
+from headstart.engine.vllm_api.calls import ADD_REQUEST
+from headstart.engine.vllm_api.members import LLM_ENGINE
+from headstart.engine.vllm_api.metrics import Metric, read_metrics
+from headstart.engine.vllm_api.signatures import check_calls
+from headstart.errors import ConfigError, RequestError
+from headstart.validation import check_flag, describe
+
+# What brings torch with it waits until the model's name is known: see `start_engine`.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from headstart.engine.inputs import Prompt
+    from headstart.engine.outputs import RequestOutput
+
+__all__ = ["LLMEngine"]
+
+Answer = TypeVar("Answer")
+
+
+@check_calls(ConfigError)
+class LLMEngine:
+    """Takes requests, and answers all of them step by step as `step` is called.
+
+    For one thread: `AsyncLLM`, and `LLM.stream`, have a thread that makes the steps.
+
+    >>> from headstart.models.demo.llama import demo_model_path
+    >>> engine = LLMEngine(demo_model_path(), num_blocks=64)
+    >>> engine.add_request("a", [5, 6], SamplingParams(max_tokens=3))
+    'a'
+    >>> steps = 0
+    >>> while engine.has_unfinished_requests():
+    ...     steps += len(engine.step())
+    >>> engine.close()
+    >>> steps
+    3
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        """Load a model; `options` are those of `LLM`. Raises what `LLM` does."""
+        started = start_engine(model, options)
+        self.engine, self._driver, self._sampling = started.engine, started.driver, started.sampling
+        self._shown: dict[str, ShownOutputs] = {}
+        self._errors: list[Exception] = []  # of requests, each for a step of its own
+        weakref.finalize(self, self._driver.close)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
+        """As `LLMEngine(...)`, with vLLM's object of arguments."""
+        given = require_engine_args(engine_args)
+        return cls(given.model, **given.options)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        **options: Unpack[StreamOptions],
+    ) -> str:
+        """Queue a request; returns its id. Raises RequestError, and nothing is queued then.
+
+        options: see `StreamOptions`.
+        """
+        self.engine.require_open()
+        call = read_call(ADD_REQUEST, options, 1)
+        [chosen] = spread_params(params, self._sampling, 1)
+        group = self.engine.prepare(
+            prompt,
+            chosen,
+            request_id=request_id,
+            salt=call.salt,
+            adapter=self.engine.adapters.require(call.adapters[0], _now),
+            priority=call.priorities[0],
+        )
+        self.engine.submit(group)
+        self._shown[group.request_id] = ShownOutputs(group.params.output_kind)
+        return group.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; the outputs of the requests that it moved, as `output_kind` says.
+
+        Raises the EngineError of a request that failed; the others' outputs come before it.
+        """
+        if self._errors:
+            raise self._errors.pop(0)
+        outputs = []
+        for group, error in self.engine.step():
+            if error is not None:
+                self._errors.append(error)
+                self._shown.pop(group.request_id, None)
+                continue
+            output = group.output()
+            shown = self._shown[group.request_id].next(output)
+            if output.finished:
+                del self._shown[group.request_id]
+            if shown is not None:
+                outputs.append(shown)
+        if self._errors and not outputs:
+            raise self._errors.pop(0)
+        return outputs
+
+    def abort_request(self, request_ids: str | Sequence[str]) -> None:
+        """Forget requests; an id that is not known changes nothing."""
+        names = [request_ids] if isinstance(request_ids, str) else request_ids
+        is_list = isinstance(names, Sequence | set) and all(isinstance(one, str) for one in names)
+        if not is_list:
+            raise RequestError(f"request_ids is {describe(request_ids)}; allowed: texts in a list")
+        for name in names:
+            self.engine.abort(name)
+            self._shown.pop(name, None)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step would tell something."""
+        return bool(self._shown or self._errors)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that have not all of their answer."""
+        return len(self._shown)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's tokenizer, None if it came without one."""
+        self.engine.require_open()
+        return self.engine.tokenizer
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """As `get_tokenizer`."""
+        return self.get_tokenizer()
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter before it is first asked for."""
+        self.engine.require_open()
+        if not isinstance(lora_request, LoRARequest):
+            raise RequestError(f"lora_request is {describe(lora_request)}; allowed: a LoRARequest")
+        self.engine.adapters.require(lora_request, _now)
+        return True
+
+    def get_metrics(self) -> list[Metric]:
+        """As `LLM.get_metrics`."""
+        return read_metrics(self.engine)
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """As `LLM.reset_prefix_cache`."""
+        again = check_flag("reset_running_requests", reset_running_requests)
+        tiers = check_flag("reset_connector", reset_connector)
+        return self.engine.reset_prefix_cache(reset_running_requests=again, reset_tiers=tiers)
+
+    def close(self) -> None:
+        """Forget all requests and free the K/V memory. Idempotent."""
+        self._shown.clear()
+        self._driver.close()
+
+    def __getattr__(self, name: str) -> Any:
+        raise LLM_ENGINE.missing(name)
+
+
+def _now(function: Callable[[], Answer]) -> Answer:
+    """No step is under way: nothing is to be waited for."""
+    return function()

@@ -1,0 +1,153 @@
+"""`LLMEngine`: programs that make the steps themselves, as vLLM's llm_engine_example.py does."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headstart import (
+    AdapterNotFoundError,
+    EngineArgs,
+    EngineError,
+    LLMEngine,
+    LoRARequest,
+    RequestError,
+    SamplingParams,
+)
+from headstart.engine.vllm_api import calls, members
+from headstart.engine.vllm_api.rows import Verdict
+from headstart.outputs import RequestOutput
+from headstart.sampling_params import RequestOutputKind
+from headstart.v1.engine.llm_engine import LLMEngine as SameEngine
+from tests.engine.tiny_llm import make_llm, save_smallest
+
+PROMPTS = {"0": [5, 6, 7], "1": [9] * 40, "2": [5, 6, 8]}
+POISON = 31
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_smallest(tmp_path_factory.mktemp("model"), poison=POISON)
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[LLMEngine]:
+    arguments = EngineArgs(model=str(folder), dtype="float32", num_blocks=24, num_threads=1)
+    made = LLMEngine.from_engine_args(arguments)
+    yield made
+    made.engine.manager.check()
+    assert made.engine.num_requests == (0, 0)
+    made.close()
+
+
+def few(count: int, **more: object) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **more)
+
+
+def run(engine: LLMEngine) -> list[RequestOutput]:
+    told = []
+    while engine.has_unfinished_requests():
+        told += engine.step()
+    return told
+
+
+def test_a_program_of_vllm_s_examples(engine: LLMEngine, folder: Path) -> None:
+    assert SameEngine is LLMEngine
+    waiting = [(name, prompt, few(4 + int(name))) for name, prompt in PROMPTS.items()]
+    finished: dict[str, RequestOutput] = {}
+    while waiting or engine.has_unfinished_requests():
+        if waiting:
+            name, prompt, params = waiting.pop(0)
+            assert engine.add_request(name, prompt, params) == name
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = output
+    llm = make_llm(folder)
+    try:
+        for name, prompt in PROMPTS.items():
+            [expected] = llm.generate(prompt, few(4 + int(name)))
+            assert finished[name].outputs[0].token_ids == expected.outputs[0].token_ids
+    finally:
+        llm.close()
+
+
+def test_outputs_are_of_the_kind_that_was_asked_for(engine: LLMEngine) -> None:
+    engine.add_request("all", [5, 6], few(4, n=2))
+    engine.add_request("new", [5, 6], few(4, output_kind=RequestOutputKind.DELTA))
+    engine.add_request("last", [5, 6], few(4, output_kind=RequestOutputKind.FINAL_ONLY))
+    assert engine.get_num_unfinished_requests() == 3
+    told = run(engine)
+    of = {name: [one for one in told if one.request_id == name] for name in ("all", "new", "last")}
+    [last] = of["last"]
+    answer = last.outputs[0].token_ids
+    assert [len(one.outputs[0].token_ids) for one in of["new"]] == [1, 1, 1, 1]
+    assert [token for one in of["new"] for token in one.outputs[0].token_ids] == answer
+    assert len(of["all"]) == 4
+    assert [one.token_ids for one in of["all"][-1].outputs] == [answer, answer]
+
+
+def test_an_aborted_request_is_told_no_more(engine: LLMEngine) -> None:
+    for name, prompt in PROMPTS.items():
+        engine.add_request(name, prompt, few(5))
+    engine.step()
+    engine.abort_request(["0", "nobody"])
+    engine.abort_request("1")
+    assert {output.request_id for output in run(engine)} == {"2"}
+    engine.add_request("0", [5], few(2))
+    assert run(engine)[-1].finished
+
+
+def test_a_request_that_fails_is_raised_once_and_the_others_go_on(engine: LLMEngine) -> None:
+    engine.add_request("bad", [5, POISON], few(4))
+    engine.add_request("good", [5, 6], few(4))
+    told, errors = [], 0
+    while engine.has_unfinished_requests():
+        try:
+            told += engine.step()
+        except EngineError:
+            errors += 1
+    assert errors == 1
+    assert [len(output.outputs[0].token_ids) for output in told] == [1, 2, 3, 4]
+
+
+def test_what_cannot_be_is_refused_and_nothing_is_queued(engine: LLMEngine) -> None:
+    engine.add_request("a", [5], few(2))
+    with pytest.raises(RequestError, match="request id 'a' is in use"):
+        engine.add_request("a", [5], few(2))
+    with pytest.raises(RequestError, match="request_id is 3"):
+        engine.add_request(3, [5], few(2))  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="request_ids is 3; allowed: texts in a list"):
+        engine.abort_request(3)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="lora_request is 'a'; allowed: a LoRARequest"):
+        engine.add_lora("a")  # type: ignore[arg-type]
+    for name, row in calls.ADD_REQUEST.rows.items():
+        if row.verdict is Verdict.REFUSED:
+            with pytest.raises(RequestError, match=f"{name} is .*; allowed: None"):
+                engine.add_request("b", [5], few(2), **{name: object()})
+        elif row.verdict is Verdict.ACCEPTED:
+            engine.add_request(name, [5], few(1), **{name: object()})
+    assert len(run(engine)) == 2 + 3
+
+
+def test_members(engine: LLMEngine) -> None:
+    for name, row in members.LLM_ENGINE.rows.items():
+        if row.verdict is Verdict.WORKS:
+            getattr(engine, name)
+        else:
+            with pytest.raises(RequestError, match=f"LLMEngine has no {name}: "):
+                getattr(engine, name)
+    assert engine.get_metrics()
+    assert engine.reset_prefix_cache()
+    with pytest.raises(AdapterNotFoundError):
+        engine.add_lora(LoRARequest("a", 1, "no/where"))
+
+
+def test_a_closed_engine_says_so(folder: Path) -> None:
+    engine = LLMEngine(folder, dtype="float32", num_blocks=24)
+    engine.add_request("a", [5], few(2))
+    engine.close()
+    assert not engine.has_unfinished_requests()
+    with pytest.raises(EngineError, match="the engine is closed"):
+        engine.step()
+    with pytest.raises(EngineError, match="the engine is closed"):
+        engine.add_request("b", [5], few(2))

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any, Self
 
-from headstart.engine.logits.checks import check_bias, check_callbacks, check_ids, check_words
+from headstart.engine.logits.checks import (
+    check_bias,
+    check_callbacks,
+    check_ids,
+    check_words,
+    read_bias,
+)
 from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.engine.vllm_api.members import PARAMS
 from headstart.engine.vllm_api.sampling import SAMPLING, take_vllm_names
@@ -45,7 +51,8 @@ class SamplingType(IntEnum):
 class SamplingParams:
     """One request's sampling. Raises RequestError for a value outside its range.
 
-    Its fields may be set; a request keeps those that it was made with.
+    Its fields may be set, and its lists changed; a request keeps those that it was made with.
+    stop, stop_token_ids and bad_words are lists, empty where none were given.
 
     stop and stop_token_ids end the answer; the text stops before a stop string unless
     include_stop_str_in_output. logprobs=k gives the k likeliest tokens and the chosen one for
@@ -106,7 +113,10 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        self._check()
+        for name in _REPLACED:
+            self.__dict__[name] = _replace(name, self.__dict__[name])
+        self.check()
+        self._copy_lists()
         self.__dict__["_is_made"] = True
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -116,26 +126,46 @@ class SamplingParams:
             return
         for known, wanted in SAMPLING.read({name: value}).items():
             before = self.__dict__[known]
-            self.__dict__[known] = wanted
+            self.__dict__[known] = _replace(known, wanted)
             try:
-                self._check()
+                self.check()
             except RequestError:
                 self.__dict__[known] = before
                 raise
+            self._copy_lists()
 
     def __getattr__(self, name: str) -> Any:
+        if name in SAMPLING.rows:
+            return None  # a parameter of vLLM's that is not kept here: see `docs/vllm.md`
         raise PARAMS.missing(name)
 
     @classmethod
     def from_optional(cls, **given: Any) -> Self:
-        """Parameters of those that are not None; the others have their defaults."""
+        """Parameters of those that are not None; the others have their defaults.
+
+        The keys of a logit_bias may be texts, and its values beyond -100 and 100 become these.
+        """
         # For max_tokens None is a value: as many as there is room for.
         chosen = {n: v for n, v in given.items() if v is not None or n == "max_tokens"}
+        if "logit_bias" in chosen:
+            chosen["logit_bias"] = read_bias(chosen["logit_bias"])
         return cls(**chosen)
 
     def clone(self) -> Self:
-        """A copy that may be changed."""
-        return copy.copy(self)
+        """A copy that may be changed, lists and all."""
+        made = copy.copy(self)
+        made._copy_lists()
+        return made
+
+    def _copy_lists(self) -> None:
+        """Lists of its own, for what callers may change; stop is a list whatever was given."""
+        values = self.__dict__
+        values["stop"] = list(self.stop_strings)
+        for name in ("stop_token_ids", "bad_words"):
+            values[name] = list(dict.fromkeys(values[name] or ()))
+        for name, kind in (("allowed_token_ids", list), ("logit_bias", dict)):
+            if values[name] is not None:
+                values[name] = kind(values[name])
 
     @property
     def is_stored(self) -> bool:
@@ -154,7 +184,8 @@ class SamplingParams:
             return SamplingType.GREEDY
         return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise RequestError for a value outside its range; lists may have changed meanwhile."""
         check_fields(self, RequestError)
         _check_stops(self.stop)
         if self.stop_strings and not self.detokenize:
@@ -203,6 +234,16 @@ class SamplingParams:
             or self.presence_penalty != 0
             or self.frequency_penalty != 0
         )
+
+
+_REPLACED = ("seed", "logprobs", "prompt_logprobs")
+
+
+def _replace(name: str, value: object) -> object:
+    """What stands for a value, as in vLLM: no seed for -1, and one log-probability for True."""
+    if name == "seed" and type(value) is int and value == -1:
+        return None
+    return 1 if value is True and name in ("logprobs", "prompt_logprobs") else value
 
 
 def _check_stops(stop: object) -> None:

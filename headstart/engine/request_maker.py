@@ -68,7 +68,8 @@ class RequestMaker:
         """A request for the adapter of this name, if one is given. Raises RequestError."""
         request_id, _, adapter, priority = options
         salt = choose_salt(prompt, options.salt)
-        params = params.clone()  # the caller's may change
+        params = params.clone()  # the caller's may change, and may have
+        params.check()
         name = request_id if request_id is not None else f"request-{next(self._names)}"
         tenant = Tenant(salt, params.similar_images and params.is_stored)
         ready = self._inputs.process(prompt, tenant)

@@ -23,8 +23,8 @@ VLLM_DEFAULTS = {
     "top_k": 0,
     "min_p": 0.0,
     "seed": None,
-    "stop": None,
-    "stop_token_ids": None,
+    "stop": [],
+    "stop_token_ids": [],
     "ignore_eos": False,
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
@@ -36,7 +36,7 @@ VLLM_DEFAULTS = {
     "structured_outputs": None,
     "logit_bias": None,
     "allowed_token_ids": None,
-    "bad_words": None,
+    "bad_words": [],
 }
 OURS = {
     "similar_images": False,
@@ -144,6 +144,9 @@ def test_a_value_outside_its_range_is_named_with_it(option: str, value: Any, all
 @pytest.mark.parametrize("option", WHOLE + REAL)
 @pytest.mark.parametrize("value", ["1", True, [1]])
 def test_a_number_is_a_number(option: str, value: Any) -> None:
+    if value is True and option in ("logprobs", "prompt_logprobs"):
+        assert getattr(make(**{option: value}), option) == 1  # as in vLLM
+        return
     with pytest.raises(RequestError, match=option):
         make(**{option: value})
 
@@ -192,6 +195,43 @@ def test_parameters_are_changed_within_their_ranges() -> None:
 def test_optional_parameters_have_their_defaults() -> None:
     given = {"n": None, "temperature": None, "top_p": 0.5, "max_tokens": None}
     assert SamplingParams.from_optional(**given) == SamplingParams(top_p=0.5, max_tokens=None)
+
+
+def test_a_bias_of_an_api_is_read() -> None:
+    """Keys are texts in JSON; vLLM brings values within their range where it reads one."""
+    params = SamplingParams.from_optional(logit_bias={"5": 400, 6: -101.0, 7: 2})
+    assert params.logit_bias == {5: 100, 6: -100, 7: 2}
+    for wrong in ({"x": 1}, {"5": math.nan}, {"5": "1"}, [5], {"-5": 1}):
+        with pytest.raises(RequestError, match=r"logit_bias (has|is) "):
+            SamplingParams.from_optional(logit_bias=wrong)
+
+
+def test_programs_for_vllm_change_the_lists() -> None:
+    """`params.stop.append("x")` was an AttributeError: `stop` was None."""
+    params = SamplingParams(stop="a", bad_words=("b", "b"), stop_token_ids=[3, 3], seed=-1)
+    assert (params.stop, params.bad_words, params.stop_token_ids) == (["a"], ["b"], [3])
+    assert params.seed is None
+    before = params.clone()
+    params.stop.append("x")  # type: ignore[union-attr]
+    params.stop_token_ids = params.stop_token_ids + [4]  # type: ignore[operator]  # noqa: RUF005
+    params.bad_words += ["c"]  # type: ignore[operator]
+    assert (params.stop_strings, params.stop_token_ids) == (("a", "x"), [3, 4])
+    assert params.bad_words == ["b", "c"]
+    assert before == SamplingParams(stop="a", bad_words=["b"], stop_token_ids=[3])
+    params.stop = None
+    assert params.stop == []
+    assert (params.extra_args, params.thinking_token_budget) == (None, None)
+
+
+def test_lists_are_the_parameters_own() -> None:
+    words, ids, bias = ["a"], [3], {3: 1.0}
+    params = SamplingParams(stop=words, allowed_token_ids=ids, logit_bias=bias)
+    kept = params.clone()
+    words.append("b")
+    ids.append(4)
+    bias[4] = 2.0
+    params.logit_bias[5] = 1.0  # type: ignore[index]
+    assert kept == SamplingParams(stop=["a"], allowed_token_ids=[3], logit_bias={3: 1.0})
 
 
 def test_stop_strings_need_the_text() -> None:

@@ -201,6 +201,13 @@ def test_the_cache_is_reset_while_requests_run(llm: LLM) -> None:
     assert group.requests[0].num_preemptions == 1
 
 
+def test_lists_that_were_changed_are_checked(llm: LLM) -> None:
+    params = greedy(2)
+    params.stop_token_ids.append(-1)  # type: ignore[union-attr]
+    with pytest.raises(RequestError, match="stop_token_ids has -1"):
+        llm.generate(PROMPT, params)
+
+
 def test_metrics_count_hits(llm: LLM) -> None:
     for _ in range(2):
         llm.generate(PROMPT, greedy(1))

@@ -6,7 +6,14 @@ from typing import Any, TypeGuard
 from headstart.errors import RequestError
 from headstart.validation import check_utf8, describe
 
-__all__ = ["check_bias", "check_callbacks", "check_ids", "check_vocabulary", "check_words"]
+__all__ = [
+    "check_bias",
+    "check_callbacks",
+    "check_ids",
+    "check_vocabulary",
+    "check_words",
+    "read_bias",
+]
 
 MAX_BIAS = 100
 MAX_BAD_WORDS = 1024
@@ -26,6 +33,28 @@ def check_bias(bias: object) -> None:
                 f"logit_bias has {describe(value)}; allowed: a number from -{MAX_BIAS} to "
                 f"{MAX_BIAS}"
             )
+
+
+def read_bias(bias: object) -> object:
+    """A bias whose keys may be texts, as JSON has them, brought within its range.
+
+    What is no such thing is left to `check_bias`.
+    """
+    if not isinstance(bias, Mapping):
+        return bias
+    return {
+        int(token_id) if _is_digits(token_id) else token_id: _within_range(value)
+        for token_id, value in bias.items()
+    }
+
+
+def _is_digits(text: object) -> bool:
+    return isinstance(text, str) and text.isdecimal() and len(text) < 20
+
+
+def _within_range(value: Any) -> Any:
+    is_number = type(value) in (int, float) and value == value  # which NaN is not
+    return min(MAX_BIAS, max(-MAX_BIAS, value)) if is_number else value
 
 
 def check_ids(token_ids: object) -> None:

@@ -43,9 +43,9 @@ SAMPLING = Names(
         | {
             "n": "1 to 64",
             "top_k": "0 and -1 are all",
-            "seed": "a request without one takes the engine's next",
-            "logprobs": "0 to 1,000; -1 is the whole vocabulary",
-            "prompt_logprobs": "0 to 1,000; -1 is the whole vocabulary",
+            "seed": "a request without one, or with -1, takes the engine's next",
+            "logprobs": "0 to 1,000; -1 is the whole vocabulary, `True` is 1",
+            "prompt_logprobs": "0 to 1,000; -1 is the whole vocabulary, `True` is 1",
             "detokenize": "",
             "output_kind": "`CUMULATIVE`, `DELTA`, `FINAL_ONLY`",
             "skip_reading_prefix_cache": "what it computes is cached all the same",

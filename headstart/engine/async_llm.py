@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from headstart.engine.adapters.request import LoRARequest
 from headstart.engine.arg_utils import EngineArgs, require_engine_args
-from headstart.engine.outputs import ShownOutputs
 from headstart.engine.params import SamplingParams
 from headstart.engine.startup.start import Started, start_engine
+from headstart.engine.streams import AsyncRequestStream
 from headstart.engine.vllm_api.call_options import (
     StreamChatOptions,
     StreamOptions,
@@ -50,8 +49,8 @@ class AsyncLLM:
     """Streams token by token for many callers at once.
 
     `async for output in llm.generate(prompt, params)`: each output has all of the text so far.
-    Leaving the loop, or cancelling the task, aborts the request and frees its blocks. After
-    `close` every call raises EngineError.
+    Leaving the loop, or cancelling the task, aborts the request and frees its blocks, and its id is
+    free at once. After `close` every call raises EngineError.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
@@ -75,7 +74,7 @@ class AsyncLLM:
         given = require_engine_args(engine_args)
         return cls(given.model, **given.options)
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -86,12 +85,9 @@ class AsyncLLM:
 
         options: see `StreamOptions`.
         """
-        request = await self.prepare(prompt, sampling_params, request_id, **options)
-        async with aclosing(self.outputs(request)) as outputs:
-            async for output in outputs:
-                yield output
+        return self._stream(lambda: self.prepare(prompt, sampling_params, request_id, **options))
 
-    async def chat(
+    def chat(
         self,
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
@@ -99,10 +95,9 @@ class AsyncLLM:
         **options: Unpack[StreamChatOptions],
     ) -> AsyncGenerator[RequestOutput]:
         """Stream the answer to a conversation; the next turn hits every token of this one."""
-        request = await self.prepare_chat(messages, sampling_params, request_id, **options)
-        async with aclosing(self.outputs(request)) as outputs:
-            async for output in outputs:
-                yield output
+        return self._stream(
+            lambda: self.prepare_chat(messages, sampling_params, request_id, **options)
+        )
 
     async def prepare(
         self,
@@ -154,24 +149,16 @@ class AsyncLLM:
             )
         )
 
-    async def outputs(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:
+    def outputs(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:
         """Queue a prepared request and stream its outputs; leaving the loop aborts it."""
-        updates = self._driver.async_mailbox()
-        shown = ShownOutputs(request.params.output_kind)
-        finished = False
-        try:
-            self._driver.submit(request, updates.receive, every_step=shown.wants_every_step)
-            while not finished:
-                output = await updates.get()
-                finished = output.finished
-                if finished and request.chat is not None:
-                    await asyncio.to_thread(self._chats.remember, request, output)
-                new = shown.next(output)
-                if new is not None:
-                    yield new
-        finally:
-            if not finished:
-                self._driver.cancel([request], wait=False)
+
+        async def prepared() -> RequestGroup:
+            return request
+
+        return self._stream(prepared)
+
+    def _stream(self, prepare: Callable[[], Awaitable[RequestGroup]]) -> AsyncRequestStream:
+        return AsyncRequestStream(self._driver, self._chats, prepare)
 
     async def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function` in the engine's thread between two steps; for what reads the cache."""

@@ -124,17 +124,15 @@ class Engine:
         """
         self.require_open()
         check_request(params, options := RequestOptions(request_id, salt, adapter, priority))
-        if request_id in self._groups:
-            raise _id_in_use(request_id)
         return self._maker.make(prompt, params, options)
 
     def submit(self, group: RequestGroup) -> None:
-        """Queue a prepared request. Raises RequestError when its id came into use meanwhile."""
+        """Queue a prepared request. Raises RequestError when its id is in use."""
         self.require_open()
         step = self._begin()
         if group.request_id in self._groups:
             self._close_step(step)
-            raise _id_in_use(group.request_id)
+            raise RequestError(f"request id {group.request_id!r} is in use")
         self._groups[group.request_id] = group
         if self.tiers is not None:
             self.tiers.loads.queue(group)
@@ -394,7 +392,3 @@ class Engine:
             self.tiers.close()
         self.model.detach()
         self._runner.close()
-
-
-def _id_in_use(request_id: str) -> RequestError:
-    return RequestError(f"request id {request_id!r} is in use")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from headstart.engine.outputs import ShownOutputs
 
 if TYPE_CHECKING:
     from headstart.engine.chat.requests import ChatRequests
-    from headstart.engine.driver import Driver
+    from headstart.engine.driver import AsyncMailbox, Driver
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
 
-__all__ = ["OutputStream", "PromptProgress", "RequestStream"]
+__all__ = ["AsyncRequestStream", "OutputStream", "PromptProgress", "RequestStream"]
 
 Output = TypeVar("Output")
 
@@ -155,3 +156,68 @@ class RequestStream(OutputStream["RequestOutput"]):
     def _end(self) -> None:
         super()._end()
         self._updates.receive(StopIteration())  # another thread may wait for one
+
+
+class AsyncRequestStream(AsyncGenerator["RequestOutput", None]):
+    """One request's outputs for asyncio, prepared and submitted when the first is asked for.
+
+    No generator function: the event loop closes one that nobody holds any more some turns later,
+    and until then its request ran on and its id was in use. Here the request is cancelled at once:
+    by the time that a cancelled task, or a loop that was left, is over, its id is free.
+    """
+
+    def __init__(
+        self, driver: Driver, chats: ChatRequests, prepare: Callable[[], Awaitable[RequestGroup]]
+    ) -> None:
+        self._driver = driver
+        self._chats = chats
+        self._prepare = prepare
+        self._group: RequestGroup | None = None
+        self._ended = False
+
+    async def asend(self, value: None) -> RequestOutput:
+        """The next output; `value` is ignored. Raises what preparing the request does."""
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            return await self._next()
+        except BaseException:
+            self._leave()
+            raise
+
+    async def athrow(self, *error: Any) -> RequestOutput:
+        """Cancel the request, then raise the error."""
+        self._leave()
+        return await super().athrow(*error)
+
+    async def aclose(self) -> None:
+        """Cancel the request if it is unfinished."""
+        self._leave()
+
+    async def _next(self) -> RequestOutput:
+        group = self._group
+        if group is None:
+            group = await self._prepare()
+            self._shown = ShownOutputs(group.params.output_kind)
+            self._updates: AsyncMailbox = self._driver.async_mailbox()
+            self._group = group  # last: from here on there is something to cancel
+            every_step = self._shown.wants_every_step
+            self._driver.submit(group, self._updates.receive, every_step=every_step)
+        while not self._ended:
+            output = await self._updates.get()
+            if output.finished:
+                self._ended = True
+                if group.chat is not None:
+                    await asyncio.to_thread(self._chats.remember, group, output)
+            shown = self._shown.next(output)
+            if shown is not None:
+                return shown
+        raise StopAsyncIteration
+
+    def _leave(self) -> None:
+        ended, self._ended = self._ended, True
+        if not ended and self._group is not None:
+            self._driver.cancel([self._group], wait=False)
+
+    def __del__(self) -> None:
+        self._leave()

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,54 @@ def test_leaving_a_refused_request_does_not_abort_the_one_whose_id_it_took(llm: 
     output = asyncio.run(take_its_id())
     assert output.outputs[0].finish_reason == "length"
     assert len(output.outputs[0].token_ids) == 12
+
+
+@pytest.mark.parametrize("way", ["in the engine", "in the program", "left by a break"])
+def test_the_id_of_a_cancelled_request_is_free_at_once(llm: AsyncLLM, way: str) -> None:
+    """It was in use until the engine's thread, or the event loop, had come round to it."""
+    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+    async def read(reached: asyncio.Event) -> None:
+        async for _ in llm.generate(PROMPTS[0], long, "mine"):
+            reached.set()
+            if way == "left by a break":
+                break
+            if way == "in the program":
+                await asyncio.Event().wait()
+
+    async def cancel_and_ask_again() -> RequestOutput:
+        for _ in range(20):
+            reached = asyncio.Event()
+            task = asyncio.create_task(read(reached))
+            begun = asyncio.create_task(reached.wait())
+            await asyncio.wait([task, begun], return_when=asyncio.FIRST_COMPLETED)
+            begun.cancel()
+            if way != "left by a break":
+                task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        return [output async for output in llm.generate(PROMPTS[1], PARAMS, "mine")][-1]
+
+    assert asyncio.run(cancel_and_ask_again()).outputs[0].finish_reason == "length"
+    assert not llm.engine.has_unfinished
+    assert llm.engine.manager.num_free_blocks == 64
+
+
+def test_a_stream_that_is_over_stays_so(llm: AsyncLLM) -> None:
+    async def run() -> None:
+        stream = llm.generate(PROMPTS[0], PARAMS)
+        assert len([output async for output in stream]) == 12
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        thrown = llm.generate(PROMPTS[0], PARAMS)
+        await anext(thrown)
+        with pytest.raises(KeyError):
+            await thrown.athrow(KeyError("x"))
+        with pytest.raises(StopAsyncIteration):
+            await anext(thrown)
+        llm.generate(PROMPTS[0], PARAMS)  # never begun
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("way", ["generate", "chat"])

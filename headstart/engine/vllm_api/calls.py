@@ -58,7 +58,13 @@ CHAT = Names(
 
 ASYNC_GENERATE = Names(
     "AsyncLLM.generate",
-    works({"prompt": "", "sampling_params": "", "request_id": "a name is made if there is none"})
+    works(
+        {
+            "prompt": "",
+            "sampling_params": "",
+            "request_id": "a name is made if there is none; free once left",
+        }
+    )
     | _EVERY_CALL
     | accepted(
         {"nothing is traced": ["trace_headers"], "requests have no sessions": ["session_id"]}

@@ -37,7 +37,7 @@ from headstart.cli.reply import print_reply
 from headstart.cli.run import read_questions
 from headstart.cli.serve import run_server, take_options
 from headstart.cli.show import check_svg
-from headstart.cli.streams import as_typed, prepare_streams
+from headstart.cli.streams import as_typed, prepare_streams, tell_error
 from headstart.cluster.options import ReplicaConfig
 from headstart.errors import HeadstartError
 from headstart.imports import load_module
@@ -58,10 +58,10 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except HeadstartError as error:
-            click.echo(f"headstart: {error}", err=True)
+            tell_error(error)
             ctx.exit(2)
         except click.UsageError as error:
-            click.echo(f"headstart: {_in_one_line(error, ctx)}", err=True)
+            tell_error(_in_one_line(error, ctx))
             ctx.exit(2)
 
 

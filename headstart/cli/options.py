@@ -17,6 +17,7 @@ import click
 
 import headstart
 from headstart.cli.help import GroupedOption, group_of
+from headstart.cli.streams import tell_error
 from headstart.cluster.options import ReplicaConfig
 from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.params import SamplingParams
@@ -107,10 +108,9 @@ def sort_options(given: Mapping[str, Any], defaults: Mapping[str, Any] = RUN_SAM
         sampling["stop"] = list(sampling["stop"])
     cores, threads = count_cores(), make_config(engine).num_threads or 0
     if threads > cores:
-        click.secho(
-            f"headstart: {threads} threads on {cores} cores wait for one another: "
-            f"--num-threads {cores} is faster",
-            err=True,
+        tell_error(
+            f"{threads} threads on {cores} cores wait for one another: "
+            f"--num-threads {cores} is faster"
         )
     return Options(engine, SamplingParams(**{**defaults, **sampling}), sampling)
 

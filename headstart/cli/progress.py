@@ -36,7 +36,7 @@ def waiting(describe: Callable[[float], str]) -> Iterator[None]:
     def line() -> Text:
         elapsed = time.perf_counter() - start
         text = describe(elapsed) if elapsed >= _PATIENCE else ""
-        return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
+        return Text(text, style="dim")
 
     with Live(get_renderable=line, console=console, transient=True, redirect_stdout=False):
         yield

@@ -5,16 +5,19 @@ reads bytes that it does not understand as half surrogates.
 """
 
 import io
+import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import click
 
 from headstart.errors import RequestError
 
-__all__ = ["as_typed", "note", "prepare_streams", "reading_stdin"]
+__all__ = ["as_typed", "note", "prepare_streams", "reading_stdin", "tell_error"]
 
 
 def prepare_streams() -> None:
@@ -59,7 +62,26 @@ def as_typed(argument: str) -> str:
 
 def note(text: str) -> None:
     """Write a dim line to stderr; in a terminal it is broken between words."""
-    if sys.stderr.isatty():
-        columns = shutil.get_terminal_size().columns
-        text = click.wrap_text(text, max(columns, 20), preserve_paragraphs=True)
-    click.secho(text, dim=True, err=True)
+    click.secho(_fit(text), dim=True, err=True)
+
+
+def tell_error(text: object) -> None:
+    """Write what is wrong to stderr; in a terminal it is broken between words."""
+    click.echo(_fit(f"headstart: {text}"), err=True)
+
+
+def _fit(text: str) -> str:
+    """The text in lines of the terminal's width; names and flags, which are copied, stay whole."""
+    if not sys.stderr.isatty():
+        return text
+    columns = max(_columns(), 20)
+    wrap = partial(textwrap.wrap, width=columns, break_long_words=False, break_on_hyphens=False)
+    return "\n".join("\n".join(wrap(line)) for line in text.splitlines())
+
+
+def _columns() -> int:
+    """Columns of the terminal that stderr is; stdout may be a pipe."""
+    with suppress(OSError):
+        if columns := os.get_terminal_size(sys.stderr.fileno()).columns:
+            return columns
+    return shutil.get_terminal_size().columns

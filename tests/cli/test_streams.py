@@ -2,15 +2,18 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
+import termios
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from headstart.cli.main import main
-from headstart.cli.streams import as_typed, prepare_streams
+from headstart.cli.streams import as_typed, note, prepare_streams, tell_error
 from headstart.errors import RequestError
 
 C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -75,3 +78,29 @@ def test_an_argument_is_what_was_typed() -> None:
         as_typed(b"\xff".decode("utf-8", "surrogateescape"))
     with pytest.raises(RequestError, match="no text"):
         as_typed("\ud800")
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+@pytest.mark.parametrize("write", [note, tell_error])
+def test_lines_for_a_terminal_are_broken_between_words(
+    columns: int, write: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors were as long as they are, and the terminal cut them inside words."""
+    text = (
+        "the document has 123,456 tokens; the context holds 8,192, which --max-model-len raises; "
+        "/a/path/that/is/longer/than/forty/columns/and/is-copied.md stays whole"
+    )
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (40, columns))
+    monkeypatch.setenv("COLUMNS", "200")  # of another terminal, in which the shell began
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        write(text)
+        monkeypatch.undo()
+        terminal.flush()
+        said = re.sub(r"\x1b\[[0-9;]*m", "", os.read(ours, 10_000).decode())
+    os.close(ours)
+    lines = said.rstrip("\r\n").split("\r\n")
+    assert " ".join(lines).removeprefix("headstart: ") == text
+    assert all(len(line) <= columns or " " not in line for line in lines)
+    assert len(lines) > 1

@@ -9,13 +9,11 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from headstart.cli.chat.conversation import Conversation, Turn
 from headstart.cli.contents import Content
 from headstart.cli.pool_picture import PoolPicture
 from headstart.cli.reply import print_reply
-from headstart.cli.streams import note
+from headstart.cli.streams import note, tell_error
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, RequestError
 
@@ -109,7 +107,7 @@ class Chat:
             with _aborted_by_interrupt(stream):
                 output = print_reply(stream, plain=self._plain)
         except (RequestError, EngineError) as error:
-            click.echo(f"headstart: {error}", err=True)
+            tell_error(error)
             return False
         self.last = output
         self.picture.look(self._asked)

@@ -2,8 +2,6 @@
 
 import sys
 
-import click
-
 from headstart.cli.chat.commands import (
     COMMANDS,
     PATH_COMMANDS,
@@ -13,7 +11,7 @@ from headstart.cli.chat.commands import (
 )
 from headstart.cli.chat.messages import piped_messages, terminal_messages
 from headstart.cli.chat.session import Chat
-from headstart.cli.streams import note
+from headstart.cli.streams import note, tell_error
 from headstart.errors import RequestError
 
 __all__ = ["talk"]
@@ -28,7 +26,7 @@ def talk(chat: Chat) -> None:
         try:
             _answer(chat, message)
         except (RequestError, OSError, ValueError, RuntimeError) as error:  # odd paths raise many
-            click.echo(f"headstart: {error}", err=True)
+            tell_error(error)
         except KeyboardInterrupt:  # before the reply began: the conversation is as it was
             note("[interrupted]")
         except QuitChat:

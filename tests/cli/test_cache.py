@@ -65,6 +65,22 @@ def test_what_is_dropped_is_computed_again(cache: Cache, model: Path, folder: Pa
     assert hits(model, folder) == [0, 0]
 
 
+def test_a_name_that_nothing_has_is_an_error_before_any_work(cache: Cache) -> None:
+    """`drop zzzz` said "0 blocks dropped", and exit status 0."""
+    shared, one, other = (
+        line.split()[0] for line in cache("ls", "tiny-model").output.splitlines()[1:]
+    )
+    for names in (["zzzz"], [shared, "zzzz"], ["tiny-model"]):
+        said = cache("drop", *names, status=2).stderr
+        assert f"no prefix {names[-1]!r} is kept; kept: " in said
+        assert all(name in said for name in (shared, one, other, "of tiny-model;"))
+    assert "'abc' is no name; allowed: at least 4 digits" in cache("drop", "abc", status=2).stderr
+    assert shared in cache("export", "zzzz", "nowhere", status=2).stderr
+    assert "112 tokens in 7 blocks" in cache("stat").output
+    assert cache("drop", shared, one).output == "7 blocks dropped\n"
+    assert "kept: none;" in cache("drop", "zzzz", status=2).stderr
+
+
 def test_a_prefix_goes_to_another_folder(
     cache: Cache, model: Path, folder: Path, tmp_path: Path
 ) -> None:
@@ -95,6 +111,15 @@ def test_damage_is_told_and_repaired(cache: Cache, folder: Path) -> None:
     assert "1 damaged" in cache("verify", status=1).output
     assert "1 damaged" in cache("verify", "--repair", status=1).output
     assert "6 whole" in cache("verify").output
+
+
+@pytest.mark.parametrize("command", [["ls"], ["stat"], ["verify"], ["drop", "--all"]])
+def test_a_folder_that_is_not_there_is_an_error(command: list[str], tmp_path: Path) -> None:
+    """A mistyped one was made, and `verify` found every block in it whole."""
+    missing = tmp_path / "mistyped"
+    done = CliRunner().invoke(main, ["cache", *command, "--cache-dir", str(missing)])
+    assert done.exit_code == 2 and f"{missing}, and there is no such folder" in done.stderr
+    assert not missing.exists()
 
 
 def test_a_folder_with_other_files_is_not_taken(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from rich.progress import (
 )
 
 from headstart.cli.cache.keeping import shorten_home
-from headstart.cli.cache.listing import show_models, show_prefixes
+from headstart.cli.cache.listing import NAME_DIGITS, in_order, show_models, show_prefixes
 from headstart.cli.progress import show_bytes
-from headstart.cli.streams import as_typed, note
+from headstart.cli.streams import as_typed
 from headstart.engine.config import EngineConfig
 from headstart.errors import CacheError
 from headstart.tiers import DiskStore, default_folder, make_folder
@@ -35,6 +35,7 @@ from headstart.tiers.verify import verify as verify_folder
 __all__ = ["cache"]
 
 _SHORTEST = 4  # digits of a prefix's name
+_MOST_SHOWN = 8  # names in an error
 
 _folder = partial(
     click.option,
@@ -112,12 +113,14 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
         raise click.UsageError("give names, or --model, or --all")
     with _opened(folder) as path:
         states = [_find_model(path, model)] if model is not None else read_models(path)
+        wanted = [as_typed(name) for name in names]
+        _require_kept(path, states, wanted)
         dropped = 0
-        wanted = dict.fromkeys(as_typed(name) for name in names)
         for state in states:
             record = state.model.record
             with closing(DiskStore(path, record, _most(path))) as store:
-                found = _chosen(path, state, wanted) if names else _all_of(path, state)
+                found = _all_of(path, state)
+                found = _chosen(found, wanted) if names else found
                 dropped += store.remove([block.name for one in found for block in one.all_blocks()])
         click.echo(f"{dropped:,} blocks dropped")
 
@@ -129,17 +132,16 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
 def export(name: str, file: Path, folder: str | None) -> None:
     """Write the prefix NAME, as ls shows it, with all before and after it, to a new FILE."""
     with _opened(folder) as path:
-        for state in read_models(path):
-            found = _chosen(path, state, dict.fromkeys([as_typed(name)]), must=False)
-            if not found:
-                continue
-            blocks = [*_before(path, state, found[0]), *found[0].all_blocks()]
-            with closing(DiskStore(path, state.model.record, _most(path))) as store:
-                count = export_blocks(store, blocks, file)
-            size = state.model.record.block_size
-            click.echo(f"{count * size:,} tokens of {state.model.record.title} are in {file}")
-            return
-    raise CacheError(f"no prefix {name!r} is kept; headstart cache ls MODEL lists them")
+        states = read_models(path)
+        _require_kept(path, states, [wanted := as_typed(name)])
+        state, [prefix, *_] = next(
+            (state, found) for state in states if (found := _chosen(_all_of(path, state), [wanted]))
+        )
+        blocks = [*_before(path, state, prefix), *prefix.all_blocks()]
+        with closing(DiskStore(path, state.model.record, _most(path))) as store:
+            count = export_blocks(store, blocks, file)
+        size = state.model.record.block_size
+        click.echo(f"{count * size:,} tokens of {state.model.record.title} are in {file}")
 
 
 @cache.command(name="import")
@@ -147,7 +149,7 @@ def export(name: str, file: Path, folder: str | None) -> None:
 @_folder()
 def import_file(file: Path, folder: str | None) -> None:
     """Keep the prefixes of a FILE that export wrote; the model must have run here before."""
-    with _opened(folder) as path:
+    with _opened(folder, new=True) as path:
         record = read_model(file)
         with closing(reopen(path, None).connection) as index:
             known = [one.record for one in index.models()]
@@ -175,9 +177,16 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def _opened(folder: str | None) -> Iterator[Path]:
-    """The folder; what is wrong with its index is one clear error."""
-    path = default_folder() if folder in (None, "", "off") else Path(as_typed(folder)).expanduser()
+def _opened(folder: str | None, *, new: bool = False) -> Iterator[Path]:
+    """The folder; what is wrong with its index is one clear error.
+
+    new: one that was named is made if it is not there.
+    """
+    path = default_folder()
+    if folder not in (None, "", "off"):
+        path = Path(as_typed(folder)).expanduser()
+        if not (new or path.exists()):
+            raise CacheError(f"--cache-dir is {path}, and there is no such folder")
     make_folder(path)
     try:
         yield path
@@ -209,21 +218,39 @@ def _all_of(path: Path, state: ModelState) -> list[KeptPrefix]:
         return read_prefixes(index, state.model.id)
 
 
-def _chosen(
-    path: Path, state: ModelState, names: dict[str, None], *, must: bool = True
-) -> list[KeptPrefix]:
-    """The prefixes whose names begin so. Raises CacheError for one that there is not."""
+def _chosen(prefixes: Sequence[KeptPrefix], names: Sequence[str]) -> list[KeptPrefix]:
+    """The prefixes whose names begin so, without those behind one that does."""
     found: list[KeptPrefix] = []
-    todo = _all_of(path, state)
+    todo = [*prefixes]
     while todo:
         prefix = todo.pop()
-        if any(len(n) >= _SHORTEST and prefix.name.hex().startswith(n) for n in names):
+        if any(_is_named(prefix, name) for name in names):
             found.append(prefix)
         else:
             todo += prefix.then
-    if must and not found:
-        note(f"{state.model.record.title} has none of these")
     return found
+
+
+def _is_named(prefix: KeptPrefix, name: str) -> bool:
+    return len(name) >= _SHORTEST and prefix.name.hex().startswith(name)
+
+
+def _require_kept(path: Path, states: Sequence[ModelState], names: Sequence[str]) -> None:
+    """Raise CacheError for a name that no prefix has."""
+    roots = [prefix for state in states for prefix in _all_of(path, state)]
+    everything = [prefix for _, prefix in in_order(roots)]
+    for name in names:
+        if any(_is_named(prefix, name) for prefix in everything):
+            continue
+        if len(name) < _SHORTEST:
+            raise CacheError(f"{name!r} is no name; allowed: at least {_SHORTEST} digits of one")
+        shown = [prefix.name.hex()[:NAME_DIGITS] for prefix in everything[:_MOST_SHOWN]]
+        more = f", and {len(everything) - len(shown):,} more" if everything[_MOST_SHOWN:] else ""
+        titles = ", ".join(dict.fromkeys(one.model.record.title for one in states))
+        kept = f"{', '.join(shown)}{more}, of {titles}" if shown else "none"
+        raise CacheError(
+            f"no prefix {name!r} is kept; kept: {kept}; headstart cache ls MODEL lists them"
+        )
 
 
 def _before(path: Path, state: ModelState, prefix: KeptPrefix) -> list[KeptBlock]:

@@ -7,9 +7,9 @@ from headstart.cli.progress import show_bytes
 from headstart.tiers import ModelRecord
 from headstart.tiers.contents import KeptPrefix, ModelState
 
-__all__ = ["show_age", "show_models", "show_prefixes"]
+__all__ = ["NAME_DIGITS", "in_order", "show_age", "show_models", "show_prefixes"]
 
-_DIGITS = 12  # of a prefix's name
+NAME_DIGITS = 12  # of a prefix's name
 _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
 
 
@@ -33,7 +33,7 @@ def show_models(states: Sequence[ModelState]) -> str:
     rows += [
         (
             one.model.record.title,
-            one.model.record.fingerprint[:_DIGITS],
+            one.model.record.fingerprint[:NAME_DIGITS],
             show_bytes(one.nbytes),
             f"{one.num_blocks * one.model.record.block_size:,}",
             show_age(time.time() - one.used),
@@ -48,16 +48,16 @@ def show_models(states: Sequence[ModelState]) -> str:
 def show_prefixes(prefixes: Sequence[KeptPrefix], model: ModelRecord, most: int) -> str:
     """A line for each stretch between two forks, below the one that it goes on from."""
     rows = [("prefix", "tokens", "size", "last used", "loaded", "saved")]
-    for depth, prefix in _in_order(prefixes):
+    for depth, prefix in in_order(prefixes):
         if len(rows) > most:
-            more = sum(1 for _ in _in_order(prefixes)) - most
+            more = sum(1 for _ in in_order(prefixes)) - most
             rows.append((f"... {more:,} more", "", "", "", "", ""))
             break
         first, last = prefix.stretch[0], prefix.stretch[-1]
         size = model.block_size
         rows.append(
             (
-                "  " * depth + prefix.name.hex()[:_DIGITS],
+                "  " * depth + prefix.name.hex()[:NAME_DIGITS],
                 f"{first.depth * size:,} to {(last.depth + 1) * size:,}",
                 show_bytes(len(prefix.stretch) * model.block_bytes),
                 show_age(time.time() - max(block.used for block in prefix.stretch)),
@@ -68,7 +68,7 @@ def show_prefixes(prefixes: Sequence[KeptPrefix], model: ModelRecord, most: int)
     return _align(rows, left=1)
 
 
-def _in_order(prefixes: Sequence[KeptPrefix]) -> Iterator[tuple[int, KeptPrefix]]:
+def in_order(prefixes: Sequence[KeptPrefix]) -> Iterator[tuple[int, KeptPrefix]]:
     """Each prefix with how many forks are before it, and then what it goes on with."""
     todo = [(0, prefix) for prefix in reversed(prefixes)]
     while todo:

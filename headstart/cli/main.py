@@ -37,7 +37,7 @@ from headstart.cli.reply import print_reply
 from headstart.cli.run import read_questions
 from headstart.cli.serve import run_server, take_options
 from headstart.cli.show import check_svg
-from headstart.cli.streams import as_typed, prepare_streams, tell_error
+from headstart.cli.streams import as_typed, note, prepare_streams, tell_error
 from headstart.cluster.options import ReplicaConfig
 from headstart.errors import HeadstartError
 from headstart.imports import load_module
@@ -181,7 +181,10 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
         # Editing lines takes prompt_toolkit, half a second of imports.
         session = load_module("headstart.cli.chat.session")
         talk = load_module("headstart.cli.chat.talk").talk
-        talk(session.Chat(llm, model, params, conversation, plain=plain))
+        made = session.Chat(llm, model, params, conversation, plain=plain)
+        if resume is not None:
+            note(f"{as_typed(resume)}: {made.extent()}; {session.CACHED_LATER}")
+        talk(made)
 
 
 @main.command(cls=GroupedCommand, short_help="Answer clients of APIs over HTTP.")

@@ -21,6 +21,15 @@ def duration(seconds: float | None) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds >= 0.09995 else f"{seconds * 1000:.1f} ms"
 
 
+def count(number: int, what: str) -> str:
+    """A number of things.
+
+    >>> count(1, "turn"), count(1200, "turn")
+    ('1 turn', '1,200 turns')
+    """
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
 def cached_share(output: RequestOutput) -> str:
     """Cached prompt tokens and what part of the prompt they are, rounded down."""
     percent = 100 * output.num_cached_tokens // len(output.prompt_token_ids)

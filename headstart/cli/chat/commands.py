@@ -11,10 +11,10 @@ from pathlib import Path
 from rich.console import Console
 
 from headstart.cli.chat.conversation import Conversation
-from headstart.cli.chat.session import Chat
+from headstart.cli.chat.session import CACHED_LATER, Chat
 from headstart.cli.contents import read_document, read_image
 from headstart.cli.options import SAMPLING_FLAGS, parse_sampling
-from headstart.cli.reply_metrics import cached_share
+from headstart.cli.reply_metrics import cached_share, count
 from headstart.cli.streams import note
 from headstart.errors import RequestError
 
@@ -77,17 +77,17 @@ def _help(chat: Chat, argument: str) -> None:
 def _file(chat: Chat, argument: str) -> None:
     path = _path(argument)
     text = read_document(path)
-    count = chat.count_tokens(text)
+    tokens = chat.count_tokens(text)
     chat.conversation.documents.append(text)
-    note(f"{path.name}: {count:,} tokens, which go with your next message")
+    note(f"{path.name}: {tokens:,} tokens, which go with your next message")
 
 
 def _image(chat: Chat, argument: str) -> None:
     path = _path(argument)
     image = read_image(path, chat.llm.engine.config.max_image_pixels)
-    count = chat.count_image_tokens(image)
+    tokens = chat.count_image_tokens(image)
     chat.conversation.images.append(image)
-    note(f"{path.name}: about {count:,} tokens, which go with your next message")
+    note(f"{path.name}: about {tokens:,} tokens, which go with your next message")
 
 
 def _system(chat: Chat, argument: str) -> None:
@@ -109,18 +109,18 @@ def _undo(chat: Chat, argument: str) -> None:
         note("the documents and images that waited are taken back; /undo again takes a turn back")
         return
     chat.conversation.take_back()
-    note(f"the last turn is taken back; {_count(len(chat.conversation.turns), 'turn')} left")
+    note(f"the last turn is taken back; {count(len(chat.conversation.turns), 'turn')} left")
 
 
 def _save(chat: Chat, argument: str) -> None:
     path = _path(argument)
     chat.conversation.save(path, chat.model)
-    note(f"{_count(len(chat.conversation.turns), 'turn')} in {path}")
+    note(f"{count(len(chat.conversation.turns), 'turn')} in {path}")
 
 
 def _load(chat: Chat, argument: str) -> None:
     chat.take_up(Conversation.load(_path(argument)))
-    note(f"{_count(len(chat.conversation.turns), 'turn')} loaded")
+    note(f"loaded: {chat.extent()}; {CACHED_LATER}")
 
 
 def _set(chat: Chat, argument: str) -> None:
@@ -189,7 +189,3 @@ def _path(argument: str) -> Path:
     except ValueError:  # an apostrophe
         return path
     return Path(words[0]).expanduser() if len(words) == 1 else path
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")

@@ -13,6 +13,7 @@ from headstart.cli.chat.conversation import Conversation, Turn
 from headstart.cli.contents import Content
 from headstart.cli.pool_picture import PoolPicture
 from headstart.cli.reply import print_reply
+from headstart.cli.reply_metrics import count
 from headstart.cli.streams import note, tell_error
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, RequestError
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.streams import RequestStream
 
-__all__ = ["Chat"]
+__all__ = ["CACHED_LATER", "Chat"]
+
+CACHED_LATER = "the line below the next reply says how many of them are cached"
 
 _INTERRUPTED = "interrupted: the question and this part of the reply stay, and both are cached"
 _TAKEN_BACK = (
@@ -63,6 +66,18 @@ class Chat:
             return
         with suppress(RequestError):  # the next turn tells what is wrong with it
             self.llm.recall_chat(conversation.messages("", 0)[:-1], replies)
+
+    def extent(self) -> str:
+        """How long the conversation is: its turns, and their tokens where the context has room."""
+        turns = count(len(self.conversation.turns), "turn")
+        said = self.conversation.messages("", 0)[:-1]
+        if not said:
+            return turns
+        try:
+            stream = self.llm.stream_chat(said, self.params, add_generation_prompt=False)
+        except RequestError as error:  # the next turn leaves out what does not fit
+            return f"{turns}, of which not all fit: {error}"
+        return f"{turns}, {len(stream.prompt_token_ids):,} tokens"
 
     def say(self, text: str) -> None:
         """Answer a message of the user's."""

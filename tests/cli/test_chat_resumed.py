@@ -1,0 +1,36 @@
+"""`headstart chat --resume`: what is told of the conversation that is taken up."""
+
+import json
+import re
+from pathlib import Path
+
+from tests.cli.test_main import SMALL, cached_tokens, call
+
+
+def prompts(stderr: str) -> list[int]:
+    return [int(number) for number in re.findall(r"prompt (\d+) tokens", stderr)]
+
+
+def test_a_resumed_chat_says_how_long_it_is(demo_model: Path, tmp_path: Path) -> None:
+    saved, kept = tmp_path / "chat.json", ("--cache-dir", str(tmp_path / "kept"))
+    begun = call("chat", *SMALL, *kept, stdin=f"Hello there\n/save {saved}\n")
+    resumed = call("chat", *SMALL, *kept, "--resume", str(saved), stdin=f"And again\n/load {saved}")
+    told, loaded = re.findall(r"1 turn, (\d+) tokens; the line below the next", resumed.stderr)
+    assert f"{saved}: 1 turn, " in resumed.stderr
+    assert "loaded: 1 turn, " in resumed.stderr
+    [first], [second] = prompts(begun.stderr), prompts(resumed.stderr)
+    assert first < int(told) < second
+    assert told == loaded
+    assert 0 < cached_tokens(resumed.stderr)[0] <= int(told)
+
+
+def test_a_resumed_chat_that_does_not_fit_says_so(demo_model: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "chat.json"
+    turns = [{"role": "user", "content": "x" * 300}, {"role": "assistant", "content": "y"}]
+    saved.write_text(json.dumps({"messages": turns * 2}))
+    few = (*SMALL, "--max-model-len", "200", "--resume", str(saved))
+    result = call("chat", *few, stdin="")
+    assert result.exit_code == 0
+    assert re.search(r"2 turns, of which not all fit: the prompt has \d+ tokens", result.stderr)
+    saved.write_text(json.dumps([]))
+    assert f"{saved}: 0 turns; " in call("chat", *few, stdin="").stderr

@@ -39,6 +39,7 @@ from headstart.cli.serve import run_server, take_options
 from headstart.cli.show import check_svg
 from headstart.cli.streams import as_typed, note, prepare_streams, tell_error
 from headstart.cluster.options import ReplicaConfig
+from headstart.engine.config import make_config
 from headstart.errors import HeadstartError
 from headstart.imports import load_module
 from headstart.server.options import ServerOptions
@@ -152,6 +153,7 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
     """
     questions = read_questions(prompts, options)
     chosen = sort_options(options)
+    questions.check_length(folder_of(model), make_config(chosen.engine))
     with closing(announce_and_open(model, keep_prefixes(chosen.engine))) as llm:
         streams = questions.streams(llm, chosen.sampling)
         is_text = questions.form is None

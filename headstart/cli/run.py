@@ -15,6 +15,8 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.errors import RequestError
 from headstart.imports import load_module
+from headstart.models.context_length import context_bound
+from headstart.models.files import read_json
 
 if TYPE_CHECKING:
     from headstart.engine.llm import LLM
@@ -54,6 +56,24 @@ class Questions:
                 yield llm.stream_chat(self._messages(text), params)
             else:
                 yield llm.stream("".join([*self.documents, text]), params)
+
+    def check_length(self, folder: Path, config: EngineConfig) -> None:
+        """Raise RequestError for what no context of the model in a folder has room for.
+
+        Before the model is loaded: its tokenizer and its configuration are enough. What is only a
+        little too long, with what a chat template adds, is told by the engine.
+        """
+        settings = folder / "config.json"
+        told = context_bound(read_json(settings)) if settings.is_file() else None
+        limits = [told, config.max_model_len]
+        if config.num_blocks is not None:
+            limits.append(config.num_blocks * config.block_size)
+        limit = min((one for one in limits if one is not None), default=None)
+        longest = "".join([*self.documents, max(self.texts, key=len)])
+        if limit is None or len(longest.encode()) < limit:
+            return  # a token has a byte at least
+        # What reads a tokenizer takes a second of imports, which the model needs in any case.
+        load_module("headstart.engine.text.max_length").check_text_fits(folder, longest, limit)
 
     def check(self, answers: Sequence[RequestOutput]) -> None:
         """Raise RequestError for an answer that was cut before it had its form."""

@@ -1,8 +1,9 @@
 """The longest sequence that a model supports, from its configuration."""
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-__all__ = ["context_length"]
+__all__ = ["context_bound", "context_length"]
 
 # Configuration keys for the longest sequence, in order of preference.
 _LENGTH_NAMES = (
@@ -44,6 +45,30 @@ def context_length(config: Config) -> int:
         elif kind == "yarn" and original:
             length = max(length, int(original * rope.get("factor", 1.0)))
     return length
+
+
+def context_bound(content: Mapping[str, Any]) -> int | None:
+    """A length that `context_length` does not exceed; None where a config.json does not say.
+
+    For what is to be known before a model is loaded: it needs no code of the architecture.
+    """
+    nested = content.get("text_config")
+    found: list[float] = []
+    for part in (content, nested if isinstance(nested, Mapping) else {}):
+        found += [part[name] for name in _LENGTH_NAMES if isinstance(part.get(name), int)]
+        for name in ("rope_scaling", "rope_parameters"):
+            found += _stretched(part.get(name))
+    return int(max(found)) if found else None
+
+
+def _stretched(rope: object) -> list[float]:
+    """The length that rotary parameters stretch the first one to, if they do."""
+    if not isinstance(rope, Mapping):
+        return []
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor", 1.0)
+    is_given = isinstance(original, int) and isinstance(factor, (int, float))
+    here = [original * factor] if is_given else []
+    return here + [length for value in rope.values() for length in _stretched(value)]
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

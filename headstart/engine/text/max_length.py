@@ -8,14 +8,16 @@ refused even if its tokenizer would make few tokens of it.
 """
 
 from functools import cached_property
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from headstart.engine.text.codec import encode_text
 from headstart.errors import RequestError
+from headstart.models.tokenizer import load_tokenizer
 from headstart.validation import check_utf8
 
-__all__ = ["TextLimit"]
+__all__ = ["TextLimit", "check_text_fits"]
 
 _LEAST_LONGEST = 16
 """Bytes that the longest token is taken to have at least: texts below this need no vocabulary."""
@@ -65,6 +67,23 @@ class TextLimit:
         longest = max(len(token.encode("utf-8", "replace")) for token in tokenizer.get_vocab())
         factor = 1 if _is_lossless(tokenizer) else _SHRINK
         return self.max_model_len * max(longest, _LEAST_LONGEST) * factor
+
+
+def check_text_fits(folder: Path, text: str, limit: int) -> None:
+    """Raise RequestError for a text of as many tokens as a context holds, or more. Or ModelError.
+
+    For what is to be known before the model in the folder is loaded; limit: tokens of the context.
+    """
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        return
+    TextLimit(tokenizer, limit).check("the prompt", text)
+    count = len(encode_text(tokenizer, text, add_special_tokens=False))
+    if count >= limit:
+        raise RequestError(
+            f"the prompt has {count:,} tokens with its files; the context holds {limit:,}, and an "
+            "answer needs one at least"
+        )
 
 
 def _is_lossless(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -119,8 +119,12 @@ class Names:
         known = [*self._own, *self.rows]
         # copy and pickle ask for names like __setstate__, a copy of parameters for each request.
         near = [] if name.startswith("__") else get_close_matches(name, known, 1, 0.5)
-        hint = f"; the nearest is {near[0]}" if near else ""
-        return f"{self.owner} knows no {name!r}{hint}"
+        if not near:
+            return f"{self.owner} knows no {name!r}"
+        row = self.rows.get(near[0])
+        if row is not None and row.verdict is Verdict.REFUSED and near[0] not in self._own:
+            return f"{self.owner} knows no {name!r}, and refuses {near[0]}: {row.note}"
+        return f"{self.owner} knows no {name!r}; the nearest is {near[0]}"
 
 
 def _is_in(value: object, allowed: tuple[Any, ...]) -> bool:

@@ -178,6 +178,21 @@ def test_an_unknown_option_is_told_the_nearest() -> None:
         LLM("headstart-tiny", max_modl_len=3)
 
 
+@pytest.mark.parametrize("part", TABLES)
+def test_no_name_that_is_refused_is_suggested(part: str) -> None:
+    """`quantisation` was told that the nearest is `quantization`, which was refused in its turn."""
+    for table in TABLES[part]:
+        for name, row in table.rows.items():
+            if row.verdict is Verdict.REFUSED and not name.startswith("__"):
+                said = str(table.missing(f"{name}x"))
+                assert said.endswith(f"and refuses {name}: {row.note}") or (
+                    table.rows[said.rpartition(" ")[2]].verdict is not Verdict.REFUSED
+                )
+    if part == "LLM.__init__()":
+        with pytest.raises(ConfigError, match="and refuses quantization: give `weights`"):
+            LLM("headstart-tiny", quantisation="awq")
+
+
 @pytest.mark.parametrize(
     ("kind", "table", "given"),
     [

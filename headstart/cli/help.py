@@ -42,9 +42,6 @@ _GROUPS = {
         *("enable_lora", "max_loras", "max_lora_rank"),
     ),
 }
-_ENVIRONMENT = (
-    "Every flag may stand in the environment instead: --max-tokens 64 is HEADSTART_MAX_TOKENS=64."
-)
 
 
 def group_of(field: str) -> str:
@@ -57,11 +54,17 @@ def group_of(field: str) -> str:
 
 
 class GroupedOption(click.Option):
-    """An option that `--help` shows under a heading."""
+    """An option that `--help` shows under a heading, and that may stand in the environment.
+
+    Its variable is named as its flag: --max-tokens is HEADSTART_MAX_TOKENS.
+    """
 
     def __init__(self, *args: Any, group: str = MAIN, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.group = group
+        self.flag = max(self.opts, key=len)
+        self.variable = f"HEADSTART_{self.flag.removeprefix('--').replace('-', '_').upper()}"
+        self.envvar = self.variable
 
     def handle_parse_result(
         self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
@@ -72,7 +75,7 @@ class GroupedOption(click.Option):
         except click.BadParameter as error:
             assert self.name is not None
             if ctx.get_parameter_source(self.name) is ParameterSource.ENVIRONMENT:
-                error.param_hint = f"{ctx.auto_envvar_prefix}_{self.name.upper()}"
+                error.param_hint = self.variable
             raise
 
 
@@ -80,12 +83,14 @@ class GroupedCommand(click.Command):
     """A command whose options are shown in groups, and may stand in the environment."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs["context_settings"] = {
-            "auto_envvar_prefix": "HEADSTART",
-            **(kwargs.get("context_settings") or {}),
-        }
-        kwargs["epilog"] = _ENVIRONMENT
         super().__init__(*args, **kwargs)
+        options = [one for one in self.params if isinstance(one, GroupedOption)]
+        numbers = [one for one in options if one.group == MAIN and one.type is click.INT]
+        if shown := next(iter(numbers), None):
+            self.epilog = (
+                f"Every flag may stand in the environment instead: {shown.flag} N is "
+                f"{shown.variable}=N."
+            )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """One list of options for each group that has some."""

@@ -17,6 +17,7 @@ _folder = partial(
     "--keys-folder",
     "folder",
     envvar="HEADSTART_KEYS_FOLDER",
+    show_envvar=True,
     help="Folder of the keys; default: below your data folder.",
 )
 

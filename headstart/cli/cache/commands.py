@@ -42,6 +42,7 @@ _folder = partial(
     "--cache-dir",
     "folder",
     envvar="HEADSTART_CACHE_DIR",
+    show_envvar=True,
     help="The folder; default: headstart in your cache folder.",
 )
 

@@ -1,0 +1,68 @@
+"""Flags in the environment: what `--help` says of them holds, for every command."""
+
+import re
+from collections.abc import Iterator
+
+import click
+import pytest
+
+from headstart.cli.help import GroupedCommand, GroupedOption
+from headstart.cli.main import main
+from tests.cli.test_main import call
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+        yield *path, name
+
+
+COMMANDS = list(commands(main))
+FLAGS = [
+    (name, option)
+    for name, command in main.commands.items()
+    if isinstance(command, GroupedCommand)
+    for option in command.params
+    if isinstance(option, GroupedOption)
+]
+
+
+def find(words: tuple[str, ...]) -> click.Command:
+    command: click.Command = main
+    for word in words:
+        assert isinstance(command, click.Group)
+        command = command.commands[word]
+    return command
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_names_no_variable_that_is_not_the_command_s(words: tuple[str, ...]) -> None:
+    """`doctor --help` and `replay --help` spoke of HEADSTART_MAX_TOKENS."""
+    said = call(*words, "--help").stdout
+    known = {
+        variable
+        for option in find(words).params
+        for variable in ([option.envvar] if isinstance(option.envvar, str) else [])
+    }
+    named = set(re.findall(r"HEADSTART_\w+", said))
+    assert named <= known
+    if isinstance(find(words), GroupedCommand) and known:
+        assert named
+
+
+@pytest.mark.parametrize(("name", "option"), FLAGS, ids=lambda one: getattr(one, "flag", one))
+def test_every_flag_has_the_variable_of_its_name(
+    name: str, option: GroupedOption, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--wav was HEADSTART_WAV_FOLDER, and --router HEADSTART_ROUTERS."""
+    variable = "HEADSTART_" + option.flag.lstrip("-").replace("-", "_").upper()
+    kind = option.type
+    value = str(kind.choices[0]) if isinstance(kind, click.Choice) else "1"
+    monkeypatch.setenv(variable, value)
+    given = ["trace"] if name == "replay" else []
+    with main.commands[name].make_context(name, given) as context:
+        assert option.name is not None
+        source = context.get_parameter_source(option.name)
+    assert source is click.core.ParameterSource.ENVIRONMENT

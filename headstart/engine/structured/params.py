@@ -14,18 +14,21 @@ __all__ = ["Form", "StructuredOutputsParams"]
 MAX_BYTES = 65_536
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _ANY_OBJECT = '{"type": "object"}'
+WHITESPACE = r"[ \t]|\r?\n[ \t]{0,20}"
+"""White space between JSON's tokens unless told otherwise: a space, or a line's end and some
+indentation. Small models like to write nothing else, and would go on with it for ever."""
 
 
 class Form(NamedTuple):
     """A form as text, by which compiled ones are found again.
 
     kind: json, regex, choice (a JSON list) or grammar. whitespace: a regular expression for the
-    white space between JSON's tokens, "" for none, None for any.
+    white space between JSON's tokens, "" for none.
     """
 
     kind: str
     text: str
-    whitespace: str | None = None
+    whitespace: str = ""
 
 
 @take_vllm_names(STRUCTURED, *_KINDS)
@@ -36,9 +39,10 @@ class StructuredOutputsParams:
     json: a JSON schema as a dict or as text, or a pydantic model; regex: a regular expression that
     the whole answer matches; choice: texts of which the answer is one; grammar: a context-free
     grammar in Lark's or GBNF's notation; json_object=True: any JSON object.
-    disable_any_whitespace leaves out white space between JSON's tokens, whitespace_pattern is a
-    regular expression for it. disable_additional_properties allows an object whose properties the
-    schema names no other, where it does not say whether there may be.
+    Between JSON's tokens there may be a space, or a line's end and indentation;
+    disable_any_whitespace leaves that out, whitespace_pattern is a regular expression for it.
+    disable_additional_properties allows an object whose properties the schema names no other,
+    where it does not say whether there may be.
 
     >>> StructuredOutputsParams(choice=["yes", "no"]).form.text
     '["yes", "no"]'
@@ -83,7 +87,8 @@ class StructuredOutputsParams:
     @property
     def form(self) -> Form:
         """The form as text."""
-        whitespace = "" if self.disable_any_whitespace else self.whitespace_pattern
+        pattern = WHITESPACE if self.whitespace_pattern is None else self.whitespace_pattern
+        whitespace = "" if self.disable_any_whitespace else pattern
         if self.json_object is not None:
             return Form("json", _ANY_OBJECT, whitespace)
         if self.json is not None:

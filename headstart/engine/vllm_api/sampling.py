@@ -120,7 +120,7 @@ STRUCTURED = Names(
             "json_object": "",
             "disable_any_whitespace": "",
             "disable_additional_properties": "",
-            "whitespace_pattern": "",
+            "whitespace_pattern": "default: a space, or a line's end and up to 20 of indentation",
         }
     )
     | refused(

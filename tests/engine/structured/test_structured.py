@@ -40,6 +40,38 @@ def special(llm: LLM, name: str) -> int:
     return token_id
 
 
+def test_white_space_comes_to_an_end(writer: LLM) -> None:
+    """A model that would rather write nothing else filled its answer with it."""
+    tokenizer = writer.get_tokenizer()
+    assert tokenizer is not None
+    blank = {i: 100.0 for i in range(len(tokenizer)) if not tokenizer.decode([i]).strip()}
+    schema = {
+        "type": "object",
+        "properties": {"warm": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}},
+        "required": ["warm", "kind"],
+        "additionalProperties": False,
+    }
+    options: dict[str, Any] = {"logit_bias": blank, "temperature": 0, "max_tokens": 400}
+    [bounded] = answers(writer, {"json": schema}, **options)
+    assert bounded.finish_reason == "stop"
+    assert json.loads(bounded.text).keys() == {"warm", "kind"}
+    assert any(character.isspace() for character in bounded.text)
+    [endless] = answers(writer, {"json": schema, "whitespace_pattern": r"[ \t\r\n]+"}, **options)
+    assert endless.finish_reason == "length"
+    [none] = answers(writer, {"json": schema, "disable_any_whitespace": True}, **options)
+    assert none.text == "".join(none.text.split())
+
+
+@pytest.mark.parametrize("indent", [None, 2, 4, "\t"])
+def test_json_as_people_write_it_is_allowed(indent: int | str | None) -> None:
+    form = StructuredOutputsParams(json={"type": "object"}).form
+    matcher = GrammarCompiler(Vocabulary(TOKENIZER, len(TOKENIZER), frozenset())).matcher(form)
+    value = {"a": [1, {"b": None}, []], "c": {"d": {"e": "f"}}}
+    for token_id in TOKENIZER.encode(json.dumps(value, indent=indent), add_special_tokens=False):
+        assert matcher.consume_token(token_id)
+    assert matcher.is_accepting()
+
+
 # What is refused
 
 

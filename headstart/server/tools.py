@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from headstart.engine.structured.params import StructuredOutputsParams
+from headstart.engine.structured.tags import spell_text
 from headstart.errors import RequestError
 from headstart.server.answers.formats import CallFormat
 from headstart.server.answers.reasoning import CLOSE, OPEN
@@ -100,13 +101,13 @@ def force_calls(
     tools = [tool for tool in use.tools if use.name in (None, tool.name)]
     call = "call"
     if use.parallel and use.name is None and form.between is not None:
-        call = f"call ({_spell(form.between, special)} call)*"
-    pieces = [_spell(form.head, special), call, _spell(form.tail, special)]
+        call = f"call ({spell_text(form.between, special)} call)*"
+    pieces = [spell_text(form.head, special), call, spell_text(form.tail, special)]
     rules = [f"start: {_thought(thought, special)}{' '.join(filter(None, pieces))}"]
     rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
     for place, tool in enumerate(tools):
-        opening = _spell(form.opening.replace("{name}", json.dumps(tool.name)), special)
-        closing = _spell(form.closing, special)
+        opening = spell_text(form.opening.replace("{name}", json.dumps(tool.name)), special)
+        closing = spell_text(form.closing, special)
         rules.append(f"call_{place}: {opening} arguments_{place} {closing}")
         rules.append(f"arguments_{place}: {_json(tool.schema, _SPELLING)}")
     return StructuredOutputsParams(grammar="\n".join([*rules, *_thought_rules(thought, special)]))
@@ -142,24 +143,14 @@ def _thought(thought: Thought, special: Mapping[str, int]) -> str:
         return ""
     if thought == "begun":
         return "thought gap "
-    return f"({_spell(OPEN, special)} thought gap)? "
+    return f"({spell_text(OPEN, special)} thought gap)? "
 
 
 def _thought_rules(thought: Thought, special: Mapping[str, int]) -> Iterable[str]:
     if thought == "none":
         return ()
     if CLOSE in special:
-        rule = f"thought: /(?s:.*)/ {_spell(CLOSE, special)}"
+        rule = f"thought: /(?s:.*)/ {spell_text(CLOSE, special)}"
     else:
         rule = f'thought[suffix="{CLOSE}"]: /(?s:.*)/'
     return (rule, "gap: /\\n{0,2}/")
-
-
-def _spell(text: str, special: Mapping[str, int]) -> str:
-    """A text in a grammar; special tokens stand there by their ids."""
-    known = sorted((token for token in special if token in text), key=len, reverse=True)
-    if not known:
-        return json.dumps(text) if text else ""
-    pieces = re.split(f"({'|'.join(map(re.escape, known))})", text)
-    spelled = [f"<[{special[p]}]>" if p in special else json.dumps(p) for p in pieces if p]
-    return " ".join(spelled)

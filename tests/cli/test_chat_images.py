@@ -59,7 +59,7 @@ def test_images_go_with_the_next_message_and_are_hit(
     assert cached >= second and third - cached < 60
     saved = tmp_path / "chat.json"
     terminal.send(f"/save {saved}\r")
-    terminal.wait("3 turns in ")
+    terminal.wait(r"3 turns in\s")
     terminal.wait(READY)
     terminal.end()
     kinds = [

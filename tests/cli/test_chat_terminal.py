@@ -148,7 +148,7 @@ def test_an_interrupted_reply_stays_and_is_hit(tmp_path: Path) -> None:
     assert number(first[1]) < cached < prompt
     saved = tmp_path / "chat.json"
     terminal.send(f"/save {saved}\r")
-    terminal.wait("2 turns in ")
+    terminal.wait(r"2 turns in\s")
     terminal.wait(READY)
     messages = json.loads(saved.read_text(encoding="utf-8"))["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
@@ -172,7 +172,7 @@ def test_documents_limits_and_saved_chats(tmp_path: Path) -> None:
     prompt, cached = terminal.cost()
     assert prompt < 800 and 0 < cached < 20  # the system message stays
     terminal.send(f"/save {saved}\r")
-    terminal.wait("2 turns in ")
+    terminal.wait(r"2 turns in\s")
     terminal.wait(READY)
     terminal.end()
     assert stat.S_IMODE(saved.stat().st_mode) == 0o600

@@ -9,7 +9,7 @@ from headstart.engine.logits.checks import check_vocabulary
 from headstart.engine.logits.protocol import LogitsProcessor
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.params import SamplingParams
-from headstart.engine.structured.grammar import GrammarCompiler
+from headstart.engine.structured.grammar import NAMES_SPECIAL, GrammarCompiler
 from headstart.engine.structured.processor import GrammarMask
 
 __all__ = ["ProcessorFactory"]
@@ -57,4 +57,4 @@ class ProcessorFactory:
         masks = self._grammars.masks
         ends = [*(() if params.ignore_eos else masks.end_ids), *(params.stop_token_ids or ())]
         matcher = self._grammars.matcher(form)
-        return GrammarMask(matcher, masks, ends, special=form.kind == "grammar")
+        return GrammarMask(matcher, masks, ends, special=form.kind in NAMES_SPECIAL)

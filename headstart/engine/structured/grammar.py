@@ -8,7 +8,7 @@ compiled one, which takes microseconds.
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -17,17 +17,20 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.structured.params import Form
+from headstart.engine.structured.tags import write_tags
 from headstart.errors import RequestError
 from headstart.validation import shorten
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-__all__ = ["INSTALL", "GrammarCompiler", "TokenMasks", "check_form", "one_line"]
+__all__ = ["INSTALL", "NAMES_SPECIAL", "GrammarCompiler", "TokenMasks", "check_form", "one_line"]
 
 Found = TypeVar("Found")
 
 INSTALL = "pip install 'headstart[structured]'"
+NAMES_SPECIAL = ("grammar", "structural_tag")
+"""Kinds of forms in which special tokens may stand."""
 _SETTING_STACK = threading.Lock()
 _REMEMBERED = 64  # compiled forms
 _STACK = 512 * 2**20  # bytes, of address space alone until they are used
@@ -55,11 +58,11 @@ class TokenMasks:
         self.ends = self.pack(self.end_ids)
         self.special = self.pack(special)
         """A mask of the tokens that spell no text."""
-        self.special_texts = [
-            text
+        self.special_ids = {
+            text: token_id
             for text, token_id in tokenizer.get_added_vocab().items()
             if text and self.tokenizer.is_special_token(token_id)
-        ]
+        }
 
     def pack(self, token_ids: Iterable[int]) -> np.ndarray:
         """A mask of these tokens; those outside the vocabulary are left out."""
@@ -115,7 +118,7 @@ class GrammarCompiler:
     def _compile(self, form: Form) -> "LLMatcher":
         """A matcher whose first mask is computed, which takes longer than all that follow."""
         masks = self.masks
-        if form.kind != "grammar":
+        if form.kind not in NAMES_SPECIAL:
             _refuse_special(form, masks)
         found = _with_deep_stack(lambda: _build(form, masks))
         if isinstance(found, Exception):
@@ -141,7 +144,7 @@ def check_form(form: Form) -> None:
 
     def check() -> tuple[bool, list[str]]:
         said: tuple[bool, list[str]] = library.LLMatcher.validate_grammar_with_warnings(
-            _grammar(form), limits=_limits()
+            _grammar(form, {}), limits=_limits()
         )
         return said
 
@@ -153,9 +156,11 @@ def check_form(form: Form) -> None:
         raise _refusal(form, messages[0])
 
 
-def _grammar(form: Form) -> str:
-    """A form in llguidance's own notation."""
+def _grammar(form: Form, special: Mapping[str, int]) -> str:
+    """A form in llguidance's own notation; special: ids of the tokens that spell no text."""
     library = _library()
+    if form.kind == "structural_tag":
+        return str(library.LLMatcher.grammar_from_lark(write_tags(*form[1:], special)))
     if form.kind != "json":
         return str(library.grammar_from(form.kind, form.text))
     options: dict[str, object] = {"whitespace_flexible": form.whitespace != ""}
@@ -171,7 +176,7 @@ def _limits() -> "LLParserLimits":
 
 def _build(form: Form, masks: TokenMasks) -> "LLMatcher":
     matcher: LLMatcher = _library().LLMatcher(
-        masks.tokenizer, _grammar(form), log_level=0, limits=_limits()
+        masks.tokenizer, _grammar(form, masks.special_ids), log_level=0, limits=_limits()
     )
     if not matcher.is_error():
         masks.compute([matcher])
@@ -208,12 +213,14 @@ def _not_installed() -> RequestError:
 
 
 def _refuse_special(form: Form, masks: TokenMasks) -> None:
-    for text in masks.special_texts:
+    for text in masks.special_ids:
         if text in form.text:
             raise _refusal(form, f"no text that is generated can have the special token {text!r}")
 
 
 def _refusal(form: Form, reason: object) -> RequestError:
+    if isinstance(reason, RequestError):
+        return reason
     text = one_line(reason)
     if "NoExtension" in text:
         text = "nothing satisfies it"

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from headstart.engine.structured.tags import read_tags
 from headstart.engine.vllm_api.sampling import STRUCTURED, take_vllm_names
 from headstart.errors import RequestError
 from headstart.validation import check_utf8, describe, shorten
@@ -12,7 +13,8 @@ from headstart.validation import check_utf8, describe, shorten
 __all__ = ["Form", "StructuredOutputsParams"]
 
 MAX_BYTES = 65_536
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_POSITIONAL = _KINDS[:-1]  # the order of vLLM's fields
 _ANY_OBJECT = '{"type": "object"}'
 WHITESPACE = r"[ \t]|\r?\n[ \t]{0,20}"
 """White space between JSON's tokens unless told otherwise: a space, or a line's end and some
@@ -22,8 +24,8 @@ indentation. Small models like to write nothing else, and would go on with it fo
 class Form(NamedTuple):
     """A form as text, by which compiled ones are found again.
 
-    kind: json, regex, choice (a JSON list) or grammar. whitespace: a regular expression for the
-    white space between JSON's tokens, "" for none.
+    kind: json, regex, choice (a JSON list), grammar or structural_tag. whitespace: a regular
+    expression for the white space between JSON's tokens, "" for none.
     """
 
     kind: str
@@ -31,14 +33,15 @@ class Form(NamedTuple):
     whitespace: str = ""
 
 
-@take_vllm_names(STRUCTURED, *_KINDS)
+@take_vllm_names(STRUCTURED, *_POSITIONAL)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The form of an answer: exactly one of the first five. Raises RequestError.
+    """The form of an answer: exactly one of six. Raises RequestError.
 
     json: a JSON schema as a dict or as text, or a pydantic model; regex: a regular expression that
     the whole answer matches; choice: texts of which the answer is one; grammar: a context-free
-    grammar in Lark's or GBNF's notation; json_object=True: any JSON object.
+    grammar in Lark's or GBNF's notation; json_object=True: any JSON object; structural_tag: free
+    text with parts in JSON, see `headstart.engine.structured.tags`.
     Between JSON's tokens there may be a space, or a line's end and indentation;
     disable_any_whitespace leaves that out, whitespace_pattern is a regular expression for it.
     disable_additional_properties allows an object whose properties the schema names no other,
@@ -56,6 +59,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) is not None]
@@ -94,6 +98,10 @@ class StructuredOutputsParams:
         if self.json is not None:
             closed = self.disable_additional_properties
             return Form("json", _schema_text(self.json, closed=closed), whitespace)
+        if self.structural_tag is not None:
+            closed = self.disable_additional_properties
+            tags = read_tags(self.structural_tag, lambda one: _schema_text(one, closed=closed))
+            return Form("structural_tag", tags, whitespace)
         if self.regex is not None:
             return Form("regex", self.regex)
         if self.choice is not None:

@@ -121,10 +121,8 @@ STRUCTURED = Names(
             "disable_any_whitespace": "",
             "disable_additional_properties": "",
             "whitespace_pattern": "default: a space, or a line's end and up to 20 of indentation",
+            "structural_tag": "`structures` and `triggers`, as a dict or as text",
         }
-    )
-    | refused(
-        {"give the whole answer's form as `grammar`, or its JSON as `json`": {"structural_tag": ()}}
     ),
     RequestError,
 )

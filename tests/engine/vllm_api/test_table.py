@@ -216,7 +216,13 @@ def test_every_row_of_a_dataclass(kind: Any, table: Names, given: dict[str, Any]
                 kind(**{**given, name: Anything()})
 
 
-FORMS = ("json", "choice", "grammar", "json_object")  # not beside a regex: see the wrong values
+FORMS = (
+    "json",
+    "choice",
+    "grammar",
+    "json_object",
+    "structural_tag",
+)  # not beside a regex: see the wrong values
 
 CALLS = {
     "generate": (calls.GENERATE, [5, 6]),

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from headstart import LLM, AsyncEngineArgs, ConfigError, EngineArgs, RequestError, SamplingParams
+from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.vllm_api.engine_args import LISTS, SWITCHES, TEXTS
-from headstart.engine.vllm_api.options import ENGINE
+from headstart.engine.vllm_api.options import ENGINE, read_options
 from headstart.utils import FlexibleArgumentParser
 from tests.engine.tiny_llm import save_smallest
 from tests.house.source import ROOT
@@ -42,6 +43,15 @@ def test_a_program_of_vllm_s_examples(tmp_path: Path, monkeypatch: pytest.Monkey
         assert len(output.outputs[0].token_ids) == 3
     finally:
         llm.close()
+
+
+def test_all_that_was_parsed_may_go_to_llm() -> None:
+    """vLLM's examples write `LLM(**vars(args))`, with the defaults of all flags."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    given = vars(parser.parse_args(["--model", "headstart-tiny", "--max-num-seqs", "7"]))
+    model = given.pop("model")
+    config = make_config(read_options(model, given).config)
+    assert config == EngineConfig(max_num_seqs=7)
 
 
 def test_a_flag_for_every_option_of_vllm() -> None:

@@ -104,11 +104,11 @@ class LLMEngine:
                 self._shown.pop(group.request_id, None)
                 continue
             output = group.output()
-            shown = self._shown[group.request_id].next(output)
+            shown = self._shown.setdefault(group.request_id, ShownOutputs(group.params.output_kind))
             if output.finished:
                 del self._shown[group.request_id]
-            if shown is not None:
-                outputs.append(shown)
+            if (new := shown.next(output)) is not None:
+                outputs.append(new)
         if self._errors and not outputs:
             raise self._errors.pop(0)
         return outputs
@@ -125,7 +125,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step would tell something."""
-        return bool(self._shown or self._errors)
+        return bool(self._errors) or self.engine.has_unfinished
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that have not all of their answer."""

@@ -14,6 +14,7 @@ from headstart import (
     RequestError,
     SamplingParams,
 )
+from headstart.engine.outputs import ShownOutputs
 from headstart.engine.vllm_api import calls, members
 from headstart.engine.vllm_api.rows import Verdict
 from headstart.outputs import RequestOutput
@@ -140,6 +141,24 @@ def test_members(engine: LLMEngine) -> None:
     assert engine.reset_prefix_cache()
     with pytest.raises(AdapterNotFoundError):
         engine.add_lora(LoRARequest("a", 1, "no/where"))
+
+
+def test_an_interruption_while_outputs_are_made_leaves_no_request_open(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.add_request("a", [5, 6], few(2))
+
+    def interrupt(self: object, output: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShownOutputs, "next", interrupt)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+    assert not engine.has_unfinished_requests()
+    engine.add_request("a", [5, 6], few(2))
+    assert run(engine)[-1].finished
 
 
 def test_a_closed_engine_says_so(folder: Path) -> None:

@@ -11,6 +11,7 @@ import click
 import huggingface_hub as hub  # its names are imported when they are used, which takes 0.3 s
 from rich.cells import cell_len
 
+from headstart.cli.opening import ending_at_once
 from headstart.cli.options import NOTES
 from headstart.cli.progress import show_bytes
 from headstart.cli.streams import as_typed, note
@@ -37,12 +38,13 @@ def models(context: click.Context) -> None:
 @models.command(short_help="Download a model from the hub.")
 @click.argument("name")
 def pull(name: str) -> None:
-    """Download a model from the Hugging Face hub; one that broke off goes on where it was."""
+    """Download a model from the Hugging Face hub; what is whole already is kept."""
     name = as_typed(name)
     if name in NOTES:
         note(f"{name} needs no download")
         return
-    folder = download_model(name)
+    with ending_at_once():
+        folder = download_model(name)
     check_files(folder)
     note(f"{name}: {show_bytes(_weigh(folder))} in {folder}")
 

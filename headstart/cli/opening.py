@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from headstart.cli.options import note_on, open_model, resolve_model
 from headstart.cli.progress import describe_loading, waiting
@@ -15,7 +21,7 @@ from headstart.models.files import find_folder, weight_files
 if TYPE_CHECKING:
     from headstart.engine.llm import LLM
 
-__all__ = ["announce", "announce_and_open", "folder_of"]
+__all__ = ["announce", "announce_and_open", "ending_at_once", "folder_of"]
 
 
 def announce_and_open(model: str, options: Mapping[str, Any]) -> LLM:
@@ -42,7 +48,43 @@ def folder_of(model: str) -> Path:
 
     Raises ModelError.
     """
-    return find_folder(resolve_model(model))
+    found = resolve_model(model)
+    with ending_at_once():
+        return find_folder(found)
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Ctrl-C ends the process while something is downloaded.
+
+    As an exception it would first wait for the files under way, which may be gigabytes: the hub's
+    library downloads in threads, and Python waits for these. It gives each part of a file a new
+    name, and cannot go on with one that an ended process left: these are removed.
+    """
+
+    def end(number: int, frame: object) -> None:
+        for part in _parts_of_files():
+            part.unlink(missing_ok=True)
+        click.echo("\nheadstart: interrupted; the files that are whole are kept", err=True)
+        os._exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _parts_of_files() -> list[Path]:
+    """The files that this process is downloading; none where the system does not tell."""
+    found = []
+    for handle in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # closed meanwhile
+            found.append(handle.readlink())
+    return [path for path in found if path.suffix == ".incomplete"]
 
 
 def _weights_of(folder: Path) -> list[Path]:

@@ -90,7 +90,7 @@ def _built_in_folder() -> Path:
 def download_model(name: str) -> Path:
     """The folder of a hub name as the hub has it now; files that are there are kept.
 
-    A download that broke off goes on. Raises `ModelNotFoundError`.
+    A connection that breaks off is taken up where it was. Raises `ModelNotFoundError`.
     """
     try:
         return Path(hub.snapshot_download(name, etag_timeout=_HUB_TIMEOUT, allow_patterns=_WANTED))

@@ -149,8 +149,10 @@ def serving(folder: Path, line: Line) -> Iterator[str]:
             server.shutdown()
 
 
-def start(hub: str, home: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(hub: str, home: Path, *arguments: str, patience: str = "2") -> subprocess.Popen[str]:
+    """patience: seconds without a byte after which a connection counts as broken."""
     outside = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub, "HF_HOME": str(home)}
+    outside["HF_HUB_DOWNLOAD_TIMEOUT"] = patience
     return subprocess.Popen(
         [sys.executable, "-m", "headstart", "models", *arguments],
         env=os.environ | outside,
@@ -166,23 +168,39 @@ def hub(tmp_path: Path) -> Iterator[str]:
         yield address
 
 
-def test_a_download_that_broke_off_goes_on(tmp_path: Path) -> None:
-    """Ctrl-C in the middle of the weights; the second time asks for what is missing alone."""
+def test_a_connection_that_breaks_off_is_taken_up_where_it_was(tmp_path: Path) -> None:
     line = Line(breaks_behind=CHUNK + 1000)
     with serving(tmp_path / "on-the-hub", line) as address:
-        first = start(address, tmp_path / "home", "pull", NAME)
+        pull = start(address, tmp_path / "home", "pull", NAME)
+        _, said = pull.communicate()
+        assert pull.returncode == 0, said
+    assert line.asked == [None, f"bytes={CHUNK}-"]
+    check_weights(tmp_path / "home")
+
+
+def test_ctrl_c_ends_a_download_at_once(tmp_path: Path) -> None:
+    """In the middle of the weights, whose rest never comes; nothing of them is left behind."""
+    line = Line(breaks_behind=CHUNK + 1000)
+    with serving(tmp_path / "on-the-hub", line) as address:
+        first = start(address, tmp_path / "home", "pull", NAME, patience="600")
         assert line.is_cut.wait(120)
         blobs = tmp_path / "home" / "hub" / "models--someone--small" / "blobs"
         while not any(file.stat().st_size for file in blobs.glob("*.incomplete")):
             assert first.poll() is None
         first.send_signal(signal.SIGINT)
         _, said = first.communicate()
-        assert first.returncode == 1 and "Traceback" not in said
+        assert first.returncode == 130 and "Traceback" not in said
+        assert said.endswith("headstart: interrupted; the files that are whole are kept\n")
+        assert not list(blobs.glob("*.incomplete"))
         second = start(address, tmp_path / "home", "pull", NAME)
         _, said = second.communicate()
         assert second.returncode == 0, said
-    assert line.asked == [None, f"bytes={CHUNK}-"]
-    [weights] = (tmp_path / "home").rglob("snapshots/*/model.safetensors")
+    assert line.asked == [None, None]
+    check_weights(tmp_path / "home")
+
+
+def check_weights(home: Path) -> None:
+    [weights] = home.rglob("snapshots/*/model.safetensors")
     assert weights.read_bytes() == (find_folder(BUILT_IN) / "model.safetensors").read_bytes()
 
 

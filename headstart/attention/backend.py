@@ -42,7 +42,7 @@ class RowShapes(NamedTuple):
 
 
 class CompiledCall(NamedTuple):
-    """Addresses of a layer's `AttentionStep` and `AttentionCall`, see native/attention.h.
+    """Addresses of a layer's `AttentionStep` and `AttentionCall`, see native/attention/attention.h.
 
     Query, key, value and out are unset. Both structs stay valid until the step ends.
     """

@@ -15,7 +15,7 @@ def make_backend(memory: PagedKVMemory, *, share: bool = True) -> AttentionBacke
     With `share`, decoding rows attend once to the prefix that their sequences share.
     """
     if NativeAttention.serves(memory):
-        library = native.library()
+        library = NativeAttention.library(memory)
         if library is not None:
             return NativeAttention(memory, library, share=share)
         native.advise()
@@ -24,5 +24,5 @@ def make_backend(memory: PagedKVMemory, *, share: bool = True) -> AttentionBacke
 
 def name_backend(memory: PagedKVMemory) -> str:
     """Which backend `make_backend` gives for `memory`."""
-    is_native = NativeAttention.serves(memory) and native.library() is not None
+    is_native = NativeAttention.serves(memory) and NativeAttention.library(memory) is not None
     return (NativeAttention if is_native else TorchAttention).__name__

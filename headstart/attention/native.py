@@ -1,6 +1,6 @@
-"""Attention by the compiled kernels: bf16 on CPUs with AVX-512 bf16, see `headstart/native`.
+"""Attention by the compiled kernels, see `headstart/native/attention`.
 
-The kernel reads the keys of a segment in one pass and treats the query heads of a KV head as
+K and V in bf16 need a CPU with AVX-512 bf16, K and V in float32 one with AVX2. The kernel reads the keys of a segment in one pass and treats the query heads of a KV head as
 rows. A prefix that decoding rows share is one segment for all of them. Layers that the kernel does
 not support use torch operations over the same memory.
 """
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headstart import native
 from headstart.attention.backend import AttentionOptions, CompiledCall, RowShapes
 from headstart.attention.checks import (
     check_memory,
@@ -37,9 +38,9 @@ SHARING = SharingCost(group=0, member=40)
 
 
 class NativeAttention:
-    """The `AttentionBackend` for CPUs with AVX-512 bf16.
+    """The `AttentionBackend` of the compiled kernels.
 
-    `library` is the result of `headstart.native.library()`. With `share`, decoding rows attend
+    `library` is the result of `NativeAttention.library(memory)`. With `share`, decoding rows attend
     once to the prefix that their sequences share. Without it, and always with `contiguous_gather`,
     a row's result does not depend on the other rows of the batch.
 
@@ -50,7 +51,8 @@ class NativeAttention:
     def __init__(self, memory: PagedKVMemory, library: ctypes.CDLL, *, share: bool = True) -> None:
         check_memory(memory)
         self._memory = memory
-        self._run = library.headstart_attend
+        bf16 = memory.dtype == torch.bfloat16
+        self._run = library.headstart_attend if bf16 else library.headstart_attend_float32
         self._torch = TorchAttention(memory, share=share)
         self._calls = [_make_call(memory, layer) for layer in range(len(memory.layouts))]
         self._tables = BlockTables(memory.num_blocks)
@@ -69,7 +71,12 @@ class NativeAttention:
     @staticmethod
     def serves(memory: PagedKVMemory) -> bool:
         """True if the kernel supports at least one layer of this memory."""
-        return fits_memory(memory) and any(map(_covered, memory.layouts))
+        return fits_memory(memory) and any(_covered(memory, layout) for layout in memory.layouts)
+
+    @staticmethod
+    def library(memory: PagedKVMemory) -> ctypes.CDLL | None:
+        """The compiled kernels if they are there and this CPU has what `memory`'s dtype needs."""
+        return native.library() if memory.dtype == torch.bfloat16 else native.avx2_library()
 
     def begin_step(self, plan: StepPlan) -> None:
         self.end_step()
@@ -98,7 +105,7 @@ class NativeAttention:
         if self._plan is None:
             raise RuntimeError("attend() outside of a step: call begin_step() first")
         call = self._calls[layer_idx]
-        if call is None or not _is_bf16(query, key, value):
+        if call is None or not self._reads(query, key, value):
             return self._fall_back().attend(layer_idx, query, key, value, options)
         rows = row_shapes(query, key, value)
         query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
@@ -123,11 +130,15 @@ class NativeAttention:
         self, layer_idx: int, rows: RowShapes, options: AttentionOptions
     ) -> CompiledCall | None:
         call = self._calls[layer_idx]
-        if call is None or options.sinks is not None:
+        if call is None or options.sinks is not None or self._memory.dtype != torch.bfloat16:
             return None
         call.sinks = None
         step = self._prepare(layer_idx, call, rows, options)
         return CompiledCall(ctypes.addressof(step.struct), ctypes.addressof(call))
+
+    def _reads(self, *rows: Tensor) -> bool:
+        """True if these rows are on the CPU in the memory's dtype, as the kernel needs."""
+        return all(one.dtype == self._memory.dtype and one.is_cpu for one in rows)
 
     def _prepare(
         self, layer_idx: int, call: AttentionCall, rows: RowShapes, options: AttentionOptions
@@ -188,17 +199,18 @@ class NativeAttention:
         return self._partials[shared].data_ptr()
 
 
-def _covered(layout: LayerLayout) -> bool:
-    """True if the kernel supports this layer; it multiplies keys two dims at a time."""
+def _covered(memory: PagedKVMemory, layout: LayerLayout) -> bool:
+    """True if the kernel supports this layer; in bf16 it multiplies keys two dims at a time."""
     fewest = min(layout.kv_heads, layout.key_dim, layout.value_dim)
     most = max(layout.key_dim, layout.value_dim)
-    return layout.key_dim % 2 == 0 and fewest > 0 and most <= _MAX_DIM
+    odd = memory.dtype == torch.bfloat16 and layout.key_dim % 2 == 1
+    return not odd and fewest > 0 and most <= _MAX_DIM
 
 
 def _make_call(memory: PagedKVMemory, layer: int) -> AttentionCall | None:
     """The fields that are the same in every call of a layer; None if torch computes the layer."""
     layout = memory.layouts[layer]
-    if not _covered(layout):
+    if not _covered(memory, layout):
         return None
     return AttentionCall(
         keys=memory.keys[layer].data_ptr(),
@@ -207,12 +219,6 @@ def _make_call(memory: PagedKVMemory, layer: int) -> AttentionCall | None:
         key_dim=layout.key_dim,
         value_dim=layout.value_dim,
     )
-
-
-def _is_bf16(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """True if all three are bfloat16 on the CPU, as the kernel needs."""
-    same = query.dtype == key.dtype == value.dtype == torch.bfloat16
-    return same and query.is_cpu and key.is_cpu and value.is_cpu
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:

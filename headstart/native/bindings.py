@@ -2,7 +2,7 @@
 
 Each struct has the same name and fields as in C++, where comments describe the fields:
 
-    attention.h   Segment, Merger, AttentionStep, AttentionCall
+    attention/attention.h   Segment, Merger, AttentionStep, AttentionCall
     linear.h      Weight
     layer.h       Norm, Layer, LayerRun
     screen.h      Screen
@@ -151,6 +151,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "map_pages": ((c_void_p, c_int64), None),
     "huge_pages": ((c_void_p, c_int64), None),
     "attend": ((c_void_p, c_void_p), None),
+    "attend_float32": ((c_void_p, c_void_p), None),
     "pack": ((c_void_p, c_int64, c_int64, c_void_p, c_int), None),
     "rows": ((c_void_p, c_void_p, c_int64, c_void_p, c_int), None),
     "linear": ((c_void_p, c_void_p, c_int64, c_void_p, c_int), None),

@@ -1,7 +1,7 @@
 // A decoder layer's arguments from Python; see layer.cpp.
 #pragma once
 
-#include "attention.h"
+#include "attention/attention.h"
 #include "linear.h"
 
 namespace headstart {

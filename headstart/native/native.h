@@ -2,7 +2,8 @@
 //
 // Kernels are plain `extern "C"` functions, loaded by ctypes: neither Python's nor torch's headers
 // are needed, so the library builds wherever there is a compiler. Most files need AVX-512 with bf16
-// (avx512.h), most of narrow/ AVX2; headstart_native_level() tells which of them this CPU can run.
+// (avx512.h), most of narrow/ and attention/float32.cpp AVX2; headstart_native_level() tells which of
+// them this CPU can run.
 #pragma once
 
 #include <immintrin.h>
@@ -13,9 +14,11 @@
 
 // Changes with any exported signature; headstart/native/__init__.py holds the same number, so that
 // a library built from older sources is not used. bindings.py declares the signatures and structs.
-constexpr int HEADSTART_NATIVE_INTERFACE = 10;
+constexpr int HEADSTART_NATIVE_INTERFACE = 11;
 
 namespace headstart {
+
+using bf16 = uint16_t;
 
 // Runs body(thread, threads) on `threads` threads at once and waits for all of them. The threads
 // are those of torch's OpenMP library, so that two pools never compete for the cores; without it,

@@ -1,13 +1,9 @@
 // Small AVX-512 functions that several kernels use.
 #pragma once
 
-#include <immintrin.h>
-
-#include <cstdint>
+#include "native.h"
 
 namespace headstart {
-
-using bf16 = uint16_t;
 
 // 2^x for x below 128, with a relative error of 4e-6; 0 below -150.
 // 2^x = 2^n * 2^f with n the nearest integer: the polynomial is the minimax one on [-0.5, 0.5].

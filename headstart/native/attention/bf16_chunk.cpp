@@ -13,13 +13,13 @@
 //
 // Tiles begin at multiples of TILE from the segment's first key on, and a hidden score has weight 0
 // exactly, so a row's result is bitwise independent of the other rows of its chunk.
-#include "avx512.h"
+#include "../avx512.h"
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
 
-#include "attention_products.h"
+#include "bf16_products.h"
 
 namespace headstart {
 namespace {
@@ -28,19 +28,19 @@ namespace {
 thread_local const std::unique_ptr<Lanes> scratch = std::make_unique<Lanes>();
 
 // Lanes beyond the last row repeat it; they are never read.
-void begin(Lanes& s, const Rows& rows, int lanes) {
+void begin(Lanes& s, const Rows<bf16>& rows, int lanes) {
     const AttentionCall& call = rows.call;
     for (int lane = 0; lane < lanes; ++lane) {
         const Row row = s.rows[lane] = rows.row(std::min(lane, rows.chunk.count - 1));
         s.first_key[lane] = row.first_key;
         s.last_key[lane] = row.last_key;
-        s.maximum[lane] = rows.sinks() ? call.sinks[row.head] * LOG2_E : NO_MAXIMUM;
-        s.sum[lane] = rows.sinks() ? 1.0f : 0.0f;
+        s.maximum[lane] = rows.first_maximum(row);
+        s.sum[lane] = rows.first_sum();
     }
     for (int d = 0; d < call.value_dim; ++d) std::memset(s.out[d], 0, lanes * sizeof(float));
 }
 
-void load_queries(Lanes& s, const Rows& rows, int vectors) {
+void load_queries(Lanes& s, const Rows<bf16>& rows, int vectors) {
     const int pairs = rows.call.key_dim / 2;
     for (int v = 0; v < vectors; ++v) {
         const bf16* from[16];
@@ -95,25 +95,19 @@ void attend_tile(Lanes& s, int tile, int count, const AttentionCall& call,
 }
 
 template <int VECTORS>
-void attend_keys(Lanes& s, const Rows& rows) {
+void attend_keys(Lanes& s, const Rows<bf16>& rows) {
     const AttentionCall& call = rows.call;
-    int first = s.first_key[0], last = s.last_key[0], all_first = first, all_last = last;
-    for (int lane = 1; lane < rows.chunk.count; ++lane) {
-        first = std::min(first, s.first_key[lane]);
-        all_first = std::max(all_first, s.first_key[lane]);
-        last = std::max(last, s.last_key[lane]);
-        all_last = std::min(all_last, s.last_key[lane]);
-    }
+    Seen seen(s.rows[0]);
+    for (int lane = 1; lane < rows.chunk.count; ++lane) seen.add(s.rows[lane]);
     ScoreOptions options{call.scaling * LOG2_E, call.softcap, false, call.value_dim};
-    const int origin = rows.chunk.segment->first_key;
-    const int start = origin + (first - origin) / TILE * TILE;
+    const int start = seen.start(*rows.chunk.segment), last = seen.last;
     rows.find_tile(s.next, start, last);
     for (int tile = start; tile < last; tile += TILE) {
         const int count = std::min(TILE, (last - tile + STEP - 1) / STEP * STEP);
-        options.masked = tile < all_first || tile + count > all_last;
+        options.masked = seen.partly(tile, count);
         s.now = s.next;
         rows.find_tile(s.next, tile + TILE, last);
-        if (tile < all_first || std::min(tile + count, last) > all_last)
+        if (seen.partly(tile, std::min(count, last - tile)))
             isolate_nonfinite(s.now, count, call.value_dim);
         pair_values(s, count, call.value_dim);
         attend_tile<VECTORS>(s, tile, count, call, options);
@@ -121,7 +115,7 @@ void attend_keys(Lanes& s, const Rows& rows) {
 }
 
 // The output of 16 lanes, one row after the other.
-void store_rows(Lanes& s, const Rows& rows, int v) {
+void store_rows(Lanes& s, const Rows<bf16>& rows, int v) {
     const int lanes = std::min(16, rows.chunk.count - v * 16);
     const __m512 one = _mm512_set1_ps(1.0f);
     const __m512 share = rows.partial() ? one : _mm512_div_ps(one, _mm512_load_ps(&s.sum[v * 16]));
@@ -131,12 +125,12 @@ void store_rows(Lanes& s, const Rows& rows, int v) {
             r[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(&s.out[d + i][v * 16]), share));
         transpose16(r);
         for (int i = 0; i < lanes; ++i)
-            rows.store(s.rows[v * 16 + i], d, _mm512_castsi512_ps(r[i]));
+            store_dims(rows, s.rows[v * 16 + i], d, _mm512_castsi512_ps(r[i]));
     }
 }
 
 template <int VECTORS>
-void attend_rows(Lanes& s, const Rows& rows) {
+void attend_rows(Lanes& s, const Rows<bf16>& rows) {
     begin(s, rows, VECTORS * 16);
     load_queries(s, rows, VECTORS);
     attend_keys<VECTORS>(s, rows);
@@ -150,10 +144,9 @@ void attend_rows(Lanes& s, const Rows& rows) {
 
 }  // namespace
 
-void attend_chunk(const AttentionStep& step, const AttentionCall& call, const Chunk& chunk) {
-    const Rows rows{step, call, chunk};
+void attend_chunk(const Rows<bf16>& rows) {
     Lanes& s = *scratch;
-    switch ((chunk.count + 15) / 16) {
+    switch ((rows.chunk.count + 15) / 16) {
         case 1: return attend_rows<1>(s, rows);
         case 2: return attend_rows<2>(s, rows);
         case 3: return attend_rows<3>(s, rows);

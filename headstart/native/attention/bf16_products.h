@@ -1,16 +1,16 @@
-// The inner loops of attention: scores, weights, weighted values; see attention_chunk.cpp.
+// The inner loops of attention: scores, weights, weighted values; see bf16_chunk.cpp.
 //
 // VECTORS vectors hold the rows of a chunk. Every loop over them and over their sums must be
 // unrolled, or the compiler keeps the sums in memory.
 #pragma once
 
-#include "attention_rows.h"
+#include "bf16_rows.h"
 
 namespace headstart {
 
 constexpr int STEP = 8;  // a tile is cut short to a multiple of this
 
-// A thread's scratch memory for one chunk of rows (attention_chunk.cpp), reused for every chunk.
+// A thread's scratch memory for one chunk of rows (bf16_chunk.cpp), reused for every chunk.
 struct alignas(64) Lanes {
     uint32_t query[MAX_DIM / 2][CHUNK_ROWS];  // pairs of dims
     float out[MAX_DIM][CHUNK_ROWS];
@@ -21,8 +21,8 @@ struct alignas(64) Lanes {
     int32_t first_key[CHUNK_ROWS];  // the range of positions that each row sees
     int32_t last_key[CHUNK_ROWS];
     Row rows[CHUNK_ROWS];
-    Tile now;
-    Tile next;
+    Tile<bf16> now;
+    Tile<bf16> next;
 };
 
 // Blocks lie anywhere, so the hardware prefetcher cannot predict the next row; and the rows of a

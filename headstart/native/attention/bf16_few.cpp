@@ -8,14 +8,14 @@
 //     out    [row, dim]  +=  P [row, pair of keys] (broadcast)  *  V [pair of keys, dim]
 //
 // Keys are transposed in registers, 16 at a time, and rows of V interleaved there. One pass with an
-// online softmax, as in attention_chunk.cpp. A row's summation order depends only on the positions
+// online softmax, as in bf16_chunk.cpp. A row's summation order depends only on the positions
 // of its keys.
-#include "avx512.h"
+#include "../avx512.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "attention_rows.h"
+#include "bf16_rows.h"
 
 namespace headstart {
 namespace {
@@ -33,13 +33,13 @@ struct alignas(64) Few {
     float maximum[FEW_ROWS];     // in units of log2
     float shrink[FEW_ROWS];      // the factor for weights of earlier tiles
     Row rows[FEW_ROWS];
-    Tile now;
-    Tile next;
+    Tile<bf16> now;
+    Tile<bf16> next;
 };
 
 thread_local Few few;
 
-void begin(Few& s, const Rows& rows) {
+void begin(Few& s, const Rows<bf16>& rows) {
     const AttentionCall& call = rows.call;
     const int pairs = call.key_dim / 2;
     for (int r = 0; r < rows.chunk.count; ++r) {
@@ -51,8 +51,8 @@ void begin(Few& s, const Rows& rows) {
         for (int d = 0; d < call.value_dim; d += LANES)
             _mm512_store_ps(&s.out[r][d], _mm512_setzero_ps());
         _mm512_store_ps(s.sum[r], _mm512_setzero_ps());
-        s.maximum[r] = rows.sinks() ? call.sinks[row.head] * LOG2_E : NO_MAXIMUM;
-        s.sum[r][0] = rows.sinks() ? 1.0f : 0.0f;
+        s.maximum[r] = rows.first_maximum(row);
+        s.sum[r][0] = rows.first_sum();
     }
 }
 
@@ -154,7 +154,7 @@ void add_values(Few& s, int count, int d, __mmask32 there) {
 }
 
 template <int ROWS>
-void attend_tile(Few& s, const Rows& rows, int tile, int count, bool masked) {
+void attend_tile(Few& s, const Rows<bf16>& rows, int tile, int count, bool masked) {
     const AttentionCall& call = rows.call;
     for (int k = 0; k < count; k += LANES)
         score_keys<ROWS>(s, k, call.key_dim, call.scaling * LOG2_E);
@@ -170,16 +170,10 @@ void attend_tile(Few& s, const Rows& rows, int tile, int count, bool masked) {
 }
 
 template <int ROWS>
-__attribute__((noinline)) void attend_keys(Few& s, const Rows& rows, const Rows* following) {
-    int first = s.rows[0].first_key, last = s.rows[0].last_key, all_first = first, all_last = last;
-    for (int r = 1; r < ROWS; ++r) {
-        first = std::min(first, s.rows[r].first_key);
-        all_first = std::max(all_first, s.rows[r].first_key);
-        last = std::max(last, s.rows[r].last_key);
-        all_last = std::min(all_last, s.rows[r].last_key);
-    }
-    const int origin = rows.chunk.segment->first_key;
-    const int start = origin + (first - origin) / TILE * TILE;
+__attribute__((noinline)) void attend_keys(Few& s, const Rows<bf16>& rows, const Rows<bf16>* following) {
+    Seen seen(s.rows[0]);
+    for (int r = 1; r < ROWS; ++r) seen.add(s.rows[r]);
+    const int start = seen.start(*rows.chunk.segment), last = seen.last;
     rows.find_tile(s.next, start, last);
     for (int tile = start; tile < last; tile += TILE) {
         const int count = std::min(TILE, (last - tile + 2 * LANES - 1) / (2 * LANES) * (2 * LANES));
@@ -190,18 +184,18 @@ __attribute__((noinline)) void attend_keys(Few& s, const Rows& rows, const Rows*
             const Row row = following->row(0);
             following->find_tile(s.next, std::min(row.first_key, row.last_key - 1), row.last_key);
         }
-        if (tile < all_first || std::min(tile + count, last) > all_last)
+        if (seen.partly(tile, std::min(count, last - tile)))
             isolate_nonfinite(s.now, count, rows.call.value_dim);
-        attend_tile<ROWS>(s, rows, tile, count, tile < all_first || tile + count > all_last);
+        attend_tile<ROWS>(s, rows, tile, count, seen.partly(tile, count));
     }
 }
 
-void finish(const Few& s, const Rows& rows) {
+void finish(const Few& s, const Rows<bf16>& rows) {
     for (int r = 0; r < rows.chunk.count; ++r) {
         const float sum = _mm512_reduce_add_ps(_mm512_load_ps(s.sum[r]));
         const __m512 share = _mm512_set1_ps(rows.partial() ? 1.0f : 1.0f / sum);
         for (int d = 0; d < rows.call.value_dim; d += LANES)
-            rows.store(s.rows[r], d, _mm512_mul_ps(_mm512_load_ps(&s.out[r][d]), share));
+            store_dims(rows, s.rows[r], d, _mm512_mul_ps(_mm512_load_ps(&s.out[r][d]), share));
         if (!rows.partial()) continue;
         float* to = rows.partial_of(s.rows[r]);
         to[0] = s.maximum[r];
@@ -211,17 +205,15 @@ void finish(const Few& s, const Rows& rows) {
 
 }  // namespace
 
-void attend_few(const AttentionStep& step, const AttentionCall& call, const Chunk& chunk,
-                const Chunk* next) {
-    using Attend = void (*)(Few&, const Rows&, const Rows*);
+void attend_few(const Rows<bf16>& rows, const Chunk* next) {
+    using Attend = void (*)(Few&, const Rows<bf16>&, const Rows<bf16>*);
     constexpr Attend attend[FEW_ROWS] = {attend_keys<1>, attend_keys<2>, attend_keys<3>,
                                          attend_keys<4>, attend_keys<5>, attend_keys<6>,
                                          attend_keys<7>, attend_keys<8>};
-    const Rows rows{step, call, chunk};
     Few& s = few;
     begin(s, rows);
-    const Rows following{step, call, next == nullptr ? chunk : *next};
-    attend[chunk.count - 1](s, rows, next == nullptr ? nullptr : &following);
+    const Rows<bf16> following{rows.step, rows.call, next == nullptr ? rows.chunk : *next};
+    attend[rows.chunk.count - 1](s, rows, next == nullptr ? nullptr : &following);
     finish(s, rows);
 }
 

@@ -1,11 +1,10 @@
-// Paged attention in bf16: the arguments from Python, and the units of work.
+// Paged attention: the arguments from Python, and the units of work.
 //
 // bindings.py mirrors Segment, Merger, AttentionStep and AttentionCall field by field. Strides
 // count elements. Positions count tokens from the start of a sequence.
 #pragma once
 
-#include "native.h"
-#include "simd.h"
+#include "../native.h"
 
 namespace headstart {
 
@@ -47,14 +46,15 @@ struct AttentionStep {
     int32_t threads;
 };
 
-// One layer.
-struct AttentionCall {
-    const bf16* query;  // [tokens, heads, key_dim]
-    const bf16* key;    // [tokens, kv_heads, key_dim]
-    const bf16* value;  // [tokens, kv_heads, value_dim]
-    bf16* out;          // [tokens, heads, value_dim], dense
-    bf16* keys;         // [slots, kv_heads, key_dim], dense
-    bf16* values;       // [slots, kv_heads, value_dim], dense
+// One layer, whose rows, keys and values are of type Number.
+template <class Number>
+struct Call {
+    const Number* query;  // [tokens, heads, key_dim]
+    const Number* key;    // [tokens, kv_heads, key_dim]
+    const Number* value;  // [tokens, kv_heads, value_dim]
+    Number* out;          // [tokens, heads, value_dim], dense
+    Number* keys;         // [slots, kv_heads, key_dim], dense
+    Number* values;       // [slots, kv_heads, value_dim], dense
     const float* sinks;  // [heads], or null
     int64_t query_strides[2];
     int64_t key_strides[2];
@@ -68,19 +68,12 @@ struct AttentionCall {
     float softcap;  // 0: none
 };
 
-// The widest head, and the rows of one pass over the keys: four vectors of 16 lanes fill the
-// registers of the products, and their working set fits the L1 and L2 caches.
-constexpr int MAX_DIM = 256;
-constexpr int CHUNK_VECTORS = 4;
-constexpr int CHUNK_ROWS = 16 * CHUNK_VECTORS;
+using AttentionCall = Call<bf16>;
 
-// A thread's part of one layer's attention: write K and V, attend, merge. Ends with a barrier of
-// all threads.
-void attend(const AttentionStep& step, const AttentionCall& call, int thread, int threads,
-            Stages& stages);
+constexpr int MAX_DIM = 256;  // the widest head
 
-// Up to CHUNK_ROWS rows of a segment for one KV head. Row r of a segment is query head r % group
-// of its token r / group, where group = heads / kv_heads.
+// Some rows of a segment for one KV head. Row r of a segment is query head r % group of its token
+// r / group, where group = heads / kv_heads.
 struct Chunk {
     const Segment* segment;
     int32_t kv_head;
@@ -88,13 +81,9 @@ struct Chunk {
     int32_t count;
 };
 
-void attend_chunk(const AttentionStep& step, const AttentionCall& call, const Chunk& chunk);
-
-// The same for segments with so few rows that lanes would stay idle. The choice between the two
-// must depend on the segment alone, as they sum in different orders. At its end it prefetches the
-// first keys of the chunk that this thread may get next (or nullptr).
-constexpr int FEW_ROWS = 8;
-void attend_few(const AttentionStep& step, const AttentionCall& call, const Chunk& chunk,
-                const Chunk* next);
+// A thread's part of one layer's attention in bf16: write K and V, attend, merge. Ends with a
+// barrier of all threads.
+void attend(const AttentionStep& step, const AttentionCall& call, int thread, int threads,
+            Stages& stages);
 
 }  // namespace headstart

@@ -1,0 +1,60 @@
+// Attention in bf16 for CPUs with AVX-512.
+#include "../avx512.h"
+
+#include "bf16_rows.h"
+#include "stages.h"
+
+namespace headstart {
+namespace {
+
+struct Bf16 {
+    static constexpr int CHUNK_ROWS = headstart::CHUNK_ROWS;
+
+    static bool copy_row(bf16* to, const bf16* from, int dim) {
+        __mmask32 found = 0;
+        for (int d = 0; d < dim; d += 32) {
+            const __m512i numbers = load_pairs(from + d, dim - d);
+            store_pairs(to + d, dim - d, numbers);
+            found |= nonfinite(numbers);
+        }
+        return found != 0;
+    }
+
+    static void attend(const Rows<bf16>& rows, const Chunk* next) {
+        const int all = rows.chunk.segment->num_rows * (rows.call.heads / rows.call.kv_heads);
+        if (all <= FEW_ROWS) {
+            attend_few(rows, next);
+        } else {
+            attend_chunk(rows);
+        }
+    }
+
+    static float power(float x) { return _mm512_cvtss_f32(exp2(_mm512_set1_ps(x))); }
+
+    static void store_row(bf16* to, const float* from, int dim, float factor) {
+        for (int d = 0; d < dim; d += 16)
+            store(to + d, dim - d,
+                  _mm512_mul_ps(_mm512_maskz_loadu_ps(first_lanes(dim - d), from + d),
+                                _mm512_set1_ps(factor)));
+    }
+};
+
+}  // namespace
+
+void attend(const AttentionStep& step, const AttentionCall& call, int thread, int threads,
+            Stages& stages) {
+    attend_layer<Bf16>(step, call, thread, threads, stages);
+}
+
+}  // namespace headstart
+
+extern "C" {
+
+void headstart_attend(const headstart::AttentionStep* step, const headstart::AttentionCall* call) {
+    headstart::Stages stages;
+    headstart::parallel(step->threads, [&](int thread, int threads) {
+        headstart::attend(*step, *call, thread, threads, stages);
+    });
+}
+
+}  // extern "C"

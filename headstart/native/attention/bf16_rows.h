@@ -1,0 +1,95 @@
+// Code that both attention kernels in bf16 share.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "../simd.h"
+#include "rows.h"
+
+namespace headstart {
+
+// The rows of one pass over the keys: four vectors of 16 lanes fill the registers of the products,
+// and their working set fits the L1 and L2 caches.
+constexpr int CHUNK_VECTORS = 4;
+constexpr int CHUNK_ROWS = 16 * CHUNK_VECTORS;
+
+void attend_chunk(const Rows<bf16>& rows);
+
+// The same for segments with so few rows that lanes would stay idle. The choice between the two
+// must depend on the segment alone, as they sum in different orders. At its end it prefetches the
+// first keys of the chunk that this thread may get next (or nullptr).
+constexpr int FEW_ROWS = 8;
+void attend_few(const Rows<bf16>& rows, const Chunk* next);
+
+struct NanRow {
+    bf16 numbers[MAX_DIM];
+    constexpr NanRow() : numbers() {
+        for (bf16& number : numbers) number = 0x7fc0;
+    }
+};
+inline constexpr NanRow NAN_ROW;
+inline constexpr bf16 ZERO_ROW[MAX_DIM] = {};
+
+// For a tile that some rows see only in part. A weight of 0 times a value that is not finite is
+// NaN, so a hidden key would affect rows that do not see it. Such a value becomes zeros and its key
+// NaN: the score is then NaN for every row that sees it, and masked for every other row.
+inline void isolate_nonfinite(Tile<bf16>& tile, int count, int value_dim) {
+    for (int k = 0; k < count; ++k) {
+        __mmask32 found = 0;
+        for (int d = 0; d < value_dim; d += 32)
+            found |= nonfinite(load_pairs(tile.values[k] + d, value_dim - d));
+        if (found == 0) continue;
+        tile.keys[k] = NAN_ROW.numbers;
+        tile.values[k] = ZERO_ROW;
+    }
+}
+
+// 16 dims of a row's output from `d` on: to the result, or to a partial.
+inline void store_dims(const Rows<bf16>& rows, const Row& row, int d, __m512 dims) {
+    const int left = rows.call.value_dim - d;
+    if (rows.partial()) {
+        _mm512_mask_storeu_ps(rows.partial_of(row) + 2 + d, first_lanes(left), dims);
+    } else {
+        store(rows.out(row) + d, left, dims);
+    }
+}
+
+// cap * tanh(x / cap), in units of log2 before and after.
+inline __m512 soft_cap(__m512 x, float cap) {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    const __m512 e = exp2(_mm512_mul_ps(x, _mm512_set1_ps(2.0f / cap)));
+    const __m512 t = _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(e, one));
+    return _mm512_mul_ps(_mm512_set1_ps(cap * LOG2_E), _mm512_sub_ps(one, t));
+}
+
+inline __m512bh as_pairs(__m512i pairs) { return reinterpret_cast<__m512bh>(pairs); }
+
+// One pair in every 32-bit lane.
+inline __m512bh broadcast(uint32_t pair) {
+    return as_pairs(_mm512_set1_epi32(static_cast<int>(pair)));
+}
+
+// x[0] y[0] x[1] y[1] ... of 32 bf16 each, up to index 15, and from there on.
+inline __m512i interleave_low(__m512i x, __m512i y) {
+    const __m512i order = _mm512_set_epi16(
+        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
+        35, 3, 34, 2, 33, 1, 32, 0);
+    return _mm512_permutex2var_epi16(x, order, y);
+}
+
+inline __m512i interleave_high(__m512i x, __m512i y) {
+    const __m512i order = _mm512_set_epi16(
+        63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54, 22, 53, 21, 52,
+        20, 51, 19, 50, 18, 49, 17, 48, 16);
+    return _mm512_permutex2var_epi16(x, order, y);
+}
+
+// Pair `at` of a row in bf16.
+inline uint32_t pair_at(const bf16* row, int at) {
+    uint32_t pair;
+    std::memcpy(&pair, row + 2 * at, sizeof pair);
+    return pair;
+}
+
+}  // namespace headstart

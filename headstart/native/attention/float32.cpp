@@ -1,0 +1,398 @@
+// Attention in float32 for CPUs with AVX2: one pass over the keys with an online softmax.
+//
+// Both products have the same shape, up to 6 rows by 16 lanes, which fill the 16 registers:
+//
+//     scores [row, key]  +=  Q [row, dim] (broadcast)  *  K^T [dim, key]
+//     out    [row, dim]  +=  P [row, key] (broadcast)  *  V [key, dim]
+//
+// A tile of keys is transposed once for all rows of a chunk; V is used as it lies in memory. One row
+// takes the same code as many: reading K and V takes longer.
+//
+// Every number of a product has a sum of its own, in the order of the keys, and a hidden score has
+// weight 0 exactly. So a row's result depends only on its keys and on where its segment begins: not
+// on the other rows of its chunk, nor on how many there are.
+#include "../native.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#pragma GCC target("avx2,fma")
+
+#include "../narrow/digits.h"
+#include "stages.h"
+
+namespace headstart {
+namespace {
+
+constexpr int LANES = 8;
+constexpr int PANEL = 2 * LANES;  // keys or dims of one product
+constexpr int MOST = 6;           // rows of one product
+constexpr int CHUNK = 16 * MOST;  // rows: their working set fits the second cache
+
+// A thread's working memory for one chunk, reused for every chunk.
+struct alignas(64) Scratch {
+    float query[CHUNK * MAX_DIM];   // [row, key_dim], in units of log2
+    float out[CHUNK * MAX_DIM];     // [row, value_dim in whole panels]
+    float weights[CHUNK][TILE];     // scores at first
+    float keys[MAX_DIM][TILE];      // transposed
+    float tails[TILE][PANEL];       // the last dims of V, if they are no whole panel
+    float sum[CHUNK][LANES];        // one of every 8 keys in each
+    float maximum[CHUNK];           // in units of log2
+    float shrink[CHUNK];            // the factor for weights of earlier tiles
+    Row rows[CHUNK];
+    Tile<float> now;
+    Tile<float> next;
+};
+
+// A pointer, since the compiler recomputes the address of a thread-local object in inner loops.
+thread_local const std::unique_ptr<Scratch> scratch = std::make_unique<Scratch>();
+
+struct NanRow {
+    float numbers[MAX_DIM];
+    constexpr NanRow() : numbers() {
+        for (float& number : numbers) number = std::numeric_limits<float>::quiet_NaN();
+    }
+};
+constexpr NanRow NAN_ROW;
+constexpr float ZERO_ROW[MAX_DIM] = {};
+
+inline __m256i lane_numbers() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+
+inline __m256i first_lanes(int count) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane_numbers());
+}
+
+// Loads up to 8 numbers; whole vectors without a mask.
+inline __m256 load(const float* from, int count) {
+    if (count >= LANES) return _mm256_loadu_ps(from);
+    return _mm256_maskload_ps(from, first_lanes(count));
+}
+
+// 2^x for x below 128, with a relative error of 1e-7; 0 below -126.5. NaN stays NaN: the second
+// operand of a minimum or maximum is the result if one of them is NaN.
+inline __m256 power(__m256 x) {
+    x = _mm256_max_ps(_mm256_set1_ps(-127.0f), _mm256_min_ps(_mm256_set1_ps(127.0f), x));
+    const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m256 f = _mm256_sub_ps(x, n);
+    __m256 y = _mm256_set1_ps(1.535336188319500e-4f);
+    y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(1.339887440266574e-3f));
+    y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(9.618437357674640e-3f));
+    y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(5.550332471162809e-2f));
+    y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(2.402264791363012e-1f));
+    y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(6.931472028550421e-1f));
+    y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(1.0f));
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_mul_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+}
+
+// cap * tanh(x / cap), in units of log2 before and after.
+inline __m256 soft_cap(__m256 x, float cap) {
+    const __m256 one = _mm256_set1_ps(1.0f);
+    const __m256 e = power(_mm256_mul_ps(x, _mm256_set1_ps(2.0f / cap)));
+    const __m256 t = _mm256_div_ps(_mm256_set1_ps(2.0f), _mm256_add_ps(e, one));
+    return _mm256_mul_ps(_mm256_set1_ps(cap * LOG2_E), _mm256_sub_ps(one, t));
+}
+
+inline float largest_lane(__m256 x) {
+    __m128 most = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+    return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
+}
+
+// Lanes whose number is infinite or NaN: their exponent is all ones.
+inline __m256i nonfinite(__m256 x) {
+    const __m256i exponent = _mm256_set1_epi32(0x7f800000);
+    return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_castps_si256(x), exponent), exponent);
+}
+
+// Blocks lie anywhere, so the hardware prefetcher cannot predict the next row.
+inline void fetch(const float* line) {
+    _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T0);
+}
+
+// Transposes the 8 x 8 matrix in r.
+inline void transpose(__m256 r[LANES]) {
+    __m256 t[LANES];
+    for (int i = 0; i < LANES; i += 2) {
+        t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < LANES; i += 4) {
+        r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+        r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+        r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+        r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+    for (int i = 0; i < LANES / 2; ++i) {
+        t[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
+        t[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
+    }
+    for (int i = 0; i < LANES; ++i) r[i] = t[i];
+}
+
+void transpose_keys(Scratch& s, int count, int key_dim) {
+    for (int k = 0; k < count; k += LANES)
+        for (int d = 0; d < key_dim; d += LANES) {
+            __m256 r[LANES];
+#pragma GCC unroll 8
+            for (int i = 0; i < LANES; ++i) {
+                if (d % PANEL == 0) fetch(s.next.keys[k + i] + d);
+                r[i] = load(s.now.keys[k + i] + d, key_dim - d);
+            }
+            transpose(r);
+#pragma GCC unroll 8
+            for (int i = 0; i < LANES; ++i) _mm256_store_ps(&s.keys[d + i][k], r[i]);
+        }
+}
+
+// For a tile that some rows see only in part. A weight of 0 times a value that is not finite is
+// NaN, so a hidden key would affect rows that do not see it. Such a value becomes zeros and its key
+// NaN: the score is then NaN for every row that sees it, and masked for every other row.
+void isolate_nonfinite(Tile<float>& tile, int count, int value_dim) {
+    for (int k = 0; k < count; ++k) {
+        __m256i found = _mm256_setzero_si256();
+        for (int d = 0; d < value_dim; d += LANES)
+            found = _mm256_or_si256(found, nonfinite(load(tile.values[k] + d, value_dim - d)));
+        if (_mm256_testz_si256(found, found)) continue;
+        tile.keys[k] = NAN_ROW.numbers;
+        tile.values[k] = ZERO_ROW;
+    }
+}
+
+// A matrix in rows.
+struct Matrix {
+    float* numbers;
+    int64_t stride;
+
+    Matrix from(int row, int column) const { return {numbers + row * stride + column, stride}; }
+};
+
+// c [ROWS, 16] = a [ROWS, count] * b [count, 16], plus c times `shrink` [ROWS] unless that is null;
+// line(k) is the address of row k of b.
+template <int ROWS, class Line>
+inline void multiply(Matrix a, int count, const Line& line, Matrix c, const float* shrink) {
+    __m256 low[ROWS], high[ROWS];
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; ++r) {
+        low[r] = high[r] = _mm256_setzero_ps();
+        if (shrink == nullptr) continue;
+        const __m256 factor = _mm256_set1_ps(shrink[r]);
+        low[r] = _mm256_mul_ps(_mm256_loadu_ps(c.numbers + r * c.stride), factor);
+        high[r] = _mm256_mul_ps(_mm256_loadu_ps(c.numbers + r * c.stride + LANES), factor);
+    }
+    for (int k = 0; k < count; ++k) {
+        const float* from = line(k);
+        const __m256 left = _mm256_loadu_ps(from), right = _mm256_loadu_ps(from + LANES);
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; ++r) {
+            const __m256 factor = _mm256_broadcast_ss(a.numbers + r * a.stride + k);
+            low[r] = _mm256_fmadd_ps(factor, left, low[r]);
+            high[r] = _mm256_fmadd_ps(factor, right, high[r]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; ++r) {
+        _mm256_storeu_ps(c.numbers + r * c.stride, low[r]);
+        _mm256_storeu_ps(c.numbers + r * c.stride + LANES, high[r]);
+    }
+}
+
+template <int ROWS>
+void score_rows(Scratch& s, int row, int count, int key_dim) {
+    const Matrix query{s.query, key_dim}, scores{s.weights[0], TILE};
+    for (int k = 0; k < count; k += PANEL)
+        multiply<ROWS>(
+            query.from(row, 0), key_dim, [&](int d) { return &s.keys[d][k]; },
+            scores.from(row, k), nullptr);
+}
+
+// Adds the tile's weighted values to the rows' output.
+template <int ROWS>
+void add_values(Scratch& s, int row, int count, int value_dim, int64_t width) {
+    const Matrix weights{s.weights[0], TILE}, out{s.out, width};
+    int d = 0;
+    for (; d + PANEL <= value_dim; d += PANEL)
+        multiply<ROWS>(
+            weights.from(row, 0), count,
+            [&](int k) {
+                fetch(s.next.values[k] + d);
+                return s.now.values[k] + d;
+            },
+            out.from(row, d), s.shrink + row);
+    if (d < value_dim)
+        multiply<ROWS>(
+            weights.from(row, 0), count, [&](int k) { return s.tails[k]; }, out.from(row, d),
+            s.shrink + row);
+}
+
+void hide(Scratch& s, int r, int tile, int count) {
+    const __m256i first = _mm256_set1_epi32(s.rows[r].first_key);
+    const __m256i last = _mm256_set1_epi32(s.rows[r].last_key);
+    for (int k = 0; k < count; k += LANES) {
+        const __m256i at = _mm256_add_epi32(_mm256_set1_epi32(tile + k), lane_numbers());
+        const __m256i seen =
+            _mm256_andnot_si256(_mm256_cmpgt_epi32(first, at), _mm256_cmpgt_epi32(last, at));
+        const __m256 scores = _mm256_load_ps(&s.weights[r][k]);
+        _mm256_store_ps(&s.weights[r][k], _mm256_blendv_ps(_mm256_set1_ps(HIDDEN), scores,
+                                                           _mm256_castsi256_ps(seen)));
+    }
+}
+
+// Turns a row's scores into weights relative to the new maximum.
+void weigh(Scratch& s, int r, int count) {
+    __m256 most = _mm256_load_ps(s.weights[r]);
+    for (int k = LANES; k < count; k += LANES)
+        most = _mm256_max_ps(most, _mm256_load_ps(&s.weights[r][k]));
+    const float before = s.maximum[r];
+    s.maximum[r] = std::max(before, largest_lane(most));
+    const __m256 maximum = _mm256_set1_ps(s.maximum[r]);
+    const __m256 shrink = power(_mm256_sub_ps(_mm256_set1_ps(before), maximum));
+    s.shrink[r] = _mm256_cvtss_f32(shrink);
+    __m256 sum = _mm256_mul_ps(_mm256_load_ps(s.sum[r]), shrink);
+    for (int k = 0; k < count; k += LANES) {
+        const __m256 weight = power(_mm256_sub_ps(_mm256_load_ps(&s.weights[r][k]), maximum));
+        sum = _mm256_add_ps(sum, weight);
+        _mm256_store_ps(&s.weights[r][k], weight);
+    }
+    _mm256_store_ps(s.sum[r], sum);
+}
+
+// Calls a function for groups of up to MOST rows of nearly the same size, with the first row of each
+// and the number of its rows as a type.
+template <int ROWS>
+struct Count {
+    static constexpr int value = ROWS;
+};
+template <class Function>
+void in_groups(int rows, const Function& function) {
+    const int groups = (rows + MOST - 1) / MOST;
+    for (int group = 0; group < groups; ++group) {
+        const int row = rows * group / groups;
+        switch (rows * (group + 1) / groups - row) {
+            case 1: function(row, Count<1>()); break;
+            case 2: function(row, Count<2>()); break;
+            case 3: function(row, Count<3>()); break;
+            case 4: function(row, Count<4>()); break;
+            case 5: function(row, Count<5>()); break;
+            default: function(row, Count<MOST>()); break;
+        }
+    }
+}
+
+class Attention {
+  public:
+    explicit Attention(const Rows<float>& rows)
+        : s(*scratch), rows(rows), call(rows.call), count(rows.chunk.count),
+          width((call.value_dim + PANEL - 1) / PANEL * PANEL) {}
+
+    void run() {
+        begin();
+        Seen seen(s.rows[0]);
+        for (int r = 1; r < count; ++r) seen.add(s.rows[r]);
+        const int start = seen.start(*rows.chunk.segment);
+        rows.find_tile(s.next, start, seen.last);
+        for (int tile = start; tile < seen.last; tile += TILE) {
+            s.now = s.next;
+            rows.find_tile(s.next, tile + TILE, seen.last);
+            attend_tile(seen, tile);
+        }
+        finish();
+    }
+
+  private:
+    void begin() {
+        const float scale = call.scaling * LOG2_E;
+        for (int r = 0; r < count; ++r) {
+            const Row row = s.rows[r] = rows.row(r);
+            const float* query = rows.query(row);
+            for (int d = 0; d < call.key_dim; ++d) s.query[r * call.key_dim + d] = query[d] * scale;
+            s.maximum[r] = rows.first_maximum(row);
+            for (int lane = 0; lane < LANES; ++lane) s.sum[r][lane] = 0.0f;
+            s.sum[r][0] = rows.first_sum();
+        }
+        std::memset(s.out, 0, count * width * sizeof(float));
+    }
+
+    void attend_tile(const Seen& seen, int tile) {
+        const int keys = std::min(TILE, seen.last - tile);
+        const int filled = (keys + PANEL - 1) / PANEL * PANEL;
+        const bool masked = seen.partly(tile, filled);
+        if (seen.partly(tile, keys)) isolate_nonfinite(s.now, keys, call.value_dim);
+        transpose_keys(s, filled, call.key_dim);
+        in_groups(count, [&](int row, auto rows) {
+            score_rows<rows.value>(s, row, filled, call.key_dim);
+        });
+        for (int r = 0; r < count; ++r) {
+            for (int k = 0; call.softcap > 0.0f && k < filled; k += LANES)
+                _mm256_store_ps(&s.weights[r][k],
+                                soft_cap(_mm256_load_ps(&s.weights[r][k]), call.softcap));
+            if (masked) hide(s, r, tile, filled);
+            weigh(s, r, filled);
+        }
+        const int tail = call.value_dim % PANEL, whole = call.value_dim - tail;
+        for (int k = 0; tail > 0 && k < keys; ++k)
+            std::memcpy(s.tails[k], s.now.values[k] + whole, tail * sizeof(float));
+        in_groups(count, [&](int row, auto rows) {
+            add_values<rows.value>(s, row, keys, call.value_dim, width);
+        });
+    }
+
+    void finish() {
+        for (int r = 0; r < count; ++r) {
+            const float sum = total(_mm256_load_ps(s.sum[r]));
+            const float* from = s.out + r * width;
+            float* to = rows.out(s.rows[r]);
+            float share = 1.0f / sum;
+            if (rows.partial()) {
+                to = rows.partial_of(s.rows[r]);
+                *to++ = s.maximum[r];
+                *to++ = sum;
+                share = 1.0f;
+            }
+            for (int d = 0; d < call.value_dim; ++d) to[d] = from[d] * share;
+        }
+    }
+
+    Scratch& s;
+    const Rows<float>& rows;
+    const Call<float>& call;
+    const int count;
+    const int64_t width;
+};
+
+struct Float32 {
+    static constexpr int CHUNK_ROWS = CHUNK;
+
+    static bool copy_row(float* to, const float* from, int dim) {
+        __m256i found = _mm256_setzero_si256();
+        for (int d = 0; d < dim; d += LANES)
+            found = _mm256_or_si256(found, nonfinite(load(from + d, dim - d)));
+        std::memcpy(to, from, dim * sizeof(float));
+        return _mm256_testz_si256(found, found) == 0;
+    }
+
+    static void attend(const Rows<float>& rows, const Chunk*) { Attention(rows).run(); }
+
+    static float power(float x) { return _mm256_cvtss_f32(headstart::power(_mm256_set1_ps(x))); }
+
+    static void store_row(float* to, const float* from, int dim, float factor) {
+        for (int d = 0; d < dim; ++d) to[d] = from[d] * factor;
+    }
+};
+
+}  // namespace
+}  // namespace headstart
+
+extern "C" {
+
+void headstart_attend_float32(const headstart::AttentionStep* step,
+                              const headstart::Call<float>* call) {
+    headstart::Stages stages;
+    headstart::parallel(step->threads, [&](int thread, int threads) {
+        headstart::attend_layer<headstart::Float32>(*step, *call, thread, threads, stages);
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,117 @@
+// A chunk's rows and keys: their addresses, and which positions they see.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention.h"
+
+namespace headstart {
+
+constexpr int TILE = 64;  // keys
+// A hidden score, and the maximum before any score: both finite, since inf - inf is NaN, and far
+// enough apart that 2^(HIDDEN - NO_MAXIMUM) is 0.
+constexpr float HIDDEN = -3e38f;
+constexpr float NO_MAXIMUM = -1e30f;
+constexpr float LOG2_E = 1.44269504f;
+
+// Addresses of K and V of consecutive positions.
+template <class Number>
+struct Tile {
+    const Number* keys[TILE];
+    const Number* values[TILE];
+};
+
+// A row's token and query head, and the positions that it sees.
+struct Row {
+    int32_t number;  // of the segment
+    int32_t token;
+    int32_t head;
+    int32_t first_key;
+    int32_t last_key;
+};
+
+template <class Number>
+struct Rows {
+    const AttentionStep& step;
+    const Call<Number>& call;
+    const Chunk& chunk;
+
+    // Row `at` of the chunk.
+    Row row(int at) const {
+        const Segment& segment = *chunk.segment;
+        const int group = call.heads / call.kv_heads, row = chunk.first + at;
+        const int number = row / group, end = segment.first_position + number + 1;
+        const int first = call.window > 0 ? end - call.window : 0;
+        return {number, step.rows[segment.first_row + number], chunk.kv_head * group + row % group,
+                std::max(first, segment.first_key), std::min(end, segment.last_key)};
+    }
+
+    const Number* query(const Row& row) const {
+        return call.query + row.token * call.query_strides[0] + row.head * call.query_strides[1];
+    }
+
+    Number* out(const Row& row) const {
+        return call.out + (static_cast<int64_t>(row.token) * call.heads + row.head) * call.value_dim;
+    }
+
+    bool partial() const { return chunk.segment->partial >= 0; }
+
+    // The address of a row's partial maximum, sum and output, if several segments hold its keys.
+    float* partial_of(const Row& row) const {
+        const int64_t number = chunk.segment->partial + row.number;
+        return step.partials + (number * call.heads + row.head) * (2 + call.value_dim);
+    }
+
+    // A sink is a score whose value is zero: it only initialises the maximum and the sum.
+    bool sinks() const { return call.sinks != nullptr && chunk.segment->first_key == 0; }
+
+    // The maximum of a row, in units of log2, and its sum before any key.
+    float first_maximum(const Row& row) const {
+        return sinks() ? call.sinks[row.head] * LOG2_E : NO_MAXIMUM;
+    }
+    float first_sum() const { return sinks() ? 1.0f : 0.0f; }
+
+    // Addresses of K and V of TILE positions from `first` on; from `end` on the last one repeats.
+    void find_tile(Tile<Number>& tile, int first, int end) const {
+        const int32_t* table = step.tables + chunk.segment->table;
+        const int size = 1 << step.block_shift;
+        for (int k = 0; k < TILE;) {
+            const int position = std::min(first + k, end - 1), offset = position & (size - 1);
+            const int64_t block = table[position >> step.block_shift], slot = block * size + offset;
+            const int64_t head = slot * call.kv_heads + chunk.kv_head;
+            const Number* key = call.keys + head * call.key_dim;
+            const Number* value = call.values + head * call.value_dim;
+            const int count = std::min({TILE - k, size - offset, std::max(end - position, 1)});
+            for (int i = 0; i < count; ++i, ++k) {
+                tile.keys[k] = key + int64_t{i} * call.kv_heads * call.key_dim;
+                tile.values[k] = value + int64_t{i} * call.kv_heads * call.value_dim;
+            }
+        }
+    }
+};
+
+// The positions that some of a chunk's rows see, and those that all of them see.
+struct Seen {
+    int first, last, all_first, all_last;
+
+    explicit Seen(const Row& row)
+        : first(row.first_key), last(row.last_key), all_first(first), all_last(last) {}
+
+    void add(const Row& row) {
+        first = std::min(first, row.first_key);
+        all_first = std::max(all_first, row.first_key);
+        last = std::max(last, row.last_key);
+        all_last = std::min(all_last, row.last_key);
+    }
+
+    // Where the first tile begins: tiles lie at multiples of TILE from the segment's first key on.
+    int start(const Segment& segment) const {
+        return segment.first_key + (first - segment.first_key) / TILE * TILE;
+    }
+
+    // True if some row does not see all of the positions from `tile` on, `count` of them.
+    bool partly(int tile, int count) const { return tile < all_first || tile + count > all_last; }
+};
+
+}  // namespace headstart

@@ -65,7 +65,7 @@ PORTABLE := "$(ANSWERS)_answers_are_right_cold_and_warm[bfloat16]" \
             $(ANSWERS)_other_documents_and_questions \
             tests/cli/test_main.py::test_demo_answers_what_the_table_says \
             tests/attention/test_torch_ops.py \
-            "tests/engine/test_paths.py::test_answers_in_bf16_are_those_of_transformers[llama-plain-torch]" \
+            "tests/engine/test_paths.py::test_answers_are_those_of_transformers[llama-plain-bf16-torch]" \
             tests/engine/test_engine.py tests/native
 unit-portable: $(TOOLS)
 	HEADSTART_NATIVE=0 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \

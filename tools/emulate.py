@@ -29,7 +29,10 @@ EMULATED = (
     *("-D__builtin_cpu_supports(feature)=1", "-DHEADSTART_EMULATED"),
 )
 # What runs on this CPU as it is.
-NOT_EMULATED = [f"headstart/native/narrow/{name}.cpp" for name in ("half", "int8", "int4")]
+NOT_EMULATED = [
+    f"headstart/native/{name}.cpp"
+    for name in ("attention/float32", "narrow/half", "narrow/int8", "narrow/int4")
+]
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 TESTS = (
     *("tests/native", "tests/attention", "tests/models/lora", "tests/engine/test_paths.py"),

@@ -1,8 +1,9 @@
 """Attention by the compiled kernels, see `headstart/native/attention`.
 
-K and V in bf16 need a CPU with AVX-512 bf16, K and V in float32 one with AVX2. The kernel reads the keys of a segment in one pass and treats the query heads of a KV head as
-rows. A prefix that decoding rows share is one segment for all of them. Layers that the kernel does
-not support use torch operations over the same memory.
+K and V in bf16 need a CPU with AVX-512 bf16, in float32 one with AVX2. A kernel reads the keys of a
+segment in one pass and treats the query heads of a KV head as rows. A prefix that decoding rows
+share is one segment for all of them. Layers that the kernel does not support use torch operations
+over the same memory.
 """
 
 import ctypes
@@ -32,9 +33,14 @@ __all__ = ["NativeAttention"]
 
 _MAX_DIM = 256  # of the kernel
 
-# Measured with 2 KV heads of 64 and 7 query heads each, on one core: 16 rows that share 2,000
-# tokens take 0.44 ms instead of 1.3 ms. They break even at 16 tokens; the step's tables cost more.
-SHARING = SharingCost(group=0, member=40)
+# Measured with 2 KV heads of 64 and 7 query heads each, on one core. In bf16, 16 rows that share
+# 2,000 tokens take 0.44 ms instead of 1.3 ms. They break even at 16 tokens; the step's tables cost
+# more. In float32 16 rows take 2.7 ms instead of 4.9 ms and break even at 100 tokens, since the
+# products limit them more than memory does.
+SHARING = {
+    torch.bfloat16: SharingCost(group=0, member=40),
+    torch.float32: SharingCost(group=0, member=100),
+}
 
 
 class NativeAttention:
@@ -56,7 +62,7 @@ class NativeAttention:
         self._torch = TorchAttention(memory, share=share)
         self._calls = [_make_call(memory, layer) for layer in range(len(memory.layouts))]
         self._tables = BlockTables(memory.num_blocks)
-        self._planner = SharedPlanner(memory.block_size, SHARING) if share else None
+        self._planner = SharedPlanner(memory.block_size, SHARING[memory.dtype]) if share else None
         self._before: dict[bool, NativeStep] = {}  # the last step with and without sharing
         # Buffers for partial results, of steps that share and of steps that do not.
         self._partials = {True: torch.empty(0), False: torch.empty(0)}

@@ -1,4 +1,4 @@
-"""The compiled kernel's arguments: the structs of `native/attention/attention.h`, filled from a step's plan.
+"""The arguments of compiled attention: structs of `native/attention/attention.h` for a step's plan.
 
 A step's rows are cut into segments: rows, a block table, a range of keys. A span is one segment.
 A shared-prefix group is one segment with all its members' rows; the rest of each member's keys is

@@ -62,7 +62,10 @@ def _kernels() -> str:
     if native.library() is not None:
         return "all: whole layers, attention and the greedy token in bfloat16"
     if native.avx2_library() is not None:
-        return "products with weights of 16 to 4 bits under float32; torch operations for the rest"
+        return (
+            "attention and products with weights of 16 to 4 bits under float32; "
+            "torch operations for the rest"
+        )
     return "built, but none is for this CPU: torch operations are used"
 
 

@@ -2,12 +2,20 @@
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import strategies as st
 
-from headstart.attention import Span
+from headstart.attention import Span, native, torch_ops
+from headstart.attention.shared import SharingCost
 from tests.attention.rows import BLOCK
 
 NUM_BLOCKS = 400
+
+
+def set_sharing_cost(patch: pytest.MonkeyPatch, cost: SharingCost) -> None:
+    """The cost of sharing with every backend, so that short prefixes are shared too."""
+    patch.setattr(native, "SHARING", dict.fromkeys(native.SHARING, cost))
+    patch.setattr(torch_ops, "SHARING", cost)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,31 @@
 """Attention written out row by row in float64, and sequences to try a backend with."""
 
+import ctypes
+
+import pytest
 import torch
 from torch import Tensor
 
+from headstart import native
 from headstart.attention import AttentionBackend, AttentionOptions, LayerLayout, Span, StepPlan
 
 BLOCK = 4
+# The kernels by the dtype of K and V; None where this CPU cannot run them.
+LIBRARIES: dict[torch.dtype, ctypes.CDLL | None] = {
+    torch.bfloat16: native.library(),
+    torch.float32: native.avx2_library(),
+}
+each_kernel = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(
+            dtype,
+            id=str(dtype),
+            marks=pytest.mark.skipif(found is None, reason="no compiled kernels for it here"),
+        )
+        for dtype, found in LIBRARIES.items()
+    ],
+)
 # Relative to a value, and absolute: outputs are means of values that are around 1.
 TOLERANCE = {torch.float32: (2e-5, 2e-6), torch.bfloat16: (0.04, 0.02)}
 OPTIONS = {
@@ -38,6 +58,14 @@ def reference(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Ten
                 total = total + options.sinks[head].double().exp()
             out[row, head] = (weights / total) @ v[first : position + 1, head // group]
     return out
+
+
+def kernels(dtype: torch.dtype) -> ctypes.CDLL:
+    """The library with the kernel for K and V of this dtype; skips the test where there is none."""
+    found = LIBRARIES[dtype]
+    if found is None:
+        pytest.skip("no compiled kernels for it here")
+    return found
 
 
 class Sequence:

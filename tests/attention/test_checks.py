@@ -1,6 +1,5 @@
 """What compiled attention refuses, before it reads an address: it has no other guard."""
 
-import ctypes
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart import native
 from headstart.attention import (
     AttentionOptions,
     LayerLayout,
@@ -21,37 +19,40 @@ from headstart.attention import (
 )
 from headstart.attention.backend import RowShapes
 from headstart.errors import ConfigError, EngineError
-from tests.attention.rows import TOLERANCE, reference
+from tests.attention.rows import LIBRARIES, TOLERANCE, each_kernel, kernels, reference
 
-LIBRARY = native.library()
-needs_kernels = pytest.mark.skipif(LIBRARY is None, reason="no compiled kernels here")
 BF16 = torch.bfloat16
 LAYOUT = LayerLayout(2, 16, 12)
 PLAN = StepPlan(torch.arange(4), (Span(0, 3, 3, [0, 1]), Span(3, 1, 8, [1, 0])))
 NUM_BLOCKS, BLOCK = 3, 4
 
 
-def make(size: int = BLOCK, dtype: torch.dtype = BF16) -> NativeAttention:
-    assert isinstance(LIBRARY, ctypes.CDLL)
-    return NativeAttention(PagedKVMemory([LAYOUT], NUM_BLOCKS, size, dtype, "cpu"), LIBRARY)
+def make(dtype: torch.dtype) -> NativeAttention:
+    memory = PagedKVMemory([LAYOUT], NUM_BLOCKS, BLOCK, dtype, "cpu")
+    return NativeAttention(memory, kernels(dtype))
 
 
 def rows(tokens: int = 4, heads: int = 6, layout: LayerLayout = LAYOUT) -> list[Tensor]:
     widths = (heads, layout.key_dim), (layout.kv_heads, layout.key_dim)
     shapes = (*widths, (layout.kv_heads, layout.value_dim))
-    return [torch.zeros(tokens, *shape, dtype=BF16) for shape in shapes]
+    return [torch.zeros(tokens, *shape) for shape in shapes]
 
 
+def typed(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+@pytest.mark.parametrize("dtype", LIBRARIES, ids=str)
 @pytest.mark.parametrize("size", [1, 3, 8, 12, 24])
-def test_block_sizes_of_any_kind_give_the_right_result(size: int) -> None:
+def test_block_sizes_of_any_kind_give_the_right_result(size: int, dtype: torch.dtype) -> None:
     """Blocks of 24 went to the compiled kernel, which took them for blocks of 16."""
     torch.manual_seed(0)
-    memory = PagedKVMemory([LAYOUT], 60, size, BF16, "cpu")
+    memory = PagedKVMemory([LAYOUT], 60, size, dtype, "cpu")
     backend = make_backend(memory)
     assert size in (1, 8) or isinstance(backend, TorchAttention)
     table = torch.randperm(60).tolist()[: -(-50 // size)]
     q, k, v = torch.randn(50, 6, 16), torch.randn(50, 2, 16), torch.randn(50, 2, 12)
-    q, k, v = q.to(BF16), k.to(BF16), v.to(BF16)
+    q, k, v = typed([q, k, v], dtype)
     for start, end in ((0, 30), (30, 49), (49, 50)):
         slots = torch.tensor([table[p // size] * size + p % size for p in range(start, end)])
         backend.begin_step(StepPlan(slots, (Span(0, end - start, end, table),)))
@@ -59,15 +60,18 @@ def test_block_sizes_of_any_kind_give_the_right_result(size: int) -> None:
         out = backend.attend(0, q[part], k[part], v[part], AttentionOptions(0.3))
         backend.end_step()
         expected = reference(q[part], k[:end], v[:end], AttentionOptions(0.3))
-        rtol, atol = TOLERANCE[BF16]
+        rtol, atol = TOLERANCE[dtype]
         torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=atol)
 
 
-@needs_kernels
-@pytest.mark.parametrize(("size", "dtype"), [(24, BF16), (0, BF16), (16, torch.float16)])
-def test_a_memory_of_another_kind_is_refused(size: int, dtype: torch.dtype) -> None:
-    with pytest.raises(ConfigError, match=f"{dtype} on cpu in blocks of {size}; it takes"):
-        make(size, dtype)
+@each_kernel
+@pytest.mark.parametrize(("size", "other"), [(24, None), (0, None), (16, torch.float16)])
+def test_a_memory_of_another_kind_is_refused(
+    size: int, other: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    memory = PagedKVMemory([LAYOUT], NUM_BLOCKS, size, other or dtype, "cpu")
+    with pytest.raises(ConfigError, match=f"{memory.dtype} on cpu in blocks of {size}; it takes"):
+        NativeAttention(memory, kernels(dtype))
 
 
 WRONG_PLANS: dict[str, dict[str, Any]] = {
@@ -88,17 +92,17 @@ WRONG_PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@needs_kernels
+@each_kernel
 @pytest.mark.parametrize("text", WRONG_PLANS)
-def test_a_step_that_does_not_fit_the_memory_is_refused(text: str) -> None:
+def test_a_step_that_does_not_fit_the_memory_is_refused(text: str, dtype: torch.dtype) -> None:
     """And the next step goes as if it had never been asked for."""
-    backend = make()
+    backend = make(dtype)
     with pytest.raises(EngineError, match=text):
         backend.begin_step(replace(PLAN, **WRONG_PLANS[text]))
     with pytest.raises(RuntimeError, match="begin_step"):
-        backend.attend(0, *rows(), AttentionOptions(1.0))
+        backend.attend(0, *typed(rows(), dtype), AttentionOptions(1.0))
     backend.begin_step(PLAN)
-    assert not backend.attend(0, *rows(), AttentionOptions(1.0)).any()
+    assert not backend.attend(0, *typed(rows(), dtype), AttentionOptions(1.0)).any()
 
 
 WRONG_ROWS = {
@@ -116,27 +120,26 @@ WRONG_ROWS = {
 }
 
 
-@needs_kernels
+@each_kernel
 @pytest.mark.parametrize("name", WRONG_ROWS)
-def test_rows_that_do_not_fit_the_step_are_refused(name: str) -> None:
-    backend = make()
+def test_rows_that_do_not_fit_the_step_are_refused(name: str, dtype: torch.dtype) -> None:
+    backend = make(dtype)
     backend.begin_step(PLAN)
     with pytest.raises(EngineError, match=r"heads"):
-        backend.attend(0, *WRONG_ROWS[name], AttentionOptions(1.0))
+        backend.attend(0, *typed(WRONG_ROWS[name], dtype), AttentionOptions(1.0))
 
 
-@needs_kernels
-def test_sinks_are_one_for_each_query_head() -> None:
-    backend = make()
+@each_kernel
+def test_sinks_are_one_for_each_query_head(dtype: torch.dtype) -> None:
+    backend = make(dtype)
     backend.begin_step(PLAN)
     with pytest.raises(EngineError, match="5 sinks on cpu were given for 6 query heads"):
-        backend.attend(0, *rows(), AttentionOptions(1.0, sinks=torch.zeros(5)))
+        backend.attend(0, *typed(rows(), dtype), AttentionOptions(1.0, sinks=torch.zeros(5)))
 
 
-@needs_kernels
 def test_compiled_code_says_what_it_will_bring() -> None:
     """Fused layers call the kernel by themselves, with rows that Python does not see."""
-    backend = make()
+    backend = make(BF16)
     backend.begin_step(PLAN)
     right = RowShapes(4, 6, 2, 16, 12)
     assert backend.compiled(0, right, AttentionOptions(1.0)) is not None
@@ -149,3 +152,9 @@ def test_compiled_code_says_what_it_will_bring() -> None:
     }.items():
         with pytest.raises(EngineError, match="this step and layer take"):
             backend.compiled(0, right._replace(**{field: value}), AttentionOptions(1.0))
+
+
+def test_compiled_code_of_layers_is_in_bf16() -> None:
+    backend = make(torch.float32)
+    backend.begin_step(PLAN)
+    assert backend.compiled(0, RowShapes(4, 6, 2, 16, 12), AttentionOptions(1.0)) is None

@@ -1,6 +1,6 @@
-"""The compiled kernel against attention written out row by row in float64."""
+"""The compiled kernels against attention written out row by row in float64."""
 
-import ctypes
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headstart import native
 from headstart.attention import (
     AttentionOptions,
     LayerLayout,
@@ -23,37 +22,41 @@ from headstart.attention import (
 )
 from headstart.attention.backend import RowShapes
 from headstart.native.bindings import AttentionStep
-from tests.attention.rows import BLOCK, OPTIONS, Sequence, check, run_step
+from tests.attention.rows import (
+    BLOCK,
+    LIBRARIES,
+    OPTIONS,
+    Sequence,
+    check,
+    each_kernel,
+    kernels,
+    run_step,
+)
 
-LIBRARY = native.library()
-needs_kernels = pytest.mark.skipif(LIBRARY is None, reason="no compiled kernels here")
-BF16 = torch.bfloat16
+BF16, FLOAT32 = torch.bfloat16, torch.float32
 
 
 def make(
-    lengths: list[int], layout: LayerLayout, heads: int, seed: int = 0
+    dtype: torch.dtype, lengths: list[int], layout: LayerLayout, heads: int, seed: int = 0
 ) -> tuple[NativeAttention, list[Sequence]]:
     torch.manual_seed(seed)
     needed = [-(-length // BLOCK) for length in lengths]
     blocks = torch.randperm(sum(needed) + 3).tolist()
-    memory = PagedKVMemory([layout], len(blocks), BLOCK, BF16, "cpu")
+    memory = PagedKVMemory([layout], len(blocks), BLOCK, dtype, "cpu")
     sequences = [
-        Sequence(length, layout, heads, [blocks.pop() for _ in range(count)]).to(BF16)
+        Sequence(length, layout, heads, [blocks.pop() for _ in range(count)]).to(dtype)
         for length, count in zip(lengths, needed, strict=True)
     ]
-    assert isinstance(LIBRARY, ctypes.CDLL)
-    return NativeAttention(memory, LIBRARY), sequences
+    return NativeAttention(memory, kernels(dtype)), sequences
 
 
-def fitting(options: AttentionOptions, heads: int) -> AttentionOptions:
-    """The same options with a sink for each of `heads`."""
-    if options.sinks is None:
-        return options
-    sinks = options.sinks.repeat(4)[:heads]
-    return AttentionOptions(options.scaling, options.sliding_window, options.softcap, sinks)
+def fitting(options: AttentionOptions, heads: int, key_dim: int = 16) -> AttentionOptions:
+    """The same options with a sink for each of `heads`, and scores as large as of 16 dims."""
+    sinks = None if options.sinks is None else options.sinks.repeat(4)[:heads]
+    return replace(options, scaling=options.scaling * 4 / key_dim**0.5, sinks=sinks)
 
 
-@needs_kernels
+@each_kernel
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(
     ("layout", "heads"),
@@ -65,27 +68,27 @@ def fitting(options: AttentionOptions, heads: int) -> AttentionOptions:
         (LayerLayout(2, 128, 64), 2),  # in decoding a row is one vector, or two, or a quarter
         (LayerLayout(2, 64, 128), 4),
         (LayerLayout(2, 16, 40), 8),
-        (LayerLayout(2, 7, 8), 4),  # goes through torch operations
+        (LayerLayout(2, 7, 8), 4),  # in bf16 goes through torch operations
     ],
     ids=str,
 )
 def test_prompts_in_pieces_and_decodes_side_by_side(
-    options: AttentionOptions, layout: LayerLayout, heads: int
+    dtype: torch.dtype, options: AttentionOptions, layout: LayerLayout, heads: int
 ) -> None:
-    options = fitting(options, heads)
-    backend, (a, b, c) = make([150, 90, 9], layout, heads)
+    options = fitting(options, heads, layout.key_dim)
+    backend, (a, b, c) = make(dtype, [150, 90, 9], layout, heads)
     for work in ([(a, 70), (b, 5)], [(b, 1), (a, 63), (c, 8)], [(a, 1), (b, 1), (c, 1)], [(b, 30)]):
         for (sequence, _), out in zip(work, run_step(backend, work, options), strict=True):
             check(sequence, out, options)
 
 
-@needs_kernels
+@each_kernel
 @settings(max_examples=40)
 @given(data=st.data(), window=st.none() | st.integers(1, 80), seed=st.integers(0, 5))
-def test_any_batch(data: st.DataObject, window: int | None, seed: int) -> None:
+def test_any_batch(dtype: torch.dtype, data: st.DataObject, window: int | None, seed: int) -> None:
     lengths = data.draw(st.lists(st.integers(1, 140), min_size=1, max_size=4))
     kv_heads, group = data.draw(st.sampled_from([(1, 1), (2, 3), (1, 17), (3, 2)]))
-    backend, sequences = make(lengths, LayerLayout(kv_heads, 8, 12), kv_heads * group, seed)
+    backend, sequences = make(dtype, lengths, LayerLayout(kv_heads, 8, 12), kv_heads * group, seed)
     options = AttentionOptions(scaling=0.7, sliding_window=window)
     while waiting := [s for s in sequences if s.done < len(s.q)]:
         work = []
@@ -96,9 +99,11 @@ def test_any_batch(data: st.DataObject, window: int | None, seed: int) -> None:
             check(sequence, out, options)
 
 
-@needs_kernels
-def test_sequences_of_one_step_share_blocks_that_one_is_filling() -> None:
-    backend, (a, b) = make([12, 12], LayerLayout(2, 8, 8), 6)
+@each_kernel
+def test_sequences_of_one_step_share_blocks_that_one_is_filling(
+    dtype: torch.dtype,
+) -> None:
+    backend, (a, b) = make(dtype, [12, 12], LayerLayout(2, 8, 8), 6)
     b.blocks = [*a.blocks[:2], b.blocks[2]]
     b.k[:8], b.v[:8] = a.k[:8], a.v[:8]
     b.done = 8
@@ -107,10 +112,10 @@ def test_sequences_of_one_step_share_blocks_that_one_is_filling() -> None:
         check(sequence, out, OPTIONS["plain"])
 
 
-@needs_kernels
-def test_any_strides() -> None:
+@each_kernel
+def test_any_strides(dtype: torch.dtype) -> None:
     """Queries as transformers' models pass them, heads before tokens, and odd ones."""
-    backend, (a,) = make([40], LayerLayout(2, 16, 16), 6)
+    backend, (a,) = make(dtype, [40], LayerLayout(2, 16, 16), 6)
     expected = run_step(backend, [(a, 40)], OPTIONS["plain"])[0]
     for turned in (
         [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in (a.q, a.k, a.v)],
@@ -121,17 +126,20 @@ def test_any_strides() -> None:
         assert torch.equal(run_step(backend, [(a, 40)], OPTIONS["plain"])[0], expected)
 
 
-@needs_kernels
+@each_kernel
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_rows_are_bitwise_blind_to_block_ids_neighbours_and_threads(
-    options: AttentionOptions, gather: bool
+    dtype: torch.dtype, options: AttentionOptions, gather: bool
 ) -> None:
-    """Also to how a prompt is cut, but for rows alone, and to what others left in the memory."""
+    """Also to what others left in the memory, and to how a prompt is cut; in bf16 not into rows."""
     layout = LayerLayout(2, 16, 16)
-    backend, (a,) = make([150], layout, 6)
+    backend, (a,) = make(dtype, [150], layout, 6)
     expected = torch.cat([run_step(backend, [(a, n)], options, gather)[0] for n in (149, 1)])
-    backend, (c, b) = make([150, 30], layout, 6)
+    pieces = ((8, 3), (80, 0), (61, 8), (1, 1))
+    if dtype == FLOAT32:
+        pieces = ((1, 2), (7, 3), (80, 0), (1, 0), (60, 8), (1, 1))
+    backend, (c, b) = make(dtype, [150, 30], layout, 6)
     for tensor in (*backend._memory.keys, *backend._memory.values):
         tensor.normal_(0.0, 100.0)
     c.q, c.k, c.v = a.q, a.k, a.v
@@ -139,7 +147,7 @@ def test_rows_are_bitwise_blind_to_block_ids_neighbours_and_threads(
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        for count, other in ((8, 3), (80, 0), (61, 8), (1, 1)):
+        for count, other in pieces:
             work = [(b, other), (c, count)] if other else [(c, count)]
             outs.append(run_step(backend, work, options, gather)[-1])
     finally:
@@ -147,20 +155,20 @@ def test_rows_are_bitwise_blind_to_block_ids_neighbours_and_threads(
     assert torch.equal(torch.cat(outs), expected)
 
 
-@needs_kernels
-def test_other_dtypes_go_through_torch_operations() -> None:
-    backend, (a,) = make([20], LayerLayout(2, 16, 16), 6)
+@each_kernel
+def test_other_dtypes_go_through_torch_operations(dtype: torch.dtype) -> None:
+    backend, (a,) = make(dtype, [20], LayerLayout(2, 16, 16), 6)
     q, k, v = a.q, a.k, a.v
-    a.q, a.k, a.v = q.float(), k.float(), v.float()
+    other = FLOAT32 if dtype == BF16 else BF16
+    a.q, a.k, a.v = q.to(other), k.to(other), v.to(other)
     [out] = run_step(backend, [(a, 20)], OPTIONS["plain"])
-    assert out.dtype == torch.float32
-    a.q, a.k, a.v = q, k, v
+    assert out.dtype == other
     check(a, out.bfloat16(), OPTIONS["plain"])
 
 
-@needs_kernels
-def test_attend_outside_of_a_step_is_loud() -> None:
-    backend, (a,) = make([4], LayerLayout(2, 8, 8), 6)
+@each_kernel
+def test_attend_outside_of_a_step_is_loud(dtype: torch.dtype) -> None:
+    backend, (a,) = make(dtype, [4], LayerLayout(2, 8, 8), 6)
     run_step(backend, [(a, 4)], OPTIONS["plain"])
     with pytest.raises(RuntimeError, match="begin_step"):
         backend.attend(0, a.q, a.k, a.v, OPTIONS["plain"])
@@ -170,24 +178,29 @@ def test_the_backend_is_the_fastest_that_serves_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layouts = [LayerLayout(2, 7, 7), LayerLayout(2, 8, 8)]
-    half, full = (PagedKVMemory(layouts, 2, 4, dtype, "cpu") for dtype in (BF16, torch.float32))
-    odd = PagedKVMemory(layouts[:1], 2, 4, BF16, "cpu")
-    assert isinstance(make_backend(half), NativeAttention) == (LIBRARY is not None)
-    assert isinstance(make_backend(full), TorchAttention)
+    memories = {dtype: PagedKVMemory(layouts, 2, 4, dtype, "cpu") for dtype in LIBRARIES}
+    odd, odd_float32 = (PagedKVMemory(layouts[:1], 2, 4, dtype, "cpu") for dtype in LIBRARIES)
+    half = PagedKVMemory(layouts, 2, 4, torch.float16, "cpu")
+    for memory in (*memories.values(), odd_float32):
+        expected = TorchAttention if LIBRARIES[memory.dtype] is None else NativeAttention
+        assert type(make_backend(memory)) is expected
     assert isinstance(make_backend(odd), TorchAttention)
-    monkeypatch.setenv("HEADSTART_NATIVE", "0")
     assert isinstance(make_backend(half), TorchAttention)
+    monkeypatch.setenv("HEADSTART_CPU", "avx2")
+    assert isinstance(make_backend(memories[BF16]), TorchAttention)
+    monkeypatch.setenv("HEADSTART_NATIVE", "0")
+    assert isinstance(make_backend(memories[FLOAT32]), TorchAttention)
 
 
-@needs_kernels
+@each_kernel
 @pytest.mark.parametrize("name", ["plain", "window", "sinks"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_long_decodes_are_cut_for_threads_that_have_no_head_of_their_own(
-    name: str, threads: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, name: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step after step, so that the tables are taken over from one to the next."""
     monkeypatch.setattr(native_step, "SPLIT_KEYS", 16)
-    backend, (a, b) = make([100, 41], LayerLayout(1, 16, 16), 4)
+    backend, (a, b) = make(dtype, [100, 41], LayerLayout(1, 16, 16), 4)
     options = fitting(OPTIONS[name], 4)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -199,8 +212,10 @@ def test_long_decodes_are_cut_for_threads_that_have_no_head_of_their_own(
         torch.set_num_threads(before)
 
 
-@needs_kernels
-def test_tables_are_kept_while_decoding_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@each_kernel
+def test_tables_are_kept_while_decoding_goes_on(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = []
 
     class Counted(native_step.NativeStep):
@@ -209,19 +224,17 @@ def test_tables_are_kept_while_decoding_goes_on(monkeypatch: pytest.MonkeyPatch)
             super().__init__(*args)
 
     monkeypatch.setattr("headstart.attention.native.NativeStep", Counted)
-    backend, (a, b) = make([40, 41], LayerLayout(1, 16, 16), 4)
+    backend, (a, b) = make(dtype, [40, 41], LayerLayout(1, 16, 16), 4)
     for work in ([(a, 20), (b, 20)], *([[(a, 1), (b, 1)]] * 10), [(b, 1)], [(b, 1)]):
         for (sequence, _), out in zip(work, run_step(backend, work, OPTIONS["plain"]), strict=True):
             check(sequence, out, OPTIONS["plain"])
     assert len(made) == 3
 
 
-@needs_kernels
 def test_layers_that_share_and_layers_that_do_not_have_room_of_their_own() -> None:
     """One compiled call takes both: growing the one's must not free the other's."""
-    assert isinstance(LIBRARY, ctypes.CDLL)
     memory = PagedKVMemory([LayerLayout(2, 16, 16)] * 2, 140, 16, BF16, "cpu")
-    backend = NativeAttention(memory, LIBRARY)
+    backend = NativeAttention(memory, kernels(BF16))
     common = list(range(120))
     spans = tuple(Span(row, 1, 1930, [*common, 120 + row]) for row in range(2))
     before = torch.get_num_threads()

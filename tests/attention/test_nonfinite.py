@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headstart import native
 from headstart.attention import (
     AttentionBackend,
     AttentionOptions,
@@ -22,20 +21,18 @@ from headstart.attention import (
     StepPlan,
     TorchAttention,
 )
-from headstart.attention import native as native_backend
 from headstart.attention import tables as tables_module
-from headstart.attention import torch_ops as torch_backend
 from headstart.attention.shared import SharingCost
-from tests.attention.forests import NUM_BLOCKS, Forest, forests
-from tests.attention.rows import BLOCK, OPTIONS
+from tests.attention.forests import NUM_BLOCKS, Forest, forests, set_sharing_cost
+from tests.attention.rows import BLOCK, OPTIONS, kernels
 
-LIBRARY = native.library()
 LAYOUT = LayerLayout(2, 16, 12)
 HEADS = 6
 PATHS = {
     "torch fp32": torch.float32,
     "torch fp16": torch.float16,
     "torch bf16": torch.bfloat16,
+    "native fp32": torch.float32,
     "native bf16": torch.bfloat16,
 }
 NAN, INF = float("nan"), float("inf")
@@ -44,9 +41,7 @@ NAN, INF = float("nan"), float("inf")
 def make_backend(path: str, memory: PagedKVMemory) -> AttentionBackend:
     if not path.startswith("native"):
         return TorchAttention(memory)
-    if LIBRARY is None:
-        pytest.skip("no compiled kernels here")
-    return NativeAttention(memory, LIBRARY)
+    return NativeAttention(memory, kernels(memory.dtype))
 
 
 class Step:
@@ -138,8 +133,7 @@ def test_a_position_that_is_not_seen_has_no_influence(
     poison = data.draw(st.dictionaries(slots, st.tuples(st.booleans(), st.booleans()), max_size=6))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tables_module, "CHUNK_ROWS", data.draw(st.sampled_from([3, 128])))
-        for module in (native_backend, torch_backend):
-            patch.setattr(module, "SHARING", SharingCost(0, data.draw(st.sampled_from([0, 5]))))
+        set_sharing_cost(patch, SharingCost(0, data.draw(st.sampled_from([0, 5]))))
         check(Step(path, forest), poison, fill, name, gather)
 
 
@@ -170,7 +164,7 @@ def test_what_stands_behind_a_sequence_is_not_read(path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_bad_rows_of_all_layers_are_told_until_the_next_step(path: str) -> None:
-    # The second layer's keys have an odd width: the compiled backend leaves it to torch operations.
+    # The compiled kernel in bf16 leaves keys of odd widths to torch operations.
     layouts = [LayerLayout(2, 8, 8), LayerLayout(1, 7, 8), LayerLayout(2, 8, 40)]
     memory = PagedKVMemory(layouts, 4, BLOCK, PATHS[path], "cpu")
     backend = make_backend(path, memory)

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headstart import native
 from headstart.attention import (
     AttentionBackend,
     AttentionOptions,
@@ -17,24 +16,19 @@ from headstart.attention import (
     StepPlan,
     TorchAttention,
 )
-from headstart.attention import native as native_backend
-from headstart.attention import torch_ops as torch_backend
 from headstart.attention.shared import SharedPlan, SharedPlanner, SharingCost, find_groups
-from tests.attention.forests import NUM_BLOCKS, Forest, forests
-from tests.attention.rows import BLOCK, OPTIONS, TOLERANCE, reference
+from tests.attention.forests import NUM_BLOCKS, Forest, forests, set_sharing_cost
+from tests.attention.rows import BLOCK, OPTIONS, TOLERANCE, kernels, reference
 
 LAYOUT = LayerLayout(2, 16, 12)
 HEADS = 6
-PATHS = ["torch fp32", "torch bf16", "native bf16"]
-LIBRARY = native.library()
+PATHS = ["torch fp32", "torch bf16", "native fp32", "native bf16"]
 FREE, USUAL = SharingCost(0, 0), SharingCost(0, 32)
 
 
 def make_backend(path: str, memory: PagedKVMemory, share: bool) -> AttentionBackend:
-    if path == "native bf16":
-        if LIBRARY is None:
-            pytest.skip("no compiled kernels here")
-        return NativeAttention(memory, LIBRARY, share=share)
+    if path.startswith("native"):
+        return NativeAttention(memory, kernels(memory.dtype), share=share)
     return TorchAttention(memory, share=share)
 
 
@@ -42,7 +36,7 @@ def attend(
     path: str, forest: Forest, options: AttentionOptions, share: bool = True
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs of all spans, and what they should be. K/V are all in memory from the start."""
-    dtype = torch.float32 if path == "torch fp32" else torch.bfloat16
+    dtype = torch.float32 if path.endswith("fp32") else torch.bfloat16
     torch.manual_seed(1)
     memory = PagedKVMemory([LAYOUT], NUM_BLOCKS, BLOCK, dtype, "cpu")
     for tensor in (*memory.keys, *memory.values):
@@ -68,8 +62,7 @@ def attend(
 @given(forest=forests(), name=st.sampled_from(list(OPTIONS)), member=st.sampled_from([0, 0, 5]))
 def test_any_forest_of_sharing(path: str, forest: Forest, name: str, member: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (native_backend, torch_backend):
-            patch.setattr(module, "SHARING", SharingCost(0, member))
+        set_sharing_cost(patch, SharingCost(0, member))
         found, expected = attend(path, forest, OPTIONS[name])
     for out, wanted in zip(found, expected, strict=True):
         rtol, atol = TOLERANCE[out.dtype]
@@ -79,8 +72,7 @@ def test_any_forest_of_sharing(path: str, forest: Forest, name: str, member: int
 @pytest.mark.parametrize("path", PATHS)
 def test_groups_on_three_levels(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result is not the very same as without sharing: else nothing was shared."""
-    for module in (native_backend, torch_backend):
-        monkeypatch.setattr(module, "SHARING", USUAL)
+    set_sharing_cost(monkeypatch, USUAL)
     tables = [[*range(60), *(range(100, 150) if row < 6 else range(150, 190))] for row in range(9)]
     for row, table in enumerate(tables):
         if row < 4:

@@ -1,4 +1,4 @@
-"""The engine in bf16 over every way to attend: its answers are those of transformers in fp32.
+"""The engine over every way to attend: its answers are those of transformers in fp32.
 
 Where two tokens are all but equally likely, rounding may choose the other one. So every token is
 judged by the oracle's logits for the text before it: it is the likeliest, or within rounding.
@@ -13,14 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headstart import LLM, SamplingParams
-from headstart.attention import native, torch_ops
 from headstart.attention.shared import SharingCost
-from headstart.native import library
+from headstart.native import avx2_library, library
+from tests.attention.forests import set_sharing_cost
 from tests.tiny_models import save_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)  # three blocks
-# The largest gap found is a third of this; a token taken by chance is off by several units.
-ROUNDING = 0.1
+# The largest gap found in bf16 is a third of this, in float32 it is 0; a token taken by chance is
+# off by several units.
+ROUNDING = {"bfloat16": 0.1, "float32": 1e-5}
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -30,8 +31,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True, "num_blocks": 60},
 }
 ARCHITECTURES = ("llama", "gemma2", "gpt_oss")
-# Where the kernels cannot be used, both would be the very same computation.
-KERNELS = {"1": "kernels", "0": "torch"} if library() is not None else {"0": "torch"}
+# The dtype, and HEADSTART_NATIVE. Where kernels cannot be used, both are the very same computation.
+PATHS = {"bf16-torch": ("bfloat16", "0"), "fp32-torch": ("float32", "0")}
+PATHS |= {"bf16-kernels": ("bfloat16", "1")} if library() is not None else {}
+PATHS |= {"fp32-kernels": ("float32", "1")} if avx2_library() is not None else {}
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -66,24 +69,24 @@ def worst_gap(oracle: PreTrainedModel, prompt: list[int], answer: list[int]) -> 
     return float((logits.max(dim=1).values - chosen).max())
 
 
-@pytest.mark.parametrize("kernels", KERNELS, ids=KERNELS.get)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_answers_in_bf16_are_those_of_transformers(
-    name: str, kernels: str, folder: Path, oracle: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+def test_answers_are_those_of_transformers(
+    name: str, path: str, folder: Path, oracle: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cold, and again when prompts and answers are cached."""
+    dtype, kernels = PATHS[path]
     monkeypatch.setenv("HEADSTART_NATIVE", kernels)
-    for module in (native, torch_ops):  # so that prompts as short as these share
-        monkeypatch.setattr(module, "SHARING", SharingCost(group=0, member=4))
+    set_sharing_cost(monkeypatch, SharingCost(group=0, member=4))  # prompts as short as these share
     prompts = make_prompts()
     options = {"num_blocks": 200, "block_size": 4} | OPTIONS[name]
-    with closing(LLM(folder, dtype="bfloat16", debug=True, **options)) as llm:
+    with closing(LLM(folder, dtype=dtype, debug=True, **options)) as llm:
         gaps = []
         for _ in range(2):
             for output in llm.generate(prompts, GREEDY, use_tqdm=False):
                 answer = output.outputs[0].token_ids
                 gaps.append(worst_gap(oracle, list(output.prompt_token_ids), answer))
-    assert max(gaps) < ROUNDING, gaps
+    assert max(gaps) < ROUNDING[dtype], gaps
 
 
 @pytest.mark.skipif(library() is None, reason="no compiled kernels here")

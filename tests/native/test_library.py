@@ -62,7 +62,8 @@ def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> Non
     ("flags", "environment", "dtype", "expected"),
     [
         (native.NEEDED | {"avx2"}, "1", torch.bfloat16, 1),
-        (native.NEEDED, "1", torch.float32, 0),  # which the kernels do not serve
+        (native.NEEDED | {"avx2"}, "1", torch.float32, 1),
+        (native.NEEDED, "1", torch.float16, 0),  # which the kernels do not serve
         (frozenset({"avx2", "fma"}), "1", torch.bfloat16, 1),
         (native.NEEDED - {"avx512_bf16"}, "1", torch.bfloat16, 0),  # a compiler would not help
         (native.NEEDED, "0", torch.bfloat16, 0),

@@ -52,7 +52,7 @@ struct Rows {
     }
 
     Number* out(const Row& row) const {
-        return call.out + (static_cast<int64_t>(row.token) * call.heads + row.head) * call.value_dim;
+        return call.out + (int64_t{row.token} * call.heads + row.head) * call.value_dim;
     }
 
     bool partial() const { return chunk.segment->partial >= 0; }

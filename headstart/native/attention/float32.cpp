@@ -8,13 +8,15 @@
 // A tile of keys is transposed once for all rows of a chunk; V is used as it lies in memory. One row
 // takes the same code as many: reading K and V takes longer.
 //
-// Every number of a product has a sum of its own, in the order of the keys, and a hidden score has
-// weight 0 exactly. So a row's result depends only on its keys and on where its segment begins: not
-// on the other rows of its chunk, nor on how many there are.
+// Every number of a product has a sum of its own, in the order of keys or dims, and a hidden score has
+// weight 0 exactly. So a row's result depends only on its keys and on where its segment begins: on no
+// other row of its chunk, and not on how many there are.
 #include "../native.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -329,8 +331,8 @@ class Attention {
         const bool masked = seen.partly(tile, filled);
         if (seen.partly(tile, keys)) isolate_nonfinite(s.now, keys, call.value_dim);
         transpose_keys(s, filled, call.key_dim);
-        in_groups(count, [&](int row, auto rows) {
-            score_rows<rows.value>(s, row, filled, call.key_dim);
+        in_groups(count, [&](int row, auto group) {
+            score_rows<group.value>(s, row, filled, call.key_dim);
         });
         for (int r = 0; r < count; ++r) {
             for (int k = 0; call.softcap > 0.0f && k < filled; k += LANES)
@@ -342,8 +344,8 @@ class Attention {
         const int tail = call.value_dim % PANEL, whole = call.value_dim - tail;
         for (int k = 0; tail > 0 && k < keys; ++k)
             std::memcpy(s.tails[k], s.now.values[k] + whole, tail * sizeof(float));
-        in_groups(count, [&](int row, auto rows) {
-            add_values<rows.value>(s, row, keys, call.value_dim, width);
+        in_groups(count, [&](int row, auto group) {
+            add_values<group.value>(s, row, keys, call.value_dim, width);
         });
     }
 

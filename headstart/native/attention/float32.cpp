@@ -23,12 +23,12 @@
 #pragma GCC target("avx2,fma")
 
 #include "../narrow/digits.h"
+#include "avx2.h"
 #include "stages.h"
 
 namespace headstart {
 namespace {
 
-constexpr int LANES = 8;
 constexpr int PANEL = 2 * LANES;  // keys or dims of one product
 constexpr int MOST = 6;           // rows of one product
 constexpr int CHUNK = 16 * MOST;  // rows: their working set fits the second cache
@@ -60,55 +60,6 @@ struct NanRow {
 constexpr NanRow NAN_ROW;
 constexpr float ZERO_ROW[MAX_DIM] = {};
 
-inline __m256i lane_numbers() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
-
-inline __m256i first_lanes(int count) {
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane_numbers());
-}
-
-// Loads up to 8 numbers; whole vectors without a mask.
-inline __m256 load(const float* from, int count) {
-    if (count >= LANES) return _mm256_loadu_ps(from);
-    return _mm256_maskload_ps(from, first_lanes(count));
-}
-
-// 2^x for x below 128, with a relative error of 1e-7; 0 below -126.5. NaN stays NaN: the second
-// operand of a minimum or maximum is the result if one of them is NaN.
-inline __m256 power(__m256 x) {
-    x = _mm256_max_ps(_mm256_set1_ps(-127.0f), _mm256_min_ps(_mm256_set1_ps(127.0f), x));
-    const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m256 f = _mm256_sub_ps(x, n);
-    __m256 y = _mm256_set1_ps(1.535336188319500e-4f);
-    y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(1.339887440266574e-3f));
-    y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(9.618437357674640e-3f));
-    y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(5.550332471162809e-2f));
-    y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(2.402264791363012e-1f));
-    y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(6.931472028550421e-1f));
-    y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(1.0f));
-    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-    return _mm256_mul_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
-}
-
-// cap * tanh(x / cap), in units of log2 before and after.
-inline __m256 soft_cap(__m256 x, float cap) {
-    const __m256 one = _mm256_set1_ps(1.0f);
-    const __m256 e = power(_mm256_mul_ps(x, _mm256_set1_ps(2.0f / cap)));
-    const __m256 t = _mm256_div_ps(_mm256_set1_ps(2.0f), _mm256_add_ps(e, one));
-    return _mm256_mul_ps(_mm256_set1_ps(cap * LOG2_E), _mm256_sub_ps(one, t));
-}
-
-inline float largest_lane(__m256 x) {
-    __m128 most = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    most = _mm_max_ps(most, _mm_movehl_ps(most, most));
-    return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
-}
-
-// Lanes whose number is infinite or NaN: their exponent is all ones.
-inline __m256i nonfinite(__m256 x) {
-    const __m256i exponent = _mm256_set1_epi32(0x7f800000);
-    return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_castps_si256(x), exponent), exponent);
-}
-
 // Blocks lie anywhere, so the hardware prefetcher cannot predict the next row. Lines are prefetched
 // one by one between products: in bursts they wait for the CPU's load buffers, which takes longer
 // than the products. The first two groups of rows prefetch the same lines: with the first one alone
@@ -116,26 +67,6 @@ inline __m256i nonfinite(__m256 x) {
 constexpr int FETCHING = 2 * MOST;  // rows
 inline void fetch(const float* line) {
     _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T1);
-}
-
-// Transposes the 8 x 8 matrix in r.
-inline void transpose(__m256 r[LANES]) {
-    __m256 t[LANES];
-    for (int i = 0; i < LANES; i += 2) {
-        t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-        t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < LANES; i += 4) {
-        r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-        r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-        r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-        r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-    }
-    for (int i = 0; i < LANES / 2; ++i) {
-        t[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
-        t[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
-    }
-    for (int i = 0; i < LANES; ++i) r[i] = t[i];
 }
 
 void transpose_keys(Scratch& s, int count, int key_dim) {

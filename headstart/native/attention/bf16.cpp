@@ -1,4 +1,6 @@
 // Attention in bf16 for CPUs with AVX-512.
+#include "rows.h"  // float32.cpp includes it too
+
 #include "../avx512.h"
 
 #include "bf16_rows.h"

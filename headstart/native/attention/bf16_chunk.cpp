@@ -13,6 +13,8 @@
 //
 // Tiles begin at multiples of TILE from the segment's first key on, and a hidden score has weight 0
 // exactly, so a row's result is bitwise independent of the other rows of its chunk.
+#include "rows.h"  // float32.cpp includes it too
+
 #include "../avx512.h"
 
 #include <algorithm>

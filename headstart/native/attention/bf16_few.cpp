@@ -10,6 +10,8 @@
 // Keys are transposed in registers, 16 at a time, and rows of V interleaved there. One pass with an
 // online softmax, as in bf16_chunk.cpp. A row's summation order depends only on the positions
 // of its keys.
+#include "rows.h"  // float32.cpp includes it too
+
 #include "../avx512.h"
 
 #include <algorithm>

@@ -11,7 +11,7 @@
 // Every number of a product has a sum of its own, in the order of keys or dims, and a hidden score has
 // weight 0 exactly. So a row's result depends only on its keys and on where its segment begins: on no
 // other row of its chunk, and not on how many there are.
-#include "../native.h"
+#include "rows.h"
 
 #include <algorithm>
 #include <cmath>

@@ -133,7 +133,7 @@ def _find_other_adapter(index: PrefixIndex, found: ComputedBlocks) -> RootNode |
     however many adapters there are: see `MAX_ASKED` and `MAX_DEPTH`.
     """
     adapter, salt = found.sequence.root
-    if len(found.blocks) > MAX_DEPTH:
+    if len(found.blocks) > MAX_DEPTH or salt == PUBLIC:  # other tenants' adapters have roots there
         return None
     for root in index.recent_roots(salt, MAX_ASKED):
         if root.namespace.adapter != adapter and _has_more(index, root, found.sequence.keys, found):

@@ -239,7 +239,7 @@ class KVCacheManager:
         end = sequence.num_computed_tokens + num_new_tokens
         if num_new_tokens < 1 or end > len(sequence.token_ids):
             check_count(sequence, num_new_tokens, sequence.num_computed_tokens)
-        if end < sequence.capacity:
+        if end < sequence.capacity and sequence.holder is self._mark:
             sequence.step = self._step  # first, or an interruption leaves rows of no step
             sequence.num_computed_tokens = end
             return True

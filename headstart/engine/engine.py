@@ -181,6 +181,10 @@ class Engine:
         """Whether a step would do something."""
         return bool(self._groups or self._open)
 
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether this request was queued, and has not ended."""
+        return request_id in self._groups
+
     @property
     def num_preemptions(self) -> int:
         """How often a running request had to give up its blocks."""
@@ -209,12 +213,13 @@ class Engine:
         except BaseException as error:
             self._note_failure(step, error)
             self._roll_back(step)
-            if step.batch is None or not isinstance(error, Exception):
+            is_told = step.batch is not None and step.phase is not Phase.DELIVERED
+            if not (is_told and isinstance(error, Exception)):
                 self._close_step(step)
                 raise
         if self.config.debug:
             self._check()
-        return self._open.pop().results  # one expression: either it is pending, or it is returned
+        return self._open.pop().results  # at once: Ctrl-C in between would lose them
 
     def _advance(self, step: OpenStep) -> None:
         if self.adapters.has_unnamed:
@@ -241,6 +246,7 @@ class Engine:
         tokens = choose_tokens(self._sampler, batch, logits)
         self._discard_failed(step, batch, tokens)
         self.manager.commit_step()
+        self._scheduler.committed()
         self._deliver(step, batch, tokens)
         if self.tiers is not None:
             self.tiers.committed(batch, is_last=not self._groups)

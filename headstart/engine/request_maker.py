@@ -1,6 +1,7 @@
 """Makes requests: checks and tokenises what a user asked for; nothing is allocated."""
 
 import itertools
+import secrets
 import time
 from typing import Protocol
 
@@ -53,7 +54,8 @@ class RequestMaker:
         self._processors = ProcessorFactory(vocabulary)
         self._max_model_len = max_model_len
         self._public = public
-        self._names = itertools.count()
+        # Ids for those who give none, which nobody can have given.
+        self._names = map(f"request-{secrets.token_hex(8)}-{{}}".format, itertools.count())
         self._seeds = itertools.count(first_seed)
         self._token_text = (
             TokenTexts(vocabulary.tokenizer) if vocabulary.tokenizer is not None else None
@@ -70,7 +72,7 @@ class RequestMaker:
         salt = choose_salt(prompt, options.salt)
         params = params.clone()  # the caller's may change, and may have
         params.check()
-        name = request_id if request_id is not None else f"request-{next(self._names)}"
+        name = request_id if request_id is not None else next(self._names)
         tenant = Tenant(salt, params.similar_images and params.is_stored)
         ready = self._inputs.process(prompt, tenant)
         group = RequestGroup(

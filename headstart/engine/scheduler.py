@@ -110,6 +110,10 @@ class Scheduler:
             deque(request for request in waiting if request in living and request not in kept),
         )
 
+    def committed(self) -> None:
+        """The step that `schedule` gave came about: whom it let in stays in."""
+        self._admitted.clear()
+
     def _find_limits(self, request: Request) -> None:
         limits = tuple(limit for limit in self._limits if limit.applies(request))
         if limits:

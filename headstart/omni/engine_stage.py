@@ -18,7 +18,7 @@ from headstart.engine.batch import Batch
 from headstart.engine.config import EngineConfig
 from headstart.engine.engine import Engine
 from headstart.engine.request import Request, RequestGroup
-from headstart.engine.step import StepResult
+from headstart.engine.step import StepResult, engine_error
 from headstart.errors import ConfigError, EngineError, HeadstartError
 from headstart.models.omni.host_copies import HostCopy
 from headstart.models.omni.stage_decoder import StageDecoder
@@ -264,9 +264,10 @@ class EngineStage:
         try:
             news()
             self._try_to_begin(request_id)
-        except HeadstartError as error:
+        except Exception as error:  # a feed is somebody's code: what it raises ends its request
             self.engine.abort(request_id)
-            self._fail(request_id, error)
+            known = isinstance(error, HeadstartError)
+            self._fail(request_id, error if known else engine_error("its feed failed", error))
 
     def _try_to_begin(self, request_id: str) -> None:
         """Submit a request to the engine as soon as its prompt is complete."""

@@ -142,7 +142,7 @@ class OutputCache:
 
         The rows must be complete in host memory. needed: the outputs that a request must get to
         skip this block; by default those in `rows`. While one of them is missing the block is no
-        hit. An existing entry is not replaced.
+        hit. An existing entry is not replaced; rows that are not finite are not kept.
         """
         self._mend()
         self._changing = True
@@ -153,7 +153,7 @@ class OutputCache:
                 self._order.move_to_end((node, name))
                 continue
             size = tensor.nbytes + ENTRY_BYTES
-            if size > self.max_bytes:
+            if size > self.max_bytes or not bool(torch.isfinite(tensor).all()):
                 self._refused += 1
                 continue
             while self._bytes + size > self.max_bytes:

@@ -3,6 +3,8 @@
 import pytest
 
 from headstart.cache import (
+    BlockNames,
+    CacheConfig,
     KVCacheManager,
     MissExplanation,
     MissReason,
@@ -272,3 +274,21 @@ def test_a_caller_that_cannot_use_all_of_a_hit_is_the_reason() -> None:
         manager.check()
         manager.commit_step()
         manager.free(again)
+
+
+def test_an_adapter_of_another_tenant_behind_a_public_prefix_is_not_named() -> None:
+    names = BlockNames(4, "model")
+    names.publish(LONG[:8])
+    manager = KVCacheManager(CacheConfig(num_blocks=32, block_size=4), names)
+    told = []
+    for salt, adapter in (("a", "secret"), ("b", None)):
+        sequence = TokenSequence(
+            salt, [*LONG[:8], 1, 2, 3], salt=salt, adapter=adapter, public=names.public
+        )
+        found = manager.get_computed_blocks(sequence)
+        allocation = manager.allocate_slots(sequence, 11 - found.num_tokens, found)
+        assert allocation is not None
+        told.append(str(allocation.missed))
+        manager.commit_step()
+        manager.free(sequence)
+    assert "secret" not in told[1] and told[1] == told[0]

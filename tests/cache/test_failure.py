@@ -286,3 +286,13 @@ def test_a_copy_s_source_is_counted_once() -> None:
     third = TokenSequence("third", [*PROMPT[:8], 1, 3])
     assert admit(manager, third) == 9
     assert third.block_ids == [*first.block_ids, 2]
+
+
+def test_another_managers_running_sequence_gets_no_slots() -> None:
+    own, other = make_manager(), make_manager()
+    sequence = start(own, "running", PROMPT[:6])
+    sequence.append(5)
+    with pytest.raises(CacheError, match="'running' holds no blocks"):
+        other.append_slots(sequence)
+    assert own.append_slots(sequence)
+    own.check()

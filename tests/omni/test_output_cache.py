@@ -12,6 +12,7 @@ from torch import Tensor
 from headstart.cache import BlockKey, MultiModalItem, Namespace, TokenSequence, tree
 from headstart.errors import ConfigError
 from headstart.omni import output_cache
+from headstart.omni.content_cache import ContentCache
 from headstart.omni.output_cache import ENTRY_BYTES, BlockPath, OutputCache
 from tests.interruptions import Interrupted, Interruption
 
@@ -216,3 +217,15 @@ def test_an_interruption_at_any_line_leaves_no_node_without_rows() -> None:
         if not run.raised:
             break
     assert number > 300
+
+
+def test_rows_that_are_not_finite_are_not_kept() -> None:
+    cache = OutputCache(1 << 20)
+    for bad in (float("nan"), float("inf")):
+        cache.put(path(b"a"), 0, {"hidden": rows(bad), "codes": rows(1)})
+        assert cache.find(path(b"a")) == []
+    made = iter([rows(float("nan")), rows(2)])
+    kept = ContentCache(cache, "sounds")
+    assert kept.recall(b"digest", lambda: next(made)).isnan().all()
+    for _ in range(2):
+        assert kept.recall(b"digest", lambda: next(made)).equal(rows(2))

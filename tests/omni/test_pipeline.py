@@ -329,3 +329,22 @@ def test_a_talker_never_speaks_of_rows_that_did_not_come() -> None:
         assert feed.prompt() is None
         with pytest.raises(EngineError, match="ended with 9 rows of 'hidden' for a prompt of 14"):
             feed.end("thinker")
+
+
+def test_a_feed_that_raises_what_it_likes_ends_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def take(source: str, event: object) -> None:
+        raise ValueError("rows of another width")
+
+    with Speech() as speech:
+        bad, good = (
+            speech.pipeline.submit(request(name, prompt))
+            for name, prompt in zip(("bad", "good"), PROMPTS.values(), strict=False)
+        )
+        monkeypatch.setattr(speech.talker._states["bad"].feed, "take", take)
+        while not (bad.finish_reason and good.finish_reason):
+            speech.pipeline.step()
+        assert good.finish_reason == "done"
+        assert isinstance(bad.error, EngineError)
+        assert "its feed failed: ValueError: rows of another width" in str(bad.error)

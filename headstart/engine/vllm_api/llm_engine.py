@@ -55,7 +55,7 @@ class LLMEngine:
         started = start_engine(model, options)
         self.engine, self._driver, self._sampling = started.engine, started.driver, started.sampling
         self._shown: dict[str, ShownOutputs] = {}
-        self._errors: list[Exception] = []  # of requests, each for a step of its own
+        self._errors: dict[str, Exception] = {}  # of requests, each for a step of its own
         weakref.finalize(self, self._driver.close)
 
     @classmethod
@@ -95,12 +95,13 @@ class LLMEngine:
 
         Raises the EngineError of a request that failed; the others' outputs come before it.
         """
+        self.engine.require_open()
         if self._errors:
-            raise self._errors.pop(0)
+            raise self._errors.pop(next(iter(self._errors)))
         outputs = []
         for group, error in self.engine.step():
             if error is not None:
-                self._errors.append(error)
+                self._errors[group.request_id] = error
                 self._shown.pop(group.request_id, None)
                 continue
             output = group.output()
@@ -110,7 +111,7 @@ class LLMEngine:
             if (new := shown.next(output)) is not None:
                 outputs.append(new)
         if self._errors and not outputs:
-            raise self._errors.pop(0)
+            raise self._errors.pop(next(iter(self._errors)))
         return outputs
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
@@ -122,6 +123,7 @@ class LLMEngine:
         for name in names:
             self.engine.abort(name)
             self._shown.pop(name, None)
+            self._errors.pop(name, None)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step would tell something."""
@@ -129,7 +131,7 @@ class LLMEngine:
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that have not all of their answer."""
-        return len(self._shown)
+        return sum(map(self.engine.is_unfinished, self._shown))
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer, None if it came without one."""
@@ -164,6 +166,7 @@ class LLMEngine:
     def close(self) -> None:
         """Forget all requests and free the K/V memory. Idempotent."""
         self._shown.clear()
+        self._errors.clear()
         self._driver.close()
 
     def __getattr__(self, name: str) -> Any:

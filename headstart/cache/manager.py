@@ -307,8 +307,7 @@ class KVCacheManager:
         rebuild(self.pool, ended)
         for sequence in ended:
             sequence.give_up()
-        self._naming = BlockNaming(self.config, self.pool)
-        self._in_progress = BlocksInProgress()
+        self._naming, self._in_progress = BlockNaming(self.config, self.pool), BlocksInProgress()
         self._step += 1
         self._sequences, self._is_whole = {}, True
         return ended
@@ -383,7 +382,8 @@ class KVCacheManager:
         return True
 
     def check(self) -> None:
-        """Raise AssertionError if any invariant of pool, index or sequences is broken."""
+        """Raise AssertionError if an invariant is broken, CacheError until `fail_step` mends it."""
+        self._check_whole()  # first: links that are half moved may lead round in a circle
         check_everything(self.config, self.pool, self.sequences)
         assert all(self.is_known(sequence) for sequence in self.sequences), "one has no mark"
         self._in_progress.check(self.sequences)

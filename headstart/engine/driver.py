@@ -25,7 +25,7 @@ from headstart.engine.request import RequestGroup
 from headstart.engine.step import StepResult
 from headstart.errors import EngineError, HeadstartError, RequestError
 
-__all__ = ["AsyncMailbox", "Driver", "Mailbox", "Receiver", "Update"]
+__all__ = ["Driver", "Receiver", "Update"]
 
 Update = RequestOutput | BaseException
 """The output of a request so far, or the error that ended it."""
@@ -34,7 +34,6 @@ Receiver = Callable[[Update], object]
 """Takes a request's updates, in the engine's thread; what it raises ends its request."""
 
 _PATIENCE = 1.0  # seconds between two looks at whether the engine's thread is alive
-_MOST_UPDATES = 256  # in one mailbox; each has all the text so far, so one more can be left out
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
@@ -81,14 +80,6 @@ class Driver:
         followed = _Followed(group, receive, every_step)
         self._post(_Order(lambda: self._follow(followed), receive))
 
-    def mailbox(self) -> "Mailbox":
-        """Where updates of requests are waited for."""
-        return Mailbox(self)
-
-    def async_mailbox(self) -> "AsyncMailbox":
-        """As `mailbox`, for the event loop that runs."""
-        return AsyncMailbox()
-
     def cancel(self, groups: Sequence[RequestGroup], *, wait: bool = True) -> None:
         """Forget those of these requests that are unfinished.
 
@@ -129,6 +120,7 @@ class Driver:
     async def call_async(self, function: Callable[[], Answer]) -> Answer:
         """As `call`, for a task of the event loop that runs; no thread waits meanwhile."""
         answer: Future[Answer] = Future()
+        is_gone = False
 
         def run() -> None:
             if answer.set_running_or_notify_cancel():
@@ -138,20 +130,42 @@ class Driver:
                     answer.set_exception(error)
 
         self._post(_Order(run, answer.set_exception))
-        return await asyncio.wrap_future(answer)
+        told = asyncio.wrap_future(answer)
+        try:
+            while not (await asyncio.wait([told], timeout=_PATIENCE))[0]:
+                if is_gone:  # since before the last wait, in which its answer would have come
+                    raise self.ended()
+                is_gone = not self.is_alive
+            return told.result()
+        finally:
+            told.cancel()  # what nobody waits for any more is not begun
 
-    def wait(self, items: "queue.SimpleQueue[Item]") -> Item:
-        """The next item that the engine's thread puts. Raises EngineError if none will come.
+    def wait(
+        self, items: "queue.SimpleQueue[Item]", groups: Sequence[RequestGroup] | None = None
+    ) -> Item:
+        """The next item that the engine's thread puts, for one of these requests if any are given.
 
-        A simple queue has no lock that the garbage collector could run under: closing a stream, it
-        waits here as well.
+        Raises EngineError if none will come. A simple queue has no lock that the garbage collector
+        could run under: closing a stream, it waits here as well.
         """
         while True:
             try:
                 return items.get(timeout=_PATIENCE)
             except queue.Empty:
-                if not self.is_alive and items.empty():
-                    raise self.ended() from None
+                reason = self.explain_silence(groups)
+                if reason is not None and items.empty():
+                    raise reason from None
+
+    def explain_silence(self, groups: Sequence[RequestGroup] | None = None) -> EngineError | None:
+        """Why nobody is told anything any more, or nothing of these requests; None if they may be.
+
+        An update that was told before may still be on its way.
+        """
+        if not self.is_alive:
+            return self.ended()
+        if groups is None or any(not one.finished or self._is_followed(one) for one in groups):
+            return None
+        return EngineError("the request has ended, and how it ended could not be told")
 
     @property
     def is_alive(self) -> bool:
@@ -175,10 +189,17 @@ class Driver:
             self._ended = EngineError("the engine is closed")
         self._orders.put(None)
         thread = self._thread
-        if thread is None or not thread.is_alive():
-            self._engine.close()
-        elif thread is not threading.current_thread():
+        if thread is threading.current_thread():
+            return  # which closes the engine when it has done what it does
+        if thread is not None and thread.is_alive():
             thread.join()
+        with self._starting:
+            self._engine.close(str(self._ended))  # again, if the thread broke before it could
+
+    def _is_followed(self, group: RequestGroup) -> bool:
+        """Whether it is under way: it, and not another of its id."""
+        followed = self._followed.get(group.request_id)
+        return followed is not None and followed.group is group
 
     def _post(self, order: _Order) -> None:
         if self._ended is not None:
@@ -279,10 +300,9 @@ class Driver:
             self._end_one(followed, error)
 
     def _forget(self, groups: Sequence[RequestGroup]) -> None:
-        for group in groups:
-            followed = self._followed.get(group.request_id)
-            if followed is not None and followed.group is group:  # and not another of its id
-                self._drop(followed)
+        for group in filter(self._is_followed, groups):
+            self._engine.abort(group.request_id)
+            self._followed.pop(group.request_id, None)
 
     def _abort(self, request_id: str) -> None:
         followed = self._followed.get(request_id)
@@ -290,13 +310,9 @@ class Driver:
             self._engine.abort(request_id)
             self._send(followed)
 
-    def _drop(self, followed: _Followed) -> None:
-        self._engine.abort(followed.group.request_id)
-        self._followed.pop(followed.group.request_id, None)
-
     def _end_one(self, followed: _Followed, error: BaseException) -> None:
         """Tell it first: an exception between the two has it told twice, and not never."""
-        with suppress(Exception):  # nobody is there to be told
+        with suppress(Exception):  # nobody is there to be told; or else: see `explain_silence`
             followed.receive(error)
         self._followed.pop(followed.group.request_id, None)
 
@@ -321,13 +337,15 @@ class Driver:
 
     def _end(self, reason: BaseException) -> None:
         """The last thing the thread does: nobody waits, nothing is held."""
-        if self._ended is None:
-            self._ended = EngineError(f"the engine ended: {type(reason).__name__}: {reason}")
-            self._ended.__cause__ = reason
-        with suppress(BaseException):  # the engine is closed in any case
-            self._fail_all(reason)
-        self._refuse_orders(reason)
-        self._engine.close(str(self._ended))
+        try:
+            if self._ended is None:
+                self._ended = EngineError(f"the engine ended: {type(reason).__name__}: {reason}")
+                self._ended.__cause__ = reason
+            with suppress(BaseException):  # the orders are refused in any case
+                self._fail_all(reason)
+            self._refuse_orders(reason)
+        finally:
+            self._engine.close(str(self.ended()))
 
     def _refuse_orders(self, reason: BaseException) -> None:
         """Tell those whose orders are not carried out any more."""
@@ -339,56 +357,6 @@ class Driver:
             if order is not None:
                 with suppress(Exception):
                     order.refuse(reason)
-
-
-class Mailbox:
-    """Updates of requests for a thread that waits for them.
-
-    A reader far behind is not told every token: each output has all the text so far.
-    """
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
-
-    def receive(self, update: Update) -> None:
-        """A `Receiver`."""
-        if _is_last(update) or self._updates.qsize() < _MOST_UPDATES:
-            self._updates.put(update)
-
-    def get(self) -> RequestOutput:
-        """The next output, waited for. Raises the error that ended a request."""
-        return _open(self._driver.wait(self._updates))
-
-
-class AsyncMailbox:
-    """As `Mailbox`, for the tasks of one event loop: the one that runs when it is made."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._updates: asyncio.Queue[Update] = asyncio.Queue()
-
-    def receive(self, update: Update) -> None:
-        """A `Receiver`. Raises RuntimeError when the loop was closed."""
-        self._loop.call_soon_threadsafe(self._put, update)
-
-    async def get(self) -> RequestOutput:
-        """As `Mailbox.get`."""
-        return _open(await self._updates.get())
-
-    def _put(self, update: Update) -> None:
-        if _is_last(update) or self._updates.qsize() < _MOST_UPDATES:
-            self._updates.put_nowait(update)
-
-
-def _is_last(update: Update) -> bool:
-    return isinstance(update, BaseException) or update.finished
-
-
-def _open(update: Update) -> RequestOutput:
-    if isinstance(update, BaseException):
-        raise update
-    return update
 
 
 def _explain(error: BaseException) -> BaseException:

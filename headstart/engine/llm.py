@@ -21,7 +21,7 @@ from headstart.engine.arg_utils import EngineArgs, require_engine_args
 from headstart.engine.params import SamplingParams
 from headstart.engine.sampling.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from headstart.engine.startup.start import start_engine
-from headstart.engine.streams import RequestStream
+from headstart.engine.streams import Mailbox, RequestStream
 from headstart.engine.vllm_api.call_options import (
     CallOptions,
     StreamChatOptions,
@@ -266,7 +266,7 @@ class LLM:
 
     def _run(self, groups: list[RequestGroup], *, show_progress: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
-        updates = self._driver.mailbox()
+        updates = Mailbox(self._driver, groups)
         try:
             for group in groups:
                 self._driver.submit(group, updates.receive, every_step=False)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from headstart.engine.outputs import ShownOutputs
 
 if TYPE_CHECKING:
     from headstart.engine.chat.requests import ChatRequests
-    from headstart.engine.driver import AsyncMailbox, Driver
+    from headstart.engine.driver import Driver, Update
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
 
-__all__ = ["AsyncRequestStream", "OutputStream", "PromptProgress", "RequestStream"]
+__all__ = ["AsyncRequestStream", "Mailbox", "OutputStream", "PromptProgress", "RequestStream"]
+
+_PATIENCE = 1.0  # seconds between two looks at whether the engine has anything to tell
+_MOST_UPDATES = 256  # in one mailbox; each has all the text so far, so one more can be left out
 
 Output = TypeVar("Output")
 
@@ -92,7 +96,7 @@ class RequestStream(OutputStream["RequestOutput"]):
         self._group = group
         self._chats = chats
         self._shown = ShownOutputs(group.params.output_kind)
-        self._updates = driver.mailbox()
+        self._updates = Mailbox(driver, [group])
         self._unsubmitted = [group]  # until one thread takes it out: to submit it, or never to
         self._aborted = False
         self._is_left = False
@@ -199,7 +203,7 @@ class AsyncRequestStream(AsyncGenerator["RequestOutput", None]):
         if group is None:
             group = await self._prepare()
             self._shown = ShownOutputs(group.params.output_kind)
-            self._updates: AsyncMailbox = self._driver.async_mailbox()
+            self._updates = AsyncMailbox(self._driver, group)
             self._group = group  # last: from here on there is something to cancel
             every_step = self._shown.wants_every_step
             self._driver.submit(group, self._updates.receive, every_step=every_step)
@@ -221,3 +225,67 @@ class AsyncRequestStream(AsyncGenerator["RequestOutput", None]):
 
     def __del__(self) -> None:
         self._leave()
+
+
+class Mailbox:
+    """Updates of requests for a thread that waits for them.
+
+    A reader far behind is not told every token: each output has all the text so far.
+    """
+
+    def __init__(self, driver: Driver, groups: Sequence[RequestGroup]) -> None:
+        self._driver = driver
+        self._groups = groups
+        self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+
+    def receive(self, update: Update) -> None:
+        """A `Receiver`."""
+        if _is_last(update) or self._updates.qsize() < _MOST_UPDATES:
+            self._updates.put(update)
+
+    def get(self) -> RequestOutput:
+        """The next output, waited for. Raises the error that ended a request."""
+        return _open(self._driver.wait(self._updates, self._groups))
+
+
+class AsyncMailbox:
+    """As `Mailbox`, of one request for the tasks of one event loop: that which runs now."""
+
+    def __init__(self, driver: Driver, group: RequestGroup) -> None:
+        self._driver = driver
+        self._group = group
+        self._loop = asyncio.get_running_loop()
+        self._updates: asyncio.Queue[Update] = asyncio.Queue()
+
+    def receive(self, update: Update) -> None:
+        """A `Receiver`. Raises RuntimeError when the loop was closed."""
+        self._loop.call_soon_threadsafe(self._put, update)
+
+    async def get(self) -> RequestOutput:
+        """As `Mailbox.get`."""
+        reason = None
+        while True:
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    update = await self._updates.get()
+            except TimeoutError:
+                # Since before the last wait, in which an update on its way would have come.
+                if reason is not None and self._updates.empty():
+                    raise reason from None
+                reason = self._driver.explain_silence([self._group])
+            else:
+                return _open(update)
+
+    def _put(self, update: Update) -> None:
+        if _is_last(update) or self._updates.qsize() < _MOST_UPDATES:
+            self._updates.put_nowait(update)
+
+
+def _is_last(update: Update) -> bool:
+    return isinstance(update, BaseException) or update.finished
+
+
+def _open(update: Update) -> RequestOutput:
+    if isinstance(update, BaseException):
+        raise update
+    return update

@@ -2,9 +2,6 @@
 
 import asyncio
 import gc
-import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,13 +12,12 @@ from typing import Any
 import pytest
 
 from headstart import LLM, AsyncLLM, SamplingParams
-from headstart.engine import driver
 from headstart.engine.batch import Batch
 from headstart.engine.outputs import RequestOutput
+from headstart.engine.streams import Mailbox
 from headstart.errors import EngineError, RequestError
 from headstart.sampling_params import BeamSearchParams
 from tests.engine.tiny_llm import make_llm, save_smallest
-from tests.interruptions import Interruption, points
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
@@ -187,7 +183,7 @@ def test_an_id_in_use_is_refused_whatever_happens(llm: LLM) -> None:
     """The second took the first one's place until it was refused: if that was interrupted, nobody
     told the first."""
     first, second = (llm.engine.prepare(A, LONG, request_id="mine") for _ in range(2))
-    updates = [llm._driver.mailbox() for _ in range(2)]
+    updates = [Mailbox(llm._driver, [group]) for group in (first, second)]
 
     def broken(group: object) -> None:
         raise MemoryError("on purpose")
@@ -209,7 +205,7 @@ def test_an_id_in_use_is_refused_whatever_happens(llm: LLM) -> None:
 def test_a_request_that_close_overtakes_is_refused(llm: LLM) -> None:
     """It was queued after the thread had refused all others, and waited for ever."""
     group = llm.engine.prepare(A, GREEDY)
-    updates = llm._driver.mailbox()
+    updates = Mailbox(llm._driver, [group])
     require_thread = llm._driver._require_thread
 
     def overtaken() -> None:
@@ -221,125 +217,6 @@ def test_a_request_that_close_overtakes_is_refused(llm: LLM) -> None:
     assert not updates._updates.empty()
     with pytest.raises(EngineError, match="closed"):
         updates.get()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_exception_at_any_line_of_the_drivers_thread(
-    folder: Path, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Callers get their answer or an error, and the next call, too."""
-    monkeypatch.setattr(driver, "_PATIENCE", 0.01)
-    short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-
-    def ask(interruption: Interruption) -> LLM:
-        llm = make_llm(folder)
-        threading.settrace(interruption.trace)
-        try:
-            outputs = llm.generate([A, B], short, use_tqdm=False)
-        except EngineError as error:
-            assert "on purpose" in str(error) or "thread is not there" in str(error)
-        else:
-            assert [_tokens(o) for o in outputs] == [expected[p[0]][:2] for p in (A, B)]
-        finally:
-            threading.settrace(None)  # type: ignore[arg-type]
-        return llm
-
-    counted = Interruption()
-    ask(counted).close()
-    places = [at for at in points(counted.lines) if counted.lines[at][0] == driver.__file__]
-    assert len(places) > 50
-    for at in places:
-        llm = ask(Interruption(at, MemoryError("on purpose")))
-        try:
-            assert _tokens(llm.generate(B, short)[0]) == expected[B[0]][:2]
-            assert _is_clean(llm)
-        except EngineError as error:  # it has ended, or the interruption came only now
-            assert "on purpose" in str(error) or "thread is not there" in str(error)
-        llm.close()
-        assert not llm._driver.is_alive
-
-
-_SIGNALS = """
-import random, signal, sys, time
-from headstart import LLM, SamplingParams
-greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-prompts = [list(range(3, 60)), list(range(3, 40)) + [7, 8], list(range(70, 110))]
-chance = random.Random(0)
-signal.signal(signal.SIGALRM, signal.default_int_handler)
-def interrupt(dtype):
-    llm = LLM(sys.argv[1], dtype=dtype, num_blocks=24, num_threads=1, max_num_batched_tokens=32)
-    expected = [llm.generate(prompt, greedy)[0].outputs[0].token_ids for prompt in prompts]
-    llm.reset_prefix_cache()
-    start = time.perf_counter()
-    llm.generate(prompts, greedy, use_tqdm=False)
-    seconds = time.perf_counter() - start
-    turn = hit = 0
-    while hit < 30 and turn < 400:
-        turn += 1
-        llm.reset_prefix_cache()
-        signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, seconds))
-        try:
-            if turn % 2:
-                llm.generate(prompts, greedy, use_tqdm=False)
-            else:
-                for output in zip(llm.stream(prompts[0], greedy), llm.stream(prompts[1], greedy)):
-                    pass
-        except KeyboardInterrupt:
-            hit += 1
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        outputs = llm.generate(prompts, greedy, use_tqdm=False)
-        answers = [output.outputs[0].token_ids for output in outputs]
-        assert answers == expected, (dtype, turn, answers)
-        llm.engine.manager.check()
-        assert llm.engine.manager.num_free_blocks == 24 and not llm.engine.has_unfinished, turn
-    llm.close()
-    return hit
-print(interrupt("float32"), interrupt("bfloat16"))
-"""
-
-
-def test_real_signals_at_random_moments(folder: Path) -> None:
-    """2 of 16 ended so that the next call raised KeyError; one held 13 blocks for ever."""
-    done = _run(_SIGNALS, folder)
-    assert done.returncode == 0, done.stderr
-    float32, bfloat16 = map(int, done.stdout.split())
-    assert float32 > 0 and bfloat16 > 0
-
-
-_FORK = """
-import os, sys
-from headstart import LLM, SamplingParams
-from headstart.errors import EngineError
-llm = LLM(sys.argv[1], dtype="float32", num_blocks=24, num_threads=1)
-llm.generate([5, 6], SamplingParams(max_tokens=1))
-child = os.fork()
-if child == 0:
-    try:
-        llm.generate([5, 6], SamplingParams(max_tokens=1))
-    except EngineError as error:
-        print(error, flush=True)
-    os._exit(0)
-os.waitpid(child, 0)
-"""
-
-
-def test_an_engine_does_not_hang_in_a_forked_process(folder: Path) -> None:
-    done = _run(_FORK, folder)
-    assert "forked" in done.stdout, done.stderr
-
-
-def _run(script: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    """The script in a process that imports nothing of the tests: that takes as long as the rest."""
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env={**os.environ, "PYTHONPATH": path},
-    )
 
 
 # The end of an engine

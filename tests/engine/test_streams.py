@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from headstart import LLM, SamplingParams
+from headstart.engine import streams
 from headstart.engine.step import StepResult
 from tests.engine.tiny_llm import make_llm, save_smallest
 
@@ -122,7 +123,7 @@ def test_threads_that_begin_a_stream_together_all_see_its_end(
 ) -> None:
     """Each submitted the request: one was refused as the other's twin, and closed the stream."""
     stream = llm.stream(A, LONG)
-    submit, mailbox, pool = llm._driver.submit, llm._driver.mailbox, ThreadPoolExecutor(1)
+    submit, mailbox, pool = llm._driver.submit, streams.Mailbox, ThreadPoolExecutor(1)
     others: list[Any] = []
     submitted = threading.Event()
 
@@ -131,18 +132,18 @@ def test_threads_that_begin_a_stream_together_all_see_its_end(
             others.append(None)
             others[0] = pool.submit(list, stream)
 
-    def make_mailbox() -> Any:
+    def make_mailbox(*args: Any) -> Any:
         first = not others
         with_another_reader()
         assert not first or submitted.wait(30)
-        return mailbox()
+        return mailbox(*args)
 
     def submit_with(*args: Any, **options: Any) -> None:
         with_another_reader()
         submit(*args, **options)
         submitted.set()
 
-    monkeypatch.setattr(llm._driver, "mailbox", make_mailbox)
+    monkeypatch.setattr(streams, "Mailbox", make_mailbox)
     monkeypatch.setattr(llm._driver, "submit", submit_with)
     mine = list(stream)
     theirs = others[0].result(30)

@@ -33,7 +33,7 @@ from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.cluster.serving.messages import AnswerRequest, Follow, Part, Report, RequestKey
 from headstart.cluster.serving.ray_errors import read_error
 from headstart.cluster.serving.running import Attempt, Running
-from headstart.engine.driver import AsyncMailbox, Receiver, Update
+from headstart.engine.driver import Receiver, Update
 from headstart.errors import EngineError, ReplicaLostError, RequestError
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ class ReplicaDriver:
 
     # As of a driver
 
-    def async_mailbox(self) -> AsyncMailbox:
-        """Where updates of requests are waited for, by the event loop that runs."""
-        return AsyncMailbox()
+    def explain_silence(self, groups: Sequence[RequestGroup]) -> EngineError | None:
+        """Why nobody is told of these requests any more; None while they may be."""
+        return None if self._thread.is_alive() else EngineError(_CLOSED)
 
     def submit(self, group: RequestGroup, receive: Receiver, *, every_step: bool = True) -> None:
         """Have a prepared request answered. Its last update is a finished output or an error.

@@ -1,0 +1,333 @@
+"""The driver under exceptions and signals at any moment: nobody waits for ever, nothing is lost."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from headstart import LLM, AsyncLLM, SamplingParams
+from headstart.engine import driver, streams
+from headstart.engine.outputs import RequestOutput
+from headstart.errors import EngineError
+from tests.engine.tiny_llm import make_llm, save_smallest
+from tests.interruptions import Interruption, Line, points
+
+SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+A, B = list(range(3, 50)), list(range(60, 100))
+LIMIT = 600.0
+"""Seconds that a process or a reader may take before it counts as hanging, on a busy machine."""
+
+unhandled = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_smallest(tmp_path_factory.mktemp("model"), layers=1)
+
+
+@pytest.fixture
+def llm(folder: Path) -> Iterator[LLM]:
+    made = make_llm(folder)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[int, list[int]]:
+    """The answer to A and to B, by the prompt's first token, of an engine that did nothing else."""
+    llm = make_llm(folder)
+    answers = {prompt[0]: _tokens(llm.generate(prompt, SHORT)[0]) for prompt in (A, B)}
+    llm.close()
+    return answers
+
+
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (driver, streams):
+        monkeypatch.setattr(module, "_PATIENCE", 0.01)
+
+
+def _tokens(output: RequestOutput) -> list[int]:
+    return output.outputs[0].token_ids
+
+
+def _is_clean(llm: LLM | AsyncLLM) -> bool:
+    llm.engine.manager.check()
+    return not llm.engine.has_unfinished and llm.engine.manager.num_free_blocks == 24
+
+
+def _is_told(error: BaseException) -> bool:
+    """The error is the one that was raised, or says that there is no thread any more."""
+    return any(part in str(error) for part in ("on purpose", "thread is not there", "is closed"))
+
+
+@unhandled
+def test_an_exception_at_any_line_of_the_drivers_thread(
+    folder: Path, expected: dict[int, list[int]]
+) -> None:
+    """Callers get their answer or an error, and the next call, too."""
+
+    def ask(interruption: Interruption) -> LLM:
+        llm = make_llm(folder)
+        threading.settrace(interruption.trace)
+        try:
+            outputs = llm.generate([A, B], SHORT, use_tqdm=False)
+        except (EngineError, KeyboardInterrupt) as error:
+            assert _is_told(error)
+        else:
+            assert [_tokens(o) for o in outputs] == [expected[p[0]] for p in (A, B)]
+        finally:
+            threading.settrace(None)  # type: ignore[arg-type]
+        return llm
+
+    counted = Interruption()
+    ask(counted).close()
+    places = [at for at in points(counted.lines) if counted.lines[at][0] == driver.__file__]
+    assert len(places) > 50
+    for turn, at in enumerate(places):
+        kind = KeyboardInterrupt if turn % 3 == 0 else MemoryError
+        llm = ask(Interruption(at, kind("on purpose")))
+        try:
+            assert _tokens(llm.generate(B, SHORT)[0]) == expected[B[0]]
+            assert _is_clean(llm)
+        except (EngineError, KeyboardInterrupt) as error:  # it ended, or it was interrupted now
+            assert _is_told(error)
+        llm.close()
+        assert not llm._driver.is_alive
+        assert not llm.engine._runner._memory.keys, "the K/V memory is kept"
+
+
+class _AtLine:
+    """Raises MemoryError where a line of the driver runs in the engine's thread for the nth time.
+
+    Not before the line of a number, as `Interruption`: with an event loop beside the thread, no run
+    is like the one before. Without a line it only counts them all.
+    """
+
+    def __init__(self, line: Line | None = None, time: int = 1) -> None:
+        self.counts = Counter[Line]()
+        self._place = (line, time)
+
+    def trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code.co_filename not in (driver.__file__, streams.__file__):
+            return None
+        return self._line if threading.current_thread().name == "headstart-engine" else None
+
+    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line":
+            line = (frame.f_code.co_filename, frame.f_lineno)
+            self.counts[line] += 1
+            if (line, self.counts[line]) == self._place:
+                raise MemoryError("on purpose")
+        return self._line
+
+
+async def _cancel_abort_and_close(llm: AsyncLLM) -> list[object]:
+    """How three requests and a call end: one cancelled, one aborted, one under way at the close."""
+    begun = [asyncio.Event() for _ in range(3)]
+    step, steps = llm.engine.step, iter(range(20))
+    # Nobody's answer comes to its end by itself, however slow the event loop is.
+    llm.engine.step = lambda: [] if next(steps, None) is None else step()  # type: ignore[method-assign]
+
+    async def read(at: int) -> RequestOutput:
+        outputs = []
+        try:
+            async for output in llm.generate([*A, at], LONG, f"{at}"):
+                outputs.append(output)
+                begun[at].set()
+        finally:
+            begun[at].set()
+        return outputs[-1]
+
+    async with asyncio.timeout(LIMIT):
+        tasks = [asyncio.create_task(read(at)) for at in range(3)]
+        for event in begun:
+            await event.wait()
+        called = asyncio.create_task(llm.call(lambda: None))
+        tasks[0].cancel()
+        try:
+            await llm.abort("1")
+        except EngineError as error:
+            assert _is_told(error)
+        await asyncio.wait([tasks[1], called])
+        llm.close()
+        return list(await asyncio.gather(*tasks, called, return_exceptions=True))
+
+
+@unhandled
+def test_an_exception_at_any_line_of_the_thread_of_an_async_llm(folder: Path) -> None:
+    """Readers waited for ever when the driver's own end failed, and the K/V memory was kept."""
+
+    def run(at_line: _AtLine) -> list[object]:
+        llm = AsyncLLM(folder, dtype="float32", num_blocks=24, num_threads=1)
+        threading.settrace(at_line.trace)
+        try:
+            ends = asyncio.run(_cancel_abort_and_close(llm))
+        finally:
+            threading.settrace(None)  # type: ignore[arg-type]
+        assert not llm._driver.is_alive
+        assert not llm.engine._runner._memory.keys, "the K/V memory is kept"
+        return ends
+
+    counted = _AtLine()
+    cancelled, aborted, closed, called = run(counted)
+    assert isinstance(cancelled, asyncio.CancelledError) and called is None
+    assert isinstance(aborted, RequestOutput) and aborted.outputs[0].finish_reason == "abort"
+    assert isinstance(closed, EngineError)
+    assert len(counted.counts) > 75
+    for line, count in counted.counts.items():
+        for time in {1, min(count, 3)}:
+            ends = [end for end in run(_AtLine(line, time)) if isinstance(end, Exception)]
+            assert all(isinstance(end, EngineError) or _is_told(end) for end in ends)
+
+
+@unhandled
+def test_a_call_that_is_never_refused_ends_with_the_thread(folder: Path) -> None:
+    """A task waited for it for ever."""
+    llm = AsyncLLM(folder, dtype="float32", num_blocks=24, num_threads=1)
+    begun, go = threading.Event(), threading.Event()
+
+    def broken(*_: object) -> Any:
+        begun.set()
+        assert go.wait(LIMIT)
+        raise MemoryError("on purpose")
+
+    llm.engine.step = llm.engine.abort = broken  # type: ignore[method-assign]
+    llm._driver._refuse_orders = broken  # type: ignore[method-assign]
+
+    async def call_and_break() -> list[object]:
+        async with asyncio.timeout(LIMIT):
+            read = asyncio.ensure_future(anext(llm.generate(A, LONG)))
+            await asyncio.to_thread(begun.wait)
+            called = asyncio.create_task(llm.call(lambda: None))
+            await asyncio.sleep(0)  # it has asked
+            go.set()
+            return list(await asyncio.gather(read, called, return_exceptions=True))
+
+    for end in asyncio.run(call_and_break()):
+        assert isinstance(end, EngineError)
+    llm.close()
+    assert not llm.engine._runner._memory.keys
+
+
+@pytest.mark.parametrize("way", ["LLM", "AsyncLLM"])
+def test_an_end_that_cannot_be_told_is_noticed(folder: Path, way: str) -> None:
+    """The request was forgotten, its reader waited for ever, and the engine served the next."""
+
+    def broken(*_: object) -> Any:
+        raise MemoryError("on purpose")
+
+    def untold(self: object, update: object) -> None:
+        if isinstance(update, EngineError):
+            broken()
+
+    with pytest.MonkeyPatch.context() as patch:
+        for mailbox in (streams.Mailbox, streams.AsyncMailbox):
+            patch.setattr(mailbox, "receive", untold)
+        if way == "LLM":
+            llm: LLM | AsyncLLM = make_llm(folder)
+            patch.setattr(llm.engine.model, "forward", broken)
+            with pytest.raises(EngineError, match="could not be told"):
+                llm.generate(A, SHORT)
+        else:
+            llm = AsyncLLM(folder, dtype="float32", num_blocks=24, num_threads=1)
+            patch.setattr(llm.engine.model, "forward", broken)
+            with pytest.raises(EngineError, match="could not be told"):
+                asyncio.run(anext(llm.generate(A, SHORT)))
+    assert llm._driver.is_alive and _is_clean(llm)
+    llm.close()
+
+
+_SIGNALS = """
+import random, signal, sys
+from headstart import LLM, SamplingParams
+greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+prompts = [list(range(3, 60)), list(range(3, 40)) + [7, 8], list(range(70, 110))]
+chance = random.Random(0)
+armed = []  # so that a signal that comes late, or twice, raises nothing outside of the try
+def handle(*_):
+    if armed:
+        armed.clear()
+        raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, handle)
+def interrupt(dtype):
+    llm = LLM(sys.argv[1], dtype=dtype, num_blocks=24, num_threads=1, max_num_batched_tokens=32)
+    expected = [llm.generate(prompt, greedy)[0].outputs[0].token_ids for prompt in prompts]
+    longest, turn, hits = 0.1, 0, 0
+    while hits < 20:
+        turn += 1
+        llm.reset_prefix_cache()
+        try:
+            armed.append(True)
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, longest))
+            if turn % 2:
+                llm.generate(prompts, greedy, use_tqdm=False)
+            else:
+                for output in zip(llm.stream(prompts[0], greedy), llm.stream(prompts[1], greedy)):
+                    pass
+            armed.clear()
+            longest *= 0.8  # so that half of the signals come in time, however long it takes
+        except KeyboardInterrupt:
+            hits += 1
+            longest *= 1.2
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        outputs = llm.generate(prompts, greedy, use_tqdm=False)
+        answers = [output.outputs[0].token_ids for output in outputs]
+        assert answers == expected, (dtype, turn, answers)
+        llm.engine.manager.check()
+        assert llm.engine.manager.num_free_blocks == 24 and not llm.engine.has_unfinished, turn
+    llm.close()
+    return hits
+print(interrupt("float32"), interrupt("bfloat16"))
+"""
+
+
+def test_real_signals_at_random_moments(folder: Path) -> None:
+    """2 of 16 ended so that the next call raised KeyError; one held 13 blocks for ever."""
+    done = _run(_SIGNALS, folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["20", "20"]
+
+
+_FORK = """
+import os, sys
+from headstart import LLM, SamplingParams
+from headstart.errors import EngineError
+llm = LLM(sys.argv[1], dtype="float32", num_blocks=24, num_threads=1)
+llm.generate([5, 6], SamplingParams(max_tokens=1))
+child = os.fork()
+if child == 0:
+    try:
+        llm.generate([5, 6], SamplingParams(max_tokens=1))
+    except EngineError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_an_engine_does_not_hang_in_a_forked_process(folder: Path) -> None:
+    done = _run(_FORK, folder)
+    assert "forked" in done.stdout, done.stderr
+
+
+def _run(script: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """The script in a process that imports nothing of the tests: that takes as long as the rest."""
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        env={**os.environ, "PYTHONPATH": path},
+    )

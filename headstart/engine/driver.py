@@ -75,8 +75,9 @@ class Driver:
     def submit(self, group: RequestGroup, receive: Receiver, *, every_step: bool = True) -> None:
         """Queue a prepared request. Its last update is a finished output or an error.
 
-        Raises EngineError when the engine is closed.
+        Raises EngineError when the engine is closed, or in the engine's own thread.
         """
+        self._refuse_own_thread()
         followed = _Followed(group, receive, every_step)
         self._post(_Order(lambda: self._follow(followed), receive))
 
@@ -101,8 +102,9 @@ class Driver:
     def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function` in the engine's thread between two steps; returns or raises what it does.
 
-        Raises EngineError when the engine is closed, or ends before.
+        Raises EngineError when the engine is closed, or ends before, or in the engine's own thread.
         """
+        self._refuse_own_thread()
         answers: queue.SimpleQueue[tuple[Answer] | BaseException] = queue.SimpleQueue()
 
         def run() -> None:
@@ -119,6 +121,7 @@ class Driver:
 
     async def call_async(self, function: Callable[[], Answer]) -> Answer:
         """As `call`, for a task of the event loop that runs; no thread waits meanwhile."""
+        self._refuse_own_thread()
         answer: Future[Answer] = Future()
         is_gone = False
 
@@ -148,6 +151,7 @@ class Driver:
         Raises EngineError if none will come. A simple queue has no lock that the garbage collector
         could run under: closing a stream, it waits here as well.
         """
+        self._refuse_own_thread()
         while True:
             try:
                 return items.get(timeout=_PATIENCE)
@@ -200,6 +204,14 @@ class Driver:
         """Whether it is under way: it, and not another of its id."""
         followed = self._followed.get(group.request_id)
         return followed is not None and followed.group is group
+
+    def _refuse_own_thread(self) -> None:
+        """Raise EngineError where whoever asks would keep the engine from answering, for ever."""
+        if threading.current_thread() is self._thread:
+            raise EngineError(
+                "the engine cannot be asked from within a step, such as by a logits processor: it "
+                "would wait for itself; ask when the step is over, from another thread"
+            )
 
     def _post(self, order: _Order) -> None:
         if self._ended is not None:

@@ -267,6 +267,34 @@ def test_threads_end_and_memory_is_given_back(folder: Path) -> None:
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.parametrize("ask", ["generate", "stream", "get_metrics", "reset", "unload", "read"])
+def test_asking_from_within_a_step_is_refused(
+    llm: LLM, expected: dict[int, list[int]], ask: str
+) -> None:
+    """A logits processor waited for the step that it was in, and all others and `close` with it."""
+    open_stream = llm.stream(B, LONG)
+    next(open_stream)
+    calls: dict[str, Callable[[], Any]] = {
+        "generate": lambda: llm.generate(B, GREEDY),
+        "stream": lambda: next(llm.stream(B, GREEDY)),
+        "get_metrics": llm.get_metrics,
+        "reset": lambda: llm.reset_prefix_cache(reset_running_requests=True),
+        "unload": lambda: llm.unload_adapter("a"),
+        "read": lambda: [next(open_stream) for _ in range(150)],
+    }
+
+    def process(token_ids: list[int], logits: Any) -> Any:
+        return calls[ask]()
+
+    asking = SamplingParams(temperature=0, max_tokens=2, logits_processors=[process])
+    with pytest.raises(EngineError, match="asked from within a step"):
+        llm.generate(A, asking)
+    assert _tokens(llm.generate(A, GREEDY)[0]) == expected[A[0]]
+    if ask != "read":  # whose error closed it
+        assert len(_tokens(list(open_stream)[-1])) == 150
+    assert llm._driver.call(lambda: _is_clean(llm))
+
+
 def test_an_engine_that_nobody_holds_gives_its_memory_back(folder: Path) -> None:
     """transformers' table of attention functions kept it: 64 MB more for each of six."""
     llm = make_llm(folder)

@@ -158,7 +158,7 @@ class AsyncLLM:
         return self._stream(prepared)
 
     def _stream(self, prepare: Callable[[], Awaitable[RequestGroup]]) -> AsyncRequestStream:
-        return AsyncRequestStream(self._driver, self._chats, prepare)
+        return AsyncRequestStream(self._driver, self._chats, prepare, owner=self)
 
     async def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function` in the engine's thread between two steps; for what reads the cache."""

@@ -168,7 +168,7 @@ class LLM:
         group = self.engine.prepare(
             prompt, params, salt=call.salt, adapter=name, priority=call.priorities[0]
         )
-        return RequestStream(self._driver, group)
+        return RequestStream(self._driver, group, owner=self)
 
     def stream_chat(
         self,
@@ -185,7 +185,7 @@ class LLM:
         group = self._chats.prepare(
             messages, params, template, salt=call.salt, adapter=name, priority=priority
         )
-        return RequestStream(self._driver, group, self._chats)
+        return RequestStream(self._driver, group, self._chats, owner=self)
 
     def recall_chat(
         self, messages: Conversation, reply_token_ids: Mapping[int, Sequence[int]]

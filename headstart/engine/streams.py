@@ -90,8 +90,14 @@ class RequestStream(OutputStream["RequestOutput"]):
     """One request's outputs by way of the driver; a chat's answer is remembered."""
 
     def __init__(
-        self, driver: Driver, group: RequestGroup, chats: ChatRequests | None = None
+        self,
+        driver: Driver,
+        group: RequestGroup,
+        chats: ChatRequests | None = None,
+        owner: object = None,
     ) -> None:
+        """owner: is kept alive until the stream ends, since the engine ends with it."""
+        self._owner = owner
         self._driver = driver
         self._group = group
         self._chats = chats
@@ -159,6 +165,7 @@ class RequestStream(OutputStream["RequestOutput"]):
 
     def _end(self) -> None:
         super()._end()
+        self._owner = None
         self._updates.receive(StopIteration())  # another thread may wait for one
 
 
@@ -171,11 +178,17 @@ class AsyncRequestStream(AsyncGenerator["RequestOutput", None]):
     """
 
     def __init__(
-        self, driver: Driver, chats: ChatRequests, prepare: Callable[[], Awaitable[RequestGroup]]
+        self,
+        driver: Driver,
+        chats: ChatRequests,
+        prepare: Callable[[], Awaitable[RequestGroup]],
+        owner: object = None,
     ) -> None:
+        """owner: is kept alive until the stream ends, since the engine ends with it."""
+        self._owner = owner
         self._driver = driver
         self._chats = chats
-        self._prepare = prepare
+        self._prepare: Callable[[], Awaitable[RequestGroup]] | None = prepare  # until it is called
         self._group: RequestGroup | None = None
         self._ended = False
 
@@ -201,7 +214,10 @@ class AsyncRequestStream(AsyncGenerator["RequestOutput", None]):
     async def _next(self) -> RequestOutput:
         group = self._group
         if group is None:
+            assert self._prepare is not None
             group = await self._prepare()
+            if self._ended:  # meanwhile
+                raise StopAsyncIteration
             self._shown = ShownOutputs(group.params.output_kind)
             self._updates = AsyncMailbox(self._driver, group)
             self._group = group  # last: from here on there is something to cancel
@@ -210,7 +226,7 @@ class AsyncRequestStream(AsyncGenerator["RequestOutput", None]):
         while not self._ended:
             output = await self._updates.get()
             if output.finished:
-                self._ended = True
+                self._end()
                 if group.chat is not None:
                     await asyncio.to_thread(self._chats.remember, group, output)
             shown = self._shown.next(output)
@@ -219,9 +235,14 @@ class AsyncRequestStream(AsyncGenerator["RequestOutput", None]):
         raise StopAsyncIteration
 
     def _leave(self) -> None:
-        ended, self._ended = self._ended, True
+        ended = self._ended
+        self._end()
         if not ended and self._group is not None:
             self._driver.cancel([self._group], wait=False)
+
+    def _end(self) -> None:
+        self._ended = True
+        self._owner = self._prepare = None  # which holds it, too
 
     def __del__(self) -> None:
         self._leave()

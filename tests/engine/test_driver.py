@@ -295,6 +295,39 @@ def test_asking_from_within_a_step_is_refused(
     assert llm._driver.call(lambda: _is_clean(llm))
 
 
+def test_a_stream_keeps_its_llm(folder: Path, expected: dict[int, list[int]]) -> None:
+    """`for output in LLM(model).stream(prompt)` failed: the engine was closed."""
+    streams = make_llm(folder).stream(A, GREEDY), make_llm(folder).stream(A, LONG)
+    llms = [weakref.ref(stream._owner) for stream in streams]
+    gc.collect()
+    assert _tokens(list(streams[0])[-1]) == expected[A[0]]
+    next(streams[1])
+    streams[1].close()
+    assert [llm() for llm in llms] == [None, None], "it is held for longer than the stream lives"
+
+
+def test_a_stream_keeps_its_async_llm(folder: Path, expected: dict[int, list[int]]) -> None:
+    async def read_all(stream: Any) -> list[RequestOutput]:
+        llm = weakref.ref(stream._owner)
+        gc.collect()
+        outputs = [output async for output in stream]
+        assert llm() is None, "it is held for longer than the stream lives"
+        return outputs
+
+    def make() -> AsyncLLM:
+        return AsyncLLM(folder, dtype="float32", num_blocks=24, num_threads=1)
+
+    async def prepared() -> Any:
+        llm = make()
+        return llm.outputs(await llm.prepare(A, GREEDY))
+
+    async def both() -> list[list[RequestOutput]]:
+        return [await read_all(make().generate(A, GREEDY)), await read_all(await prepared())]
+
+    for outputs in asyncio.run(both()):
+        assert _tokens(outputs[-1]) == expected[A[0]]
+
+
 def test_an_engine_that_nobody_holds_gives_its_memory_back(folder: Path) -> None:
     """transformers' table of attention functions kept it: 64 MB more for each of six."""
     llm = make_llm(folder)

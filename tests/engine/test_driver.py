@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AttentionInterface
 
 from headstart import LLM, AsyncLLM, SamplingParams
+from headstart.attention.register import unregister
 from headstart.engine.batch import Batch
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.streams import Mailbox
 from headstart.errors import EngineError, RequestError
+from headstart.models.zoo import decoder
 from headstart.sampling_params import BeamSearchParams
 from tests.engine.tiny_llm import make_llm, save_smallest
+from tests.tiny_models import save_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
@@ -328,11 +332,29 @@ def test_a_stream_keeps_its_async_llm(folder: Path, expected: dict[int, list[int
         assert _tokens(outputs[-1]) == expected[A[0]]
 
 
-def test_an_engine_that_nobody_holds_gives_its_memory_back(folder: Path) -> None:
-    """transformers' table of attention functions kept it: 64 MB more for each of six."""
-    llm = make_llm(folder)
+@pytest.mark.parametrize("is_unregistered", [True, False])
+def test_an_engine_that_nobody_holds_gives_its_memory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_unregistered: bool
+) -> None:
+    """transformers' table of attention functions kept it: 64 MB more for each of six.
+
+    The backend goes even while the table has the function.
+    """
+    if not is_unregistered:
+        monkeypatch.setattr(decoder, "unregister", lambda name: None)
+    table = AttentionInterface._global_mapping
+    before = set(table)
+    llm = make_llm(save_tiny("gpt2", tmp_path))
     llm.generate(A, GREEDY)
-    rows = weakref.ref(llm.engine._runner._memory.keys[0])
+    held = [
+        weakref.ref(llm.engine._runner._memory.keys[0]),
+        weakref.ref(llm.engine._runner._backend),
+    ]
+    assert len(set(table) - before) == 1, "the model does not go by way of transformers' table"
     del llm
     gc.collect()
-    assert rows() is None
+    kept, left = [one() for one in held], set(table) - before
+    for name in left:
+        unregister(name)
+    assert kept == [None, None]
+    assert len(left) == (0 if is_unregistered else 1)

@@ -131,3 +131,37 @@ def test_an_exception_at_any_line_of_a_step(
         assert all(_names_it(error, kind) for error in told)
         ended = [group for group, error in results if error is not None]
         _finish(engine, [group for group in groups if group not in ended], expected)
+
+
+@pytest.mark.parametrize("change", ["submit", "abort", "reset"])
+def test_an_exception_at_any_line_between_two_steps(
+    llm: LLM, expected: list[list[int]], change: str
+) -> None:
+    """The next call completes what was interrupted; whoever was not meant goes on."""
+    engine = llm.engine
+
+    def run(interruption: Interruption) -> None:
+        groups = _begin(engine, steps=1)
+        late = engine.prepare(PROMPTS[0], PARAMS)
+        meant = {"submit": late, "abort": groups[0], "reset": None}[change]
+        try:
+            with interruption:
+                if change == "submit":
+                    engine.submit(late)
+                elif change == "abort":
+                    engine.abort(groups[0].request_id)
+                else:
+                    assert engine.reset_prefix_cache(reset_running_requests=True)
+        except ERRORS as error:
+            assert "on purpose" in str(error)
+        engine.abort("nobody")
+        _finish(engine, [group for group in groups if group is not meant], expected)
+
+    counted = Interruption()
+    run(counted)
+    places = points(counted.lines)
+    assert len(places) > 20
+    for turn, at in enumerate(places[:: 1 + len(places) // 60]):  # each costs a whole run
+        interruption = Interruption(at, ERRORS[turn % len(ERRORS)]("on purpose"))
+        run(interruption)
+        assert interruption.raised

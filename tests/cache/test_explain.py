@@ -13,6 +13,7 @@ from headstart.cache import (
 )
 from tests.cache.snapshot import snapshot
 from tests.cache.steps import admit, decode, finish, make_manager, start
+from tests.cache.unwalked import unwalked
 from tests.interruptions import Interruption
 
 LONG = list(range(100, 112))  # three blocks of four
@@ -165,6 +166,9 @@ def test_an_admission_costs_the_same_however_many_adapters_there_are(num_shared:
             start(manager, f"{at}", [*shared, 1, 2, 3, 4], adapter=f"{at}")
         start(manager, "mine", shared, adapter="mine")
         sequence = TokenSequence("next", [*shared, 1, 2, 3, 4, 5], adapter="mine")
+        index = manager.pool.index
+        index._roots = unwalked(index._roots)
+        manager._sequences = unwalked(manager._sequences)
         with Interruption() as counted:
             found = manager.get_computed_blocks(sequence)
             assert manager.allocate_slots(sequence, 5, found) is not None

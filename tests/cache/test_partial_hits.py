@@ -15,6 +15,7 @@ from tests.cache.steps import (
     make_manager,
     start,
 )
+from tests.cache.unwalked import unwalked
 from tests.interruptions import Interruption
 
 PROMPT = list(range(100, 110))  # two blocks of four, and two tokens
@@ -191,6 +192,9 @@ def test_an_admission_does_not_look_at_the_unwritten_siblings_of_its_step() -> N
             other = TokenSequence(f"{at}", [1000 + at] * 5)
             assert manager.allocate_slots(other, 5, manager.get_computed_blocks(other)) is not None
         sequence = TokenSequence("next", [7] * 5)
+        index = manager.pool.index
+        index._unlisted = unwalked(index._unlisted)
+        manager._sequences = unwalked(manager._sequences)
         with Interruption() as counted:
             assert manager.allocate_slots(sequence, 5, manager.get_computed_blocks(sequence))
         return len(counted.lines)

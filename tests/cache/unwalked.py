@@ -1,0 +1,22 @@
+"""Collections that may be looked up, and not walked: what C walks, no count of lines shows."""
+
+from typing import Any, TypeVar
+
+__all__ = ["unwalked"]
+
+Collection = TypeVar("Collection", bound="dict[Any, Any] | list[Any]")
+
+
+def unwalked(collection: Collection) -> Collection:
+    """A copy whose items no loop, `sorted`, `list` or `set` may take: that is an AssertionError.
+
+    There is none for a set: other sets take its items without asking it.
+    """
+    base: Any = type(collection)
+
+    def refuse(*_: object) -> Any:
+        raise AssertionError(f"a {base.__name__} of {len(collection)} is walked")
+
+    verbs = ("__iter__", "__reversed__", "copy", *(("keys", "values", "items") * (base is dict)))
+    made: Collection = type("Unwalked", (base,), dict.fromkeys(verbs, refuse))(collection)
+    return made

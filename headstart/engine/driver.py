@@ -303,7 +303,8 @@ class Driver:
     def _follow(self, followed: _Followed) -> None:
         name = followed.group.request_id
         if name in self._followed:
-            followed.receive(RequestError(f"request id {name!r} is in use"))
+            with suppress(Exception):  # nobody is there to be told
+                followed.receive(RequestError(f"request id {name!r} is in use"))
             return
         self._followed[name] = followed  # before it is submitted: if that breaks, it is told
         try:

@@ -292,6 +292,7 @@ class Engine:
         ended: list[RequestGroup] = []  # an answer of each
         for part, token in zip(batch.scheduled, tokens, strict=True):
             request = part.request
+            request.num_read = request.sequence.num_computed_tokens
             if request.finish_reason is not None or not isinstance(token, SampledToken):
                 continue
             try:

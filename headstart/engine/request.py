@@ -32,7 +32,8 @@ class Request:
     `group` is what the user asked for; with `n` answers it has as many requests, which share
     their prompt by ordinary prefix caching. turn: see `headstart.engine.limits.fair_share`.
     token_gaps: seconds from each token to the next. awaits_writer: when it was to be admitted last,
-    another request was computing the block that it needs next.
+    another request was computing the block that it needs next. num_read: tokens whose K/V a step
+    that is over has written.
     """
 
     group: "RequestGroup"
@@ -44,6 +45,7 @@ class Request:
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     num_cached_tokens: int = 0
+    num_read: int = 0
     missed: MissExplanation | None = None
     num_preemptions: int = 0
     times_bypassed: int = 0

@@ -6,6 +6,7 @@ import asyncio
 import queue
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from headstart.engine.outputs import ShownOutputs
@@ -122,8 +123,8 @@ class RequestStream(OutputStream["RequestOutput"]):
         """How much of the prompt was read so far; may be called from any thread."""
         request = self._group.requests[0]
         total = len(self._group.prompt_token_ids)
-        read = min(request.sequence.num_computed_tokens, total)
-        return PromptProgress(total, read, min(request.num_cached_tokens, read))
+        cached = request.num_cached_tokens
+        return PromptProgress(total, min(max(request.num_read, cached), total), cached)
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -190,17 +191,22 @@ class AsyncRequestStream(AsyncGenerator["RequestOutput", None]):
         self._chats = chats
         self._prepare: Callable[[], Awaitable[RequestGroup]] | None = prepare  # until it is called
         self._group: RequestGroup | None = None
-        self._ended = False
+        self._ended = self._is_read = False
 
     async def asend(self, value: None) -> RequestOutput:
         """The next output; `value` is ignored. Raises what preparing the request does."""
         if self._ended:
             raise StopAsyncIteration
+        if self._is_read:
+            raise RuntimeError("another task waits for this stream's next output")
+        self._is_read = True
         try:
             return await self._next()
         except BaseException:
             self._leave()
             raise
+        finally:
+            self._is_read = False
 
     async def athrow(self, *error: Any) -> RequestOutput:
         """Cancel the request, then raise the error."""
@@ -239,6 +245,8 @@ class AsyncRequestStream(AsyncGenerator["RequestOutput", None]):
         self._end()
         if not ended and self._group is not None:
             self._driver.cancel([self._group], wait=False)
+            with suppress(RuntimeError):  # the loop was closed
+                self._updates.receive(StopAsyncIteration())  # a task may wait for one
 
     def _end(self) -> None:
         self._ended = True

@@ -5,13 +5,13 @@ answer from its embeddings alone. The keys are those of transformers' configurat
 a model of several parts has a configuration for each.
 """
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from headstart.errors import DamagedModelError
 
-__all__ = ["LAYER_COUNTS", "WIDTHS", "check_values", "find_values"]
+__all__ = ["LAYER_COUNTS", "WIDTHS", "check_experts", "check_values", "find_values"]
 
 
 class _Range(NamedTuple):
@@ -38,7 +38,8 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_valu
 WIDTHS = frozenset({"hidden_size", "n_embd", "d_model", "head_dim", "intermediate_size", "ffn_dim"})
 """The keys of layer widths."""
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
+_EXPERTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts"})
+_ASKED = "num_experts_per_tok"  # a dense model of a family with experts may have zeros
 
 # Keys below these are the user's own words or options of `generate`: a label may be "depth".
 _FREE_NAMES = frozenset({"label2id", "id2label", "task_specific_params"})
@@ -47,7 +48,7 @@ _RANGES: dict[str, _Range] = {
     **dict.fromkeys(LAYER_COUNTS, _Range(1, _MOST_LAYERS)),
     **dict.fromkeys(_HEADS, _Range(1, _MOST_HEADS)),
     **dict.fromkeys(WIDTHS, _Range(1, _MOST_WIDTH)),
-    **dict.fromkeys(_EXPERTS, _Range(0, _MOST_HEADS)),
+    **dict.fromkeys((*_EXPERTS, _ASKED), _Range(0, _MOST_HEADS)),
     "moe_intermediate_size": _Range(0, _MOST_WIDTH),
     "vocab_size": _Range(1, _MOST_TOKENS),
     "max_position_embeddings": _Range(1, _MOST_TOKENS),
@@ -62,6 +63,21 @@ def check_values(file: Path, content: Mapping[str, Any]) -> None:
         if type(value) is not int or not least <= value <= most:
             raise DamagedModelError(
                 f"{file}: {name} is {value!r}; it must be an integer from {least} to {most}"
+            )
+
+
+def check_experts(file: Path, content: Mapping[str, Any], tensors: Collection[str]) -> None:
+    """Raise `DamagedModelError` if a part has experts, and a token is to ask none of them.
+
+    tensors: the names of all tensors. They tell for a part that does not say how many it has.
+    """
+    counts = [(name.rpartition(".")[0], count) for name, count in find_values(content, _EXPERTS)]
+    for name, asked in find_values(content, {_ASKED}):
+        own = [count for part, count in counts if part == name.rpartition(".")[0]]
+        has_experts = any(own) if own else any("experts." in tensor for tensor in tensors)
+        if asked == 0 and has_experts:
+            raise DamagedModelError(
+                f"{file}: {name} is 0, and the model has experts; it must be at least 1"
             )
 
 

@@ -16,7 +16,13 @@ from safetensors import SafetensorError, safe_open
 
 from headstart.errors import DamagedModelError, ModelError, ModelNotFoundError
 from headstart.imports import load_module
-from headstart.models.config_values import LAYER_COUNTS, WIDTHS, check_values, find_values
+from headstart.models.config_values import (
+    LAYER_COUNTS,
+    WIDTHS,
+    check_experts,
+    check_values,
+    find_values,
+)
 from headstart.validation import describe, shorten
 
 __all__ = [
@@ -38,6 +44,9 @@ BUILT_IN = "headstart-tiny"
 # Everything that a model or its tokenizer may need, and no second copy of the weights in the
 # formats of other frameworks.
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+# Keys of a quantization_config, wherever it stands.
+_QUANTISED = frozenset({"quant_method", "load_in_4bit", "load_in_8bit"})
+_INTEGERS = frozenset({"BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
 # Seconds to wait for the hub's first answer.
 _HUB_TIMEOUT = 5.0
 
@@ -127,14 +136,18 @@ def check_files(folder: Path) -> None:
     """Check every file that loading needs; raises `ModelNotFoundError`, `DamagedModelError`.
 
     The numbers of config.json must lie in their ranges. No part of the model may have more layers
-    than there are tensors, or be wider than the number of weights.
+    than there are tensors, or be wider than the number of weights. A model with experts must ask
+    some of them, and only a quantised one may have integers for weights.
     """
     config = folder / "config.json"
     if not config.is_file():
         raise ModelNotFoundError(f"{folder} is not a model: it has no config.json")
     content = read_json(config)
     check_values(config, content)
-    shapes = tensor_shapes(folder)
+    headers = _read_headers(folder)
+    check_experts(config, content, headers)
+    _check_floats(content, headers)
+    shapes = {name: header.shape for name, header in headers.items()}
     if shapes:
         _check_limit(config, content, LAYER_COUNTS, len(shapes))
         _check_limit(config, content, WIDTHS, sum(map(math.prod, shapes.values())))
@@ -149,16 +162,45 @@ def _check_limit(file: Path, content: dict[str, Any], keys: frozenset[str], most
             )
 
 
+class _Header(NamedTuple):
+    """Of a tensor: its file, shape, and dtype as safetensors names it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _check_floats(content: dict[str, Any], headers: dict[str, _Header]) -> None:
+    """Check that weights are floats where nothing says what integers stand for.
+
+    Masks and positions, which some checkpoints hold, are no weights: a mask that is named "bias"
+    has four axes.
+    """
+    if any(find_values(content, _QUANTISED)):
+        return
+    for name, (file, shape, dtype) in headers.items():
+        is_weight = name.endswith(".weight") or (name.endswith(".bias") and len(shape) == 1)
+        if is_weight and dtype in _INTEGERS:
+            raise DamagedModelError(
+                f"{file}: {name} is of integers ({dtype}), and config.json has no "
+                "quantization_config that says which weights they stand for"
+            )
+
+
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor by name, from the headers of safetensors files; no data is read.
 
     Empty for weights in PyTorch's format. Raises `DamagedModelError`.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
+    return {name: header.shape for name, header in _read_headers(folder).items()}
+
+
+def _read_headers(folder: Path) -> dict[str, _Header]:
+    headers: dict[str, _Header] = {}
     for file in weight_files(folder):
         if file.suffix == ".safetensors":
-            shapes |= _read_header(file)
-    return shapes
+            headers |= _read_header(file)
+    return headers
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -208,11 +250,14 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
+def _read_header(file: Path) -> dict[str, _Header]:
     try:
         with safe_open(file, framework="np") as opened:  # checks the header against the length
-            names = opened.keys()
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {
+                name: _Header(file, tuple(part.get_shape()), part.get_dtype())
+                for name, part in parts.items()
+            }
     except (SafetensorError, OSError) as error:
         raise DamagedModelError(
             f"{file} is truncated or not a safetensors file: {_first_line(error)}"

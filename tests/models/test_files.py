@@ -5,10 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from headstart.errors import DamagedModelError, ModelError
+from headstart.models.files import check_files
 from headstart.models.loader import load_model
 from tests.tiny_models import TINY, save_tiny, tiny_config
 
@@ -133,3 +136,31 @@ def test_any_header_in_a_weight_file(saved: Path, data: st.DataObject) -> None:
             return
     finally:
         path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.bool])
+@pytest.mark.parametrize("name", ["mlp.up_proj.weight", "mlp.up_proj.bias"])
+def test_integers_for_weights_are_refused(
+    saved: Path, tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    """transformers casts them to floats, without the scales that they were made with."""
+    folder, name = shutil.copytree(saved, tmp_path / "model"), f"model.layers.1.{name}"
+    weights = load_file(folder / WEIGHTS)
+    weights[name] = torch.zeros(weights.get(name, torch.zeros(80)).shape, dtype=dtype)
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    with pytest.raises(DamagedModelError, match=f"{name} is of integers .*no quantization_config"):
+        load_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    quantised = {"part": config | {"quantization_config": {"quant_method": "gptq"}}}
+    (folder / "config.json").write_text(json.dumps(quantised))
+    check_files(folder)
+
+
+def test_masks_and_positions_may_be_integers(saved: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(saved, tmp_path / "model")
+    masks = {
+        "h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool),
+        "embeddings.position_ids": torch.arange(4),
+    }
+    save_file(load_file(folder / WEIGHTS) | masks, folder / WEIGHTS, {"format": "pt"})
+    check_files(folder)

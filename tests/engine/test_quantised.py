@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from statistics import median
 from typing import Any, get_args
 
 import pytest
@@ -12,14 +13,16 @@ from transformers import AutoModelForCausalLM
 from headstart import LLM, LoRARequest, SamplingParams
 from headstart.errors import UnsupportedAdapterError
 from headstart.models.linear import QuantizedLinear, WeightKind
+from headstart.models.linear.int4 import Int4Linear
 from headstart.models.loader import load_model
 from headstart.models.lora.files import read_weights
 from tests.engine.tiny_llm import make_llm, save_smallest
+from tests.rounded_rows import round_inputs
 from tests.tiny_adapters import make_adapter
 from tests.tiny_models import VOCABULARY, save_tiny
 
 KINDS: tuple[WeightKind, ...] = get_args(WeightKind)
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=5)
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
 
 
 def save_unpacked(llm: LLM, folder: Path) -> Path:
@@ -47,25 +50,32 @@ def test_answers_are_those_of_the_unpacked_weights_with_and_without_an_adapter(
 ) -> None:
     base = save_tiny("llama", tmp_path / "base")
     adapter = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "down_proj"])
-    asked = [None, LoRARequest("one", 1, str(adapter)), None]
+    asked = [None, LoRARequest("one", 1, str(adapter))] * 5
     generator = torch.Generator().manual_seed(1)
     prompts = [
         torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
-        for length in (20, 33, 33)
+        for length in (20, 33, 24, 17, 40)
+        for _ in range(2)
     ]
     prompts[2] = prompts[1]
     quantised = make_llm(base, weights=kind)
     plain = make_llm(save_unpacked(quantised, tmp_path / "plain"))
+    for name, layer in quantised.engine.model.module.named_modules():
+        if isinstance(layer, Int4Linear):
+            round_inputs(plain.engine.model.module.get_submodule(name), layer)
     found = ask(quantised, prompts, lora_request=asked)
     expected = ask(plain, prompts, lora_request=asked)
     assert found[1].token_ids != found[2].token_ids, "the adapter changes nothing"
+    apart: list[list[float]] = []
     for one, other in zip(found, expected, strict=True):
-        # The first token: later ones hang on it, and int4 layers round their inputs to 8 bits.
+        # The first token: later ones hang on it.
         rank_of = {token: logprob.logprob for token, logprob in one.logprobs[0].items()}
-        for token, logprob in list(other.logprobs[0].items())[:2]:
-            assert rank_of[token] == pytest.approx(
-                logprob.logprob, abs=0.002 if kind == "int8" else 0.3
-            )
+        steps = [rank_of[token] - logprob.logprob for token, logprob in other.logprobs[0].items()]
+        apart.append([abs(step) for step in steps])
+        assert max(apart[-1]) < (0.002 if kind == "int8" else 0.1)
+    # A near tie of two whole numbers of a row, for which the wide limit is, is rare.
+    for with_or_without in (apart[::2], apart[1::2]):
+        assert median(step for steps in with_or_without for step in steps) < 0.001
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,9 +19,10 @@ import numpy as np
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["Recoding", "find_recoding"]
+__all__ = ["Codec", "Recoding", "find_recoding", "save_as"]
 
 FILTERS = ("BICUBIC", "LANCZOS", "BILINEAR", "HAMMING", "BOX", "NEAREST")
+"""Pillow's; the last one leaves out rows and columns of a picture that becomes smaller."""
 WEBP_PIXELS = 2**22  # encoded as WebP in a search, or one picture: it costs 0.1 s per million
 TRIED_SCALINGS = 4  # the best with a rough codec are tried with all
 EXACT_MEDIAN = 0.0005  # of 255: next to nothing is left on most of a sample
@@ -51,12 +52,13 @@ WEBP_CODECS = [Codec("webp", 80), Codec("webp", 75)]  # the defaults of Pillow a
 class Recoding(NamedTuple):
     """A copy retraced: `remade` is the other picture, scaled and saved as `copy` was.
 
-    source: the other picture, scaled and not yet saved.
+    source: the other picture, scaled and not yet saved. codec: None if nothing was lost in saving.
     """
 
     source: "Image"
     remade: "Image"
     copy: "Image"
+    codec: Codec | None
 
 
 class _Left(NamedTuple):
@@ -133,8 +135,8 @@ def _retraced(trial: _Trial) -> Recoding:
     source = trial.original
     if trial.filter is not None:
         source = _resized(source, trial.copy.size, trial.filter)
-    remade = source if trial.codec is None else _saved(source, trial.codec)
-    return Recoding(source, remade, trial.copy)
+    remade = source if trial.codec is None else save_as(source, trial.codec)
+    return Recoding(source, remade, trial.copy, trial.codec)
 
 
 def _resized(image: "Image", size: tuple[int, int], name: str) -> "Image":
@@ -143,7 +145,8 @@ def _resized(image: "Image", size: tuple[int, int], name: str) -> "Image":
     return image.resize(size, Resampling[name])
 
 
-def _saved(image: "Image", codec: Codec) -> "Image":
+def save_as(image: "Image", codec: Codec) -> "Image":
+    """The picture as it is read from a file of this codec."""
     from PIL import Image
 
     stream = io.BytesIO()
@@ -153,9 +156,9 @@ def _saved(image: "Image", codec: Codec) -> "Image":
 
 
 def _scalings(one: "Image", other: "Image") -> Iterator[_Trial]:
-    filters = (None,) if one.size == other.size else FILTERS
     corners = _lively(one)
     for original, copy in ((one, other), (other, one)):
+        filters = _filters(original.size, copy.size)
         boxes = _boxes(copy.size, corners, (one.width / copy.width, one.height / copy.height))
         wanted = _windows(copy, boxes)
         for name in filters:
@@ -163,11 +166,19 @@ def _scalings(one: "Image", other: "Image") -> Iterator[_Trial]:
             yield _Trial(left, original, copy, boxes, name)
 
 
+def _filters(size: tuple[int, int], scaled: tuple[int, int]) -> tuple[str | None, ...]:
+    """Filters that leave no row or column out."""
+    if size == scaled:
+        return (None,)
+    grows = all(before <= after for before, after in zip(size, scaled, strict=True))
+    return FILTERS if grows else FILTERS[:-1]
+
+
 def _tried(trial: _Trial, codecs: Iterable[Codec]) -> Iterator[_Trial]:
     wanted = _windows(trial.copy, trial.boxes)
     sample = _sample(trial.original, trial.copy.size, trial.boxes, trial.filter)
     for codec in codecs:
-        left = _difference(_saved(sample, codec), wanted, len(trial.boxes))
+        left = _difference(save_as(sample, codec), wanted, len(trial.boxes))
         yield trial._replace(left=left, codec=codec)
 
 

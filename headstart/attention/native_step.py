@@ -53,6 +53,7 @@ class BlockTables:
                         f"a block table holds ids from {ids.min()} to {ids.max()}; "
                         f"allowed: 0 to {self._num_blocks - 1}"
                     )
+                self._known[row] = []  # first: Ctrl-C in between leaves a row that nobody trusts
                 self.array[row, : len(block_ids)] = ids
                 self._known[row] = list(block_ids)
 

@@ -213,8 +213,8 @@ class Engine:
         except BaseException as error:
             self._note_failure(step, error)
             self._roll_back(step)
-            is_told = step.batch is not None and step.phase is not Phase.DELIVERED
-            if not (is_told and isinstance(error, Exception)):
+            over = step.batch is None or step.phase is Phase.DELIVERED
+            if over or not isinstance(error, Exception):
                 self._close_step(step)
                 raise
         if self.config.debug:
@@ -385,10 +385,7 @@ class Engine:
             raise EngineError(self._closed)
 
     def close(self, reason: str = "the engine is closed") -> None:
-        """Let go of every request, of threads and of the K/V memory. Idempotent.
-
-        Later calls raise an EngineError with this reason.
-        """
+        """Let go of requests, threads and K/V memory. Later calls, but not `close`, raise."""
         self._closed = self._closed or reason
         self._groups.clear()
         self._open.clear()

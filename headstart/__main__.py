@@ -1,6 +1,18 @@
-"""`python -m headstart` is the command `headstart`."""
+"""`python -m headstart` is the command `headstart`; Ctrl-C ends it while it still imports."""
 
-from headstart.cli.main import main
+import sys
+
+from headstart.imports import load_module
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        run = load_module("headstart.cli.main").main
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run(prog_name="headstart")
+
 
 if __name__ == "__main__":
-    main(prog_name="headstart")
+    main()

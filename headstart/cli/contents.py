@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import mimetypes
+import stat
 from collections.abc import Sequence
+from errno import ENODEV
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +53,10 @@ def read_image(path: Path, max_pixels: int) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """What a file of UTF-8 holds. Raises RequestError."""
+    """What a file of UTF-8 holds. Raises RequestError, for a device that never ends as well."""
     try:
+        if stat.S_ISCHR(path.stat().st_mode):
+            raise OSError(ENODEV, "it is a device; allowed: a file, or a pipe")
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise _unreadable(path, error) from error

@@ -5,8 +5,10 @@ wrong calls. Replies go to stdout, the figures of `run` and `chat` to stderr, so
 reply can be piped.
 """
 
+import os
+import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,7 +55,15 @@ class _Commands(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         prepare_streams()
-        return super().main(*args, **kwargs)
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            if error.filename is not None:  # of a file: told where it arises
+                raise
+            tell_error(f"cannot write the output: {error.strerror}")
+            with suppress(OSError):  # Python would write the rest at its end, and fail again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -61,6 +71,8 @@ class _Commands(click.Group):
         except HeadstartError as error:
             tell_error(error)
             ctx.exit(2)
+        except click.exceptions.NoArgsIsHelpError:
+            raise  # which click tells as --help does
         except click.UsageError as error:
             tell_error(_in_one_line(error, ctx))
             ctx.exit(2)

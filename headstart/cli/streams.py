@@ -23,8 +23,12 @@ __all__ = ["as_typed", "note", "prepare_streams", "reading_stdin", "tell_error"]
 def prepare_streams() -> None:
     """Have stdout and stderr show ? for what they cannot encode; stdin refuses what is no text.
 
-    An ASCII stdin is read as UTF-8, as files are.
+    An ASCII stdin is read as UTF-8, as files are. One that was closed is empty, and what goes to
+    closed ones is lost.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the process ends
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -1,0 +1,52 @@
+"""Streams that are closed or full, and files that never end: one line each, and no traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = f"{sys.executable} -m headstart "
+FULL = Path("/dev/full")
+
+
+def shell(line: str) -> subprocess.CompletedProcess[str]:
+    """The command line with what stands behind it, by a shell, which can close streams."""
+    outside = os.environ | {"HEADSTART_CACHE_DIR": "off"}
+    return subprocess.run(
+        COMMAND + line, shell=True, capture_output=True, text=True, env=outside, check=False
+    )
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no full device")
+@pytest.mark.parametrize("call", ["models", "--help", "completion bash"])
+def test_a_full_device_is_told(call: str) -> None:
+    done = shell(f"{call} >{FULL}")
+    assert done.returncode == 1
+    assert done.stderr == "headstart: cannot write the output: No space left on device\n"
+
+
+def test_closed_streams_are_empty_ones() -> None:
+    done = shell("run - <&-")
+    assert done.returncode == 2
+    assert done.stderr == "headstart: standard input is empty; allowed: a text\n"
+    done = shell("doctor 2>&-")
+    assert done.returncode == 0 and done.stdout.startswith("headstart ")
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no such device")
+def test_a_file_that_never_ends_is_refused() -> None:
+    done = shell("run --file /dev/zero What?")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "headstart: cannot read /dev/zero: it is a device; allowed: a file, or a pipe\n"
+    )
+
+
+@pytest.mark.parametrize("call", ["cache", "keys"])
+def test_a_group_without_a_command_shows_its_help(call: str) -> None:
+    done = shell(call)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"Usage: headstart {call} ")
+    assert "see headstart" not in done.stderr

@@ -266,8 +266,9 @@ class EngineStage:
             self._try_to_begin(request_id)
         except Exception as error:  # a feed is somebody's code: what it raises ends its request
             self.engine.abort(request_id)
-            known = isinstance(error, HeadstartError)
-            self._fail(request_id, error if known else engine_error("its feed failed", error))
+            if not isinstance(error, HeadstartError):
+                error = engine_error("its feed failed", error)
+            self._fail(request_id, error)
 
     def _try_to_begin(self, request_id: str) -> None:
         """Submit a request to the engine as soon as its prompt is complete."""

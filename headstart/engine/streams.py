@@ -285,10 +285,16 @@ class AsyncMailbox:
         self._group = group
         self._loop = asyncio.get_running_loop()
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
+        self._num_sent = self._num_read = 0
 
     def receive(self, update: Update) -> None:
-        """A `Receiver`. Raises RuntimeError when the loop was closed."""
-        self._loop.call_soon_threadsafe(self._put, update)
+        """A `Receiver`. Raises RuntimeError when the loop was closed.
+
+        Counts what is on its way as well: a loop that is busy takes nothing in.
+        """
+        if _is_last(update) or self._num_sent - self._num_read < _MOST_UPDATES:
+            self._num_sent += 1
+            self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
 
     async def get(self) -> RequestOutput:
         """As `Mailbox.get`."""
@@ -303,11 +309,8 @@ class AsyncMailbox:
                     raise reason from None
                 reason = self._driver.explain_silence([self._group])
             else:
+                self._num_read += 1
                 return _open(update)
-
-    def _put(self, update: Update) -> None:
-        if _is_last(update) or self._updates.qsize() < _MOST_UPDATES:
-            self._updates.put_nowait(update)
 
 
 def _is_last(update: Update) -> bool:

@@ -1,5 +1,7 @@
 """A stream is read by one thread or several, closed by its reader, another, or the collector."""
 
+import asyncio
+import dataclasses
 import gc
 import threading
 from collections.abc import Iterator
@@ -9,12 +11,15 @@ from typing import Any
 
 import pytest
 
-from headstart import LLM, SamplingParams
+from headstart import LLM, AsyncLLM, SamplingParams
 from headstart.engine import streams
+from headstart.engine.outputs import RequestOutput
+from headstart.engine.request import RequestGroup
 from headstart.engine.step import StepResult
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 A, B = list(range(3, 50)), list(range(60, 100))
 
 
@@ -33,7 +38,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 class Held:
     """The engine stands still in its next step until `go` is set."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM | AsyncLLM) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
         self.was_let_go = True
         self._step = llm.engine.step
@@ -160,3 +165,89 @@ def test_threads_that_share_a_stream_all_see_its_end(llm: LLM) -> None:
     outputs = [output for part in parts for output in part]
     assert sum(output.finished for output in outputs) == 1
     assert _is_clean(llm)
+
+
+@pytest.fixture
+def async_llm(folder: Path) -> Iterator[AsyncLLM]:
+    made = AsyncLLM(folder, dtype="float32", num_blocks=64, num_threads=1)
+    yield made
+    made.close()
+
+
+async def _is_idle(llm: AsyncLLM) -> bool:
+    return await llm.call(lambda: not llm.engine.has_unfinished)
+
+
+def test_an_async_stream_that_is_closed_while_it_is_prepared_is_never_submitted(
+    async_llm: AsyncLLM,
+) -> None:
+    async def close() -> None:
+        stream = async_llm.generate(A, LONG, "mine")
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)  # it prepares in another thread
+        await stream.aclose()
+        with pytest.raises(StopAsyncIteration):
+            await first
+        assert await _is_idle(async_llm)
+
+    asyncio.run(close())
+
+
+def test_closing_an_async_stream_ends_the_task_that_waits_for_it(async_llm: AsyncLLM) -> None:
+    async def close() -> None:
+        stream = async_llm.generate(A, LONG, "mine")
+        seen = [await anext(stream)]
+
+        async def read() -> None:
+            async for output in stream:
+                seen.append(output)
+
+        held = Held(async_llm)
+        reader = asyncio.ensure_future(read())
+        await asyncio.to_thread(held.begun.wait, 60)
+        for _ in range(10):  # what was told before is read
+            await asyncio.sleep(0)
+        await stream.aclose()
+        await reader
+        held.go.set()
+        assert held.was_let_go, "the reader waited for the engine"
+        assert not seen[-1].finished and await _is_idle(async_llm)
+        [again] = [one async for one in async_llm.generate(A, SHORT, "mine") if one.finished]
+        assert again.finished
+
+    asyncio.run(close())
+
+
+def test_two_tasks_cannot_wait_for_one_async_stream_at_once(async_llm: AsyncLLM) -> None:
+    async def share() -> None:
+        stream = async_llm.generate(A, SHORT)
+        mine, theirs = await asyncio.gather(anext(stream), anext(stream), return_exceptions=True)
+        assert isinstance(mine, RequestOutput)
+        assert isinstance(theirs, RuntimeError) and "another task waits" in str(theirs)
+        rest = [one async for one in stream]
+        assert [one.finished for one in rest] == [False, True]
+        assert await _is_idle(async_llm)
+
+    asyncio.run(share())
+
+
+def test_updates_for_a_loop_that_is_busy_are_bounded(async_llm: AsyncLLM) -> None:
+    """Each has all the text so far: those beyond a few hundred are left out, but never the end."""
+
+    async def stay_busy() -> list[RequestOutput]:
+        box = streams.AsyncMailbox(async_llm._driver, _group(async_llm))
+        output = _group(async_llm).output()
+        for _ in range(5000):
+            box.receive(output)
+        box.receive(dataclasses.replace(output, finished=True))
+        taken = []
+        while not (taken and taken[-1].finished):
+            taken.append(await box.get())
+        return taken
+
+    taken = asyncio.run(stay_busy())
+    assert len(taken) == streams._MOST_UPDATES + 1
+
+
+def _group(llm: AsyncLLM) -> RequestGroup:
+    return llm.engine.prepare(A, SHORT)

@@ -183,9 +183,10 @@ def test_chat_hits_its_earlier_turns(demo_model: Path) -> None:
 
 
 def test_chat_begins_anew_after_reset(demo_model: Path) -> None:
-    result = call("chat", *SMALL, "--system", "Be brief.", stdin="Hello\n/reset\nHello\n")
+    result = call("chat", *SMALL, "--system", "Be brief.", stdin="Hello\n/reset\n/explain\nHello\n")
     prompts = re.findall(r"prompt (\d+) tokens", result.stderr)
     assert prompts[0] == prompts[1]
+    assert "headstart: nothing was asked yet" in result.stderr
 
 
 def test_an_answer_anew_keeps_the_documents_that_wait(demo_model: Path, tmp_path: Path) -> None:

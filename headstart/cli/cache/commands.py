@@ -71,7 +71,7 @@ def list_kept(model: str | None, lines: int, folder: str | None) -> None:
 @cache.command()
 @_folder()
 def stat(folder: str | None) -> None:
-    """How much is kept, since when, and what that has saved."""
+    """How much is kept, and what that has saved."""
     with _opened(folder) as path:
         states = read_models(path)
         nbytes, blocks = sum(one.nbytes for one in states), sum(one.num_blocks for one in states)

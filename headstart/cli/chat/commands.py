@@ -151,6 +151,7 @@ def _explain(chat: Chat, argument: str) -> None:
 
 def _reset(chat: Chat, argument: str) -> None:
     chat.conversation = Conversation(system=chat.conversation.system)
+    chat.last = None  # for /explain: nothing was asked in this conversation
 
 
 def _quit(chat: Chat, argument: str) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.engine.images.recoding import Codec, Recoding, find_recoding, save_as
+from headstart.engine.images.recoding import Codec, Recoding, find_recoding, is_scaled, save_as
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -61,7 +61,7 @@ def are_same(one: "Image", other: "Image") -> bool:
         return one.size == other.size
     found = find_recoding(one, other)
     if found.remade.tobytes() != found.copy.tobytes():
-        return False
+        return found.codec is None and is_scaled(one, other)
     return found.codec is None or not (_erased(found) or _has_untraced(found, found.codec))
 
 

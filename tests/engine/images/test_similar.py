@@ -89,7 +89,7 @@ def test_tenants_do_not_see_one_another(llm: LLM) -> None:
     ask(llm, spots(1), cache_salt="a")
     assert not ask(llm, as_jpeg(spots(1)), cache_salt="b").images[0].is_similar
     assert not ask(llm, as_jpeg(spots(1))).images[0].is_similar
-    assert ask(llm, as_jpeg(as_jpeg(spots(1))), cache_salt="a").images[0].is_similar
+    assert ask(llm, as_jpeg(spots(1)), cache_salt="a").images[0].is_similar
 
 
 def test_a_copy_scaled_a_little_is_replaced_whatever_its_grid(llm: LLM) -> None:

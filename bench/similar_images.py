@@ -180,7 +180,9 @@ def report(counts: Counts) -> bool:
     for name in COPIES | OTHER_COPIES:
         found, pairs = counts.total("copy", name)
         rates[name] = round(found / pairs, 3) if pairs else None
-    held = not false and all(rate is None or rate >= MIN_FOUND for rate in map(rates.get, COPIES))
+    has_copies = any(rate is not None for rate in rates.values())  # of points alone there are none
+    found_all = all((rates[name] or 0) >= MIN_FOUND for name in COPIES)
+    held = not false and (found_all or not has_copies)
     print(
         json.dumps(
             {

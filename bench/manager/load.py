@@ -150,7 +150,10 @@ class Peer:
     ) -> None:
         if error is not None:
             self._process.kill()
-        self._process.communicate()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._process.wait()
 
     def turn(self) -> Figures:
         """Its figures of one turn."""

@@ -17,6 +17,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from load import TOKENS, Figures, Peer, Subject, answer, measure_memory
@@ -85,8 +86,11 @@ def measure_in_turns(options: argparse.Namespace) -> tuple[list[Figures], list[F
         theirs = Path(__file__).with_name("vllm_manager.py")
         commands.append([str(options.beside / "bin" / "python"), str(theirs)])
     found: list[list[Figures]] = [[], []]
-    with Progress(console=Console(stderr=True)) as progress:
-        peers = [Peer([*command, "--blocks", str(options.blocks)]) for command in commands]
+    with ExitStack() as running, Progress(console=Console(stderr=True)) as progress:
+        peers = [
+            running.enter_context(Peer([*command, "--blocks", str(options.blocks)]))
+            for command in commands
+        ]
         for _ in progress.track(range(options.turns), description="turns"):
             for peer, figures in zip(peers, found, strict=False):
                 figures.append(peer.turn())

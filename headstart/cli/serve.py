@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +15,7 @@ from headstart.cli.options import RANDOM_MODEL, resolve_model
 from headstart.cli.progress import waiting
 from headstart.cli.streams import note
 from headstart.cluster.options import ReplicaConfig
-from headstart.errors import ConfigError
+from headstart.errors import ConfigError, ModelError
 from headstart.imports import load_module
 from headstart.server.options import ServerOptions
 
@@ -51,15 +51,53 @@ def run_server(
         shared = {"eviction": "fair-lru"} if tenants.ask_for_keys else {}
         engine = {**shared, **engine}
         said = _Address(at, options, model, with_key=tenants.ask_for_keys)
-        opened = _open_replicas if replicas.is_wanted else _open_engine
-        with (
-            closing(tracer) if tracer is not None else nullcontext(),
-            opened(model, engine, options, replicas) as (llm, cache_api),
-        ):
-            launch.publish(llm, prefixes)
-            app = launch.create_app(llm, model, options, tenants, tracer=tracer, **cache_api)
-            launch.serve(app, at, said.tell)
+        if _speaks(model):
+            _check_speech(options, replicas)
+            with _open_omni(model, engine) as omni:
+                launch.serve(launch.create_speech_app(omni, model, options, tenants), at, said.tell)
+        else:
+            opened = _open_replicas if replicas.is_wanted else _open_engine
+            with (
+                closing(tracer) if tracer is not None else nullcontext(),
+                opened(model, engine, options, replicas) as (llm, cache_api),
+            ):
+                launch.publish(llm, prefixes)
+                app = launch.create_app(llm, model, options, tenants, tracer=tracer, **cache_api)
+                launch.serve(app, at, said.tell)
     note("Stopped.")
+
+
+def _speaks(model: str) -> bool:
+    """Whether this is a model of several stages; whatever else is wrong with it is told later."""
+    if model == RANDOM_MODEL:
+        return False
+    with waiting(announce(model)), suppress(ModelError):
+        return bool(load_module("headstart.models.files").is_omni(model))
+    return False
+
+
+def _check_speech(options: ServerOptions, replicas: ReplicaConfig) -> None:
+    """Raise ConfigError for what a model that speaks does not do."""
+    given = {
+        "replicas": replicas.is_wanted,
+        "public_prefix": bool(options.public_prefix),
+        "otlp_traces_endpoint": options.otlp_traces_endpoint is not None,
+        "trust_request_chat_template": options.trust_request_chat_template,
+    }
+    for name in (name for name, is_given in given.items() if is_given):
+        raise ConfigError(f"{name} is given; allowed with a model that speaks: none")
+
+
+@contextmanager
+def _open_omni(model: str, engine: Mapping[str, Any]) -> Iterator[Any]:
+    """The stages' engines have the options; dtype and device are of the whole model."""
+    of_model = {name: engine[name] for name in ("dtype", "device") if name in engine}
+    of_stages = {name: value for name, value in engine.items() if name not in of_model}
+    with waiting(announce(model)):
+        async_omni = load_module("headstart.omni.async_omni").AsyncOmni
+        omni = async_omni(model, **of_model, options=of_stages)
+    with closing(omni):
+        yield omni
 
 
 @contextmanager

@@ -27,11 +27,13 @@ from headstart.validation import describe, shorten
 
 __all__ = [
     "BUILT_IN",
+    "OMNI_TYPES",
     "FileStamp",
     "check_files",
     "download_model",
     "find_folder",
     "fingerprint_files",
+    "is_omni",
     "read_json",
     "stamp_files",
     "tensor_shapes",
@@ -40,6 +42,9 @@ __all__ = [
 
 BUILT_IN = "headstart-tiny"
 """The model that comes with the package: small, trained to look things up in its prompt."""
+
+OMNI_TYPES = ("qwen2_5_omni", "qwen3_omni_moe")
+"""Models that `Omni` runs, by the `model_type` of their configuration."""
 
 # Everything that a model or its tokenizer may need, and no second copy of the weights in the
 # formats of other frameworks.
@@ -84,6 +89,16 @@ def find_folder(model: str | Path) -> Path:
     except (hub.errors.HFValidationError, ModelError, OSError):
         return download_model(name)
     return folder
+
+
+def is_omni(model: str | Path) -> bool:
+    """True for a model of several stages, which `Omni` runs and `LLM` does not. Raises ModelError.
+
+    It is found as `find_folder` finds it, but of a GGUF file nothing is read.
+    """
+    if Path(model).suffix == ".gguf":
+        return False
+    return read_json(find_folder(model) / "config.json").get("model_type") in OMNI_TYPES
 
 
 def _built_in_folder() -> Path:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from headstart.engine.engine import Engine
 from headstart.engine.inputs import InputProcessor
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
@@ -18,15 +19,16 @@ from headstart.engine.streams import OutputStream
 from headstart.engine.text.max_length import TextLimit
 from headstart.engine.vllm_api.signatures import check_calls
 from headstart.errors import ConfigError, RequestError, UnsupportedModelError
-from headstart.models.files import find_folder, read_json
+from headstart.models.files import OMNI_TYPES, find_folder, read_json
 from headstart.models.omni.qwen2_5 import Qwen25Omni
 from headstart.models.omni.qwen3 import Qwen3Omni
+from headstart.omni.engine_stage import EngineStage
+from headstart.omni.families.qwen2_5 import Qwen25Stages
+from headstart.omni.families.qwen3 import Qwen3Stages
 from headstart.omni.graph import Factory, read_graph
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt, SpokenPrompt
 from headstart.omni.pipeline import Pipeline, Progress
-from headstart.omni.qwen2_5 import Qwen25Stages
-from headstart.omni.qwen3 import Qwen3Stages
 from headstart.omni.stage import TOKENS, Input, OmniRequest
 from headstart.omni.stage_options import check_options
 from headstart.validation import describe
@@ -48,11 +50,16 @@ class _Stages(Protocol):
     audio: Input
     codes: Input
     text_params: SamplingParams
+    speech_params: SamplingParams
+    spelling: Mapping[str, str]
     sample_rate: int
     voices: tuple[str, ...]
     tokenizer: PreTrainedTokenizerBase | None
     vocab_size: int
     factories: Mapping[str, Factory]
+
+    @property
+    def sound_rate(self) -> int: ...
 
     def prepare(
         self, text: PreparedPrompt, media: Mapping[str, Any], salt: str | None
@@ -110,6 +117,41 @@ class Omni:
         return self._stages.voices
 
     @property
+    def text_params(self) -> SamplingParams:
+        """How a text is chosen when a request does not say."""
+        return self._stages.text_params
+
+    @property
+    def speech_params(self) -> SamplingParams:
+        """How speech is chosen when a request does not say."""
+        return self._stages.speech_params
+
+    @property
+    def spelling(self) -> Mapping[str, str]:
+        """What a prompt has for a sound, "audio", and for an image, "image"."""
+        return self._stages.spelling
+
+    @property
+    def sound_rate(self) -> int:
+        """Samples a second of what the model hears. Raises ModelError if it hears nothing."""
+        return self._stages.sound_rate
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its text at the most."""
+        return self._engine.max_model_len
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests whose texts are made at a time."""
+        return self._engine.config.max_num_seqs
+
+    @property
+    def _engine(self) -> Engine:
+        assert isinstance(self._thinker, EngineStage)
+        return self._thinker.engine
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer, None if it came without one."""
         return self._stages.tokenizer
@@ -127,7 +169,7 @@ class Omni:
         if any prompt is bad; EngineError if a stage failed, and after `close`.
         """
         self.pipeline.require_open()
-        requests = [self._request(prompt, params, cache_salt) for prompt in _as_list(prompts)]
+        requests = [self.prepare(prompt, params, cache_salt) for prompt in _as_list(prompts)]
         try:
             return self._answer(requests)
         finally:
@@ -140,7 +182,7 @@ class Omni:
             for progress in running:
                 if progress.error is not None:
                     raise progress.error
-        return [self._output(progress) for progress in running]
+        return [self.output(progress) for progress in running]
 
     def _forget(self, requests: Sequence[OmniRequest]) -> None:
         for request in requests:
@@ -159,8 +201,8 @@ class Omni:
         aborts the request. Raises the same errors as `generate`.
         """
         self.pipeline.require_open()
-        request = self._request(prompt, params, cache_salt)
-        return _Stream(self.pipeline, request, self._output)
+        request = self.prepare(prompt, params, cache_salt)
+        return _Stream(self.pipeline, request, self.output)
 
     def reset_cache(self) -> bool:
         """Drop everything cached; returns False and does nothing while a request runs.
@@ -180,9 +222,10 @@ class Omni:
         """Free the memory; every later call raises EngineError."""
         self.pipeline.close()
 
-    def _request(
+    def prepare(
         self, prompt: OmniPrompt, params: OmniParams | None, salt: str | None
     ) -> OmniRequest:
+        """A request for the pipeline, its sounds and images encoded. Raises RequestError."""
         params = OmniParams() if params is None else params
         if not isinstance(params, OmniParams):
             raise RequestError(f"the parameters are {describe(params)}; allowed: an OmniParams")
@@ -205,7 +248,8 @@ class Omni:
             salt=salt,
         )
 
-    def _output(self, progress: Progress) -> OmniOutput:
+    def output(self, progress: Progress) -> OmniOutput:
+        """What a request of the pipeline has by now."""
         text, reason = "", progress.finish_reason
         request_id = progress.request.request_id
         result = progress.results.get("thinker") or self._thinker.peek(request_id)
@@ -223,6 +267,7 @@ class Omni:
             finished=progress.finish_reason is not None,
             finish_reason=reason,
             metrics=dict(progress.metrics),
+            prompt_token_ids=progress.request.prompt.prepared.token_ids,
         )
 
 
@@ -289,5 +334,5 @@ def _load(model: str | Path, dtype: str, device: str, cache: OutputCache) -> _St
     if kind == "qwen3_omni_moe":
         return Qwen3Stages(Qwen3Omni(folder, dtype, device), folder, cache)
     raise UnsupportedModelError(
-        f"model_type {kind!r} is no omni model; there are qwen2_5_omni and qwen3_omni_moe"
+        f"model_type {kind!r} is no omni model; there are {' and '.join(OMNI_TYPES)}"
     )

@@ -58,7 +58,8 @@ class OmniOutput:
 
     token_ids: of the text. codes: of the speech, int64 `[codes, ...]`. metrics: those of
     the stages that have ended, by name. finish_reason: None while it runs, else the thinker's
-    ("stop", "length") or "abort".
+    ("stop", "length") or "abort". prompt_token_ids: with a token for each embedding of a sound or
+    an image.
     """
 
     request_id: str
@@ -70,6 +71,7 @@ class OmniOutput:
     finished: bool
     finish_reason: str | None
     metrics: Mapping[str, StageMetrics] = field(default_factory=dict)
+    prompt_token_ids: Sequence[int] = ()
 
     @property
     def audio(self) -> Tensor:

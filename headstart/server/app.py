@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI
@@ -18,18 +19,22 @@ from headstart.server.openai import chat, completions, models
 from headstart.server.options import ServerOptions
 from headstart.server.responses import api as responses
 from headstart.server.responses.store import ResponseStore
-from headstart.server.service import Service
+from headstart.server.service import Front, Service
+from headstart.server.speech import chat as speech
+from headstart.server.speech.service import SpeechService
 from headstart.server.tenants import Tenants, open_tenants
 from headstart.version import __version__
 
 if TYPE_CHECKING:
     from headstart.engine.async_llm import AsyncLLM
+    from headstart.omni.async_omni import AsyncOmni
     from headstart.server.monitoring.tracing import Tracer
 
-__all__ = ["create_app"]
+__all__ = ["create_app", "create_speech_app"]
 
 _ROUTERS = (
     health.router,
+    health.metrics_router,
     models.router,
     completions.router,
     chat.router,
@@ -37,6 +42,7 @@ _ROUTERS = (
     responses.router,
     tokenize.router,
 )
+_SPEECH_ROUTERS = (health.router, models.router, speech.router)
 
 
 def create_app(
@@ -55,14 +61,35 @@ def create_app(
     """
     options = options or ServerOptions()
     tenants = tenants or open_tenants(options)
-    app = FastAPI(title="headstart", version=__version__, docs_url=None, redoc_url=None)
-    app.state.service = Service(llm, name, options, tenants, tracer)
+    app = _open(Service(llm, name, options, tenants, tracer), (*_ROUTERS, cache_api))
     app.state.responses = ResponseStore()
-    for router in (*_ROUTERS, cache_api):
-        app.include_router(router)
     page.mount(app, with_pool=cache_api is cache.router)
+    return app
+
+
+def create_speech_app(
+    omni: AsyncOmni,
+    name: str,
+    options: ServerOptions | None = None,
+    tenants: Tenants | None = None,
+) -> FastAPI:
+    """As `create_app`, for a model that speaks: chats, metrics, its name. Raises ConfigError."""
+    options = options or ServerOptions()
+    service = SpeechService(omni, name, options, tenants or open_tenants(options))
+    app = _open(service, _SPEECH_ROUTERS)
+    page.mount(app, with_pool=False)
+    return app
+
+
+def _open(service: Front, routers: Iterable[APIRouter]) -> FastAPI:
+    """An application of these routes, behind what is common to all."""
+    options = service.options
+    app = FastAPI(title="headstart", version=__version__, docs_url=None, redoc_url=None)
+    app.state.service = service
+    for router in routers:
+        app.include_router(router)
     add_handlers(app)
-    app.add_middleware(Frontdoor, service=app.state.service)
+    app.add_middleware(Frontdoor, service=service)
     app.add_middleware(RequestLog)
     if options.cors_origin is not None:  # outermost, since browsers ask first, without a key
         app.add_middleware(

@@ -15,16 +15,17 @@ import uvicorn
 from fastapi import FastAPI
 
 from headstart.errors import ConfigError
-from headstart.server.app import create_app
+from headstart.server.app import create_app, create_speech_app
 from headstart.server.monitoring.logs import set_up_logs
 from headstart.server.monitoring.tracing import open_tracer
 from headstart.server.options import ServerOptions
 from headstart.server.public_prefixes import publish, read_prefixes
-from headstart.server.service import Service
+from headstart.server.service import Front
 from headstart.server.tenants import open_tenants
 
 __all__ = [
     "create_app",
+    "create_speech_app",
     "listen",
     "open_tenants",
     "open_tracer",
@@ -97,7 +98,7 @@ class _Server(uvicorn.Server):
                          └──nothing runs, its time is over, or a second signal──┘
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, service: Front, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._service = service
         self._ready = ready

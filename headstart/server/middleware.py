@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart.server.errors import ApiError, JsonResponse, body_of, headers_of
 from headstart.server.origins import check_origin
-from headstart.server.service import Service, too_late
+from headstart.server.service import Front, too_late
 
 __all__ = ["Frontdoor"]
 
@@ -34,7 +34,7 @@ class Frontdoor:
     `calls`; but what an administrator orders needs no place.
     """
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: Front) -> None:
         self._app = app
         self._service = service
         self._max_bytes = service.options.max_request_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,40 +29,52 @@ if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup
     from headstart.server.monitoring.tracing import Tracer
 
-__all__ = ["Service", "service_of", "too_late", "unless_gone"]
+__all__ = ["Front", "Service", "front_of", "service_of", "too_late", "unless_gone"]
 
 Answer = TypeVar("Answer")
 _GONE = 499  # nginx's status for a client that closed the connection; nobody reads it
 
 
-class Service:
-    """One model behind the server, and the calls under way."""
+class Front(ABC):
+    """One model behind a server, and the calls under way: what every model's server needs."""
 
     def __init__(
-        self,
-        llm: AsyncLLM,
-        name: str,
-        options: ServerOptions,
-        tenants: Tenants,
-        tracer: Tracer | None = None,
+        self, name: str, options: ServerOptions, tenants: Tenants, max_running: int
     ) -> None:
-        self.llm = llm
+        """`max_running` requests run at a time, and `options.max_waiting` more may wait."""
         self.name = options.served_model_name or name
         self.options = options
         self.tenants = tenants
-        self.tracer = tracer
-        self.watch = Watch(llm, self.name)
-        self.live = Live(llm, self.watch)
         self.is_draining = False
-        most = llm.engine.config.max_num_seqs + options.max_waiting
+        most = max_running + options.max_waiting
         of_tenant = options.max_requests_per_tenant or max(1, most // 2)
         self.calls = Calls(most, of_tenant, options.request_timeout)
         self.started = int(time.time())
 
     @property
+    @abstractmethod
+    def is_running(self) -> bool:
+        """True until the engine is closed."""
+
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer at the most."""
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of adapters that a request may name in the model's place."""
+        return ()
+
+    @property
     def is_ready(self) -> bool:
         """Whether new requests are taken."""
-        return not self.is_draining and self.llm.is_running
+        return not self.is_draining and self.is_running
+
+    def check_ready(self) -> None:
+        """Raise ApiError (503) if no request is taken any more."""
+        if not self.is_ready:
+            raise ApiError(503, "the server is stopping", retry_after=5)
 
     def adapter(self, model: str | None) -> str | None:
         """The adapter that a request's model names, None for the model itself.
@@ -70,7 +83,7 @@ class Service:
         """
         if model is None or model == self.name:
             return None
-        if model in {adapter.name for adapter in self.llm.engine.adapters.named}:
+        if model in self.adapters:
             return model
         raise ApiError(
             404,
@@ -85,15 +98,54 @@ class Service:
 
     def salt(self, request: Request, asked: str | None) -> str | None:
         """The cache salt of a request: its tenant's, narrowed by what its body asks for."""
+        return self.tenants.salt(tenant_of(request), asked)
+
+    @asynccontextmanager
+    async def in_time(self) -> AsyncIterator[None]:
+        """Raise ApiError (504) in what waits inside when the call's time is over."""
+        try:
+            call = current_call()
+            async with asyncio.timeout_at(call.deadline if call is not None else None):
+                yield
+        except TimeoutError as error:
+            raise too_late(self.options) from error
+
+
+class Service(Front):
+    """A text model behind the server."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        name: str,
+        options: ServerOptions,
+        tenants: Tenants,
+        tracer: Tracer | None = None,
+    ) -> None:
+        super().__init__(name, options, tenants, llm.engine.config.max_num_seqs)
+        self.llm = llm
+        self.tracer = tracer
+        self.watch = Watch(llm, self.name)
+        self.live = Live(llm, self.watch)
+
+    @property
+    def is_running(self) -> bool:
+        return self.llm.is_running
+
+    @property
+    def max_model_len(self) -> int:
+        return self.llm.engine.max_model_len
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(adapter.name for adapter in self.llm.engine.adapters.named)
+
+    def salt(self, request: Request, asked: str | None) -> str | None:
+        """As `Front.salt`; the pool learns what the tenant's share is."""
         tenant = tenant_of(request)
         if tenant.salt is not None:
             self.llm.engine.manager.shares.set(tenant.salt, tenant.weight)
-        return self.tenants.salt(tenant, asked)
-
-    def check_ready(self) -> None:
-        """Raise ApiError (503) if no request is taken any more."""
-        if not self.is_ready:
-            raise ApiError(503, "the server is stopping", retry_after=5)
+        return super().salt(request, asked)
 
     async def run(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:
         """The outputs of a prepared request. Raises ApiError (504) when its time is over."""
@@ -101,7 +153,7 @@ class Service:
         try:
             async with aclosing(self.llm.outputs(request)) as outputs:
                 while True:
-                    async with self._in_time():
+                    async with self.in_time():
                         output = await anext(outputs, None)
                     if output is None:
                         return
@@ -147,7 +199,7 @@ class Service:
     ) -> RequestGroup:
         """A request of a prompt; see `AsyncLLM.prepare`."""
         self._admit(options)
-        async with self._in_time():
+        async with self.in_time():
             return await self.llm.prepare(prompt, params, request_id, **options)
 
     async def prepare_chat(
@@ -165,7 +217,7 @@ class Service:
         """
         if is_kept:
             self._admit(options)
-        async with self._in_time():
+        async with self.in_time():
             return await self.llm.prepare_chat(messages, params, request_id, **options)
 
     def _admit(self, options: Mapping[str, Any]) -> None:
@@ -180,24 +232,20 @@ class Service:
             )
         self.calls.count_prompt()
 
-    @asynccontextmanager
-    async def _in_time(self) -> AsyncIterator[None]:
-        """Raise ApiError (504) in what waits inside when the call's time is over."""
-        try:
-            call = current_call()
-            async with asyncio.timeout_at(call.deadline if call is not None else None):
-                yield
-        except TimeoutError as error:
-            raise too_late(self.options) from error
-
 
 def too_late(options: ServerOptions) -> ApiError:
     """The error of a request that took too long."""
     return ApiError(504, f"the request took longer than {options.request_timeout:g} s")
 
 
+def front_of(request: Request) -> Front:
+    """The service of the app that a request came to, whatever its model."""
+    front: Front = request.app.state.service
+    return front
+
+
 def service_of(request: Request) -> Service:
-    """The service of the app that a request came to."""
+    """The service of the app that a request came to, of a text model."""
     service: Service = request.app.state.service
     return service
 

@@ -22,6 +22,12 @@ IDS = {text: 256 + at for at, text in enumerate(TOKENS)}
 CODEBOOK, QUANTIZERS = 32, 4
 CODES = CODEBOOK + 1024  # the last 1,024 ids are none that may be spoken, but for the end
 END = CODEBOOK + 3
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|><|{{ message['role'] }}|>\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|><|assistant|>\n{% endif %}"
+)
 
 
 def _text(width: int, vocabulary: int, layers: int) -> dict[str, Any]:
@@ -156,7 +162,7 @@ def save_qwen3(folder: Path, seed: int = 6) -> Path:
                 if weight.ndim >= 2:
                     weight.mul_(6)
         model.save_pretrained(folder)
-    write_byte_tokenizer(folder, TOKENS, "{{ messages[0]['content'] }}")
+    write_byte_tokenizer(folder, TOKENS, _CHAT_TEMPLATE)
     hears = WhisperFeatureExtractor(
         feature_size=16, sampling_rate=16_000, return_attention_mask=True
     )

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from headstart.server.app import create_app
 from headstart.server.options import ServerOptions
 from headstart.server.service import Service
 
-__all__ = ["Running", "running", "serving"]
+__all__ = ["Running", "listening", "running", "serving"]
 
 
 class Running:
@@ -72,6 +72,13 @@ def serving(
     """Serve what is loaded, and close it in the end; `server` are the server's options."""
     # Without keys, whatever keys the user of this machine may have.
     app = create_app(llm, name, ServerOptions(**{"api_keys": False, **server}), **app_options)
+    with closing(llm), listening(app, send_buffer=send_buffer) as url:
+        yield Running(url, llm, app)
+
+
+@contextmanager
+def listening(app: FastAPI, *, send_buffer: int = 0) -> Iterator[str]:
+    """The address of an application, which answers there in a thread of its own."""
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer:  # connections have the listener's
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
@@ -90,11 +97,9 @@ def serving(
     thread.start()
     try:
         assert started.wait(30)
-        port = listener.getsockname()[1]
-        yield Running(f"http://127.0.0.1:{port}", llm, app)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         runner.should_exit = runner.force_exit = True
         thread.join(30)
         listener.close()
-        llm.close()
         assert not thread.is_alive(), "the server did not stop"

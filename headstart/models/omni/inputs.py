@@ -72,6 +72,11 @@ class Media:
         self._merge_size = merge_size
         self._padding = padding
 
+    @property
+    def sound_rate(self) -> int:
+        """Samples a second of sounds. Raises ModelError without a feature extractor."""
+        return int(self._processors.extractor.sampling_rate)
+
     def hear(self, sounds: Sequence[Any]) -> dict[str, Tensor]:
         """Features of sounds, arrays `[samples]` at the extractor's rate; empty without sounds.
 

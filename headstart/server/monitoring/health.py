@@ -8,17 +8,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headstart.server.errors import ApiError, JsonResponse
-from headstart.server.service import service_of
+from headstart.server.service import front_of, service_of
 
-__all__ = ["router"]
+__all__ = ["metrics_router", "router"]
 
 router = APIRouter()
+metrics_router = APIRouter()
 
 
 @router.get("/health")
 async def health(request: Request) -> Response:
     """Status 200 while the engine answers, 503 when it broke."""
-    if not service_of(request).llm.is_running:
+    if not front_of(request).is_running:
         raise ApiError(503, "the engine is closed")
     return JsonResponse({"status": "ok"})
 
@@ -26,12 +27,12 @@ async def health(request: Request) -> Response:
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """Status 200 while new requests are taken; 503 while the server stops."""
-    if not service_of(request).is_ready:
+    if not front_of(request).is_ready:
         raise ApiError(503, "the server is stopping", retry_after=5)
     return JsonResponse({"status": "ready"})
 
 
-@router.get("/metrics")
+@metrics_router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """The server's metrics as Prometheus reads them."""
     service = service_of(request)

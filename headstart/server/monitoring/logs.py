@@ -23,7 +23,7 @@ from headstart.validation import shorten
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
 
-__all__ = ["RequestLog", "note_output", "set_up_logs"]
+__all__ = ["RequestLog", "note_answer", "note_output", "set_up_logs"]
 
 _LOG = logging.getLogger("headstart.server.requests")
 _QUIET = ("/health", "/ready", "/metrics")
@@ -52,15 +52,25 @@ _LINE: ContextVar[_Line | None] = ContextVar("line", default=None)
 
 def note_output(output: RequestOutput) -> None:
     """The request under way has this answer; one of several prompts has several."""
+    note_answer(
+        prompt=len(output.prompt_token_ids),
+        cached=output.num_cached_tokens,
+        generated=sum(len(answer.token_ids) for answer in output.outputs),
+        first=output.metrics.time_to_first_token,
+    )
     line = _LINE.get()
-    if line is None:
-        return
-    line.prompt_tokens += len(output.prompt_token_ids)
-    line.cached_tokens += output.num_cached_tokens
-    line.generated_tokens += sum(len(answer.token_ids) for answer in output.outputs)
-    first = output.metrics.time_to_first_token
-    line.time_to_first_token = None if first is None else round(first, 6)
-    line.missed = None if output.why_missed is None else output.why_missed.reason.name.lower()
+    if line is not None and output.why_missed is not None:
+        line.missed = output.why_missed.reason.name.lower()
+
+
+def note_answer(*, prompt: int, cached: int, generated: int, first: float | None) -> None:
+    """The request under way has an answer of so many tokens; `first`: seconds to its first one."""
+    line = _LINE.get()
+    if line is not None:
+        line.prompt_tokens += prompt
+        line.cached_tokens += cached
+        line.generated_tokens += generated
+        line.time_to_first_token = None if first is None else round(first, 6)
 
 
 class RequestLog:

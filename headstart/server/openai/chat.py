@@ -15,7 +15,7 @@ from headstart.server.answers.parts import Call, CallBegin, Content, Part, Reaso
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
 from headstart.server.counting import TokenCount
-from headstart.server.errors import JsonResponse, as_api_error, body_of
+from headstart.server.errors import ApiError, JsonResponse, as_api_error, body_of
 from headstart.server.openai.reading import read_chat_sampling, read_tools
 from headstart.server.openai.schema import ChatRequest
 from headstart.server.openai.usage import chat_logprobs, usage_of
@@ -39,6 +39,10 @@ _TEMPLATE = (
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
+    if body.audio is not None or "audio" in (body.modalities or ()):
+        raise ApiError(
+            400, 'the model answers in text alone; allowed: modalities ["text"]', param="modalities"
+        )
     call = ChatCall(
         model=body.model,
         messages=body.messages,

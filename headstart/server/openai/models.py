@@ -9,25 +9,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headstart.server.errors import ApiError, JsonResponse
-from headstart.server.service import Service, service_of
+from headstart.server.service import Front, front_of
 
 __all__ = ["router"]
 
 router = APIRouter()
 
 
-def _cards(service: Service) -> list[dict[str, Any]]:
-    engine = service.llm.engine
+def _cards(service: Front) -> list[dict[str, Any]]:
     common = {
         "object": "model",
         "created": service.started,
         "owned_by": "headstart",
-        "max_model_len": engine.max_model_len,
+        "max_model_len": service.max_model_len,
     }
     model = {"id": service.name, **common, "root": service.name, "parent": None}
     adapters = [
-        {"id": adapter.name, **common, "root": service.name, "parent": service.name}
-        for adapter in engine.adapters.named
+        {"id": adapter, **common, "root": service.name, "parent": service.name}
+        for adapter in service.adapters
     ]
     return [model, *adapters]
 
@@ -35,13 +34,13 @@ def _cards(service: Service) -> list[dict[str, Any]]:
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     """The model and its adapters."""
-    return JsonResponse({"object": "list", "data": _cards(service_of(request))})
+    return JsonResponse({"object": "list", "data": _cards(front_of(request))})
 
 
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, request: Request) -> Response:
     """One of them."""
-    for card in _cards(service_of(request)):
+    for card in _cards(front_of(request)):
         if card["id"] == name:
             return JsonResponse(card)
     raise ApiError(404, f"the model {name!r} does not exist", code="model_not_found")

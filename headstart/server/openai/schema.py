@@ -122,6 +122,13 @@ class ToolChoice(Body):
     function: FunctionName
 
 
+class Speech(Body):
+    """How an answer is spoken; the voice is one of the model's."""
+
+    voice: str | None = None
+    format: Literal["wav", "pcm16", "flac", "mp3", "opus"] = "wav"
+
+
 class ChatRequest(SamplingFields):
     """`POST /v1/chat/completions`."""
 
@@ -135,7 +142,8 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: list[Literal["text", "audio"]] | None = None
+    audio: Speech | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -13,12 +14,12 @@ from headstart.models.omni.qwen2_5 import Qwen25Omni, Voice
 from headstart.models.tokenizer import load_tokenizer
 from headstart.omni.content_cache import ContentCache, content_digest
 from headstart.omni.engine_stage import EngineStage
+from headstart.omni.families.spoken_prompts import TEXT, SpokenPrompts, make_thinker
 from headstart.omni.feeds import Feed
 from headstart.omni.function_stage import Job, WholeStage
 from headstart.omni.graph import Factory, StageNode
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import SpokenPrompt
-from headstart.omni.spoken_prompts import TEXT, SpokenPrompts, make_thinker
 from headstart.omni.stage import TOKENS, Input, OmniRequest, Stage
 from headstart.omni.stage_options import no_options, stage_config
 from headstart.omni.talker import TalkerFeed, TalkerPlan
@@ -55,6 +56,13 @@ class Qwen25Stages:
     audio = Input("token2wav", "audio")
     codes = Input("talker", TOKENS)
     text_params = TEXT
+    speech_params = _SPEECH
+    spelling: Mapping[str, str] = MappingProxyType(
+        {
+            "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
+            "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
+        }
+    )
 
     def __init__(self, model: Qwen25Omni, folder: str | Path, cache: OutputCache) -> None:
         self._model = model
@@ -69,6 +77,11 @@ class Qwen25Stages:
             "talker": self._make_talker,
             "token2wav": self._make_token2wav,
         }
+
+    @property
+    def sound_rate(self) -> int:
+        """Samples a second of what the model hears. Raises ModelError if it hears nothing."""
+        return self._model.media.sound_rate
 
     def prepare(
         self, text: PreparedPrompt, media: Mapping[str, Any], salt: str | None

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,12 +13,12 @@ from headstart.engine.prompt import PreparedPrompt, RotaryPositions
 from headstart.errors import DamagedModelError, RequestError
 from headstart.models.omni.qwen3 import CausalVocoder, Qwen3Omni
 from headstart.models.tokenizer import load_tokenizer
+from headstart.omni.families.spoken_prompts import TEXT, SpokenPrompts, make_thinker
 from headstart.omni.frame_talker import CODES, FrameTalker, FrameTalkerFeed, FrameTalkerPlan
 from headstart.omni.function_stage import FramesPlan, FramesStage
 from headstart.omni.graph import Factory, StageNode
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import SpokenPrompt
-from headstart.omni.spoken_prompts import TEXT, SpokenPrompts, make_thinker
 from headstart.omni.stage import Input, OmniRequest, Stage
 from headstart.omni.stage_options import no_options, stage_config
 
@@ -62,6 +63,13 @@ class Qwen3Stages:
     audio = Input("code2wav", "audio")
     codes = Input("talker", CODES)
     text_params = TEXT
+    speech_params = _SPEECH
+    spelling: Mapping[str, str] = MappingProxyType(
+        {
+            "audio": "<|audio_start|><|audio_pad|><|audio_end|>",
+            "image": "<|vision_start|><|image_pad|><|vision_end|>",
+        }
+    )
 
     def __init__(self, model: Qwen3Omni, folder: str | Path, cache: OutputCache) -> None:
         if not model.voices:
@@ -80,6 +88,11 @@ class Qwen3Stages:
             "talker": self._make_talker,
             "code2wav": self._make_code2wav,
         }
+
+    @property
+    def sound_rate(self) -> int:
+        """Samples a second of what the model hears. Raises ModelError if it hears nothing."""
+        return self._model.media.sound_rate
 
     def prepare(
         self, text: PreparedPrompt, media: Mapping[str, Any], salt: str | None

@@ -1,0 +1,165 @@
+"""`AsyncOmni`: an `Omni` for the tasks of an event loop.
+
+One thread makes every call of the pipeline, in the order in which the tasks ask. Whoever waits for
+an answer asks for one step at a time; a step is a step of all requests, so a task whose answer
+grew in another's step gets it without one of its own. Who reads nothing asks for no step.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headstart.engine.vllm_api.signatures import check_calls
+from headstart.errors import ConfigError, EngineError, HeadstartError
+from headstart.omni.omni import Omni
+from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt
+from headstart.omni.pipeline import Progress
+
+__all__ = ["AsyncOmni", "OmniStream"]
+
+Answer = TypeVar("Answer")
+
+
+@check_calls(ConfigError)
+class AsyncOmni:
+    """An `Omni` whose answers are awaited; any number of tasks of any event loop may ask."""
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        """Load a model; `options` are those of `Omni`. Raises ConfigError, ModelError."""
+        self.omni = Omni(model, **options)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="headstart-omni")
+        self._grown: set[Progress] = set()  # whose answer grew since it was told
+        self._is_closed = False
+
+    @property
+    def is_running(self) -> bool:
+        """True until `close`."""
+        return not self._is_closed
+
+    async def start(
+        self,
+        prompt: OmniPrompt,
+        params: OmniParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> "OmniStream":
+        """Begin an answer, and return when it is known to be possible.
+
+        Raises the errors of `Omni.generate`.
+        """
+
+        def begin() -> Progress:
+            return self.omni.pipeline.submit(self.omni.prepare(prompt, params, cache_salt))
+
+        begun = self._submit(begin)
+        try:
+            return OmniStream(self, await asyncio.wrap_future(begun))
+        except asyncio.CancelledError:
+            begun.add_done_callback(self._leave_begun)
+            raise
+
+    async def generate(
+        self,
+        prompt: OmniPrompt,
+        params: OmniParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> OmniOutput:
+        """The whole answer to one prompt. Raises the errors of `Omni.generate`."""
+        async with aclosing(await self.start(prompt, params, cache_salt=cache_salt)) as outputs:
+            async for output in outputs:
+                if output.finished:
+                    return output
+        raise EngineError("the pipeline ended a request without an answer")
+
+    async def call(self, function: Callable[[], Answer]) -> Answer:
+        """Call `function` in the pipeline's thread; returns or raises what it does.
+
+        Raises EngineError after `close`.
+        """
+        return await asyncio.wrap_future(self._submit(function))
+
+    def close(self) -> None:
+        """End every request with an EngineError and free the memory. May be called again."""
+        if not self._is_closed:
+            self._pool.submit(self.omni.close)
+            self._is_closed = True
+        self._pool.shutdown()
+
+    def _submit(self, function: Callable[[], Answer]) -> Future[Answer]:
+        try:
+            return self._pool.submit(function)
+        except RuntimeError as error:  # it was shut down
+            raise EngineError("the pipeline is closed") from error
+
+    def _leave_begun(self, begun: Future[Progress]) -> None:
+        if not begun.cancelled() and begun.exception() is None:
+            self.leave(begun.result())
+
+    def leave(self, progress: Progress) -> None:
+        """Nobody reads this answer any more; its request is aborted soon. From any thread."""
+        with suppress(EngineError):
+            self._submit(lambda: self._forget(progress))
+
+    # In the pipeline's thread
+
+    def advance(self, progress: Progress) -> OmniOutput | None:
+        """The answer if it grew, by a step of its own if by no other's; None if it did not."""
+        if progress not in self._grown and progress.finish_reason is None:
+            self._grown.update(self._step())
+        if progress.error is not None:
+            raise progress.error
+        if progress not in self._grown and progress.finish_reason is None:
+            return None
+        self._grown.discard(progress)
+        return self.omni.output(progress)
+
+    def _step(self) -> list[Progress]:
+        try:
+            return self.omni.pipeline.step()
+        except HeadstartError:
+            raise
+        except Exception as error:  # the next call ends all requests, each with such an error
+            raise EngineError(f"a stage failed: {type(error).__name__}: {error}") from error
+
+    def _forget(self, progress: Progress) -> None:
+        self._grown.discard(progress)
+        self.omni.pipeline.abort(progress.request.request_id)
+
+
+class OmniStream(AsyncIterator[OmniOutput]):
+    """One request's outputs as they come; each holds the whole answer so far.
+
+    Closing it, or dropping it, aborts the request.
+    """
+
+    def __init__(self, owner: AsyncOmni, progress: Progress) -> None:
+        self._owner = owner
+        self._progress: Progress | None = progress
+
+    async def __anext__(self) -> OmniOutput:
+        progress = self._progress
+        while progress is not None:
+            try:
+                output = await self._owner.call(lambda: self._owner.advance(progress))
+            except HeadstartError:
+                await self.aclose()
+                raise
+            if output is not None:
+                if output.finished:
+                    await self.aclose()
+                return output
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Abort the request if it is unfinished. May be called again."""
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            self._owner.leave(progress)
+
+    def __del__(self) -> None:
+        if self._progress is not None:
+            self._owner.leave(self._progress)

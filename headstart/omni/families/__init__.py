@@ -1,0 +1,1 @@
+"""The stages of each family of speaking models, and their prompts."""

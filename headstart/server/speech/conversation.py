@@ -1,0 +1,102 @@
+"""From OpenAI's messages to the prompt of a speaking model.
+
+A part of a message is `text`; `input_audio` with a file in base64, or `audio_url` with a data: URL
+of one; `image_url` with a data: URL. What the assistant said is its text, or the id of an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headstart.engine.chat.messages import kind_of_part
+from headstart.engine.images.decoding import decode_image
+from headstart.errors import RequestError
+from headstart.server.speech.sounds import read_sound
+from headstart.validation import check_utf8, describe, shorten
+
+if TYPE_CHECKING:
+    from headstart.omni.omni import Omni
+
+__all__ = ["read_prompt"]
+
+MAX_PIXELS = 2**25
+
+
+def read_prompt(
+    omni: Omni, messages: Sequence[Any], transcript: Callable[[str], str]
+) -> Mapping[str, Any]:
+    """A prompt for `Omni.generate`. `transcript` gives the text of an earlier answer by its id.
+
+    Raises RequestError.
+    """
+    if omni.tokenizer is None:
+        raise RequestError("the model came without a tokenizer, so it takes no conversation")
+    media = _Media(omni)
+    flat = [media.flatten(place, message, transcript) for place, message in enumerate(messages)]
+    try:
+        text = omni.tokenizer.apply_chat_template(flat, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # whatever a template raises
+        raise RequestError(
+            f"the model's chat template refuses the conversation: {shorten(str(error))}"
+        ) from error
+    found = {"audio": media.sounds, "images": media.images}
+    return {"prompt": text, **{name: items for name, items in found.items() if items}}
+
+
+class _Media:
+    """Sounds and images of a conversation, in order."""
+
+    def __init__(self, omni: Omni) -> None:
+        self._omni = omni
+        self.sounds: list[Any] = []
+        self.images: list[Any] = []
+
+    def flatten(self, place: int, message: Any, transcript: Callable[[str], str]) -> dict[str, str]:
+        """A message whose content is one text, with a placeholder for each sound and image."""
+        role = message.get("role")
+        if not isinstance(role, str):
+            raise RequestError(f"message {place} has the role {describe(role)}; allowed: a text")
+        content, said = message.get("content"), message.get("audio")
+        if role == "assistant" and content is None and isinstance(said, Mapping):
+            content = transcript(str(said.get("id")))
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        if not isinstance(content, list) or not content:
+            raise RequestError(
+                f"message {place} has the content {describe(content)}; allowed: a text or a list "
+                "of parts"
+            )
+        text = "".join(self._read_part(place, part) for part in content)
+        return {"role": "system" if role == "developer" else role, "content": text}
+
+    def _read_part(self, place: int, part: Any) -> str:
+        kind = kind_of_part(part)
+        if kind == "text" and isinstance(part.get("text"), str):
+            check_utf8(f"message {place}", part["text"])
+            return str(part["text"])
+        given = part.get(kind) if isinstance(part, Mapping) else None
+        key = "data" if kind == "input_audio" else "url"
+        value = given.get(key) if isinstance(given, Mapping) else None
+        if kind in ("input_audio", "audio_url") and isinstance(value, str):
+            data = value if kind == "input_audio" else _data_of(value, "audio")
+            self.sounds.append(read_sound(data, self._omni.sound_rate))
+            return self._omni.spelling["audio"]
+        if kind == "image_url" and isinstance(value, str):
+            _data_of(value, "image")
+            self.images.append(decode_image(value, MAX_PIXELS))
+            return self._omni.spelling["image"]
+        raise RequestError(
+            f"message {place} has a part of type {describe(kind)} that cannot be read; allowed: "
+            "text, input_audio with data, audio_url and image_url with a data: URL"
+        )
+
+
+def _data_of(url: str, kind: str) -> str:
+    """What a `data:` URL has in base64."""
+    head, _, data = url.partition(",")
+    if not head.startswith(f"data:{kind}/") or not head.endswith(";base64"):
+        raise RequestError(
+            f"a URL begins with {describe(shorten(head))}; allowed: data:{kind}/...;base64,"
+        )
+    return data

@@ -1,0 +1,158 @@
+"""What the server of a speaking model does with a request, and what it tells of itself."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from starlette.requests import Request
+
+from headstart.server.errors import ApiError
+from headstart.server.monitoring.logs import note_answer
+from headstart.server.options import ServerOptions
+from headstart.server.service import Front
+from headstart.server.tenants import Tenants
+
+if TYPE_CHECKING:
+    from headstart.omni.async_omni import AsyncOmni, OmniStream
+    from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt
+
+__all__ = ["SpeechService", "Transcripts", "speech_service_of"]
+
+
+class SpeechService(Front):
+    """One speaking model behind the server, and the calls under way."""
+
+    def __init__(
+        self, omni: AsyncOmni, name: str, options: ServerOptions, tenants: Tenants
+    ) -> None:
+        super().__init__(name, options, tenants, omni.omni.max_num_seqs)
+        self.omni = omni
+        self.transcripts = Transcripts()
+        self.metrics = SpeechMetrics()
+
+    @property
+    def is_running(self) -> bool:
+        return self.omni.is_running
+
+    @property
+    def max_model_len(self) -> int:
+        return self.omni.omni.max_model_len
+
+    async def start(self, prompt: OmniPrompt, params: OmniParams, salt: str | None) -> OmniStream:
+        """Begin an answer. Raises RequestError, and ApiError (504) when the time is over."""
+        self.check_ready()
+        self.calls.count_prompt()
+        async with self.in_time():
+            return await self.omni.start(prompt, params, cache_salt=salt)
+
+    async def run(self, stream: OmniStream) -> AsyncGenerator[OmniOutput]:
+        """The outputs of an answer. Raises ApiError (504) when its time is over."""
+        end = "abort"
+        try:
+            async with aclosing(stream):
+                while True:
+                    async with self.in_time():
+                        output = await anext(stream, None)
+                    if output is None:
+                        return
+                    if output.finished:
+                        end = output.finish_reason or "stop"
+                        self._note(output)
+                    yield output
+        finally:
+            self.metrics.requests.labels(end).inc()
+
+    def _note(self, output: OmniOutput) -> None:
+        thinker = output.metrics["thinker"]
+        note_answer(
+            prompt=len(output.prompt_token_ids),
+            cached=thinker.cached_tokens,
+            generated=len(output.token_ids) + len(output.codes),
+            first=thinker.first_output,
+        )
+        self.metrics.add(output)
+
+
+class Transcripts:
+    """What was said of late, so that a conversation can name an answer by its id.
+
+    At most MOST answers of all tenants, and for SECONDS each; a tenant finds its own alone.
+    """
+
+    MOST = 4096
+    SECONDS = 3600
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str | None, str], tuple[float, str]] = OrderedDict()
+
+    def keep(self, salt: str | None, name: str, text: str) -> int:
+        """Keep a text; until when, in seconds of the epoch."""
+        end = time.time() + self.SECONDS
+        self._kept[salt, name] = end, text
+        while len(self._kept) > self.MOST:
+            self._kept.popitem(last=False)
+        return int(end)
+
+    def find(self, salt: str | None, name: str) -> str:
+        """The text of an answer. Raises ApiError if it is not there, or no more."""
+        end, text = self._kept.get((salt, name), (0.0, ""))
+        if end < time.time():
+            raise ApiError(
+                404,
+                f"there is no spoken answer {name!r}; allowed: one of the last "
+                f"{self.SECONDS // 60} minutes, or its transcript as content",
+                param="messages",
+            )
+        return text
+
+
+class SpeechMetrics:
+    """Counts of what stages did, as Prometheus reads them."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        told = self._registry
+        self.requests = Counter(
+            "vllm:request_success", "Requests that ended.", ["finished_reason"], registry=told
+        )
+        self._tokens = Counter(
+            "headstart:stage_tokens", "Tokens of prompts and answers.", ["stage"], registry=told
+        )
+        self._cached = Counter(
+            "headstart:stage_cached_tokens", "Tokens not computed.", ["stage"], registry=told
+        )
+        self._seconds = Counter(
+            "headstart:stage_seconds", "Time of a stage's steps.", ["stage"], registry=told
+        )
+        self._spoken = Counter(
+            "headstart:speech_seconds", "Seconds of speech that were made.", registry=told
+        )
+        self._first = Histogram(
+            "vllm:time_to_first_token_seconds", "Until a text's first token.", registry=told
+        )
+
+    def add(self, output: OmniOutput) -> None:
+        """Count a finished answer."""
+        for name, metrics in output.metrics.items():
+            self._tokens.labels(name).inc(metrics.tokens)
+            self._cached.labels(name).inc(metrics.cached_tokens)
+            self._seconds.labels(name).inc(metrics.seconds)
+        self._spoken.inc(output.seconds)
+        first = output.metrics["thinker"].first_output
+        if first is not None:
+            self._first.observe(first)
+
+    def read(self) -> bytes:
+        """The text of `/metrics`."""
+        return generate_latest(self._registry)
+
+
+def speech_service_of(request: Request) -> SpeechService:
+    """The service of the app that a request came to."""
+    service: SpeechService = request.app.state.service
+    return service

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         UnsupportedAdapterError,
         UnsupportedModelError,
     )
+    from headstart.omni.async_omni import AsyncOmni
     from headstart.omni.omni import Omni
     from headstart.omni.params import OmniOutput, OmniParams
 
@@ -64,6 +65,7 @@ __all__ = [
     "RequestOutput",
     "CompletionOutput",
     "Omni",
+    "AsyncOmni",
     "OmniParams",
     "OmniOutput",
     "HeadstartError",
@@ -100,6 +102,7 @@ _HOMES = {
     "RequestOutput": "headstart.engine.outputs",
     "CompletionOutput": "headstart.engine.outputs",
     "Omni": "headstart.omni.omni",
+    "AsyncOmni": "headstart.omni.async_omni",
     "OmniParams": "headstart.omni.params",
     "OmniOutput": "headstart.omni.params",
 }

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["RequestLog", "note_answer", "note_output", "set_up_logs"]
 
 _LOG = logging.getLogger("headstart.server.requests")
-_QUIET = ("/health", "/ready", "/metrics")
+_QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds: told when they are refused
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class RequestLog:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _QUIET:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
@@ -111,7 +111,8 @@ def _line_of(scope: Scope) -> Iterator[_Line]:
     finally:
         _LINE.reset(token)
         line.seconds = round(time.perf_counter() - start, 6)
-        _LOG.info("%s %s %d", line.method, line.path, line.status, extra={"line": line})
+        if line.path not in _QUIET or line.status >= 400:
+            _LOG.info("%s %s %d", line.method, line.path, line.status, extra={"line": line})
 
 
 class _AsText(logging.Formatter):

@@ -60,6 +60,17 @@ def ask(server: Running, **more: object) -> httpx.Response:
     )
 
 
+def test_a_probe_has_a_line_where_it_is_refused(
+    server: Running, written: Callable[[str], Written], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = written("json")
+    assert httpx.get(f"{server.url}/metrics").status_code == 200
+    monkeypatch.setattr(server.service, "is_draining", True)
+    assert httpx.get(f"{server.url}/ready").status_code == 503
+    told = json.loads(lines.read())
+    assert (told["path"], told["status"]) == ("/ready", 503)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_line_of_json(server: Running, written: Callable[[str], Written], stream: bool) -> None:
     lines = written("json")

@@ -5,6 +5,7 @@ is exact by construction; no digest is trusted, and none is computed. Most nodes
 which hangs directly on the node: no dictionary, no hash, one `memcmp` a block.
 """
 
+from collections import OrderedDict
 from itertools import islice
 from typing import NamedTuple
 
@@ -51,8 +52,11 @@ class PrefixTree:
             roots = self._roots.get(namespace.salt)
             if roots is None:
                 self._roots[namespace.salt] = {namespace.adapter: root}
-            else:
+            elif isinstance(roots, OrderedDict):
                 roots[namespace.adapter] = root
+            else:  # for `recent_roots`: a dict walks over all that were deleted after its last
+                both = [*roots.items(), (namespace.adapter, root)]
+                self._roots[namespace.salt] = OrderedDict(both)
         return root
 
     def roots(self) -> list[RootNode]:

@@ -5,7 +5,9 @@ pending   written, and not handed on
 leaving   pending, and about to be reused: this step writes over its rows
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple
 
 from headstart.cache.block import PrefixNode
@@ -35,7 +37,8 @@ class UnsavedBlocks:
     def __init__(self, names: BlockNames) -> None:
         self._names = names
         self._filling: dict[PrefixNode, float] = {}
-        self._pending: dict[PrefixNode, float] = {}
+        # Oldest first. A dict walks over all that were deleted before it finds its first.
+        self._pending: OrderedDict[PrefixNode, float] = OrderedDict()
 
     def __len__(self) -> int:
         """How many blocks are pending; a few of them may be gone."""
@@ -72,31 +75,35 @@ class UnsavedBlocks:
         self._filling.clear()
         if any(isinstance(event, AllBlocksCleared) for event in events):
             self._follow()
-        self._pending = {node: asked for node, asked in self._pending.items() if node.block}
+        pending = self._pending.items()
+        self._pending = OrderedDict((node, asked) for node, asked in pending if node.block)
 
     def _follow(self) -> None:
         """The index was made anew, or forgot all: find the same blocks under their new nodes."""
-        self._pending = {
-            node.block.node: asked
+        self._pending = OrderedDict(
+            (node.block.node, asked)
             for node, asked in self._pending.items()
             if node.block is not None and node.block.node is not None
-        }
+        )
 
     def pending(self, most: int) -> list[UnsavedBlock]:
         """The first blocks that are pending; they stay so until `handed_on`."""
-        gone = [node for node in self._pending if node.block is None]
+        gone: list[PrefixNode] = []
+        found: list[UnsavedBlock] = []
+        for node, asked in self._pending.items():
+            if len(found) == most:
+                break
+            if node.block is None:
+                gone.append(node)
+            else:
+                found.append(self._describe(node, node.block.block_id, asked))
         for node in gone:
             del self._pending[node]
-        first = [(node, node.block) for node, _ in zip(self._pending, range(most), strict=False)]
-        return [
-            self._describe(node, block.block_id, self._pending[node])
-            for node, block in first
-            if block is not None
-        ]
+        return found
 
     def handed_on(self, count: int) -> None:
         """The first `count` that `pending` gave are saved, or will be."""
-        for node in list(self._pending)[:count]:
+        for node in list(islice(self._pending, count)):
             del self._pending[node]
 
     def _describe(self, node: PrefixNode, block_id: int, asked: float) -> UnsavedBlock:

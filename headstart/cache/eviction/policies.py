@@ -7,6 +7,7 @@ reused: by then the block's content is lost. A policy never looks into the index
 changes a block's identity.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice, takewhile
 from typing import Protocol
@@ -126,7 +127,8 @@ class AdaptiveLru(EmptyFirstLru):
         """`most` is how many blocks there may ever be; None for those that there are."""
         super().__init__(blocks)
         self._num_blocks = len(blocks) if most is None else most
-        self._partial: dict[KVCacheBlock, None] = {}  # oldest first
+        # Oldest first. A dict walks over all that were deleted before it finds its first.
+        self._partial: OrderedDict[KVCacheBlock, None] = OrderedDict()
         self._room = 0
         self._marks = marks
         self._retained = RetainedBlocks(marks)

@@ -1,11 +1,14 @@
 """`headstart serve --replicas`: what cannot be is told in one sentence, before anything starts."""
 
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
 
 from headstart.cli.main import main
+from headstart.errors import ConfigError
 
 QUIET = ["serve", "--port", "0", "--no-api-keys"]
 
@@ -47,3 +50,23 @@ def test_a_wrong_address_of_ray_is_told_at_once(
     monkeypatch.setenv("RAY_ADDRESS", address)
     done = CliRunner().invoke(main, [*QUIET, "--replicas", "2"])
     assert (done.exit_code, text in done.stderr) == (2, True), done.stderr
+
+
+def test_replicas_find_a_model_that_is_named_from_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They run in folders of their own."""
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    asked: list[str] = []
+
+    def make(model: str, *rest: object) -> object:
+        asked.append(model)
+        raise ConfigError("no more is needed")
+
+    cluster = ModuleType("headstart.cluster.serving.cluster")
+    monkeypatch.setattr(cluster, "ReplicaCluster", make, raising=False)
+    monkeypatch.setitem(sys.modules, cluster.__name__, cluster)
+    done = CliRunner().invoke(main, [*QUIET, "--replicas", "2", "--model", "model"])
+    assert "no more is needed" in done.stderr
+    assert asked == [str(tmp_path / "model")]

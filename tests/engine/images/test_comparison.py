@@ -1,6 +1,7 @@
 """Copies are the same picture; a picture with one small change is another one."""
 
 import io
+from functools import cache
 
 import numpy as np
 import pytest
@@ -89,6 +90,15 @@ def test_a_dot_anywhere_is_seen(x: int, y: int, step: int, grain: int, quality: 
     assert not are_same(picture, Image.fromarray(np.clip(edited, 0, 255).astype(np.uint8)))
 
 
+@cache
+def plain_and_copy(codec: str, quality: int) -> tuple[Image.Image, Image.Image]:
+    """A picture without a point, and its copy, which is found."""
+    plain = screen("Dose: 10 mg", (320, 200)).point(lambda level: min(level, 200))
+    copy = saved(plain, format=codec, quality=quality)
+    assert are_same(plain, copy)
+    return plain, copy
+
+
 @pytest.mark.parametrize("codec", [("jpeg", 75), ("jpeg", 85), ("webp", 80)])
 @pytest.mark.parametrize("colour", [(0, 0, -1), (0, -1, 0), (-1, 0, 0), (-1, -1, -1), (0, 1, -1)])
 @pytest.mark.parametrize(("side", "levels"), [(1, 12), (1, 55), (2, 20), (2, 55), (3, 20)])
@@ -96,16 +106,15 @@ def test_a_point_that_a_codec_weakens_or_erases(
     side: int, levels: int, colour: tuple[int, int, int], codec: tuple[str, int]
 ) -> None:
     """A copy of neither picture is the other one, unless saving made the copies equal."""
-    plain, how = screen("Dose: 10 mg", (320, 200)).point(lambda v: min(v, 200)), codec
+    plain, copy = plain_and_copy(*codec)
     pixels = np.asarray(plain).astype(np.int16)
     y, x = 61, 271 + side
     pixels[y : y + side, x : x + side] += np.array(colour, np.int16) * levels
     marked = Image.fromarray(pixels.astype(np.uint8))
-    copies = [saved(each, format=how[0], quality=how[1]) for each in (plain, marked)]
-    assert are_same(plain, copies[0])
-    assert not are_same(marked, copies[0])
-    is_erased = copies[0].tobytes() == copies[1].tobytes()
-    assert are_same(plain, copies[1]) == is_erased
+    copy_of_marked = saved(marked, format=codec[0], quality=codec[1])
+    assert not are_same(marked, copy)
+    is_erased = copy.tobytes() == copy_of_marked.tobytes()
+    assert are_same(plain, copy_of_marked) == is_erased
 
 
 def test_a_row_that_shrinking_leaves_out_is_missed() -> None:

@@ -16,6 +16,9 @@ TYPED := headstart $(wildcard bench tools recipes docs/figures_src)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 LOCKED := --constraint requirements.lock
 
+# The tests start a hundred processes: what one has compiled, the others need not.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo serve test lint types unit unit-portable beside emulate sanitize figures bench curves clean
 
 help:

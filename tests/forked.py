@@ -1,4 +1,4 @@
-"""Processes that have made their imports already, and `headstart` as one of them.
+"""Processes that have made their imports already: `headstart`, or a program of a test.
 
 Importing torch, transformers and the package takes 5 s and more. A server does it once, and each
 process is its fork: with streams, signals and an exit status like any other.
@@ -6,14 +6,17 @@ process is its fork: with streams, signals and an exit status like any other.
 
 import multiprocessing
 import os
+import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from headstart.cli.main import main
 
-__all__ = ["FORKS", "start_headstart"]
+__all__ = ["FORKS", "run_program", "start_headstart"]
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
@@ -44,15 +47,40 @@ def start_headstart(
     return process
 
 
+def run_program(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """As `python -W ignore -c program arguments`, by this process's search path."""
+    with TemporaryDirectory() as told:
+        streams = Path(os.devnull), Path(told) / "output", Path(told) / "errors"
+        given = [program, *map(str, arguments)]
+        process = FORKS.Process(target=_run_program, args=(given, streams), daemon=True)
+        process.start()
+        process.join()
+        said = [stream.read_text() if stream.exists() else "" for stream in streams[1:]]
+        return subprocess.CompletedProcess(given, process.exitcode or 0, *said)
+
+
+def _run_program(given: list[str], streams: tuple[Path, Path, Path]) -> None:
+    _take(streams)
+    warnings.simplefilter("ignore")
+    program, *arguments = given
+    sys.argv = ["-c", *arguments]
+    exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+
+
 def _run(
     arguments: Sequence[str], streams: tuple[Path, Path, Path], environment: dict[str, str]
 ) -> None:
-    os.setsid()
-    for standard, path in enumerate(streams):
-        opened = os.open(path, os.O_WRONLY if standard else os.O_RDONLY)
-        os.dup2(opened, standard)
-        os.close(opened)
-    sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, (0, 1, 2), ("r", "w", "w"))
+    _take(streams)
     os.environ.clear()
     os.environ.update(environment)
     main(arguments, prog_name="headstart")
+
+
+def _take(streams: tuple[Path, Path, Path]) -> None:
+    """Make these the standard streams of this process, in a session of its own."""
+    os.setsid()
+    for standard, path in enumerate(streams):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT if standard else os.O_RDONLY)
+        os.dup2(opened, standard)
+        os.close(opened)
+    sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, (0, 1, 2), ("r", "w", "w"))

@@ -1,10 +1,8 @@
 """A stream that nobody holds any more is closed by the garbage collector, wherever that runs."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.forked import run_program
 from tests.tiny_adapters import make_adapter
 from tests.tiny_models import save_tiny
 
@@ -59,12 +57,6 @@ def test_a_stream_is_collected_while_its_thread_is_among_the_adapters(tmp_path: 
     """The thread held the adapters' lock and waited for the engine, which waited for the lock."""
     model = save_tiny("llama", tmp_path / "model")
     adapter = make_adapter(model, tmp_path / "adapter", 0)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _COLLECT, str(model), str(adapter)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    done = run_program(_COLLECT, model, adapter)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) > 20

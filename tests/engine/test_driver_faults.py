@@ -1,9 +1,6 @@
 """The driver under exceptions and signals at any moment: nobody waits for ever, nothing is lost."""
 
 import asyncio
-import os
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +15,7 @@ from headstart.engine import driver, streams
 from headstart.engine.outputs import RequestOutput
 from headstart.errors import EngineError
 from tests.engine.tiny_llm import make_llm, save_smallest
+from tests.forked import run_program
 from tests.interruptions import Interruption, Line, points
 
 SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -293,7 +291,7 @@ print(interrupt("float32"), interrupt("bfloat16"))
 
 def test_real_signals_at_random_moments(folder: Path) -> None:
     """2 of 16 ended so that the next call raised KeyError; one held 13 blocks for ever."""
-    done = _run(_SIGNALS, folder)
+    done = run_program(_SIGNALS, folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["20", "20"]
 
@@ -316,18 +314,5 @@ os.waitpid(child, 0)
 
 
 def test_an_engine_does_not_hang_in_a_forked_process(folder: Path) -> None:
-    done = _run(_FORK, folder)
+    done = run_program(_FORK, folder)
     assert "forked" in done.stdout, done.stderr
-
-
-def _run(script: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    """The script in a process that imports nothing of the tests: that takes as long as the rest."""
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        env={**os.environ, "PYTHONPATH": path},
-    )

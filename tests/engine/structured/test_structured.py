@@ -1,9 +1,9 @@
 """Structured outputs: what is refused, when an answer ends, and that nobody else is changed."""
 
 import json
-import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pydantic
@@ -16,7 +16,7 @@ from headstart.engine.structured import grammar
 from headstart.engine.structured.grammar import GrammarCompiler
 from headstart.engine.structured.params import Form
 from headstart.errors import RequestError
-from tests.house.source import ROOT
+from tests.forked import run_program
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
 TOKENIZER = TINY_TOKENIZERS["byte_level"]()
@@ -149,7 +149,7 @@ DEEP = [
 ]
 
 
-def test_a_deep_grammar_does_not_end_the_process() -> None:
+def test_a_deep_grammar_does_not_end_the_process(tmp_path: Path) -> None:
     """llguidance overflowed a stack of 8 MB; in a process of its own, which that would end."""
     program = """
 import json, sys
@@ -161,18 +161,14 @@ from headstart.errors import RequestError
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 tokenizer = TINY_TOKENIZERS["byte_level"]()
 compiler = GrammarCompiler(Vocabulary(tokenizer, len(tokenizer), frozenset()))
-for number, text in enumerate(json.load(sys.stdin)):
+for number, text in enumerate(json.load(open(sys.argv[1]))):
     with suppress(RequestError):
         compiler.matcher(StructuredOutputsParams(grammar=text).form)
     print("alive after", number, flush=True)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        input=json.dumps(DEEP),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    texts = tmp_path / "grammars.json"
+    texts.write_text(json.dumps(DEEP))
+    done = run_program(program, texts)
     survived = "".join(f"alive after {number}\n" for number in range(len(DEEP)))
     assert done.stdout == survived, (done.returncode, done.stderr)
 

@@ -7,6 +7,8 @@ compiled one, which takes microseconds.
 """
 
 import functools
+import json
+import random
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,14 +19,14 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.structured.params import Form
+from headstart.engine.structured.reasons import MAX_CHOICES, explain
 from headstart.engine.structured.tags import write_tags
 from headstart.errors import RequestError
-from headstart.validation import shorten
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-__all__ = ["INSTALL", "NAMES_SPECIAL", "GrammarCompiler", "TokenMasks", "check_form", "one_line"]
+__all__ = ["INSTALL", "NAMES_SPECIAL", "GrammarCompiler", "TokenMasks", "check_form"]
 
 Found = TypeVar("Found")
 
@@ -33,6 +35,7 @@ NAMES_SPECIAL = ("grammar", "structural_tag")
 """Kinds of forms in which special tokens may stand."""
 _SETTING_STACK = threading.Lock()
 _REMEMBERED = 64  # compiled forms
+_TRIED = 32  # tokens of an answer, before a form is taken
 _STACK = 512 * 2**20  # bytes, of address space alone until they are used
 
 
@@ -112,11 +115,11 @@ class GrammarCompiler:
             raise _not_installed() from error
         except Exception as error:  # whatever llguidance says of a tokenizer that it cannot read
             raise RequestError(
-                f"structured_outputs cannot use the model's tokenizer: {one_line(error)}"
+                f"structured_outputs cannot use the model's tokenizer: {explain(error)}"
             ) from error
 
     def _compile(self, form: Form) -> "LLMatcher":
-        """A matcher whose first mask is computed, which takes longer than all that follow."""
+        """A matcher that has followed an answer's beginning: its first masks take the longest."""
         masks = self.masks
         if form.kind not in NAMES_SPECIAL:
             _refuse_special(form, masks)
@@ -161,6 +164,9 @@ def _grammar(form: Form, special: Mapping[str, int]) -> str:
     library = _library()
     if form.kind == "structural_tag":
         return str(library.LLMatcher.grammar_from_lark(write_tags(*form[1:], special)))
+    if form.kind == "choice":  # one terminal: as rules, each text would be looked at in every step
+        texts = " | ".join(json.dumps(text) for text in json.loads(form.text))
+        return str(library.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
     if form.kind != "json":
         return str(library.grammar_from(form.kind, form.text))
     options: dict[str, object] = {"whitespace_flexible": form.whitespace != ""}
@@ -170,7 +176,9 @@ def _grammar(form: Form, special: Mapping[str, int]) -> str:
 
 
 def _limits() -> "LLParserLimits":
-    limits: LLParserLimits = _library().LLParserLimits(verbose_errors=False)
+    limits: LLParserLimits = _library().LLParserLimits(
+        max_items_in_row=MAX_CHOICES, verbose_errors=False
+    )
     return limits
 
 
@@ -178,8 +186,25 @@ def _build(form: Form, masks: TokenMasks) -> "LLMatcher":
     matcher: LLMatcher = _library().LLMatcher(
         masks.tokenizer, _grammar(form, masks.special_ids), log_level=0, limits=_limits()
     )
-    if not matcher.is_error():
-        masks.compute([matcher])
+    if matcher.is_error():
+        return matcher
+    masks.compute([matcher])
+    tried = _follow(matcher.deep_copy(), masks)
+    return tried if tried.is_error() else matcher
+
+
+def _follow(matcher: "LLMatcher", masks: TokenMasks) -> "LLMatcher":
+    """The matcher after the first tokens of an answer, drawn at random but always alike.
+
+    Whether a form is within llguidance's limits shows in its masks, not before.
+    """
+    draw = random.Random(0)
+    for _ in range(_TRIED):
+        [mask] = masks.compute([matcher])
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        if matcher.is_stopped() or not len(allowed):
+            break
+        matcher.consume_token(int(draw.choice(allowed)))
     return matcher
 
 
@@ -221,12 +246,5 @@ def _refuse_special(form: Form, masks: TokenMasks) -> None:
 def _refusal(form: Form, reason: object) -> RequestError:
     if isinstance(reason, RequestError):
         return reason
-    text = one_line(reason)
-    if "NoExtension" in text:
-        text = "nothing satisfies it"
-    return RequestError(f"structured_outputs.{form.kind} cannot be followed: {text}")
-
-
-def one_line(reason: object) -> str:
-    """What a library says of an error, for the text of ours."""
-    return shorten(" ".join(str(reason).split()))
+    why = explain(reason, kind=form.kind)
+    return RequestError(f"structured_outputs.{form.kind} cannot be followed: {why}")

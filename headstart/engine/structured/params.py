@@ -13,6 +13,7 @@ from headstart.validation import check_utf8, describe, shorten
 __all__ = ["Form", "StructuredOutputsParams"]
 
 MAX_BYTES = 65_536
+MAX_CHOICE_BYTES = 2**20  # one terminal, whose masks cost no more for more texts
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _POSITIONAL = _KINDS[:-1]  # the order of vLLM's fields
 _ANY_OBJECT = '{"type": "object"}'
@@ -83,9 +84,10 @@ class StructuredOutputsParams:
                 _check_pattern(field.name, getattr(self, field.name))
         _check_choice(self.choice)
         size = check_utf8(f"structured_outputs.{given[0]}", self.form.text)
-        if size > MAX_BYTES:
+        most = MAX_BYTES if self.choice is None else MAX_CHOICE_BYTES
+        if size > most:
             raise RequestError(
-                f"structured_outputs.{given[0]} has {size:,} bytes; allowed: {MAX_BYTES:,} at most"
+                f"structured_outputs.{given[0]} has {size:,} bytes; allowed: {most:,} at most"
             )
 
     @property

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headstart.engine.logits.protocol import Failures, Rows, TokenMask
-from headstart.engine.structured.grammar import TokenMasks, one_line
+from headstart.engine.structured.grammar import TokenMasks
+from headstart.engine.structured.reasons import explain
 from headstart.errors import EngineError
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class GrammarMask(TokenMask):
         for (row, one), mask in zip(rows, computed, strict=True):
             if one._matcher.is_error():
                 failed[row] = EngineError(
-                    f"the answer's grammar failed: {one_line(one._matcher.get_error())}"
+                    "structured_outputs could not be followed to the answer's end: "
+                    f"{explain(one._matcher.get_error())}"
                 )
             one._finish(mask)
             allowed[row] &= mask[: allowed.shape[1]]

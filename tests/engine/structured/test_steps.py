@@ -197,7 +197,7 @@ def test_what_a_form_made_is_hit_by_others(llm: LLM) -> None:
 
 
 def test_an_answer_whose_grammar_fails_ends_alone(llm: LLM) -> None:
-    """Its matcher is broken from outside: nothing that llguidance accepts does it in a step."""
+    """Its matcher is broken from outside."""
     runs = llm.engine
     groups = _both(runs)
     for group in groups:
@@ -208,5 +208,5 @@ def test_an_answer_whose_grammar_fails_ends_alone(llm: LLM) -> None:
     errors: dict[str, EngineError | None] = {}
     while runs.has_unfinished:
         errors |= {group.request_id: error for group, error in runs.step()}
-    assert "the answer's grammar failed" in str(errors[groups[0].request_id])
+    assert "structured_outputs could not be followed" in str(errors[groups[0].request_id])
     assert errors[groups[1].request_id] is None

@@ -11,8 +11,8 @@ neither torch nor transformers.
 import os
 from typing import TYPE_CHECKING
 
-from headstart.imports import load_module
 from headstart.version import __version__, __version_tuple__
+from headstart.vllm_imports import find_names, serve_modules
 
 # torch's threads spin while they wait for one another. With a busy neighbour on the machine the
 # one they wait for is not running, and a step takes 2 to 10 times as long; giving the core up
@@ -107,28 +107,10 @@ _HOMES = {
     "OmniOutput": "headstart.omni.params",
 }
 
-_TABLE = "headstart.engine.vllm_api.members"
+_HOMES |= {name: "headstart.errors" for name in __all__ if name.endswith("Error")}
 
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise _explain_missing(name)
-    value: object = getattr(load_module(_HOMES.get(name, "headstart.errors")), name)
-    globals()[name] = value
-    return value
-
-
-def _explain_missing(name: str) -> AttributeError | ImportError:
-    """The error for a name that is not here; those that vLLM exports have a reason.
-
-    An import would replace an AttributeError by one of its own, without the reason.
-    """
-    # Underscores: what Python asks of a module, which must not load the tables.
-    names = None if name.startswith("_") else load_module(_TABLE).EXPORTS
-    if names is None or name not in names.rows:
-        return AttributeError(f"module 'headstart' has no attribute {name!r}")
-    missing: ImportError = names.missing_import(name)
-    return missing
+__getattr__ = find_names(__name__, __all__, _HOMES)
+serve_modules()
 
 
 def __dir__() -> list[str]:

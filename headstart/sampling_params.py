@@ -3,6 +3,7 @@
 from headstart.engine.params import RequestOutputKind, SamplingParams, SamplingType
 from headstart.engine.sampling.beam_search import BeamSearchParams
 from headstart.engine.structured.params import StructuredOutputsParams
+from headstart.vllm_imports import find_names
 
 __all__ = [
     "BeamSearchParams",
@@ -11,3 +12,5 @@ __all__ = [
     "SamplingType",
     "StructuredOutputsParams",
 ]
+
+__getattr__ = find_names(__name__, __all__)

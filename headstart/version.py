@@ -1,5 +1,7 @@
 """The version of headstart: the one place that holds it."""
 
+__all__ = ["__version__", "__version_tuple__"]
+
 __version__ = "0.1.0"
 __version_tuple__ = tuple(
     int(part) if part.isdecimal() else part for part in __version__.split(".")

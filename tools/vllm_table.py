@@ -8,7 +8,7 @@ What stands above the first heading of a table stays.
 from collections.abc import Mapping
 from pathlib import Path
 
-from headstart.engine.vllm_api import calls, members, sampling
+from headstart.engine.vllm_api import calls, members, modules, sampling
 from headstart.engine.vllm_api.options import ENGINE
 from headstart.engine.vllm_api.rows import Names, Row, Verdict
 
@@ -35,6 +35,7 @@ SECTIONS: Mapping[str, Names] = {
     "RequestOutput": members.REQUEST_OUTPUT,
     "CompletionOutput": members.COMPLETION_OUTPUT,
     "Imports": members.EXPORTS,
+    "Modules": modules.MODULES,
 }
 
 

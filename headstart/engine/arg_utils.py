@@ -16,8 +16,11 @@ from headstart.engine.vllm_api.options import ENGINE, read_options
 from headstart.engine.vllm_api.signatures import check_calls
 from headstart.errors import ConfigError
 from headstart.validation import check_flag, describe
+from headstart.vllm_imports import find_names
 
 __all__ = ["AsyncEngineArgs", "EngineArgs", "require_engine_args"]
+
+__getattr__ = find_names(__name__, __all__)
 
 
 @check_calls(ConfigError)

@@ -5,7 +5,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from headstart.vllm_imports import find_names
+
 __all__ = ["FlexibleArgumentParser"]
+
+__getattr__ = find_names(__name__, __all__)
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):

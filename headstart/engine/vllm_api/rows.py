@@ -15,6 +15,7 @@ from headstart.validation import describe
 
 __all__ = [
     "MissingImportError",
+    "MissingModuleError",
     "MissingNameError",
     "Names",
     "Row",
@@ -23,6 +24,9 @@ __all__ = [
     "refused",
     "works",
 ]
+
+
+_FEW = 8  # names that an error tells all of
 
 
 class Verdict(Enum):
@@ -46,7 +50,11 @@ class MissingNameError(RequestError, AttributeError):
 
 
 class MissingImportError(HeadstartError, ImportError):
-    """A name that vLLM's package has and ours has not; `except ImportError` catches it."""
+    """A name that a module of ours does not have; `except ImportError` catches it."""
+
+
+class MissingModuleError(MissingImportError, ModuleNotFoundError):
+    """A module that vLLM's package has and ours has not."""
 
 
 def works(rows: Mapping[str, str]) -> dict[str, Row]:
@@ -103,9 +111,12 @@ class Names:
         return name in self._own or name in self.rows
 
     def missing_import(self, name: str) -> MissingImportError:
-        """The error for a name of the package that has a row and is not there."""
+        """The error for an import of a name that is not there."""
+        row = self.rows.get(name)
+        has = "; it has " + ", ".join(self.rows) if 0 < len(self.rows) <= _FEW else ""
+        why = f": {row.note}" if row is not None else self._nearest(name) or has
         return MissingImportError(
-            f"cannot import name {name!r} from {self.owner!r}: {self.rows[name].note}", name=name
+            f"cannot import name {name!r} from {self.owner!r}{why}", name=self.owner
         )
 
     def missing(self, name: str) -> MissingNameError:
@@ -116,15 +127,19 @@ class Names:
         return MissingNameError(f"{self.owner} has no {name}: {row.note}")
 
     def _unknown(self, name: str) -> str:
+        return f"{self.owner} knows no {name!r}{self._nearest(name)}"
+
+    def _nearest(self, name: str) -> str:
+        """What to say of the name that is most like this one; empty if none is."""
         known = [*self._own, *self.rows]
         # copy and pickle ask for names like __setstate__, a copy of parameters for each request.
         near = [] if name.startswith("__") else get_close_matches(name, known, 1, 0.5)
         if not near:
-            return f"{self.owner} knows no {name!r}"
+            return ""
         row = self.rows.get(near[0])
         if row is not None and row.verdict is Verdict.REFUSED and near[0] not in self._own:
-            return f"{self.owner} knows no {name!r}, and refuses {near[0]}: {row.note}"
-        return f"{self.owner} knows no {name!r}; the nearest is {near[0]}"
+            return f", and refuses {near[0]}: {row.note}"
+        return f"; the nearest is {near[0]}"
 
 
 def _is_in(value: object, allowed: tuple[Any, ...]) -> bool:

@@ -1,5 +1,8 @@
 """The names of `vllm.v1.engine.llm_engine`."""
 
 from headstart.engine.vllm_api.llm_engine import LLMEngine
+from headstart.vllm_imports import find_names
 
 __all__ = ["LLMEngine"]
+
+__getattr__ = find_names(__name__, __all__)

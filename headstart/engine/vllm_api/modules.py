@@ -1,0 +1,167 @@
+"""What becomes of the modules of vLLM that programs import from, and of the names in them."""
+
+from collections.abc import Iterable, Mapping
+
+from headstart.engine.vllm_api.members import EXPORTS
+from headstart.engine.vllm_api.rows import (
+    MissingModuleError,
+    Names,
+    Row,
+    Verdict,
+    refused,
+    works,
+)
+from headstart.errors import HeadstartError, RequestError
+
+__all__ = ["HOMES", "MODULES", "explain_missing", "missing_module", "names_in"]
+
+HOMES: Mapping[str, Mapping[str, str]] = {
+    "engine.async_llm_engine": {"AsyncLLMEngine": "headstart.engine.async_llm"},
+    "engine.llm_engine": {"LLMEngine": "headstart.engine.vllm_api.llm_engine"},
+    "entrypoints": {"LLM": "headstart.engine.llm"},
+    "entrypoints.llm": {"LLM": "headstart.engine.llm"},
+    "logprobs": {"Logprob": "headstart.engine.outputs"},
+    "v1.metrics": {},
+    "v1.metrics.reader": dict.fromkeys(
+        ["Metric", "Counter", "Gauge", "Histogram"], "headstart.engine.vllm_api.metrics"
+    ),
+}
+"""Modules that have no file: their names, and the modules that these come from."""
+
+_NO_FILES = {name: ", ".join(f"`{one}`" for one in homes) for name, homes in HOMES.items()}
+_FILES = {
+    "sampling_params": "",
+    "inputs": "",
+    "outputs": "",
+    "lora.request": "",
+    "engine.arg_utils": "",
+    "utils": "",
+    "utils.argparse_utils": "",
+    "v1.engine.async_llm": "",
+    "v1.engine.llm_engine": "",
+    "version": "",
+}
+_IMAGES = "give Pillow images in `multi_modal_data`, or data URLs in a chat's `image_url`"
+_TOKENIZER = "`llm.get_tokenizer()` is transformers' tokenizer"
+_OPTIONS = "options are arguments of `LLM`"
+_SERVER = "`headstart serve` is the server"
+_INSIDE = "`LLM.engine` is the engine here; its parts are not vLLM's"
+_POOLING = "models here generate; for embeddings or scores use transformers"
+
+
+def _all(text: str) -> dict[str, tuple[object, ...]]:
+    return dict.fromkeys(text.split(), ())
+
+
+MODULES = Names(
+    "headstart",
+    works(_FILES | _NO_FILES)
+    | refused(
+        {
+            _IMAGES: _all("multimodal assets.image assets.base"),
+            "models here hear only in `Omni`, which takes arrays": _all("assets.audio"),
+            "models here see images, not videos": _all("assets.video"),
+            _TOKENIZER: _all("tokenizers transformers_utils"),
+            f"{_OPTIONS}, or HEADSTART_... for the command line": _all("config envs"),
+            _SERVER: _all(
+                "entrypoints.openai entrypoints.anthropic entrypoints.api_server entrypoints.cli "
+                "entrypoints.launcher entrypoints.serve entrypoints.utils tool_parsers reasoning"
+            ),
+            "`LLM.chat` takes the messages": _all("entrypoints.chat_utils renderers"),
+            _POOLING: _all("pooling_params entrypoints.pooling entrypoints.score_utils"),
+            "`headstart.sampling_params` has `BeamSearchParams`": _all("beam_search"),
+            "every decoder that transformers has is tried": _all("model_executor model_inspection"),
+            "one engine runs in one process on one device; `llm.close()` frees the memory": _all(
+                "distributed device_allocator ray executor worker engine.multiprocessing"
+            ),
+            "give functions as `SamplingParams(logits_processors=[...])`": _all(
+                "logits_process v1.sample"
+            ),
+            "`AsyncLLM` is the class": _all("engine.protocol"),
+            "`LLM.get_metrics` and the server's `/metrics` tell them": _all(
+                "engine.metrics v1.metrics.loggers v1.metrics.stats v1.metrics.prometheus"
+            ),
+            "`device=` says where the engine runs": _all("platforms"),
+            "use Python's `logging`": _all("logger logging_utils"),
+            "errors are in `headstart.errors`": _all("exceptions v1.engine.exceptions"),
+            "measure with the programs in `bench/`": _all("benchmarks"),
+            "profile with torch.profiler or py-spy around the call": _all("profiler"),
+            "`headstart serve --otlp-traces-endpoint` traces requests": _all("tracing"),
+            _INSIDE: _all(
+                "compilation connections core engine.output_processor forward_context "
+                "kernels lora.models lora.layers plugins scalar_type sequence triton_utils usage "
+                "v1.attention v1.core v1.executor v1.kv_cache_interface v1.outputs v1.request "
+                "v1.spec_decode v1.structured_output v1.utils v1.worker vllm_flash_attn"
+            ),
+        }
+    ),
+    RequestError,
+)
+
+_LISTS = "a dict of token ids to `Logprob` for each token"
+_EMBEDS = "prompts are texts, token ids and images, no embeddings"
+_DECODERS = "models here are decoders: a prompt is one text"
+_NAMES: Mapping[str, Mapping[str, Iterable[str]]] = {
+    "sampling_params": {
+        "`StructuredOutputsParams` has its fields": ["GuidedDecodingParams"],
+        "give functions as `logits_processors`": ["LogitsProcessor"],
+        "repeating answers end at `max_tokens`": ["RepetitionDetectionParams"],
+    },
+    "inputs": {
+        _EMBEDS: ["EmbedsPrompt", "EmbedsInputs", "embeds_inputs"],
+        _DECODERS: [
+            "ExplicitEncoderDecoderPrompt",
+            "EncoderDecoderInputs",
+            "build_explicit_enc_dec_prompt",
+            "to_enc_dec_tuple_list",
+            "zip_enc_dec_prompts",
+        ],
+        "`PromptType` is every prompt that is taken": [
+            "DataPrompt",
+            "DecoderOnlyInputs",
+            "DecoderOnlyPrompt",
+            "ProcessorInputs",
+            "SingletonInputs",
+            "SingletonPrompt",
+            "TokenInputs",
+            "token_inputs",
+        ],
+    },
+    "outputs": {_POOLING: [name for name in EXPORTS.rows if name.endswith("Output")]},
+    "logprobs": {_LISTS: ["PromptLogprobs", "SampleLogprobs", "FlatLogprobs"]},
+    "entrypoints.llm": {_POOLING: ["PoolingParams", "PoolingRequestOutput"]},
+    "v1.metrics.reader": {
+        "no metric is a list of counts": ["Vector"],
+        "`LLM.get_metrics` reads them": ["get_metrics_snapshot"],
+    },
+}
+
+
+def explain_missing(module: str, name: str, has: Iterable[str], *, imported: bool) -> Exception:
+    """The error for a name that a module of ours does not have; those of vLLM's have a reason.
+
+    has: the names that the module has. imported: an import asks for it; any other way gets an
+    AttributeError, so that `hasattr` says False.
+    """
+    names = names_in(module, has)
+    if not imported:
+        return names.missing(name)
+    return missing_module(f"{module}.{name}") or names.missing_import(name)
+
+
+def names_in(module: str, has: Iterable[str]) -> Names:
+    """The names of a module: those that it has, and vLLM's that it has not."""
+    rows: dict[str, Row] = works(dict.fromkeys(has, ""))
+    if module == EXPORTS.owner:
+        rows = {**EXPORTS.rows, **rows}
+    for note, missing in _NAMES.get(module.removeprefix("headstart."), {}).items():
+        rows |= {name: Row(Verdict.REFUSED, note) for name in missing if name not in rows}
+    return Names(module, rows, RequestError)
+
+
+def missing_module(name: str) -> HeadstartError | None:
+    """The error for a module of vLLM's that is not here; None if vLLM has none of this name."""
+    row = MODULES.rows.get(name.removeprefix("headstart."))
+    if row is None or row.verdict is not Verdict.REFUSED:
+        return None
+    return MissingModuleError(f"no module named {name!r}: {row.note}", name=name)

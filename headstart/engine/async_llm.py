@@ -28,8 +28,8 @@ from headstart.engine.vllm_api.calls import ASYNC_CHAT, ASYNC_GENERATE
 from headstart.engine.vllm_api.members import ASYNC_LLM
 from headstart.engine.vllm_api.metrics import Metric, read_metrics
 from headstart.engine.vllm_api.signatures import check_calls
-from headstart.errors import ConfigError, EngineError
-from headstart.validation import check_flag
+from headstart.errors import ConfigError, EngineError, RequestError
+from headstart.validation import check_flag, describe
 
 # What brings torch with it waits until the model's name is known: see `start_engine`.
 if TYPE_CHECKING:
@@ -59,7 +59,11 @@ class AsyncLLM:
 
     @classmethod
     def from_started(cls, started: Started) -> AsyncLLM:
-        """One over an engine that is there."""
+        """One over an engine that is there. Raises ConfigError."""
+        if not isinstance(started, Started):
+            raise ConfigError(
+                f"started is {describe(started)}; allowed: what `start_engine` returns"
+            )
         llm = cls.__new__(cls)
         llm._take(started)
         return llm
@@ -150,7 +154,11 @@ class AsyncLLM:
         )
 
     def outputs(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:
-        """Queue a prepared request and stream its outputs; leaving the loop aborts it."""
+        """Queue a prepared request and stream its outputs; leaving the loop aborts it.
+
+        Raises RequestError for what is none.
+        """
+        self._driver.require_request(request)
 
         async def prepared() -> RequestGroup:
             return request
@@ -161,7 +169,12 @@ class AsyncLLM:
         return AsyncRequestStream(self._driver, self._chats, prepare, owner=self)
 
     async def call(self, function: Callable[[], Answer]) -> Answer:
-        """Call `function` in the engine's thread between two steps; for what reads the cache."""
+        """Call `function` in the engine's thread between two steps; for what reads the cache.
+
+        Raises RequestError for what cannot be called.
+        """
+        if not callable(function):
+            raise RequestError(f"function is {describe(function)}; allowed: a function")
         return await self._driver.call_async(function)
 
     def read_metrics(self) -> list[Metric]:

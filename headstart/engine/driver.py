@@ -24,6 +24,7 @@ from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
 from headstart.engine.step import StepResult
 from headstart.errors import EngineError, HeadstartError, RequestError
+from headstart.validation import describe
 
 __all__ = ["Driver", "Receiver", "Update"]
 
@@ -71,6 +72,14 @@ class Driver:
         self._thread: threading.Thread | None = None
         self._order: _Order | None = None  # that is being carried out
         self._ended: EngineError | None = None  # why no order is taken any more
+
+    @staticmethod
+    def require_request(given: object) -> None:
+        """Raise RequestError for what is no prepared request."""
+        if not isinstance(given, RequestGroup):
+            raise RequestError(
+                f"request is {describe(given)}; allowed: what `prepare` or `prepare_chat` returns"
+            )
 
     def submit(self, group: RequestGroup, receive: Receiver, *, every_step: bool = True) -> None:
         """Queue a prepared request. Its last update is a finished output or an error.

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from headstart.engine.outputs import ShownOutputs
+from headstart.errors import RequestError
 
 if TYPE_CHECKING:
     from headstart.engine.chat.requests import ChatRequests
@@ -194,9 +195,15 @@ class AsyncRequestStream(AsyncGenerator["RequestOutput", None]):
         self._ended = self._is_read = False
 
     async def asend(self, value: None) -> RequestOutput:
-        """The next output; `value` is ignored. Raises what preparing the request does."""
+        """The next output; `value` is ignored. Raises what preparing the request does.
+
+        Raises RequestError in another event loop than that of the first output, and may be read on
+        in that one.
+        """
         if self._ended:
             raise StopAsyncIteration
+        if self._group is not None:
+            self._updates.require_loop()
         if self._is_read:
             raise RuntimeError("another task waits for this stream's next output")
         self._is_read = True
@@ -295,6 +302,14 @@ class AsyncMailbox:
         if _is_last(update) or self._num_sent - self._num_read < _MOST_UPDATES:
             self._num_sent += 1
             self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
+
+    def require_loop(self) -> None:
+        """Raise RequestError in the tasks of another loop, which nobody would wake."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise RequestError(
+                "the stream was begun in another event loop; allowed: read one stream in one loop, "
+                "or use `LLM.stream`, which needs none"
+            )
 
     async def get(self) -> RequestOutput:
         """As `Mailbox.get`."""

@@ -390,3 +390,10 @@ def test_integers_without_bounds_and_half_characters_are_refused(option: str, va
 def test_a_placeholder_among_token_ids_is_found_in_arrays_too(vision_llm: LLM) -> None:
     with pytest.raises(RequestError, match="1 placeholders"):
         vision_llm.engine.prepare(np.array([IDS["<image>"]]), PARAMS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lora_int_id", [0, -1, None, True, "1", 1.0])
+def test_the_id_of_an_adapter_is_a_whole_number_from_1(lora_int_id: Any) -> None:
+    """As in vLLM, which tells adapters apart by it."""
+    with pytest.raises(RequestError, match=r"lora_int_id is .*; allowed: a whole number"):
+        LoRARequest("a", lora_int_id, "b")

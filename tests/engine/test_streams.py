@@ -16,6 +16,7 @@ from headstart.engine import streams
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
 from headstart.engine.step import StepResult
+from headstart.errors import RequestError
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
@@ -251,3 +252,22 @@ def test_updates_for_a_loop_that_is_busy_are_bounded(async_llm: AsyncLLM) -> Non
 
 def _group(llm: AsyncLLM) -> RequestGroup:
     return llm.engine.prepare(A, SHORT)
+
+
+def test_an_async_stream_is_read_in_one_event_loop(async_llm: AsyncLLM) -> None:
+    """In another it waited for ever, or ended in asyncio's "bound to a different event loop"."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with asyncio.Runner() as first, asyncio.Runner() as second:
+        stream = async_llm.generate([5, 6], params)
+
+        async def following() -> RequestOutput:
+            return await anext(stream)
+
+        assert not first.run(following()).finished
+        with pytest.raises(RequestError, match="another event loop; allowed: read one stream in"):
+            second.run(following())
+        output = first.run(following())
+        while not output.finished:
+            output = first.run(following())
+        assert len(output.outputs[0].token_ids) == 6
+        assert first.run(_is_idle(async_llm))

@@ -7,9 +7,11 @@ from pathlib import Path
 from headstart.engine.vllm_api.calls import LORA
 from headstart.engine.vllm_api.sampling import take_vllm_names
 from headstart.errors import RequestError
-from headstart.validation import check_name, describe
+from headstart.validation import Number, check_name, describe
 
 __all__ = ["Adapter", "LoRARequest", "choose_adapters"]
+
+_IDS = Number(int, 1)
 
 
 @take_vllm_names(LORA, "lora_name", "lora_int_id", "lora_path")
@@ -18,7 +20,7 @@ class LoRARequest:
     """vLLM's way to ask for an adapter: it is loaded when first asked for.
 
     `lora_int_id` is taken because vLLM asks for it; adapters are told apart by their content.
-    Raises RequestError for a name or a path that is none.
+    Raises RequestError for a name or a path that is none, and for an id below 1.
     """
 
     lora_name: str
@@ -27,6 +29,8 @@ class LoRARequest:
 
     def __post_init__(self) -> None:
         check_name("lora_name", self.lora_name, required=True)
+        if self.lora_int_id not in _IDS:
+            raise RequestError(f"lora_int_id is {describe(self.lora_int_id)}; allowed: {_IDS}")
         if not isinstance(self.lora_path, (str, Path)) or not str(self.lora_path):
             raise RequestError(
                 f"lora_path is {describe(self.lora_path)}; allowed: the path of a folder"

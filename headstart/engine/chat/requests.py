@@ -1,7 +1,7 @@
 """Chats as requests: what `LLM` and `AsyncLLM` share between messages and the engine."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
@@ -20,6 +20,7 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.request import RequestGroup
 from headstart.errors import RequestError
+from headstart.validation import describe
 
 Conversation = Sequence[Message]
 """A chat so far: dicts with "role" and "content"."""
@@ -91,6 +92,8 @@ class ChatRequests:
         model takes in neither place, and CacheError for what is no token.
         """
         names = self._engine.manager.names
+        if not isinstance(prefix, Collection):
+            raise RequestError(f"prefix is {describe(prefix)}; allowed: a text, or token ids")
         if not isinstance(prefix, str):
             return names.publish(prefix)
         params = SamplingParams(temperature=0, max_tokens=1)
@@ -131,9 +134,10 @@ class ChatRequests:
         """Take up a conversation of another process, with the ids of replies that were generated.
 
         replies: ids by the place of the message. Those that do not spell the message are left out.
-        Raises RequestError for a conversation that the template refuses. Chats with images are
-        read anew.
+        Raises RequestError for a conversation that the template refuses, and for what are no ids
+        or no places. Chats with images are read anew.
         """
+        _check_replies(messages, replies)
         if self._images is not None:
             return
         size = self._engine.model.vocab_size
@@ -150,6 +154,32 @@ class ChatRequests:
         """Forget what was answered: later turns are tokenised as a whole."""
         with self._lock:
             self._memory.clear()
+
+
+def _check_replies(messages: object, replies: object) -> None:
+    """Raise RequestError if these are not lists of token ids by the place of a message."""
+    if not isinstance(replies, Mapping):
+        raise RequestError(
+            f"reply_token_ids is {describe(replies)}; allowed: a dict from the place of a reply to "
+            "its token ids"
+        )
+    count = len(messages) if isinstance(messages, Sequence) else 0
+    for place, token_ids in replies.items():
+        is_place = type(place) is int and 0 <= place < count
+        if not is_place or not _is_message(messages[place]):  # type: ignore[index]
+            raise RequestError(
+                f"reply_token_ids has the place {describe(place)}; allowed: that of a message "
+                f"with a content, from 0 to {count - 1}"
+            )
+        is_list = isinstance(token_ids, Collection) and not isinstance(token_ids, Mapping)
+        if not is_list or not all(type(one) is int and one >= 0 for one in token_ids):
+            raise RequestError(
+                f"reply_token_ids[{place}] is {describe(token_ids)}; allowed: a list of token ids"
+            )
+
+
+def _is_message(given: object) -> bool:
+    return isinstance(given, Mapping) and "content" in given
 
 
 def _message(role: str, text: str) -> Message:

@@ -31,10 +31,11 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> argparse
     """The parser, with `--max-model-len` for the option max_model_len. Raises ConfigError."""
     if not isinstance(parser, argparse.ArgumentParser):
         raise ConfigError(f"parser is {describe(parser)}; allowed: an argparse.ArgumentParser")
+    spellings = {name: _spell(name) for name in names}
+    _refuse_taken(parser, [flag for spelled in spellings.values() for flag in spelled])
     group = parser.add_argument_group("engine")
-    for name in names:
+    for name, spelled in spellings.items():
         row = ENGINE.rows[name]
-        spelled = [f"--{name.replace('_', '-')}"] + ([SHORT[name]] if name in SHORT else [])
         more: dict[str, Any] = {"type": str if name in TEXTS else _read_value}
         if name in SWITCHES or any(isinstance(value, bool) for value in row.allowed):
             more = {"action": argparse.BooleanOptionalAction}
@@ -63,6 +64,21 @@ def default_of(name: str) -> Any:
         return default
     row = ENGINE.rows.get(name)
     return copy.copy(row.allowed[0]) if row is not None and row.allowed else None
+
+
+def _spell(name: str) -> list[str]:
+    return [f"--{name.replace('_', '-')}"] + ([SHORT[name]] if name in SHORT else [])
+
+
+def _refuse_taken(parser: argparse.ArgumentParser, flags: Iterable[str]) -> None:
+    """Raise ConfigError if a parser that resolves no conflicts has one of these flags."""
+    taken = [flag for flag in flags if flag in parser._option_string_actions]
+    if taken and parser.conflict_handler == "error":
+        shown = ", ".join(taken[:3]) + (f" and {len(taken) - 3} more" if len(taken) > 3 else "")
+        raise ConfigError(
+            f"the parser has {shown} already; allowed: add_cli_args once, on a parser without "
+            'flags of these names, or one with conflict_handler="resolve"'
+        )
 
 
 def _is_default(name: str, value: object) -> bool:

@@ -135,3 +135,18 @@ def test_dashes_and_underscores_are_alike() -> None:
         assert (known.one_two, known.three_four, known.rest) == (1, 2, ["--a_b"])
     known, others = parser.parse_known_args(["--one_two=3", "a_b"])
     assert (known.one_two, known.rest, others) == (3, ["a_b"], [])
+
+
+@pytest.mark.parametrize("kind", [EngineArgs, AsyncEngineArgs])
+def test_a_parser_that_has_the_flags_is_told_so(kind: type[EngineArgs]) -> None:
+    """argparse's own error came from the middle of the flags, of which some were added then."""
+    parser = kind.add_cli_args(FlexibleArgumentParser())
+    with pytest.raises(ConfigError, match=r"parser has --model, .* more already; allowed: add_cli"):
+        kind.add_cli_args(parser)
+    program = FlexibleArgumentParser()
+    program.add_argument("--seed", default="own")
+    with pytest.raises(ConfigError, match="the parser has --seed already; allowed: "):
+        kind.add_cli_args(program)
+    assert vars(program.parse_args([])) == {"seed": "own"}
+    program.conflict_handler = "resolve"
+    assert kind.add_cli_args(program).parse_args(["--seed", "3"]).seed == 3

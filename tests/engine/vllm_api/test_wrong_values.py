@@ -1,6 +1,7 @@
 """Wrong values for every parameter: a call works, or ends in an error of our own."""
 
 import asyncio
+import inspect
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from headstart import (
     LoRARequest,
     Omni,
     OmniParams,
+    RequestError,
     SamplingParams,
     StructuredOutputsParams,
 )
@@ -270,6 +272,44 @@ def test_other_methods(llm: LLM, async_llm: AsyncLLM) -> None:
     attempts["from_optional"] = lambda value: SamplingParams.from_optional(n=value, stop=value)
     refuse_nothing_else(attempts)
     assert llm.generate([5, 6], FEW)[0].finished
+
+
+GIVEN = {
+    "prompts": [5, 6],
+    "prompt": [5, 6],
+    "messages": CHAT,
+    "sampling_params": FEW,
+    "params": BEAMS,
+    "name": "a",
+    "path": "no/where",
+    "reply_token_ids": {},
+}
+
+
+def test_every_parameter_of_every_method(llm: LLM, async_llm: AsyncLLM, folder: Path) -> None:
+    """`outputs(None)`, `call(None)`, `publish(5)` and `recall_chat(x, None)` ended in TypeError."""
+    stepped = LLMEngine(folder, dtype="float32", num_blocks=24)
+    attempts: dict[str, Callable[[Any], object]] = {}
+    for one in (llm, async_llm, stepped):
+        for name, method in inspect.getmembers(one, inspect.ismethod):
+            if name.startswith("_") or name in ("close", "shutdown"):
+                continue
+            parameters = inspect.signature(method).parameters
+            given = {name: GIVEN[name] for name in parameters.keys() & GIVEN.keys()}
+            if isinstance(one, LLMEngine):
+                given["params"] = FEW
+            for parameter in parameters.keys() - {"options"}:
+                attempts[f"{type(one).__name__}.{name}({parameter})"] = (
+                    lambda value, method=method, given=given, parameter=parameter: method(
+                        **{**given, parameter: value}
+                    )
+                )
+    refuse_nothing_else(attempts)
+    replies = ({"a": [1]}, {9: [1]}, {0: 5}, {0: ["a"]}, {0: [-1]}, {True: [1]}, {0: {1: 2}})
+    for wrong in replies:
+        with pytest.raises(RequestError, match=r"^reply_token_ids"):
+            llm.recall_chat(CHAT, wrong)  # type: ignore[arg-type]
+    stepped.close()
 
 
 def test_omni(omni: Omni) -> None:

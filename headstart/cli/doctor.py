@@ -13,6 +13,7 @@ import click
 from headstart import native
 from headstart.cli.help import GroupedCommand
 from headstart.cli.progress import show_bytes
+from headstart.cli.streams import show_field
 from headstart.imports import load_module
 from headstart.machine import X86, available_memory, cpu_flags, cpu_name, multiplies_bfloat16
 from headstart.version import __version__
@@ -37,7 +38,7 @@ def doctor() -> None:
     """Show the CPU, the kernels that run on it, free memory and GPUs, and what would be faster."""
     torch = load_module("torch")
     for name, text in _lines(torch):
-        click.echo(f"{name:9} {text}")
+        show_field(name, text, 10)
 
 
 def _lines(torch: Any) -> Iterator[tuple[str, str]]:

@@ -12,12 +12,21 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import TextIO
 
 import click
 
 from headstart.errors import RequestError
 
-__all__ = ["as_typed", "note", "prepare_streams", "reading_stdin", "tell_error"]
+__all__ = [
+    "as_typed",
+    "columns_of",
+    "note",
+    "prepare_streams",
+    "reading_stdin",
+    "show_field",
+    "tell_error",
+]
 
 
 def prepare_streams() -> None:
@@ -66,26 +75,39 @@ def as_typed(argument: str) -> str:
 
 def note(text: str) -> None:
     """Write a dim line to stderr; in a terminal it is broken between words."""
-    click.secho(_fit(text), dim=True, err=True)
+    click.secho(_fit(text, sys.stderr), dim=True, err=True)
 
 
 def tell_error(text: object) -> None:
     """Write what is wrong to stderr; in a terminal it is broken between words."""
-    click.echo(_fit(f"headstart: {text}"), err=True)
+    click.echo(_fit(f"headstart: {text}", sys.stderr), err=True)
 
 
-def _fit(text: str) -> str:
-    """The text in lines of the terminal's width; names and flags, which are copied, stay whole."""
-    if not sys.stderr.isatty():
-        return text
-    columns = max(_columns(), 20)
-    wrap = partial(textwrap.wrap, width=columns, break_long_words=False, break_on_hyphens=False)
-    return "\n".join("\n".join(wrap(line)) for line in text.splitlines())
+def show_field(name: str, text: str, indent: int) -> None:
+    """Write a name and what it is to stdout; what goes on in further lines is indented, too."""
+    click.echo(_fit(f"{name:{indent}}{text}", sys.stdout, " " * indent))
 
 
-def _columns() -> int:
-    """Columns of the terminal that stderr is; stdout may be a pipe."""
+def columns_of(stream: TextIO) -> int | None:
+    """Columns of the terminal that a stream is, None if it is none; the other may be a pipe."""
+    if not stream.isatty():
+        return None
     with suppress(OSError):
-        if columns := os.get_terminal_size(sys.stderr.fileno()).columns:
+        if columns := os.get_terminal_size(stream.fileno()).columns:
             return columns
     return shutil.get_terminal_size().columns
+
+
+def _fit(text: str, stream: TextIO, indent: str = "") -> str:
+    """The text in lines of the terminal's width; names and flags, which are copied, stay whole."""
+    columns = columns_of(stream)
+    if columns is None:
+        return text
+    wrap = partial(
+        textwrap.wrap,
+        width=max(columns, 20),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join("\n".join(wrap(line)) for line in text.splitlines())

@@ -1,6 +1,10 @@
 """What is shown in narrow terminals, and on dark and on light backgrounds."""
 
 import io
+import os
+import re
+import termios
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,10 +12,13 @@ import pytest
 from rich.color import Color
 from rich.console import Console
 
+from headstart import SamplingParams
 from headstart.cli.demo.adapters import EVERYBODY, JOHN, Act, ActTable
 from headstart.cli.markdown import _code_theme
 from headstart.cli.pool_picture import COLOURS
 from tests.cli.test_main import call
+from tests.engine.tiny_llm import make_llm, save_smallest
+from tests.forked import start_headstart
 
 
 def luminance(name: str) -> float:
@@ -70,3 +77,48 @@ def test_answers_of_adapters_stay_whole(width: int) -> None:
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
     assert text.count(answer) == text.count("12.34 s") == text.count("0 (0%)") == 3
+
+
+def shown_in_a_terminal(columns: int, *arguments: str) -> list[str]:
+    """The lines that a command writes to a terminal of some columns, a few kB of them."""
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (40, columns))
+    terminal = Path(os.ttyname(theirs))
+    process = start_headstart(list(arguments), (terminal, terminal, terminal), TERM="xterm")
+    process.join(60)
+    assert process.exitcode == 0
+    os.set_blocking(ours, False)
+    found = os.read(ours, 2**16).decode()
+    os.close(ours)
+    os.close(theirs)
+    return found.splitlines()
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_what_the_doctor_says_is_broken_between_words(columns: int) -> None:
+    free = re.compile(r"[\d.]+ [A-Z]+ free")  # which changes meanwhile
+    lines, whole = shown_in_a_terminal(columns, "doctor"), call("doctor").stdout
+    assert max(map(len, lines)) <= columns
+    words = [free.sub("", " ".join(text.split())) for text in (" ".join(lines), whole)]
+    assert words[0] == words[1]
+    assert any(line.startswith(" " * 10) for line in lines)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_lists_of_what_is_kept_fit(columns: int, tmp_path: Path) -> None:
+    """Lines of 90 columns went on in the middle of a number."""
+    model = save_smallest(tmp_path / "a-model-with-a-rather-long-name")
+    kept = tmp_path / "kept"
+    llm = make_llm(model, cache_dir=str(kept))
+    greedy = SamplingParams(temperature=0, max_tokens=1)
+    for end in range(2):
+        llm.generate([list(range(3, 83)) + [90 + end] * 20], greedy, use_tqdm=False)
+    llm.close()
+    for names in ([], [model.name]):
+        lines = shown_in_a_terminal(
+            columns, "cache", "ls", *names, "--cache-dir", str(tmp_path / "kept")
+        )
+        assert max(map(len, lines)) <= columns
+        text = "\n".join(lines)
+        assert text.count("0 tokens") >= 1 and "last used" in text
+        assert "112" in text if not names else "0 to 80" in text

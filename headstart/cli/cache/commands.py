@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -22,7 +23,7 @@ from rich.progress import (
 from headstart.cli.cache.keeping import shorten_home
 from headstart.cli.cache.listing import NAME_DIGITS, in_order, show_models, show_prefixes
 from headstart.cli.progress import show_bytes
-from headstart.cli.streams import as_typed
+from headstart.cli.streams import as_typed, columns_of
 from headstart.engine.config import EngineConfig
 from headstart.errors import CacheError
 from headstart.tiers import DiskStore, default_folder, make_folder
@@ -59,13 +60,14 @@ def cache() -> None:
 def list_kept(model: str | None, lines: int, folder: str | None) -> None:
     """List the models, or the prefixes of one MODEL, from fork to fork."""
     with _opened(folder) as path:
+        columns = columns_of(sys.stdout)
         if model is None:
-            click.echo(show_models(read_models(path)))
+            click.echo(show_models(read_models(path), columns))
             return
         state = _find_model(path, model)
         with closing(reopen(path, None).connection) as index:
             prefixes = read_prefixes(index, state.model.id)
-        click.echo(show_prefixes(prefixes, state.model.record, lines))
+        click.echo(show_prefixes(prefixes, state.model.record, lines, columns))
 
 
 @cache.command()

@@ -25,8 +25,11 @@ def show_age(seconds: float) -> str:
     return f"{max(0, int(seconds))} s"
 
 
-def show_models(states: Sequence[ModelState]) -> str:
-    """A line for each model: its size, tokens, age, and what its hits have saved."""
+def show_models(states: Sequence[ModelState], columns: int | None = None) -> str:
+    """A line for each model: its size, tokens, age, and what its hits have saved.
+
+    columns: of the terminal, where the rest of a line that does not fit stands below it.
+    """
     if not states:
         return "no prefixes are kept"
     rows = [("model", "fingerprint", "size", "tokens", "last used", "loaded", "saved")]
@@ -42,11 +45,16 @@ def show_models(states: Sequence[ModelState]) -> str:
         )
         for one in states
     ]
-    return _align(rows, left=2)
+    return _align(rows, left=2, columns=columns)
 
 
-def show_prefixes(prefixes: Sequence[KeptPrefix], model: ModelRecord, most: int) -> str:
-    """A line for each stretch between two forks, below the one that it goes on from."""
+def show_prefixes(
+    prefixes: Sequence[KeptPrefix], model: ModelRecord, most: int, columns: int | None = None
+) -> str:
+    """A line for each stretch between two forks, below the one that it goes on from.
+
+    columns: as in `show_models`.
+    """
     rows = [("prefix", "tokens", "size", "last used", "loaded", "saved")]
     for depth, prefix in in_order(prefixes):
         if len(rows) > most:
@@ -65,7 +73,7 @@ def show_prefixes(prefixes: Sequence[KeptPrefix], model: ModelRecord, most: int)
                 f"{sum(block.hits * block.seconds for block in prefix.stretch):.1f} s",
             )
         )
-    return _align(rows, left=1)
+    return _align(rows, left=1, columns=columns)
 
 
 def in_order(prefixes: Sequence[KeptPrefix]) -> Iterator[tuple[int, KeptPrefix]]:
@@ -77,13 +85,19 @@ def in_order(prefixes: Sequence[KeptPrefix]) -> Iterator[tuple[int, KeptPrefix]]
         todo += [(depth + 1, one) for one in reversed(prefix.then)]
 
 
-def _align(rows: Sequence[Sequence[str]], left: int) -> str:
-    """Columns of equal width, the first `left` of them aligned to the left."""
+def _align(rows: Sequence[Sequence[str]], left: int, columns: int | None) -> str:
+    """Columns of equal width, the first `left` of them aligned to the left.
+
+    Where they are wider than `columns` the others stand in a line of their own, indented.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
+    is_wide = columns is not None and sum(widths) + 2 * (len(widths) - 1) > columns
+    lines = []
+    for row in rows:
+        cells = [
             cell.ljust(width) if at < left else cell.rjust(width)
             for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+        ]
+        parts = [cells[:left], ["", *cells[left:]]] if is_wide else [cells]
+        lines += [line for part in parts if (line := "  ".join(part).rstrip())]
+    return "\n".join(lines)

@@ -1,11 +1,12 @@
 """The command line: `headstart run`, `chat`, `serve`, `cache`, `keys`, `models`, `replay`, ...
 
 Everything that headstart raises on purpose ends as one line on stderr and exit status 2, and so do
-wrong calls. Replies go to stdout, the figures of `run` and `chat` to stderr, so that a
-reply can be piped.
+wrong calls; Ctrl-C as one line and 130. Replies go to stdout, the figures of `run` and `chat` to
+stderr, so that a reply can be piped.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -76,6 +77,9 @@ class _Commands(click.Group):
         except click.UsageError as error:
             tell_error(_in_one_line(error, ctx))
             ctx.exit(2)
+        except KeyboardInterrupt:
+            tell_error("interrupted")
+            ctx.exit(128 + signal.SIGINT)
 
 
 def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:

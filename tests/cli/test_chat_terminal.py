@@ -165,7 +165,7 @@ def test_documents_limits_and_saved_chats(tmp_path: Path) -> None:
     first, _ = terminal.ask("What is the age of John Doe?")
     assert count < first < count + 40
     terminal.send("/explain\r")
-    terminal.wait("from token ")
+    terminal.wait(r"none of the last\s+prompt's")
     terminal.wait(READY)
     terminal.send(f"{PASTE}{'Who is it? ' * 40}{END_PASTE}\r")
     terminal.wait("the oldest turn is")
@@ -188,3 +188,66 @@ def test_documents_limits_and_saved_chats(tmp_path: Path) -> None:
     terminal.send("/retry\r")
     assert terminal.cost()[0] == first
     terminal.end()
+
+
+def test_colours_in_a_paste_are_no_text(tmp_path: Path) -> None:
+    """A colour is like a mouse's click: prompt_toolkit failed, and asked for ENTER."""
+    terminal = Terminal(tmp_path, "--max-tokens", "4")
+    coloured = "\x1b[1;31mHi\x1b[0m \x1b]0;a title\x07the\x1b[Kre\x1b(B \x1b]8;;a:b\x1b\\now"
+    terminal.send(f"{PASTE}{coloured}\r\nand on{END_PASTE}\r")
+    terminal.cost()
+    # In a terminal that marks no paste the text arrives as if it were typed.
+    terminal.send("\x1b[31mHello\x1b[0m the\x1b[2;3Rre\r")
+    terminal.cost()
+    terminal.end()
+    said = (tmp_path / "headstart" / "chat_history").read_text(encoding="utf-8")
+    assert "+Hi there now\n+and on\n" in said and "+Hello there\n" in said
+
+
+def test_a_document_waits_on_after_an_interrupted_read(tmp_path: Path) -> None:
+    """Nothing said so, and the next message read it again."""
+    slow = ("--max-num-batched-tokens", "1", "--max-num-seqs", "1", "--max-tokens", "4")
+    terminal = Terminal(tmp_path, *slow, "--cache-dir", "off")
+    terminal.send(f"/file {PEOPLE}\r")
+    tokens = terminal.wait(r"people.md: ([\d,]+) tokens")[1]
+    terminal.wait(READY)
+    terminal.send("How old is John Doe?\r")
+    terminal.wait(r"read [\d,]+ of")
+    terminal.send("\x03")
+    terminal.wait("interrupted before the reply began")
+    terminal.wait(rf"still with your next message: people.md \({tokens} tokens\);")
+    terminal.wait(READY)
+    terminal.send("/undo\r")
+    terminal.wait("taken back")
+    terminal.wait(READY)
+    prompt, _ = terminal.ask("Hello")
+    assert prompt < number(tokens)
+    terminal.end()
+
+
+@pytest.mark.parametrize("keys", ["\x04", "\x03\x03"])
+def test_leaving_clears_the_prompt(tmp_path: Path, keys: str) -> None:
+    """The hint stayed as the last line of the screen."""
+    terminal = Terminal(tmp_path)
+    terminal.send(keys)
+    terminal.child.expect(pexpect.EOF)
+    shown = terminal.child.before
+    after = shown[max(shown.rfind("Ctrl-C again"), 0) :]
+    assert "\n" not in after and "\x1b[2D\x1b[J" in after  # back over "> ", and cleared from there
+
+
+def test_ctrl_c_while_a_model_loads_is_one_line(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    terminal = Path(os.ttyname(theirs))
+    process = start_headstart(
+        ["chat", "--num-blocks", "512", "--cache-dir", str(tmp_path)],
+        (terminal, terminal, terminal),
+    )
+    child = fdpexpect.fdspawn(ours, encoding="utf-8", timeout=120)
+    child.expect("prefixes are kept")
+    child.send("\x03")
+    process.join(60)
+    os.close(theirs)
+    child.expect(pexpect.EOF)
+    assert process.exitcode == 130
+    assert "headstart: interrupted" in child.before and "Aborted" not in child.before

@@ -11,10 +11,11 @@ from pathlib import Path
 from rich.console import Console
 
 from headstart.cli.chat.conversation import Conversation
+from headstart.cli.chat.explanation import explain_turn
 from headstart.cli.chat.session import CACHED_LATER, Chat
 from headstart.cli.contents import read_document, read_image
 from headstart.cli.options import SAMPLING_FLAGS, parse_sampling
-from headstart.cli.reply_metrics import cached_share, count
+from headstart.cli.reply_metrics import count
 from headstart.cli.streams import note
 from headstart.errors import RequestError
 
@@ -79,6 +80,7 @@ def _file(chat: Chat, argument: str) -> None:
     text = read_document(path)
     tokens = chat.count_tokens(text)
     chat.conversation.documents.append(text)
+    chat.conversation.waiting.append(f"{path.name} ({tokens:,} tokens)")
     note(f"{path.name}: {tokens:,} tokens, which go with your next message")
 
 
@@ -87,6 +89,7 @@ def _image(chat: Chat, argument: str) -> None:
     image = read_image(path, chat.llm.engine.config.max_image_pixels)
     tokens = chat.count_image_tokens(image)
     chat.conversation.images.append(image)
+    chat.conversation.waiting.append(f"{path.name} (about {tokens:,} tokens)")
     note(f"{path.name}: about {tokens:,} tokens, which go with your next message")
 
 
@@ -95,6 +98,7 @@ def _system(chat: Chat, argument: str) -> None:
         note(chat.conversation.system or "there is no system message")
         return
     chat.conversation.system = argument
+    chat.changed = "/system"
     turns = len(chat.conversation.turns)
     note("all turns are read again behind the new system message" if turns else "set")
 
@@ -109,6 +113,7 @@ def _undo(chat: Chat, argument: str) -> None:
         note("the documents and images that waited are taken back; /undo again takes a turn back")
         return
     chat.conversation.take_back()
+    chat.changed = "/undo"
     note(f"the last turn is taken back; {count(len(chat.conversation.turns), 'turn')} left")
 
 
@@ -120,6 +125,7 @@ def _save(chat: Chat, argument: str) -> None:
 
 def _load(chat: Chat, argument: str) -> None:
     chat.take_up(Conversation.load(_path(argument)))
+    chat.last = None  # for /explain: nothing was asked in this conversation
     note(f"loaded: {chat.extent()}; {CACHED_LATER}")
 
 
@@ -143,15 +149,12 @@ def _pool(chat: Chat, argument: str) -> None:
 def _explain(chat: Chat, argument: str) -> None:
     if chat.last is None:
         raise RequestError("nothing was asked yet")
-    total = len(chat.last.prompt_token_ids)
-    note(f"{cached_share(chat.last)} of {total:,} prompt tokens were cached")
-    if chat.last.why_missed is not None:
-        note(str(chat.last.why_missed))
+    note(explain_turn(chat.last, chat.changed))
 
 
 def _reset(chat: Chat, argument: str) -> None:
     chat.conversation = Conversation(system=chat.conversation.system)
-    chat.last = None  # for /explain: nothing was asked in this conversation
+    chat.last = None  # as after /load
 
 
 def _quit(chat: Chat, argument: str) -> None:
@@ -169,7 +172,7 @@ COMMANDS: Mapping[str, Command] = {
     "/load": Command(_load, "goes on with a saved conversation", "PATH"),
     "/set": Command(_set, "sets temperature, top_p, ...", "[NAME VALUE]"),
     "/pool": Command(_pool, "draws the block pool"),
-    "/explain": Command(_explain, "says why the last turn did not hit more"),
+    "/explain": Command(_explain, "says what of the last prompt was cached, and why not more"),
     "/reset": Command(_reset, "begins anew, with the system message"),
     "/quit": Command(_quit, "ends the chat; so do /exit and /bye"),
     "/exit": Command(_quit, ""),

@@ -33,7 +33,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """A chat so far. `documents` and `images` wait for the next question.
+    """A chat so far. `documents` and `images` wait for the next question, named in `waiting`.
 
     Turns before `start` no longer fit the context: the model is not shown them, files keep them.
     """
@@ -43,6 +43,7 @@ class Conversation:
     start: int = 0
     documents: list[str] = field(default_factory=list)
     images: list[dict[str, Any]] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
 
     def ask(self, text: str) -> Content:
         """A question with the documents and images that wait for it."""
@@ -50,7 +51,7 @@ class Conversation:
 
     def drop_waiting(self) -> None:
         """Forget the documents and images that wait."""
-        self.documents, self.images = [], []
+        self.documents, self.images, self.waiting = [], [], []
 
     def take_back(self) -> Turn:
         """The last turn, which is no part of the conversation any more. Raises RequestError."""

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -20,6 +21,7 @@ from prompt_toolkit.filters import Condition
 from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import create_output
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
@@ -33,6 +35,11 @@ PROMPT = "> "
 _QUOTES = '"""'
 _HINT = "a message, or /help"
 _LEAVING = "Ctrl-C again, or Ctrl-D, ends the chat"
+# ECMA-48: a control sequence such as a colour, a text for the terminal such as its title, or a
+# sequence of one letter; then what is left of one that was cut.
+_ESCAPES = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]|\x1b"
+)
 
 
 def piped_messages() -> Iterator[str]:
@@ -99,10 +106,26 @@ def _bindings(leaving: _Leaving) -> KeyBindings:
     @bindings.add("c-c")
     def _clear_or_leave(event: KeyPressEvent) -> None:
         if leaving.asked:
-            event.app.exit(exception=EOFError)
+            _leave(event)
             return
         event.current_buffer.reset()
         leaving.asked = True
+
+    @Condition
+    def is_empty() -> bool:
+        return not get_app().current_buffer.text
+
+    bindings.add("c-d", filter=is_empty)(_leave)
+
+    @bindings.add(Keys.BracketedPaste)
+    def _paste(event: KeyPressEvent) -> None:
+        text = event.data.replace("\r\n", "\n").replace("\r", "\n")
+        event.current_buffer.insert_text(_ESCAPES.sub("", text))
+
+    @bindings.add(Keys.Vt100MouseEvent)
+    @bindings.add(Keys.CPRResponse)
+    def _ignore(event: KeyPressEvent) -> None:
+        """Nothing asks for these: they are colours of a text, in a terminal that marks no paste."""
 
     @bindings.add("escape", "enter")
     def _new_line(event: KeyPressEvent) -> None:
@@ -114,6 +137,12 @@ def _bindings(leaving: _Leaving) -> KeyBindings:
 
     bindings.add("enter", filter=in_quotes)(_new_line)
     return bindings
+
+
+def _leave(event: KeyPressEvent) -> None:
+    """End the chat; the line with the hint goes."""
+    event.app.erase_when_done = True
+    event.app.exit(exception=EOFError)
 
 
 class _CommandCompleter(Completer):

@@ -37,7 +37,8 @@ _ROOM = 256  # tokens of a reply that a prompt must leave room for; a longer one
 class Chat:
     """A conversation with a model, printed in a terminal.
 
-    plain: replies are shown as they are, not as Markdown. `last` is the last turn's output.
+    plain: replies are shown as they are, not as Markdown. `last` is the last turn's output, and
+    `changed` the command that has changed the conversation since.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Chat:
         self.params = params
         self.picture = PoolPicture(llm.engine.manager)
         self.last: RequestOutput | None = None
+        self.changed = ""
         self._plain = plain
         self._asked = 0
         self.take_up(conversation)
@@ -81,8 +83,15 @@ class Chat:
 
     def say(self, text: str) -> None:
         """Answer a message of the user's."""
-        if self._answer(self.conversation.ask(text)):
-            self.conversation.drop_waiting()
+        is_answered = False
+        try:
+            is_answered = self._answer(self.conversation.ask(text))
+        finally:
+            if is_answered:
+                self.conversation.drop_waiting()
+            elif self.conversation.waiting:
+                names = ", ".join(self.conversation.waiting)
+                note(f"still with your next message: {names}; /undo takes it back")
 
     def retry(self) -> None:
         """Answer the last question anew. Raises RequestError if there is none."""
@@ -124,7 +133,7 @@ class Chat:
         except (RequestError, EngineError) as error:
             tell_error(error)
             return False
-        self.last = output
+        self.last, self.changed = output, ""
         self.picture.look(self._asked)
         answer = output.outputs[0]
         is_whole = answer.finish_reason != "abort"

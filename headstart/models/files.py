@@ -8,6 +8,8 @@ import hashlib
 import json
 import math
 import os
+import re
+from difflib import get_close_matches
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
@@ -82,7 +84,7 @@ def find_folder(model: str | Path) -> Path:
         return made
     name = str(model)
     if isinstance(model, Path) or name.startswith((".", "/", "~", "\\")) or name.count("/") > 1:
-        raise ModelNotFoundError(f"there is no folder {model}")
+        raise ModelNotFoundError(f"there is no folder {model}{_meant(name)}")
     try:
         folder = Path(hub.snapshot_download(name, local_files_only=True, allow_patterns=_WANTED))
         check_files(folder)
@@ -120,20 +122,27 @@ def download_model(name: str) -> Path:
         return Path(hub.snapshot_download(name, etag_timeout=_HUB_TIMEOUT, allow_patterns=_WANTED))
     except hub.errors.HFValidationError as error:
         raise ModelNotFoundError(
-            f"there is no folder {name!r}, and it is no hub name (owner/name) either"
+            f"there is no folder {name!r}, and it is no hub name (owner/name) either{_meant(name)}"
         ) from error
     except hub.errors.HfHubHTTPError as error:
         raise ModelNotFoundError(
             f"there is no folder {name!r}, and the hub does not give out a model of this name: "
-            f"{_first_line(error)}"
+            f"{_first_line(error)}{_meant(name)}"
         ) from error
     # Without a network this is an OSError or an error of the HTTP library, which differs between
     # versions of huggingface_hub.
     except Exception as error:
         raise ModelNotFoundError(
             f"there is no folder {name!r}, no model of this name was downloaded before, and the "
-            f"hub cannot be reached: {_first_line(error)}"
+            f"hub cannot be reached: {_first_line(error)}{_meant(name)}"
         ) from error
+
+
+def _meant(name: str) -> str:
+    """What to say where a name is much like that of the model which comes with the package."""
+    spelled = re.split(r"[/\\]", name)[-1].lower().replace("_", "-")
+    near = get_close_matches(spelled, [BUILT_IN], 1, 0.75)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def read_json(path: Path) -> dict[str, Any]:

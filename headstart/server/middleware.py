@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headstart.server.errors import ApiError, JsonResponse, body_of, headers_of
 from headstart.server.origins import check_origin
 from headstart.server.service import Front, too_late
+from headstart.validation import shorten
 
 __all__ = ["Frontdoor"]
 
@@ -21,6 +22,7 @@ __all__ = ["Frontdoor"]
 _OPEN = re.compile(r"/|/health|/ready|/docs|/openapi\.json|/page/.*", re.DOTALL)
 # Across tenants: what shows or changes more than the asker's own.
 _FOR_ADMINS = re.compile(r"/metrics|/cache(?!/explain$|/prewarm$)(/.*)?", re.DOTALL)
+_JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 _NAME = re.compile(rb"[\w.-]{1,128}", re.ASCII)
 _TRACE = (b"traceparent", b"tracestate")  # W3C's trace context
 _GRACE = 5.0  # seconds in which an answer that came too late is told to be so
@@ -67,6 +69,7 @@ class Frontdoor:
                 if _FOR_ADMINS.fullmatch(path) and not state["tenant"].is_admin:
                     raise ApiError(403, f"{path} needs a key that was made with --admin")
             self._check_size(headers)
+            _check_type(scope, headers)
             await self._pass_on(scope, self._bounded(receive), send_named)
         except ApiError as error:
             state["error"] = error
@@ -125,3 +128,12 @@ class Frontdoor:
         return ApiError(
             413, f"the request's body is too large; allowed: {self._max_bytes:,} bytes at most"
         )
+
+
+def _check_type(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+    """Refuse a body that is not declared to be JSON, which nothing would read as such."""
+    size, kind = headers.get(b"content-length"), headers.get(b"content-type", b"").decode("latin-1")
+    has_body = b"transfer-encoding" in headers if size is None else size != b"0"
+    if scope["method"] == "POST" and has_body and not _JSON.match(kind):
+        said = f"is {shorten(kind)}" if kind else "is missing"
+        raise ApiError(400, f"the header Content-Type {said}; send Content-Type: application/json")

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from headstart import LLM, SamplingParams
+from headstart import LLM, AsyncLLM, LLMEngine, SamplingParams
 from headstart.cli.demo.table import INSTRUCTION, people_table
+from headstart.cli.main import main
 from headstart.errors import DamagedModelError, ModelNotFoundError
 from headstart.models import files
 from headstart.models.tokenizer import load_tokenizer
@@ -146,6 +148,31 @@ def test_a_package_without_its_model_says_how_to_get_it(
     monkeypatch.setattr(files, "__file__", str(tmp_path / "models" / "files.py"))
     with pytest.raises(ModelNotFoundError, match="install the package again"):
         files.find_folder(files.BUILT_IN)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "headstart_tiny",
+        "headstart-tny",
+        "Headstart-Tiny",
+        "./headstart-tiny",
+        "a/headstart-tiny",
+    ],
+)
+def test_a_name_much_like_its_own_is_told_it(name: str) -> None:
+    for ask in (LLM, AsyncLLM, LLMEngine, files.find_folder):
+        with pytest.raises(ModelNotFoundError, match=r"; did you mean headstart-tiny\?$"):
+            ask(name)
+    with pytest.raises(ModelNotFoundError, match=r"no folder(?!.*did you mean)"):
+        files.find_folder("tiny-llama")
+
+
+@pytest.mark.parametrize("command", [["run", "Hi"], ["chat"], ["serve"], ["demo"]])
+def test_commands_tell_it(command: list[str]) -> None:
+    done = CliRunner().invoke(main, [*command, "--model", "headstart-tin"])
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1].endswith("; did you mean headstart-tiny?")
 
 
 def test_damaged_weights_are_named(tmp_path: Path) -> None:

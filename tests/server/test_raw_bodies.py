@@ -70,6 +70,30 @@ def test_a_bad_body_is_refused(server: Running, content: bytes, status: int, str
     assert blocks == free
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/completions", "/cache/explain"])
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", "jsonx", None])
+def test_a_body_that_is_not_declared_to_be_json_is_told_so(
+    server: Running, path: str, kind: str | None
+) -> None:
+    """`curl -d` was told that the body "should be a valid dictionary"."""
+    headers = {} if kind is None else {"Content-Type": kind}
+    answer = httpx.post(server.url + path, content=body(), headers=headers, timeout=60)
+    assert answer.status_code == 400
+    said = "is missing" if kind is None else f"is {kind}"
+    assert answer.json()["error"]["message"] == (
+        f"the header Content-Type {said}; send Content-Type: application/json"
+    )
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("kind", ["Application/JSON; charset=utf-8", "application/problem+json"])
+def test_json_by_any_of_its_names_is_read(server: Running, kind: str) -> None:
+    answer = httpx.post(
+        server.url + CHAT, content=body(), headers={"Content-Type": kind}, timeout=60
+    )
+    assert answer.status_code == 200, answer.text
+
+
 def test_a_body_that_is_too_large_is_not_read(server: Running) -> None:
     most = server.service.options.max_request_bytes
     declared = httpx.post(server.url + CHAT, content=b" " * (most + 1), headers=JSON, timeout=60)

@@ -24,6 +24,7 @@ PUBLIC = [
     "RequestOutput",
     "CompletionOutput",
     "Omni",
+    "AsyncOmni",
     "OmniParams",
     "OmniOutput",
     "HeadstartError",

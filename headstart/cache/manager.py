@@ -165,15 +165,15 @@ class KVCacheManager:
         `num_new_tokens` tokens left.
         """
         self._check_admission(sequence, num_new_tokens, computed)
-        hits = computed.blocks if computed is not None else []
-        hit_tokens = computed.num_tokens if computed is not None else 0
+        hits, hit_tokens = (computed.blocks, computed.num_tokens) if computed else ([], 0)
         end = hit_tokens + num_new_tokens
         num_new = -(-end // self.block_size) - len(hits)
         if num_new + count_free(hits) > len(self.pool.free):
             return None
         missed = self._explain_admission(computed)
-        resumed = sequence.step >= 0
         self._is_whole = False
+        if sequence.is_counted:
+            self.stats.admit(sequence, hit_tokens, missed.reason)
         self._sequences[sequence.request_id] = sequence
         sequence.holder = self._mark
         self.pool.touch(hits)
@@ -186,8 +186,6 @@ class KVCacheManager:
         self._extend_to(sequence, end)
         self._in_progress.announce(sequence)
         self._is_whole = True
-        if sequence.is_counted:
-            self.stats.record(len(sequence.token_ids), hit_tokens, missed, resumed=resumed)
         if copies and sequence.blocks[len(hits)] is not new[0]:  # cached since the lookup
             copies = ()
         return Allocation(copies, missed)
@@ -278,6 +276,7 @@ class KVCacheManager:
         self._check_whole()
         self._is_whole = False
         self.pool.index.commit()
+        self.stats.commit()
         self._step += 1
         self._is_whole = True
 
@@ -296,6 +295,7 @@ class KVCacheManager:
         filled = dict.fromkeys(b for s in failed for b in s.blocks if b in index.unwritten)
         self.pool.forget(list(filled))
         index.commit()
+        self.stats.take_back()
         self._step += 1
         for sequence in failed:
             self._give_back(sequence)
@@ -307,9 +307,9 @@ class KVCacheManager:
         rebuild(self.pool, ended)
         for sequence in ended:
             sequence.give_up()
+        self.stats.take_back()
         self._naming, self._in_progress = BlockNaming(self.config, self.pool), BlocksInProgress()
-        self._step += 1
-        self._sequences, self._is_whole = {}, True
+        self._step, self._sequences, self._is_whole = self._step + 1, {}, True
         return ended
 
     def _check_whole(self) -> None:

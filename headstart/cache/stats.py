@@ -4,6 +4,9 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
+
+from headstart.cache.sequence import TokenSequence
 
 AGE_BOUNDS = (0.1, 1, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400)
 """Seconds up to which ages are counted together, the bound included."""
@@ -62,12 +65,22 @@ class EvictionAges:
         self.seconds += age
 
 
+class Admission(NamedTuple):
+    """An admission as it is counted; `resumed`: the sequence was admitted before."""
+
+    sequence: TokenSequence
+    queried_tokens: int
+    hit_tokens: int
+    missed: MissReason
+    resumed: bool
+
+
 @dataclass(slots=True)
 class PrefixCacheStats:
     """Counts since the start; each request once, at admission, resumed ones apart.
 
     `queried_tokens` are tokens asked for, `hit_tokens` those found; `missed` counts requests
-    by the reason that ended their hit.
+    by the reason that ended their hit. An admission counts when its step is committed.
     """
 
     requests: int = 0
@@ -78,22 +91,51 @@ class PrefixCacheStats:
     resumed_hit_tokens: int = 0
     missed: Counter[MissReason] = field(default_factory=Counter)
     eviction_ages: EvictionAges = field(default_factory=EvictionAges)
+    _admitted: list[Admission] = field(default_factory=list)  # in the step under way
 
     @property
     def hit_rate(self) -> float:
         """Hit tokens per queried token of first admissions; 0 when nothing was asked."""
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
-    def record(
-        self, queried_tokens: int, hit_tokens: int, missed: MissExplanation, *, resumed: bool
-    ) -> None:
-        """Count one admission."""
-        if resumed:
-            self.resumed_requests += 1
-            self.resumed_queried_tokens += queried_tokens
-            self.resumed_hit_tokens += hit_tokens
+    def admit(self, sequence: TokenSequence, hit_tokens: int, missed: MissReason) -> None:
+        """The step under way admits a sequence, which has no slots in it yet."""
+        resumed = sequence.step >= 0
+        self._admitted.append(
+            Admission(sequence, len(sequence.token_ids), hit_tokens, missed, resumed)
+        )
+
+    def commit(self) -> None:
+        """The step came about: count its admissions, all in one assignment, or none."""
+        if not self._admitted:
             return
-        self.requests += 1
-        self.queried_tokens += queried_tokens
-        self.hit_tokens += hit_tokens
-        self.missed[missed.reason] += 1
+        first = [one for one in self._admitted if not one.resumed]
+        again = [one for one in self._admitted if one.resumed]
+        missed = self.missed.copy()
+        missed.update([one.missed for one in first])
+        (
+            self.requests,
+            self.queried_tokens,
+            self.hit_tokens,
+            self.resumed_requests,
+            self.resumed_queried_tokens,
+            self.resumed_hit_tokens,
+            self.missed,
+            self._admitted,
+        ) = (
+            self.requests + len(first),
+            self.queried_tokens + sum([one.queried_tokens for one in first]),
+            self.hit_tokens + sum([one.hit_tokens for one in first]),
+            self.resumed_requests + len(again),
+            self.resumed_queried_tokens + sum([one.queried_tokens for one in again]),
+            self.resumed_hit_tokens + sum([one.hit_tokens for one in again]),
+            missed,
+            [],
+        )
+
+    def take_back(self) -> None:
+        """The step failed: whom it admitted first was not admitted yet. May be called again."""
+        for one in self._admitted:
+            if not one.resumed:
+                one.sequence.step = -1
+        self._admitted = []

@@ -87,9 +87,11 @@ class Scheduler:
 
         For after a step that did not come about, once the manager has taken its blocks back.
         Wherever `schedule` or `remove` was interrupted, each live request is in one place then.
+        Those that the step was to let in did not run, so that they did not give way either.
         """
         living = dict.fromkeys(live)
         kept = {r for r in self.running if r in living and self._manager.is_known(r.sequence)}
+        admitted = {request for request, _ in self._admitted}
         again = [r for r in self.running if r in living and r not in kept]
         placed = {*self.running, *self.waiting}
         lost = [r for r in living if r not in placed]
@@ -98,17 +100,18 @@ class Scheduler:
             self._leave_limits(request)
         for request, start in self._admitted:
             request.withdrawn(start)
-        self._admitted.clear()
         self._limited = {}
         for request in living:
             self._find_limits(request)
         for request in again:
-            self._count_preemption(request)
+            if request not in admitted:
+                self._count_preemption(request)
         waiting = sorted(dict.fromkeys((*again, *lost, *self.waiting)), key=_rank)
         self.running, self.waiting = (
             [request for request in self.running if request in kept],
             deque(request for request in waiting if request in living and request not in kept),
         )
+        self._admitted.clear()
 
     def committed(self) -> None:
         """The step that `schedule` gave came about: whom it let in stays in."""

@@ -2,6 +2,7 @@
 
 from headstart.cache import KVCacheManager, TokenSequence
 from headstart.cache.block import Branches, PrefixNode
+from tests.cache.steps import counts
 
 
 def _of_node(node: PrefixNode) -> tuple[object, ...]:
@@ -28,7 +29,7 @@ def _of_sequence(sequence: TokenSequence) -> tuple[object, ...]:
 
 def snapshot(manager: KVCacheManager, *others: TokenSequence) -> tuple[object, ...]:
     """Everything but the keys that sequences cut ahead of need; `others` hold no blocks."""
-    pool, stats = manager.pool, manager.stats
+    pool = manager.pool
     return (
         tuple((b.block_id, b.ref_cnt, b.node) for b in pool.blocks),
         tuple(b.block_id for b in pool.free),
@@ -39,6 +40,5 @@ def snapshot(manager: KVCacheManager, *others: TokenSequence) -> tuple[object, .
         tuple(_of_sequence(sequence) for sequence in (*manager.sequences, *others)),
         dict(manager._in_progress._by_block),
         (frozenset(pool.index.unwritten), tuple(pool.index._unlisted)),
-        (stats.requests, stats.queried_tokens, stats.hit_tokens, dict(stats.missed)),
-        (stats.resumed_requests, stats.resumed_queried_tokens, stats.resumed_hit_tokens),
+        (counts(manager), tuple(manager.stats._admitted)),
     )

@@ -74,3 +74,10 @@ def free_ids(manager: KVCacheManager) -> list[int]:
 def cached_ids(manager: KVCacheManager) -> list[int]:
     """Ids of the blocks with content that can be found."""
     return [block.block_id for block in manager.pool.blocks if block.node is not None]
+
+
+def counts(manager: KVCacheManager) -> tuple[object, ...]:
+    """All that the statistics count by admissions."""
+    stats = manager.stats
+    first = (stats.requests, stats.queried_tokens, stats.hit_tokens, dict(stats.missed))
+    return (*first, stats.resumed_requests, stats.resumed_queried_tokens, stats.resumed_hit_tokens)

@@ -58,6 +58,7 @@ def test_not_read() -> None:
     allocation = manager.allocate_slots(sequence, 12)
     assert allocation is not None
     assert allocation.missed == MissExplanation(MissReason.NOT_READ, 0)
+    manager.commit_step()
     assert manager.stats.missed[MissReason.NOT_READ] == 1
 
 

@@ -6,6 +6,7 @@ from headstart.cache import (
     BlockEvicted,
     BlockStored,
     CacheConfig,
+    MissReason,
     TokenSequence,
 )
 from headstart.errors import CacheError, ConfigError
@@ -13,6 +14,7 @@ from tests.cache.snapshot import snapshot
 from tests.cache.steps import (
     admit,
     cached_ids,
+    counts,
     decode,
     finish,
     hits,
@@ -40,6 +42,38 @@ def test_a_failed_step_leaves_nothing_of_it_to_be_hit() -> None:
     assert len(stored) == 3  # and the last of them is taken back
     manager.commit_step()
     assert start(manager, "again", PROMPT).num_computed_tokens == 10
+
+
+def test_a_failed_step_s_admissions_do_not_count() -> None:
+    """They counted, and the admissions after them counted as those of resumed requests."""
+    failing, other = make_manager(), make_manager()
+    for manager in (failing, other):
+        finish(manager, "before", PROMPT[:8])
+        preempted = start(manager, "preempted", [3] * 6)
+        manager.free(preempted)
+        first = TokenSequence("first", PROMPT)
+        before = counts(manager)
+        for _ in range(2 if manager is failing else 0):
+            admit(manager, first)
+            admit(manager, preempted)
+            assert manager.fail_step() == [first, preempted]
+            assert counts(manager) == before
+        admit(manager, first)
+        admit(manager, preempted)
+        manager.commit_step()
+    assert counts(failing) == counts(other)
+    assert (failing.stats.requests, failing.stats.resumed_requests) == (3, 1)
+
+
+def test_a_request_whose_later_step_failed_is_resumed() -> None:
+    manager = make_manager()
+    sequence = start(manager, "one", PROMPT)
+    sequence.append(1)
+    assert manager.append_slots(sequence)
+    assert manager.fail_step() == [sequence]
+    assert admit(manager, sequence) == 8
+    manager.commit_step()
+    assert counts(manager) == (1, 10, 0, {MissReason.UNSEEN: 1}, 1, 11, 8)
 
 
 def test_a_failed_step_is_over() -> None:

@@ -61,6 +61,7 @@ def test_a_request_preempted_in_the_first_step_of_all_is_resumed_too() -> None:
     sequence = start(manager, "one", PROMPT)
     manager.free(sequence)
     admit(manager, sequence)
+    manager.commit_step()
     assert (manager.stats.requests, manager.stats.resumed_requests) == (1, 1)
 
 

@@ -213,6 +213,9 @@ def test_the_memory_is_as_it_was_after_a_failed_step(
     [output] = llm.generate(prompts[0], GREEDY)
     assert output.num_cached_tokens == 0
     assert output.outputs[0].token_ids == expected[0]
+    stats = llm.engine.manager.stats
+    assert (stats.requests, stats.queried_tokens) == (1, len(prompts[0])), "the step counted"
+    assert llm.engine.num_preemptions == 0
 
 
 @pytest.mark.parametrize(

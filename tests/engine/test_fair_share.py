@@ -70,6 +70,12 @@ class Simulation:
         self.scheduler.remove(request)
         request.finish_reason = "abort"
 
+    def fail(self, live: list[Request]) -> None:
+        """A step that does not come about."""
+        assert self.scheduler.schedule().scheduled
+        self.manager.fail_step()
+        self.scheduler.restart(live)
+
     def step(self) -> int:
         """Run a step; how many tokens were computed."""
         batch = self.scheduler.schedule()
@@ -224,3 +230,26 @@ def test_nothing_is_remembered_of_requests_that_are_gone() -> None:
             simulation.end(request)
     [owner] = simulation.fair._owners.values()
     assert len(owner.order) + len(simulation.fair._guesses) + len(owner.unread) < 300
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_an_owner_pays_once_for_a_prompt_whose_step_failed(is_answered: bool) -> None:
+    """And nothing for one that is gone before a step lets it in that comes about."""
+    had = []
+    for failures in (0, 2):
+        simulation = Simulation(("a", "b"))
+        first = simulation.ask("a", list(range(64)))
+        simulation.ask("b", list(range(64)))
+        while first.finish_reason is None:
+            simulation.step()
+        second = simulation.ask("a", list(range(80)))
+        for _ in range(failures):
+            simulation.fail([second])
+        if not is_answered:
+            simulation.end(second)
+        third = simulation.ask("b", list(range(100, 200)))
+        while third.finish_reason is None or second.finish_reason is None:
+            simulation.step()
+        had.append(simulation.fair._owners["a"].had)
+        assert not simulation.fair._admissions
+    assert had[0] == had[1]

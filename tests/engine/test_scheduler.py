@@ -232,3 +232,19 @@ def test_a_request_that_is_queued_again_keeps_its_limits() -> None:
     bench.step()
     bench.scheduler.restart([first, late])
     assert [part.request for part in bench.step().scheduled] == [first]
+
+
+def test_who_was_let_in_by_a_step_that_failed_did_not_give_way() -> None:
+    bench = Bench()
+    requests = [bench.add(prompt(1))]
+    bench.step()
+    requests += [bench.add(prompt(at)) for at in (1, 2)]
+    for _ in range(2):
+        assert len(bench.scheduler.schedule().scheduled) == 3
+        bench.manager.fail_step()
+        bench.scheduler.restart(requests)
+    assert [request.num_preemptions for request in requests] == [1, 0, 0]
+    assert bench.scheduler.num_preemptions == 1
+    bench.step()
+    stats = bench.manager.stats
+    assert (stats.requests, stats.queried_tokens, stats.resumed_requests) == (3, 24, 1)

@@ -64,6 +64,7 @@ class FairShare:
         self._now = 0.0
         self._owners: dict[str, _Owner] = {}
         self._guesses: dict[Request, float] = {}  # tokens of their answers that were counted
+        self._admissions: dict[Request, tuple[int, int]] = {}  # preemptions before, and its cost
         self._numbers = count()
 
     def _name(self, request: Request) -> str | None:
@@ -98,10 +99,11 @@ class FairShare:
         """False for a prompt that is computed; also for one that is gone, which is forgotten."""
         if request in owner.unread and request.finish_reason is not None:
             owner.unread.discard(request)
+            _, charged = self._admissions.pop(request, (0, 0))
             guess = self._guesses.pop(request, 0.0)
             name = self._name(request)
             if request.missed is None and name is not None:  # it never ran
-                self._charge(name, -len(request.group.prompt_token_ids) - guess)
+                self._charge(name, -len(request.group.prompt_token_ids) - guess - charged)
         return request in owner.unread
 
     # As a limit
@@ -170,8 +172,7 @@ class FairShare:
         owner = self._owners[name]
         if request not in owner.running:
             owner.running.add(request)
-            again = len(request.sequence.token_ids) if request.num_preemptions else 0
-            self._charge(name, again - start)
+            self._admit(name, request, start)
         elif request not in owner.unread:
             answered = len(request.sampling.output_token_ids)
             if answered > self._guesses.get(request, 0.0):
@@ -179,6 +180,14 @@ class FairShare:
         self._now = max(self._now, self._rank(request)[1])
         if stop == len(request.sequence.token_ids):
             owner.unread.discard(request)
+
+    def _admit(self, name: str, request: Request, start: int) -> None:
+        """Charge the owner for an admission, in place of one that a failed step took back."""
+        times = request.num_preemptions
+        cost = (len(request.sequence.token_ids) if times else 0) - start
+        before, charged = self._admissions.get(request, (-1, 0))
+        self._charge(name, cost - charged if before == times else cost)
+        self._admissions[request] = times, cost
 
     def leave(self, request: Request) -> None:
         """It waits again, or is gone; one that is gone is forgotten when it would be first."""
@@ -192,6 +201,7 @@ class FairShare:
         if request.finish_reason is None:
             self._wait(owner, request)
             return
+        self._admissions.pop(request, None)
         answered = len(request.sampling.output_token_ids)
         owner.expected += (answered - owner.expected) / 8
         self._charge(name, min(0.0, answered - self._guesses.pop(request, 0.0)))

@@ -37,7 +37,7 @@ from headstart.cache import BlockKey, Namespace
 from headstart.models.demo.omni import demo_omni_path
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.feeds import Conditions
-from headstart.omni.output_cache import ENTRY_BYTES, BlockPath, OutputCache
+from headstart.omni.output_cache import ENTRY_BYTES, NODE_BYTES, BlockPath, OutputCache
 
 TEXT, SPEECH, LIMIT, WARM_UP = 16, 32, 0.02, 3
 STORE = 8 << 20  # bytes: three documents of the demo model
@@ -154,7 +154,8 @@ def cost_of_a_miss(
 def compare_layouts(repeats: int = 7) -> dict[str, float]:
     """Seconds to keep 2,048 rows and to give them back: the store, and a mirror of KV slots."""
     rows = torch.randn(ROWS, WIDTH).bfloat16()
-    store = OutputCache(2 * ROWS // BLOCK * (BLOCK * WIDTH * 2 + ENTRY_BYTES))
+    entry = BLOCK * WIDTH * 2 + ENTRY_BYTES + NODE_BYTES + 1
+    store = OutputCache(2 * (ROWS // BLOCK + 1) * entry)
     salts = itertools.count()
 
     def path(salt: int) -> BlockPath:
@@ -170,6 +171,7 @@ def compare_layouts(repeats: int = 7) -> dict[str, float]:
         where = path(next(salts))
         for index in range(ROWS // BLOCK):
             store.put(where, index, {"h": rows[index * BLOCK :][:BLOCK]})
+        store.touch(where)
 
     def give() -> None:
         torch.cat([block["h"] for block in store.find(path(repeats - 1))])

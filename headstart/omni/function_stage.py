@@ -266,10 +266,10 @@ class FramesStage(_FunctionStage):
             ratio = self._output.alignment.ratio
             events.append(Given(name, Chunk(self._output.name, state.done, rows, ratio)))
             state.done = stop
-        if stop == len(codes) and not state.open_sources:
-            state.metrics.tokens = state.metrics.prompt_tokens = stop
             if self._cache is not None:
                 self._cache.touch(self._path(state))
+        if stop == len(codes) and not state.open_sources:
+            state.metrics.tokens = state.metrics.prompt_tokens = stop
             events.append(Ended(name, state.metrics))
         return events
 

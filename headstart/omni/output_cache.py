@@ -4,7 +4,9 @@ A stage that skips a cached prefix still needs that prefix's rows for the next s
 
 An entry maps (block identity, stage, output) to the rows of one block, in host memory, in the
 dtype and trailing shape of the stage's output. An entry is made when a block's rows are written and
-is never overwritten. The least recently used entry is evicted when the bytes run out. So
+is never overwritten. When the bytes run out, the least recently used entry is evicted that does not
+belong to the prefix that is being stored: without its head no prefix is found. If there is no such
+entry, nothing more of the prefix is stored. So
 
     KV evicted, rows kept      the rows stay until they are evicted; they are used again once a
                                request computes the block's K/V anew
@@ -32,11 +34,13 @@ from headstart.cache import BlockKey, Namespace, PrefixNode, PrefixTree
 from headstart.errors import ConfigError
 from headstart.validation import Number, describe
 
-__all__ = ["ENTRY_BYTES", "BlockPath", "OutputCache", "OutputCacheStats"]
+__all__ = ["ENTRY_BYTES", "NODE_BYTES", "BlockPath", "OutputCache", "OutputCacheStats"]
 
 _BYTES = Number(int, 0)
-ENTRY_BYTES = 1024
-"""Bytes of an entry besides its rows: its node, two tensor headers and its place in the order."""
+ENTRY_BYTES = 768
+"""Bytes of an entry besides its rows: two tensor headers and its place in the order."""
+NODE_BYTES = 256
+"""Bytes of a block identity besides its key: its node, and its place in the tree."""
 
 
 class BlockPath(NamedTuple):
@@ -58,14 +62,18 @@ class OutputCacheStats(NamedTuple):
 
 
 class _Node(PrefixNode):
-    """One block identity. `needed`: the outputs without which the block is no hit."""
+    """One block identity. `needed`: the outputs without which the block is no hit.
 
-    __slots__ = ("needed", "rows")
+    It may be without rows, for the sake of those that go on from it. `nbytes`: with its rows.
+    """
+
+    __slots__ = ("nbytes", "needed", "rows")
 
     def __init__(self, parent: PrefixNode | None, key: BlockKey) -> None:
         super().__init__(parent, key)
         self.rows: dict[str, Tensor] = {}
         self.needed: frozenset[str] = frozenset()
+        self.nbytes = NODE_BYTES + len(key)
 
     @property
     def is_whole(self) -> bool:
@@ -142,7 +150,8 @@ class OutputCache:
 
         The rows must be complete in host memory. needed: the outputs that a request must get to
         skip this block; by default those in `rows`. While one of them is missing the block is no
-        hit. An existing entry is not replaced; rows that are not finite are not kept.
+        hit. An existing entry is not replaced; rows that are not finite are not kept, nor those for
+        which the blocks before this one leave no room. Call `touch` when all of a prefix are there.
         """
         self._mend()
         self._changing = True
@@ -153,14 +162,12 @@ class OutputCache:
                 self._order.move_to_end((node, name))
                 continue
             size = tensor.nbytes + ENTRY_BYTES
-            if size > self.max_bytes or not bool(torch.isfinite(tensor).all()):
+            if not bool(torch.isfinite(tensor).all()) or not self._make_room(node, size):
                 self._refused += 1
                 continue
-            while self._bytes + size > self.max_bytes:
-                self._evicted += 1
-                self._remove(*next(iter(self._order)), keep=node)
             node.rows[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
             self._order[node, name] = size
+            node.nbytes += size
             self._bytes += size
             self._written += 1
         self._prune(node)
@@ -187,16 +194,19 @@ class OutputCache:
         """Raise AssertionError if an invariant is broken."""
         self._mend()
         assert self._bytes <= self.max_bytes, f"{self._bytes} of {self.max_bytes} bytes"
-        assert self._bytes == sum(self._order.values()), "the bytes are counted wrong"
         found = {}
         for root in self._tree.roots():
             assert root.child is not None, "a root is kept for nothing"
         for node in self._nodes():
             assert node.rows or node.child is not None, "a node is kept for nothing"
+            sizes = [self._order[node, name] for name in node.rows]
+            assert node.nbytes == NODE_BYTES + len(node.key) + sum(sizes), "its bytes are others"
             for name, rows in node.rows.items():
                 found[node, name] = rows.nbytes + ENTRY_BYTES
                 assert rows.untyped_storage().nbytes() == rows.nbytes, "rows hold more than theirs"
         assert found == dict(self._order), "the order is not that of the rows"
+        counted = sum(node.nbytes for node in self._nodes())
+        assert self._bytes == counted, "the bytes are counted wrong"
 
     def _mend(self) -> None:
         """Repair an interrupted change: drop rows that are not in the order yet.
@@ -213,11 +223,15 @@ class OutputCache:
             }
         here = {(node, name) for node in nodes for name in node.rows}
         self._order = OrderedDict(item for item in self._order.items() if item[0] in here)
-        self._bytes = sum(self._order.values())
         for leaf in [node for node in nodes if node.child is None]:
             self._prune(leaf)
         for root in [root for root in self._tree.roots() if root.child is None]:
             self._tree.cut_off(root)
+        nodes = self._nodes()
+        for node in nodes:
+            sizes = [self._order[node, name] for name in node.rows]
+            node.nbytes = NODE_BYTES + len(node.key) + sum(sizes)
+        self._bytes = sum(node.nbytes for node in nodes)
         self._changing = False
 
     def _nodes(self) -> list[_Node]:
@@ -243,13 +257,41 @@ class OutputCache:
     def _make(self, path: BlockPath, index: int) -> _Node:
         node: PrefixNode = self._tree.make_root(path.namespace)
         for key in islice(_keys(path), index + 2):
-            node = self._tree.child(node, key, _Node)
+            child = self._tree.find(node, key)
+            if child is None:
+                child = self._tree.child(node, key, _Node)
+                self._bytes += NODE_BYTES + len(key)  # its `nbytes`
+            node = child
         assert isinstance(node, _Node)
         return node
 
+    def _make_room(self, node: _Node, size: int) -> bool:
+        """Evict the oldest entries until so many bytes are free; False if that cannot be.
+
+        Neither the node's own rows are evicted nor those of the nodes before it.
+        """
+        if self._bytes + size <= self.max_bytes:
+            return True
+        kept: set[PrefixNode] = set()
+        at: PrefixNode | None = node
+        left = self.max_bytes - size
+        while isinstance(at, _Node):
+            kept.add(at)
+            left -= at.nbytes
+            at = at.parent
+        if left < 0:
+            return False
+        while self._bytes + size > self.max_bytes:
+            oldest = next(entry for entry in self._order if entry[0] not in kept)
+            self._evicted += 1
+            self._remove(*oldest, keep=node)
+        return True
+
     def _remove(self, node: _Node, name: str, keep: _Node | None = None) -> None:
         del node.rows[name]
-        self._bytes -= self._order.pop((node, name))
+        size = self._order.pop((node, name))
+        node.nbytes -= size
+        self._bytes -= size
         if node is not keep:
             self._prune(node, keep)
 
@@ -257,8 +299,10 @@ class OutputCache:
         """Remove nodes that have neither rows nor children."""
         at: PrefixNode | None = node
         while at is not None and at is not keep and at.child is None:
-            if isinstance(at, _Node) and at.rows:
-                return
+            if isinstance(at, _Node):
+                if at.rows:
+                    return
+                self._bytes -= at.nbytes
             at = self._tree.cut_off(at)
 
 

@@ -283,13 +283,13 @@ class StageRows:
             for index, block in self._cut(tail, self._detector.ratio(name)):
                 blocks.setdefault(index, {})[name] = block
         trusted = {name for name in share if self._detector.is_by_token(name)}
-        for index in reversed(
-            blocks
-        ):  # its last block becomes the oldest: a prefix is evicted from its end
+        for index in blocks:
             if (index + 1) * self._block_size > request.finite:
                 continue
             kept = {name: rows for name, rows in blocks[index].items() if name in trusted}
             self._cache.put(self._path(part.sequence, index + 1), index, kept, needed)
+        if blocks:
+            self._cache.touch(self._path(part.sequence, max(blocks) + 1))
         for index, rows_of_block in blocks.items():
             if needed <= rows_of_block.keys():
                 filled[part.sequence.block_table()[index]] = rows_of_block

@@ -13,7 +13,7 @@ from headstart.cache import BlockKey, MultiModalItem, Namespace, TokenSequence, 
 from headstart.errors import ConfigError
 from headstart.omni import output_cache
 from headstart.omni.content_cache import ContentCache
-from headstart.omni.output_cache import ENTRY_BYTES, BlockPath, OutputCache
+from headstart.omni.output_cache import ENTRY_BYTES, NODE_BYTES, BlockPath, OutputCache
 from tests.interruptions import Interrupted, Interruption
 
 HERE = Namespace(None, None)
@@ -25,6 +25,12 @@ def path(*keys: bytes, stage: str = "thinker", namespace: Namespace = HERE) -> B
 
 def rows(value: float, width: int = 2) -> Tensor:
     return torch.full((4, width), float(value))
+
+
+ONE = rows(1).nbytes + ENTRY_BYTES + NODE_BYTES + 1
+"""Bytes of such rows at the end of a path of keys of one letter."""
+STAGE = NODE_BYTES + len("thinker")
+"""Bytes of a stage, once for each namespace."""
 
 
 def test_rows_come_back_bit_for_bit_in_their_dtype_and_shape() -> None:
@@ -108,8 +114,7 @@ def test_an_image_of_the_same_shape_is_another_prefix() -> None:
 
 
 def test_a_late_reader_has_its_rows_whatever_becomes_of_the_store() -> None:
-    one = rows(1).nbytes + ENTRY_BYTES
-    cache = OutputCache(one)
+    cache = OutputCache(STAGE + ONE)
     cache.put(path(b"a"), 0, {"hidden": rows(1)})
     reader = cache.find(path(b"a"))
     cache.put(path(b"b"), 0, {"hidden": rows(2)})
@@ -118,8 +123,7 @@ def test_a_late_reader_has_its_rows_whatever_becomes_of_the_store() -> None:
 
 
 def test_what_was_used_longest_ago_goes_and_a_prefix_from_its_end() -> None:
-    one = rows(1).nbytes + ENTRY_BYTES
-    cache = OutputCache(4 * one)
+    cache = OutputCache(STAGE + 4 * ONE)
     for index in range(2):
         cache.put(path(b"a", b"b"), index, {"hidden": rows(index)})
     cache.put(path(b"x"), 0, {"hidden": rows(9)})
@@ -133,8 +137,47 @@ def test_what_was_used_longest_ago_goes_and_a_prefix_from_its_end() -> None:
     cache.check()
 
 
+def test_a_prefix_that_does_not_fit_keeps_its_head() -> None:
+    """It evicted its own head, and what it kept nobody could hit."""
+    keys = [b"%d" % at for at in range(9)]
+    for order in (range(9), reversed(range(9))):
+        cache = OutputCache(STAGE + 4 * ONE)
+        cache.put(path(b"x", b"y"), 1, {"hidden": rows(1)})
+        for index in order:
+            cache.put(path(*keys), index, {"hidden": rows(index)})
+            cache.check()
+        assert cache.find(path(b"x", b"y"), 1) == [], "others go first"
+        assert [block["hidden"][0, 0] for block in cache.find(path(*keys))] == [0, 1, 2, 3]
+        assert cache.stats.entries == 4
+
+
+def test_a_block_keeps_those_of_its_outputs_that_fit() -> None:
+    cache = OutputCache(STAGE + ONE + ENTRY_BYTES)
+    cache.put(path(b"a"), 0, {"hidden": rows(1), "wide": rows(2, 100)}, needed={"hidden"})
+    assert cache.find(path(b"a"))[0].keys() == {"hidden"}
+    assert (cache.stats.refused, cache.stats.evicted) == (1, 0)
+
+
+def test_identities_without_rows_are_within_the_bound() -> None:
+    """They were counted nowhere: one entry could keep any number of them."""
+    deep = path(*[b"%d" % at for at in range(1000)])
+    cache = OutputCache(STAGE + 5 * ONE)
+    cache.put(path(b"a"), 0, {"hidden": rows(1)})
+    cache.put(deep, 999, {"hidden": rows(1)})
+    cache.check()
+    assert cache.find(deep, 999) == [] and cache.stats.refused == 1
+    assert len(cache.find(path(b"a"))) == 1, "nothing goes for what cannot be kept"
+    cache.put(deep, 3, {"hidden": rows(1)})
+    cache.check()
+    for index in range(3):
+        cache.put(path(b"b%d" % index), 0, {"hidden": rows(1)})
+        cache.check()
+    assert cache.find(path(b"a")) == [], "five entries fit, and three blocks without rows do not"
+    assert len(cache.find(deep, 3)) == 1
+
+
 def test_rows_too_large_for_the_store_are_refused_and_the_block_is_no_hit() -> None:
-    cache = OutputCache(ENTRY_BYTES + 40)
+    cache = OutputCache(STAGE + ONE + 10)
     cache.put(path(b"a"), 0, {"hidden": rows(1), "wide": rows(1, 100)})
     assert cache.find(path(b"a")) == []
     assert cache.stats.refused == 1
@@ -178,7 +221,7 @@ def content(stage: str, keys: list[bytes], name: str, width: int) -> Tensor:
 def test_under_any_load_the_bound_holds_and_rows_are_their_own(
     bound: int, load: list[tuple[str, list[bytes], str, int]], width: int
 ) -> None:
-    cache = OutputCache(bound + 2 * ENTRY_BYTES)
+    cache = OutputCache(bound + 2 * ONE)
     readers: list[tuple[Tensor, Tensor]] = []
     for what, keys, stage, *wide in load:
         where = path(*keys, stage=stage)
@@ -202,7 +245,7 @@ def test_under_any_load_the_bound_holds_and_rows_are_their_own(
 def test_an_interruption_at_any_line_leaves_no_node_without_rows() -> None:
     """In the shared tree, too: an empty fork kept its ancestors for ever."""
     for number in count():
-        cache = OutputCache(3 * (ENTRY_BYTES + 16))
+        cache = OutputCache(3 * ENTRY_BYTES + 8 * NODE_BYTES)
         with suppress(Interrupted), Interruption(number, Interrupted(), output_cache, tree) as run:
             for first in range(3):
                 for second in range(2):

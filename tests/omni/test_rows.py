@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.cache import MissExplanation, MissReason, MultiModalItem, TokenSequence
+from headstart.cache import BlockKey, MissExplanation, MissReason, MultiModalItem, TokenSequence
 from headstart.errors import EngineError
-from headstart.omni.output_cache import ENTRY_BYTES, BlockPath, OutputCache
+from headstart.omni.output_cache import ENTRY_BYTES, NODE_BYTES, BlockPath, OutputCache
 from headstart.omni.outputs import Output, parse_alignment
 from headstart.omni.rows import Part, StageRows
 from tests.omni.stages import FakeStage, random_run, row
@@ -62,14 +62,33 @@ def test_the_reference_s_image_that_straddles_a_block() -> None:
 
 
 def test_rows_that_are_gone_while_kv_stays_shorten_the_hit() -> None:
-    one = 4 * 18 * 4 + 2 * ENTRY_BYTES
-    stage = FakeStage(cache=OutputCache(2 * one))
+    one = 4 * 18 * 4 + 2 * ENTRY_BYTES + NODE_BYTES + 16
+    stage = FakeStage(cache=OutputCache(NODE_BYTES + len("thinker") + 2 * one))
     stage.run(words("first", FIRST))
     again = words("again", [*FIRST, "dog"])
     found = stage.manager.get_computed_blocks(again)
     assert found.num_tokens == 12
     assert stage.run(again) == 8
     assert stage.missed == MissExplanation(MissReason.OUTPUTS, 8)
+
+
+def test_a_prompt_in_chunks_whose_rows_do_not_fit_keeps_its_head() -> None:
+    """The second chunk's rows evicted the first's, and nothing of it was ever hit."""
+    one = 4 * 18 * 4 + 2 * ENTRY_BYTES + NODE_BYTES + 16
+    cache = OutputCache(NODE_BYTES + len("thinker") + 3 * one)
+    stage = FakeStage(num_blocks=16, cache=cache)
+    first = TokenSequence("first", list(range(40)))
+    stage.open(first)
+    stage.admit(first, 8)
+    stage.step()
+    for _ in range(4):
+        stage.advance(first, 8)
+        stage.step()
+    for block in (3, 1):  # others take from the end of what is kept, also while it runs
+        assert cache.count(BlockPath("thinker", first.namespace, first.keys)) == block
+        for index in range(2):
+            keys = [BlockKey(bytes([index]) * 16)]
+            cache.put(BlockPath("thinker", first.namespace, keys), 0, {"hidden": torch.ones(4, 18)})
 
 
 def test_kv_that_is_gone_while_rows_stay_is_computed_again_and_the_rows_are_not_stored_twice() -> (
@@ -314,7 +333,7 @@ def test_an_optional_output_shortens_no_hit() -> None:
 @settings(max_examples=20)
 @given(st.integers(0, 10_000), st.integers(0, 30), st.integers(7, 20))
 def test_each_row_is_handed_on_once_and_right(seed: int, entries: int, num_blocks: int) -> None:
-    cache = OutputCache(entries * (4 * 16 * 4 + ENTRY_BYTES))
+    cache = OutputCache(entries * (4 * 16 * 4 + ENTRY_BYTES + NODE_BYTES))
     random_run(FakeStage(num_blocks=num_blocks, cache=cache), seed, steps=30)
 
 

@@ -253,3 +253,16 @@ def test_an_owner_pays_once_for_a_prompt_whose_step_failed(is_answered: bool) ->
         had.append(simulation.fair._owners["a"].had)
         assert not simulation.fair._admissions
     assert had[0] == had[1]
+
+
+def test_who_asked_before_he_was_made_an_owner_is_not_limited() -> None:
+    """The scheduler broke at the next restart: his request had no turn among those of owners."""
+    simulation = Simulation(("a",))
+    early = simulation.ask("b", [7] * 64)
+    simulation.manager.shares.set("b", 1.0)
+    simulation.fail([early])
+    simulation.step()
+    late = simulation.ask("b", [8] * 64)
+    while late.finish_reason is None:
+        simulation.step()
+    assert early.finish_reason is not None

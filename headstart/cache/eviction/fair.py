@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 from headstart.cache.block import KVCacheBlock
 from headstart.cache.eviction.policies import AdaptiveLru
 from headstart.cache.eviction.retention import Marks
-from headstart.cache.eviction.shares import Shares
+from headstart.cache.eviction.shares import Shares, owner_among
 from headstart.cache.free_queue import FreeBlockQueue
 from headstart.cache.identity import PUBLIC, cut_salt
 from headstart.errors import CacheError
@@ -28,36 +28,59 @@ class FairLru:
     most, and against its own blocks alone.
 
     Blocks with an identity that are released together are of one prefix. Public blocks at its head
-    have an owner of their own.
+    have an owner of their own. Who is made an owner while his blocks are here, as nobody's, has
+    them from the next change on, in the order in which they stand.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock], shares: Shares, marks: Marks) -> None:
         self._shares = shares
+        self._owners = shares.names()  # as the fields below know them
         self._marks = marks
         self._num_blocks = len(blocks)
         self._num_cached = 0
         self._empty = FreeBlockQueue(blocks)
         self._cached: dict[Owner, AdaptiveLru] = {}
-        self._owner: dict[KVCacheBlock, Owner] = {}  # of each block that is held or cached
+        self._salts: dict[KVCacheBlock, str | None] = {}  # of each block that is held or cached
         self._used: Counter[Owner] = Counter()  # how many of those
 
+    def _owner(self, salt: str | None) -> Owner:
+        return owner_among(self._owners, salt)
+
+    def _follow_shares(self) -> None:
+        """Give owners that are new the blocks that were nobody's."""
+        if self._shares.count == len(self._owners):
+            return
+        self._owners = self._shares.names()
+        self._used = Counter(map(self._owner, self._salts.values()))
+        if None in self._cached:
+            nobodys = self._cached[None]
+            moved = [block for block in nobodys if self._owner(self._salts[block]) is not None]
+            nobodys.withdraw(moved)
+            salts = [self._salts[block] for block in moved]
+            queues = {salt: self._queue(self._owner(salt)) for salt in set(salts)}
+            for block, salt in zip(moved, salts, strict=True):
+                queues[salt].release([block])
+
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._follow_shares()
         self._forget(blocks)
         cached = [block for block in blocks if block.node is not None]
         for salt, owned in self._by_salt(cached):
-            owner = self._shares.owner(salt)
-            if owner not in self._cached:
-                self._cached[owner] = AdaptiveLru([], self._marks, self._num_blocks)
-            if self._marks:
-                self._cached[owner].most_retained = self._count_retainable(owner)
-            self._cached[owner].release(owned)
+            self._queue(self._owner(salt)).release(owned)
             self._num_cached += len(owned)
-            self._note(owned, owner)
+            self._note(owned, salt)
         if len(cached) < len(blocks):
             for block in blocks:
                 if block.node is None:
                     self._empty.appendleft(block)
             self._marks.drop([block for block in blocks if block.node is None])
+
+    def _queue(self, owner: Owner) -> AdaptiveLru:
+        if owner not in self._cached:
+            self._cached[owner] = AdaptiveLru([], self._marks, self._num_blocks)
+        if self._marks:
+            self._cached[owner].most_retained = self._count_retainable(owner)
+        return self._cached[owner]
 
     def _count_retainable(self, owner: Owner) -> int:
         """Half of what the owner may have while every other one wants all that it can get."""
@@ -81,39 +104,45 @@ class FairLru:
                 return [(salt, cached[: at + 1]), (PUBLIC, cached[at + 1 :])]
         return [(PUBLIC, cached)]
 
-    def _note(self, blocks: Sequence[KVCacheBlock], owner: Owner) -> None:
-        self._owner.update(dict.fromkeys(blocks, owner))
-        self._used[owner] += len(blocks)
+    def _note(self, blocks: Sequence[KVCacheBlock], salt: str | None) -> None:
+        self._salts.update(dict.fromkeys(blocks, salt))
+        self._used[self._owner(salt)] += len(blocks)
 
     def _forget(self, blocks: Sequence[KVCacheBlock]) -> None:
-        for block in blocks:
-            if block in self._owner:
-                self._used[self._owner.pop(block)] -= 1
+        salts = [self._salts.pop(block) for block in blocks if block in self._salts]
+        for salt, count in Counter(salts).items():
+            self._used[self._owner(salt)] -= count
 
     def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._follow_shares()
         for owner, owned in self._split(blocks).items():
             self._cached[owner].claim(owned)
 
     def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._follow_shares()
         for owner, owned in self._split(blocks).items():
             self._cached[owner].withdraw(owned)
         self._forget(blocks)
 
     def _split(self, blocks: Sequence[KVCacheBlock]) -> dict[Owner, list[KVCacheBlock]]:
         """The cached ones of these free blocks by owner; the empty ones have left the queue."""
-        owned: dict[Owner, list[KVCacheBlock]] = defaultdict(list)
+        of_salt: dict[str | None, list[KVCacheBlock]] = defaultdict(list)
         for block in blocks:
-            if block in self._owner:
-                owned[self._owner[block]].append(block)
+            if block in self._salts:
+                of_salt[self._salts[block]].append(block)
                 self._num_cached -= 1
             else:
                 self._empty.remove(block)
+        owned: dict[Owner, list[KVCacheBlock]] = defaultdict(list)
+        for salt, own in of_salt.items():
+            owned[self._owner(salt)] += own
         return owned
 
     def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
         if count > len(self):
             raise CacheError(f"{count} blocks asked of a free queue of {len(self)}")
-        taker = self._shares.owner(salt)
+        self._follow_shares()
+        taker = self._owner(salt)
         taken = self._empty.popleft(min(count, len(self._empty)))
         picks = self._pick(count - len(taken), taker, count)
         owned = {owner: iter(self._cached[owner].take(n)) for owner, n in Counter(picks).items()}
@@ -121,7 +150,7 @@ class FairLru:
         self._num_cached -= len(evicted)
         self._forget(evicted)
         taken += evicted
-        self._note(taken, taker)
+        self._note(taken, salt)
         return taken
 
     def _pick(self, count: int, taker: Owner, num_taken: int) -> list[Owner]:
@@ -162,14 +191,15 @@ class FairLru:
         assert self._num_cached == sum(map(len, self._cached.values())), (
             "cached blocks are miscounted"
         )
-        assert +self._used == Counter(self._owner.values()), "an owner's blocks are miscounted"
+        owners = Counter(map(self._owner, self._salts.values()))
+        assert +self._used == owners, "an owner's blocks are miscounted"
         for owner, cached in self._cached.items():
             cached.check()
             for block in cached:
-                assert self._owner.get(block, "") == owner, f"{block} counts for another owner"
-                found = self._shares.owner(_salt_of(block))
+                assert self._owner(self._salts[block]) == owner, f"{block} counts for another owner"
+                found = self._owner(_salt_of(block))
                 assert found == owner, f"{block} is in another owner's queue"
-        assert not any(block in self._owner for block in self._empty), "an empty block counts"
+        assert not any(block in self._salts for block in self._empty), "an empty block counts"
 
 
 def _salt_of(block: KVCacheBlock) -> str | None:

@@ -1,8 +1,10 @@
 """Owners: who shares the pool with others, and with what weight."""
 
+from collections.abc import Collection
+
 from headstart.cache.identity import PUBLIC
 
-__all__ = ["Shares"]
+__all__ = ["Shares", "owner_among"]
 
 
 class Shares:
@@ -11,7 +13,7 @@ class Shares:
     A salt is its owner's name alone, or the name, a slash, and what narrows it. Salts of nobody
     who was made an owner are nobody's, so a request cannot become an owner by its salt. Public
     blocks, which serve all owners, have an owner of their own with the weight of all together. May
-    be changed from any thread.
+    be changed from any thread, and while blocks are cached; who is an owner stays one.
 
     >>> shares = Shares()
     >>> shares.set("a", 2.0)
@@ -28,13 +30,27 @@ class Shares:
 
     def owner(self, salt: str | None) -> str | None:
         """Whose a salt is; None if it is nobody's."""
-        if salt == PUBLIC:
-            return PUBLIC if self._weights else None
-        name = salt.partition("/")[0] if salt is not None and self._weights else None
-        return name if name in self._weights else None
+        return owner_among(self._weights, salt)
+
+    @property
+    def count(self) -> int:
+        """How many owners there are."""
+        return len(self._weights)
+
+    def names(self) -> frozenset[str]:
+        """The owners that there are now."""
+        return frozenset(self._weights)
 
     def weight(self, owner: str | None) -> float:
         """An owner's weight; that of nobody is 1."""
         if owner == PUBLIC:
             return sum(self._weights.values()) or 1.0
         return self._weights.get(owner, 1.0) if owner is not None else 1.0
+
+
+def owner_among(names: Collection[str], salt: str | None) -> str | None:
+    """Whose a salt is where these are the owners; None if it is nobody's."""
+    if not names or salt is None:
+        return None
+    name = salt.partition("/")[0]
+    return name if name in names or salt == PUBLIC else None

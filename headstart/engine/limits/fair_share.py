@@ -109,8 +109,8 @@ class FairShare:
     # As a limit
 
     def applies(self, request: Request) -> bool:
-        """A request of an owner is limited."""
-        return self._name(request) is not None
+        """A request is limited that was an owner's when it was queued."""
+        return request in self._guesses
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
         """All of it, or nothing while another owner is before it."""

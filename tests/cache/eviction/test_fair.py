@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
+from headstart.cache import CacheConfig, KVCacheManager, Mark, PublicBlocks, TokenSequence
 from tests.cache.workloads import Workload
 
 BLOCK = 4
@@ -117,3 +117,40 @@ def test_with_one_owner_it_is_adaptive_lru(seed: int) -> None:
         left, right = ([block.block_id for block in work.manager.pool.free] for work in works)
         assert left == right
     assert works[0].hit == works[1].hit > 0
+
+
+def standing(manager: KVCacheManager) -> dict[str | None, list[int]]:
+    """The blocks in line of each owner, next to be taken first."""
+    lines = manager.pool.free._cached.items()
+    return {owner: [block.block_id for block in line] for owner, line in lines if len(line)}
+
+
+def test_who_is_made_an_owner_late_has_what_is_cached_for_him() -> None:
+    """Blocks stayed nobody's: `check` failed, and an owner with none of his own was spared."""
+    lines, used = [], []
+    for early in (True, False):
+        manager = Owners(80, **({"a": 1.0, "b": 2.5} if early else {})).manager
+        public = PublicBlocks()
+        public.publish(range(8), BLOCK)
+        running = []
+        for at, salt in enumerate(["a", "b/x", None, "a/y", "nobody", "b"]):
+            tokens = [*range((5 - at) % 3 * 4), *[100 + at] * (7 + at)]
+            one = TokenSequence(f"{at}", tokens, salt=salt, public=public)
+            one.marks = [Mark(12, 600.0)] if at == 3 else ()
+            assert manager.allocate_slots(one, len(tokens))
+            manager.commit_step()
+            running.append(one)
+        for one in running[:5]:
+            manager.free(one)  # public blocks, partial and retained ones
+        if not early:
+            assert standing(manager).keys() == {None}
+            for owner, weight in (("a", 1.0), ("b", 2.5)):
+                manager.shares.set(owner, weight)
+            manager.check()
+        found = manager.get_computed_blocks(other := TokenSequence("other", [1] * 9, salt="a"))
+        assert manager.allocate_slots(other, 9, found)
+        manager.check()
+        lines.append(standing(manager))
+        used.append(+manager.pool.free._used)
+    assert lines[0] == lines[1] and len(lines[0]) == 4
+    assert used[0] == used[1]

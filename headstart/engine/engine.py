@@ -2,7 +2,7 @@
 
 prepare   check and tokenise a request; nothing is allocated
 submit    queue it
-step      schedule, compute, sample, commit, deliver: all of it, or none
+step      schedule, compute, sample, commit, deliver: all of it, or none (`advance`, `take_results`)
 abort     forget a request at any time between steps
 
 A step is a transaction. Whatever is raised in it, Ctrl-C included, rolls it back: no block that
@@ -43,8 +43,7 @@ from headstart.models.decoder import DecoderModel
 class Engine:
     """Continuous batching over one model with automatic prefix caching.
 
-    Not thread-safe, but for `prepare`, which changes nothing: `headstart.engine.driver` calls
-    all else from one thread.
+    Not thread-safe, but for `prepare`: `headstart.engine.driver` calls all else from one thread.
     """
 
     def __init__(
@@ -206,12 +205,17 @@ class Engine:
         step. Whatever else is raised rolls the step back and reaches the caller; results that
         were there by then come with the next step.
         """
+        self.advance()
+        return self.take_results()
+
+    def advance(self) -> None:
+        """As `step`, but the results wait for `take_results`, whatever interrupts its caller."""
         self.require_open()
         step = self._begin()
         try:
             self._advance(step)
         except BaseException as error:
-            self._note_failure(step, error)
+            step.note_failure(error)
             self._roll_back(step)
             over = step.batch is None or step.phase is Phase.DELIVERED
             if over or not isinstance(error, Exception):
@@ -219,7 +223,17 @@ class Engine:
                 raise
         if self.config.debug:
             self._check()
-        return self._open.pop().results  # at once: Ctrl-C in between would lose them
+        self._close_step(step)
+
+    @property
+    def results(self) -> list[StepResult]:
+        """Results that nobody has taken yet."""
+        return self._open[0].results if self._open else []
+
+    def take_results(self) -> list[StepResult]:
+        """Results that nobody has taken yet, which the caller now has. Completes a rolling back."""
+        self._close_step(self._begin())
+        return self._open.pop().results if self._open else []  # at once: Ctrl-C would lose them
 
     def _advance(self, step: OpenStep) -> None:
         if self.adapters.has_unnamed:
@@ -299,8 +313,7 @@ class Engine:
                 request.append(token, now)
             except Exception as error:  # a tokenizer that cannot decode ends this request alone
                 moved.pop(request.group, None)
-                reason = engine_error("the answer cannot be decoded", error)
-                self._end(step, request.group, reason)
+                self._end(step, request.group, engine_error("the answer cannot be decoded", error))
                 continue
             moved[request.group] = None
             if request.finish_reason is not None:
@@ -317,24 +330,13 @@ class Engine:
         """Begin a change; if interrupted before `_close_step`, the next call rolls it back."""
         if self._open and self._open[0].begun:
             self._roll_back(self._open[0])
-        step = OpenStep(self._open[0].results if self._open else [], begun=True)
+        step = OpenStep(self.results, begun=True)
         self._open[:] = [step]
         return step
 
     def _close_step(self, step: OpenStep) -> None:
         """All is done; results that nobody was given yet wait for the next step."""
         self._open[:] = [OpenStep(step.results)] if step.results else []
-
-    def _note_failure(self, step: OpenStep, error: BaseException) -> None:
-        """Choose the requests that end with the error: those of the step, if the fault is there.
-
-        An interruption is no fault; but of a request that was changing nobody knows how far.
-        """
-        changing = step.phase is Phase.CHANGING
-        computing = step.phase is Phase.COMPUTING and isinstance(error, Exception)
-        if step.batch is not None and (changing or computing):
-            reason = engine_error("the step failed", error)
-            step.failed = {part.request: reason for part in step.batch.scheduled}
 
     def _roll_back(self, step: OpenStep) -> None:
         """Nothing that the step was to fill can be found; its requests wait again or have ended."""
@@ -352,7 +354,7 @@ class Engine:
         if self.images is not None:
             self.images.cache.drop_wanted()
         if step.phase is Phase.CHANGING and not step.failed:  # interrupted before it was noted
-            self._note_failure(step, EngineError("the step was interrupted"))
+            step.note_failure(EngineError("the step was interrupted"))
         for part in step.batch.scheduled if step.batch is not None else ():
             if part.request in step.failed:
                 self._end(step, part.request.group, step.failed[part.request])

@@ -60,6 +60,17 @@ class OpenStep:
     batch: Batch | None = None
     failed: Mapping[object, EngineError] = field(default_factory=dict)
 
+    def note_failure(self, error: BaseException) -> None:
+        """Choose the requests that end with the error: those of the step, if the fault is there.
+
+        An interruption is no fault; but of a request that was changing nobody knows how far.
+        """
+        changing = self.phase is Phase.CHANGING
+        computing = self.phase is Phase.COMPUTING and isinstance(error, Exception)
+        if self.batch is not None and (changing or computing):
+            reason = engine_error("the step failed", error)
+            self.failed = {part.request: reason for part in self.batch.scheduled}
+
 
 def engine_error(what: str, cause: BaseException) -> EngineError:
     """The error that a request ends with, and what caused it."""

@@ -165,10 +165,12 @@ class EngineStage:
         return state.group.output() if state is not None and state.group is not None else None
 
     def recover(self) -> None:
-        for request_id in list(self._states):
-            self.engine.abort(request_id)
-        while self.engine.has_unfinished:  # results of an interrupted step; nobody waits for them
-            self.engine.step()
+        try:
+            for request_id in list(self._states):
+                self.engine.abort(request_id)
+            self.engine.take_results()  # of an interrupted step; nobody waits for them
+        except Exception as error:
+            raise engine_error(f"stage {self.spec.name!r} cannot be made whole", error) from error
         self.rows.recover()
         self._decoder.take_passes()
         self._unprompted.clear()

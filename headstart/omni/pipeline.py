@@ -14,7 +14,7 @@ EngineError that names the cause. Cached rows stay.
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from headstart.errors import ConfigError, EngineError, HeadstartError, RequestError
@@ -173,7 +173,9 @@ class Pipeline:
         """End every request with an EngineError and close all stages. May be called again."""
         if not self._closed:
             self._changing = True
-            self._recover("the pipeline is closed")
+            with suppress(EngineError):  # a stage that cannot be made whole is closed all the same
+                self._recover_stages()
+            self._end_all("the pipeline is closed")
             for stage in self._order:
                 stage.close()
             self._closed = True
@@ -194,15 +196,23 @@ class Pipeline:
             self._interruption = error
             raise
 
-    def _recover(self, reason: str | None = None) -> None:
-        """End all requests if a call was interrupted. May be interrupted itself."""
-        if not self._changing:
-            return
+    def _recover(self) -> None:
+        """End all requests if a call was interrupted. May be interrupted itself.
+
+        Raises EngineError if a stage cannot end them; the next call then tries it again.
+        """
+        if self._changing:
+            self._recover_stages()
+            self._end_all(_why(self._interruption))
+
+    def _recover_stages(self) -> None:
         for stage in self._order:
             stage.recover()
+
+    def _end_all(self, reason: str) -> None:
         for progress in self._requests.values():
             if progress.error is None:
-                error = EngineError(reason or _why(self._interruption))
+                error = EngineError(reason)
                 error.__cause__ = self._interruption
                 progress.error = error
             progress.finish_reason = "error"

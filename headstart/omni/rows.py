@@ -125,8 +125,8 @@ class StageRows:
         self._requests[sequence] = _Request()
 
     def close(self, sequence: TokenSequence) -> Counter[str]:
-        """End a request; returns how many tokens' rows came from the store, by output."""
-        request = self._requests.pop(sequence)
+        """End a request, if it was begun; how many tokens' rows came from the store, by output."""
+        request = self._requests.pop(sequence, _Request())
         if self._cache is not None:
             self._cache.touch(self._path(sequence, len(sequence.keys)))
         return request.hit_rows

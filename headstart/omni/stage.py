@@ -191,7 +191,10 @@ class Stage(Protocol):
         ...
 
     def recover(self) -> None:
-        """Forget every request after an interrupted call. May be called again."""
+        """Forget every request after an interrupted call. May be called again.
+
+        Raises EngineError, with the cause, if that fails.
+        """
         ...
 
     def reset_cache(self) -> None:

@@ -160,6 +160,55 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return raises
 
 
+def test_a_request_that_fails_as_it_begins_ends_alone() -> None:
+    """Its rows were closed, which were not open yet: a KeyError ended all requests."""
+    with Speech() as speech:
+        other = speech.pipeline.submit(request("other", PROMPTS["first"]))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(speech.thinker.rows, "open", raising(MemoryError("none left")))
+            progress = speech.pipeline.submit(request("r", PROMPTS["first"]))
+        finish(speech, progress)
+        assert "none left" in str(progress.error)
+        finish(speech, other)
+        assert said(other) == wanted("first")
+
+
+def test_a_stage_whose_engine_makes_no_step_any_more_is_made_whole() -> None:
+    """It made steps until nothing was left to tell, and each of them could fail."""
+    with Speech() as speech:
+        engine = speech.thinker.engine
+        progress = speech.pipeline.submit(request("r", PROMPTS["first"]))
+        engine.advance()  # its results wait
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(speech.thinker, "step", raising(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                speech.pipeline.step()
+            for method in ("step", "advance"):
+                patch.setattr(engine, method, raising(RuntimeError("no step")))
+            speech.pipeline.abort("nobody")
+        assert "KeyboardInterrupt" in str(progress.error) and not engine.has_unfinished
+        [again] = speech.run(request("again", PROMPTS["first"]))
+        assert said(again) == wanted("first")
+
+
+def test_a_stage_that_cannot_be_made_whole_says_why_and_is_closed() -> None:
+    speech = Speech()
+    progress = speech.pipeline.submit(request("r", PROMPTS["first"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speech.thinker, "step", raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            speech.pipeline.step()
+        patch.setattr(speech.thinker.engine, "abort", raising(RuntimeError("broken for good")))
+        for call in (speech.pipeline.step, lambda: speech.pipeline.abort("nobody")):
+            with pytest.raises(EngineError, match=r"'thinker' .* RuntimeError: broken for good"):
+                call()
+        speech.pipeline.close()
+    assert str(progress.error) == "the pipeline is closed"
+    for stage in (speech.thinker, speech.talker):
+        with pytest.raises(EngineError, match="closed"):
+            stage.engine.require_open()
+
+
 def test_a_step_without_work_is_no_interruption() -> None:
     """The call after it ended every request."""
     with Speech() as speech:

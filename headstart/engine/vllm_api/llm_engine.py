@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -17,7 +18,7 @@ from headstart.engine.vllm_api.calls import ADD_REQUEST
 from headstart.engine.vllm_api.members import LLM_ENGINE
 from headstart.engine.vllm_api.metrics import Metric, read_metrics
 from headstart.engine.vllm_api.signatures import check_calls
-from headstart.errors import ConfigError, RequestError
+from headstart.errors import ConfigError, EngineError, RequestError
 from headstart.validation import check_flag, describe
 
 # What brings torch with it waits until the model's name is known: see `start_engine`.
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from headstart.engine.inputs import Prompt
     from headstart.engine.outputs import RequestOutput
+    from headstart.engine.request import RequestGroup
 
 __all__ = ["LLMEngine"]
 
@@ -56,6 +58,9 @@ class LLMEngine:
         self.engine, self._driver, self._sampling = started.engine, started.driver, started.sampling
         self._shown: dict[str, ShownOutputs] = {}
         self._errors: dict[str, Exception] = {}  # of requests, each for a step of its own
+        # Of steps that were interrupted as they ended: what is to be shown, and what is to be told.
+        self._moved: dict[RequestGroup, EngineError | None] = {}
+        self._outputs: list[list[RequestOutput]] = []
         weakref.finalize(self, self._driver.close)
 
     @classmethod
@@ -93,26 +98,46 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Compute one step; the outputs of the requests that it moved, as `output_kind` says.
 
-        Raises the EngineError of a request that failed; the others' outputs come before it.
+        Raises the EngineError of a request that failed; the others' outputs come before it. If it
+        is interrupted, such as by Ctrl-C, what it had to tell comes with the next step.
         """
         self.engine.require_open()
-        if self._errors:
-            raise self._errors.pop(next(iter(self._errors)))
-        outputs = []
-        for group, error in self.engine.step():
+        if not self._outputs and not self._errors:
+            if not self._moved:
+                self.engine.advance()
+            self._collect()
+            self._show()
+        if self._outputs:
+            return self._outputs.pop()
+        raise self._errors.pop(next(iter(self._errors)))
+
+    def _collect(self) -> None:
+        """Take the engine's results: here first and there last, for none may be in neither."""
+        self._moved.update(self.engine.results)
+        self.engine.take_results()
+
+    def _show(self) -> None:
+        """Make the outputs of all that moved. One assignment changes what is known of them."""
+        shown, errors = dict(self._shown), dict(self._errors)
+        outputs: list[RequestOutput] = []
+        for group, error in self._moved.items():
+            name = group.request_id
+            own = copy(shown.pop(name, None)) or ShownOutputs(group.params.output_kind)
+            try:
+                output = group.output() if error is None else None
+            except Exception as found:  # it ends this request alone
+                self.engine.abort(name)
+                error = EngineError(f"an output cannot be made: {type(found).__name__}: {found}")
+                error.__cause__ = found
             if error is not None:
-                self._errors[group.request_id] = error
-                self._shown.pop(group.request_id, None)
-                continue
-            output = group.output()
-            shown = self._shown.setdefault(group.request_id, ShownOutputs(group.params.output_kind))
-            if output.finished:
-                del self._shown[group.request_id]
-            if (new := shown.next(output)) is not None:
-                outputs.append(new)
-        if self._errors and not outputs:
-            raise self._errors.pop(next(iter(self._errors)))
-        return outputs
+                errors[name] = error
+            elif output is not None:
+                if not output.finished:
+                    shown[name] = own
+                if (new := own.next(output)) is not None:
+                    outputs.append(new)
+        told = [outputs] if outputs or not errors else []
+        self._shown, self._errors, self._moved, self._outputs = shown, errors, {}, told
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
         """Forget requests; an id that is not known changes nothing."""
@@ -124,10 +149,15 @@ class LLMEngine:
             self.engine.abort(name)
             self._shown.pop(name, None)
             self._errors.pop(name, None)
+        self._collect()
+        gone = frozenset(names)
+        moved = self._moved.items()
+        self._moved = {group: error for group, error in moved if group.request_id not in gone}
+        self._outputs = [[o for o in told if o.request_id not in gone] for told in self._outputs]
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step would tell something."""
-        return bool(self._errors) or self.engine.has_unfinished
+        return bool(self._outputs or self._errors or self._moved) or self.engine.has_unfinished
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that have not all of their answer."""
@@ -167,6 +197,8 @@ class LLMEngine:
         """Forget all requests and free the K/V memory. Idempotent."""
         self._shown.clear()
         self._errors.clear()
+        self._moved.clear()
+        self._outputs.clear()
         self._driver.close()
 
     def __getattr__(self, name: str) -> Any:

@@ -1,10 +1,14 @@
 """`LLMEngine`: programs that make the steps themselves, as vLLM's llm_engine_example.py does."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import headstart.engine.engine
+import headstart.engine.outputs
+import headstart.engine.vllm_api.llm_engine
 from headstart import (
     AdapterNotFoundError,
     EngineArgs,
@@ -21,6 +25,7 @@ from headstart.outputs import RequestOutput
 from headstart.sampling_params import RequestOutputKind
 from headstart.v1.engine.llm_engine import LLMEngine as SameEngine
 from tests.engine.tiny_llm import make_llm, save_smallest
+from tests.interruptions import Interruption, points
 
 PROMPTS = {"0": [5, 6, 7], "1": [9] * 40, "2": [5, 6, 8]}
 POISON = 31
@@ -143,72 +148,67 @@ def test_members(engine: LLMEngine) -> None:
         engine.add_lora(LoRARequest("a", 1, "no/where"))
 
 
-def test_an_interruption_while_outputs_are_made_leaves_no_request_open(
+def told_in_spite_of(
+    engine: LLMEngine, interruption: Interruption
+) -> tuple[dict[str, list[int]], list[EngineError]]:
+    """The tokens of each request that came to its end, and errors; Ctrl-C only repeats a step."""
+    assert engine.reset_prefix_cache()
+    tokens: dict[str, list[int]] = defaultdict(list)
+    ended, errors = [], []
+    for name, prompt in {**PROMPTS, "poisoned": [POISON, 3]}.items():
+        engine.add_request(name, prompt, few(3, output_kind=RequestOutputKind.DELTA))
+    with interruption:
+        while True:
+            try:
+                if not engine.has_unfinished_requests():
+                    break
+                for output in engine.step():
+                    tokens[output.request_id] += output.outputs[0].token_ids
+                    ended += [output.request_id] * output.finished
+            except KeyboardInterrupt:
+                pass
+            except EngineError as error:
+                errors.append(error)
+    assert sorted({*ended}) == sorted(ended), "told twice"
+    return {name: tokens[name] for name in ended}, errors
+
+
+def test_ctrl_c_at_any_line_takes_away_no_output(engine: LLMEngine) -> None:
+    """What a step had computed was lost between its last line and the program's."""
+    shown = (headstart.engine.vllm_api.llm_engine, headstart.engine.outputs)
+    expected, [poisoned] = told_in_spite_of(engine, counted := Interruption(-1, None, *shown))
+    assert expected.keys() == PROMPTS.keys()
+    for at in points(counted.lines):
+        interruption = Interruption(at, KeyboardInterrupt(), *shown)
+        told, errors = told_in_spite_of(engine, interruption)
+        assert interruption.raised and told == expected
+        assert list(map(str, errors)) == [str(poisoned)]
+
+
+def test_ctrl_c_at_any_line_of_a_step_leaves_no_request_without_an_end(engine: LLMEngine) -> None:
+    within = headstart.engine.engine
+    expected, _ = told_in_spite_of(engine, counted := Interruption(-1, None, within))
+    for at in points(counted.lines):
+        told, errors = told_in_spite_of(engine, Interruption(at, KeyboardInterrupt(), within))
+        assert told.items() <= expected.items()
+        assert len(told) + len(errors) == len(expected) + 1
+
+
+def test_what_an_interrupted_step_had_to_tell_is_gone_with_an_abort(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine.add_request("a", [5, 6], few(2))
-
     def interrupt(self: object, output: object) -> None:
         raise KeyboardInterrupt
 
+    engine.add_request("a", [5, 6], few(1))
+    engine.add_request("b", [5, 7], few(1))
     with monkeypatch.context() as patch:
         patch.setattr(ShownOutputs, "next", interrupt)
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
-    assert not engine.has_unfinished_requests()
-    engine.add_request("a", [5, 6], few(2))
-    assert run(engine)[-1].finished
-
-
-def test_an_error_nobody_was_told_goes_with_its_request(engine: LLMEngine) -> None:
-    engine.add_request("bad", [5, POISON], few(2))
-    engine.add_request("good", [5, 6], few(2))
-    assert [output.request_id for output in engine.step()] == ["good"]
-    engine.abort_request("bad")
-    assert run(engine)[-1].finished
-
-
-def test_an_interrupted_call_changes_nothing_of_a_step_that_came_about(
-    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine.add_request("a", [*range(3, 30)], few(3))
-    [before] = engine.step()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine.engine._scheduler, "add", interrupt)
-        engine.add_request("b", [5, 6], few(2))
-    after = next(output for output in engine.step() if output.request_id == "a")
-    assert (after.num_cached_tokens, after.why_missed) == (0, before.why_missed)
-    assert after.why_missed is not None
-    run(engine)
-
-
-def interrupt(*arguments: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_an_error_behind_the_delivery_reaches_the_caller_and_results_come_next(
-    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(step: object, *arguments: object) -> None:
-        deliver(step, *arguments)
-        raise RuntimeError("behind the delivery")
-
-    engine.add_request("a", [5, 6], few(2))
-    deliver = engine.engine._deliver
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="behind the delivery"):
-        patch.setattr(engine.engine, "_deliver", fail)
-        engine.step()
-    told = run(engine)
-    assert len(told[-1].outputs[0].token_ids) == 2 and told[-1].finished
-
-
-def test_an_id_that_is_made_is_nobody_elses(engine: LLMEngine) -> None:
-    first = engine.engine.prepare([5, 6], few(2)).request_id
-    engine.add_request(first.rpartition("-")[0] + "-1x", [5, 6], few(2))
-    assert first.startswith("request-") and not first.removeprefix("request-").isdecimal()
-    assert engine.engine.prepare([5, 6], few(2)).request_id != first
-    run(engine)
+    engine.abort_request("a")
+    assert [output.request_id for output in run(engine)] == ["b"]
 
 
 def test_a_closed_engine_says_so(folder: Path) -> None:

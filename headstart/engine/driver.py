@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -35,6 +36,9 @@ Receiver = Callable[[Update], object]
 """Takes a request's updates, in the engine's thread; what it raises ends its request."""
 
 _PATIENCE = 1.0  # seconds between two looks at whether the engine's thread is alive
+
+# The step or order that this is called from; coroutines have it from who starts them, threads not.
+_turn: ContextVar[object] = ContextVar("_turn", default="none")
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
@@ -71,6 +75,7 @@ class Driver:
         self._starting = threading.RLock()
         self._thread: threading.Thread | None = None
         self._order: _Order | None = None  # that is being carried out
+        self._turn: object = None  # the step or order under way
         self._ended: EngineError | None = None  # why no order is taken any more
 
     @staticmethod
@@ -96,7 +101,7 @@ class Driver:
         wait: return when they hold nothing any more, which takes as long as the step under way.
         """
         with suppress(EngineError):  # closed meanwhile, and they are gone
-            if wait and threading.current_thread() is not self._thread:
+            if wait and not self._is_within():
                 self.call(lambda: self._forget(groups))
             else:
                 self._post(_Order(lambda: self._forget(groups), lambda error: None))
@@ -202,8 +207,8 @@ class Driver:
             self._ended = EngineError("the engine is closed")
         self._orders.put(None)
         thread = self._thread
-        if thread is threading.current_thread():
-            return  # which closes the engine when it has done what it does
+        if self._is_within():
+            return  # to the thread, which closes the engine when it has done what it does
         if thread is not None and thread.is_alive():
             thread.join()
         with self._starting:
@@ -216,11 +221,15 @@ class Driver:
 
     def _refuse_own_thread(self) -> None:
         """Raise EngineError where whoever asks would keep the engine from answering, for ever."""
-        if threading.current_thread() is self._thread:
+        if self._is_within():
             raise EngineError(
                 "the engine cannot be asked from within a step, such as by a logits processor: it "
                 "would wait for itself; ask when the step is over, from another thread"
             )
+
+    def _is_within(self) -> bool:
+        """Whether the engine's thread asks, or a coroutine with its context, which it may await."""
+        return threading.current_thread() is self._thread or _turn.get() is self._turn
 
     def _post(self, order: _Order) -> None:
         if self._ended is not None:
@@ -267,9 +276,17 @@ class Driver:
             except queue.Empty:
                 return True
             if self._order is not None:
-                self._order.run()
+                self._in_turn(self._order.run)
                 self._order = None
         return False
+
+    def _in_turn(self, work: Callable[[], Answer]) -> Answer:
+        self._turn = turn = object()
+        _turn.set(turn)
+        try:
+            return work()
+        finally:
+            self._turn = None
 
     def _safely(self, work: Callable[[], bool]) -> bool:
         """Do it; an exception ends every request, and this thread too if one cannot be ended."""
@@ -283,7 +300,7 @@ class Driver:
 
     def _step(self) -> bool:
         if self._followed:
-            for result in self._engine.step():
+            for result in self._in_turn(self._engine.step):
                 self._deliver(result)
         return True
 

@@ -65,8 +65,8 @@ class SamplingParams:
     What changes logits: logit_bias adds a number from -100 to 100 to the logits of token ids;
     allowed_token_ids bans all others; bad_words bans the last token of each word where the others
     stand; logits_processors are functions of the answer's token ids so far, or of the prompt's and
-    those, and of its logits `[vocab]`, which return logits; structured_outputs gives the answer a
-    form.
+    those, and of its logits `[vocab]`, which return logits, and never wait for a thread that
+    asks the engine: it waits for them; structured_outputs gives the answer a form.
     """
 
     n: int = option(1, "answers to one prompt", Number(int, 1, MAX_ANSWERS))

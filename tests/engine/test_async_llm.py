@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -323,3 +323,60 @@ def test_other_streams_go_on_while_an_image_is_decoded(
     assert all(output.finished for output in outputs)
     assert [len(output.images) for output in outputs] == [0, 1, 1]
     llm.close()
+
+
+@pytest.mark.parametrize("ask", ["its loop", "a loop of its own", "close", "leave"])
+def test_a_logits_processor_that_awaits_its_own_engine_is_told(llm: AsyncLLM, ask: str) -> None:
+    """It waited for a coroutine, which waited for the step that it was in: for ever."""
+
+    async def run() -> list[RequestOutput]:
+        loop = asyncio.get_running_loop()
+        open_stream = llm.generate(PROMPTS[1], SamplingParams(max_tokens=100, ignore_eos=True))
+        await anext(open_stream)
+
+        async def close() -> None:
+            llm.close()
+
+        def process(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            if ask == "a loop of its own":
+                own = asyncio.new_event_loop()
+                with closing(own):
+                    own.run_until_complete(asyncio.wait_for(llm.reset_prefix_cache(), 20))
+            else:
+                calls = {"its loop": llm.reset_prefix_cache, "close": close}
+                call = calls.get(ask, open_stream.aclose)
+                asyncio.run_coroutine_threadsafe(call(), loop).result(20)
+            return logits
+
+        asking = SamplingParams(temperature=0, max_tokens=2, logits_processors=[process])
+        return [output async for output in llm.generate(PROMPTS[0], asking)]
+
+    if ask == "leave":  # which need not wait
+        assert asyncio.run(run())[-1].finished
+    else:
+        refusal = "was closed" if ask == "close" else "asked from within a step"
+        with pytest.raises(EngineError, match=refusal):
+            asyncio.run(run())
+    if ask != "close":
+        assert asyncio.run(collect(llm, PROMPTS[0]))[-1].finished
+
+
+def test_what_a_logits_processor_begins_may_ask_when_the_step_is_over(llm: AsyncLLM) -> None:
+    async def run() -> bool:
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        begun: list[Any] = []
+
+        async def ask() -> bool:
+            await over.wait()
+            return await llm.reset_prefix_cache()
+
+        def process(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            begun.append(asyncio.run_coroutine_threadsafe(ask(), loop))
+            return logits
+
+        params = SamplingParams(temperature=0, max_tokens=1, logits_processors=[process])
+        assert [output async for output in llm.generate(PROMPTS[0], params)][-1].finished
+        over.set()
+        return await asyncio.wrap_future(begun[0])
+
+    assert asyncio.run(run())

@@ -17,7 +17,8 @@ class Callbacks(LogitsProcessor):
 
     A function takes the answer's token ids so far and its logits `[vocab]`; one with three
     parameters takes the prompt's token ids before these. It returns logits, which may be the same
-    tensor, changed. What it raises ends its request alone.
+    tensor, changed. What it raises ends its request alone. It must not wait for a thread that asks
+    the engine: the engine is in its step, and both would wait for ever.
     """
 
     rank = 3

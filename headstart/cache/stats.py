@@ -75,7 +75,7 @@ class Admission(NamedTuple):
     resumed: bool
 
 
-@dataclass(slots=True)
+@dataclass
 class PrefixCacheStats:
     """Counts since the start; each request once, at admission, resumed ones apart.
 
@@ -106,31 +106,24 @@ class PrefixCacheStats:
         )
 
     def commit(self) -> None:
-        """The step came about: count its admissions, all in one assignment, or none."""
+        """The step came about: count its admissions in one call, which nothing interrupts."""
         if not self._admitted:
             return
         first = [one for one in self._admitted if not one.resumed]
         again = [one for one in self._admitted if one.resumed]
         missed = self.missed.copy()
         missed.update([one.missed for one in first])
-        (
-            self.requests,
-            self.queried_tokens,
-            self.hit_tokens,
-            self.resumed_requests,
-            self.resumed_queried_tokens,
-            self.resumed_hit_tokens,
-            self.missed,
-            self._admitted,
-        ) = (
-            self.requests + len(first),
-            self.queried_tokens + sum([one.queried_tokens for one in first]),
-            self.hit_tokens + sum([one.hit_tokens for one in first]),
-            self.resumed_requests + len(again),
-            self.resumed_queried_tokens + sum([one.queried_tokens for one in again]),
-            self.resumed_hit_tokens + sum([one.hit_tokens for one in again]),
-            missed,
-            [],
+        vars(self).update(
+            requests=self.requests + len(first),
+            queried_tokens=self.queried_tokens + sum([one.queried_tokens for one in first]),
+            hit_tokens=self.hit_tokens + sum([one.hit_tokens for one in first]),
+            resumed_requests=self.resumed_requests + len(again),
+            resumed_queried_tokens=(
+                self.resumed_queried_tokens + sum([one.queried_tokens for one in again])
+            ),
+            resumed_hit_tokens=self.resumed_hit_tokens + sum([one.hit_tokens for one in again]),
+            missed=missed,
+            _admitted=[],
         )
 
     def take_back(self) -> None:

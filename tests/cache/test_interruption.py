@@ -2,14 +2,23 @@
 
 import pickle
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
-import headstart.cache
-from headstart.cache import TokenSequence
+import headstart.cache.eviction
+from headstart.cache import (
+    BlockNames,
+    CacheConfig,
+    KVCacheManager,
+    Mark,
+    PublicBlocks,
+    TokenSequence,
+)
 from headstart.errors import CacheError
 from tests.cache.steps import admit, finish, make_manager, start
 from tests.cache.tiny_engine import TinyEngine
@@ -27,19 +36,58 @@ PROMPTS = [
 ]
 CONFIGS = [
     {},
-    {"events": True, "num_blocks": 16},
+    {"events": True, "num_blocks": 16, "marks": True},
     {"deduplicate": False, "events": True},
     {"eviction": "lru", "partial_hits": False, "ghost_entries": 1},
+    {"eviction": "fair-lru", "salts": ("a", "b/x"), "marks": True, "num_blocks": 15},
 ]
+"""salts: those of the prompts in turn, whose first block is public then. marks: set some."""
+
+
+def sequences(salts: Sequence[str | None]) -> list[TokenSequence]:
+    """Each prompt with the next of the salts, the first once more, and one with a salt of its own.
+
+    The first block of `HEAD` is public.
+    """
+    public = PublicBlocks()
+    public.publish(HEAD[:4], 4)
+    made = [
+        TokenSequence(f"{at}", tokens, salt=salts[at % len(salts)], public=public)
+        for at, tokens in enumerate([*PROMPTS, PROMPTS[0]])
+    ]
+    return [*made, TokenSequence("salted", PROMPTS[6], salt="s", adapter="l")]
+
+
+def still() -> float:
+    """A clock: with one that goes, another run might execute other lines."""
+    return 0.0
+
+
+OWNERS = str(Path(headstart.cache.eviction.__file__).parent)
 
 
 class Scenario:
     """Shared prefixes, hits within a step, copies, partial blocks, eviction, failure, discard."""
 
-    def __init__(self, options: dict[str, object]) -> None:
-        self.engine = TinyEngine(make_manager(**({"num_blocks": 12} | options)))
-        self.sequences = [TokenSequence(f"{at}", tokens) for at, tokens in enumerate(PROMPTS)]
-        self.twin = TokenSequence("twin", PROMPTS[0])
+    def __init__(self, options: dict[str, Any]) -> None:
+        options = {"num_blocks": 12, "block_size": 4} | options
+        self.salts = options.pop("salts", (None,))
+        marks = options.pop("marks", False)
+        config = CacheConfig(**options)
+        self.engine = TinyEngine(KVCacheManager(config, BlockNames(4), still))
+        *self.sequences, self.twin, self.salted = sequences(self.salts)
+        self.all = [*self.sequences, self.twin, self.salted]
+        for sequence in self.all[::2] if marks else ():
+            sequence.marks = [Mark(8, 600.0)]
+
+    def verify(self) -> None:
+        """Nothing is lost or wrong, and each sequence counts once if it was admitted."""
+        manager = self.engine.manager
+        self.engine.verify(probes(self.salts))
+        for sequence in self.all:
+            is_running = any(sequence is one for one in manager.sequences)
+            assert manager.is_known(sequence) == bool(sequence.blocks) == is_running
+        assert manager.stats.requests == sum(one.step >= 0 for one in self.all), "counted wrong"
 
     def share(self) -> None:
         a, b, c, *_ = self.sequences
@@ -52,6 +100,7 @@ class Scenario:
 
     def compute_twice(self) -> None:
         _, b, _, d, *_ = self.sequences
+        self.engine.manager.shares.set("a", 1.0)  # whose blocks are nobody's until now
         self.engine.admit(self.twin, reads=False)
         self.engine.commit()
         self.engine.manager.free(b)
@@ -80,10 +129,9 @@ class Scenario:
 
     def evict(self) -> None:
         *_, e, f, _ = self.sequences
-        salted = TokenSequence("salted", PROMPTS[6], salt="s", adapter="l")
-        self.engine.admit(salted, 5)
+        self.engine.admit(self.salted, 5)
         self.engine.commit()
-        self.engine.manager.free(salted)
+        self.engine.manager.free(self.salted)
         self.engine.admit(f)  # evicts
         self.engine.commit()
         self.engine.manager.free(f)
@@ -111,9 +159,10 @@ class Scenario:
 class Recording:
     """The lines of a scenario, and all that there was before each part, to begin there again."""
 
-    def __init__(self, options: dict[str, object]) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         scenario = Scenario(options)
         self.lines: list[Line] = []
+        self._has_salts = "salts" in options
         self._starts: list[int] = []
         self._states: list[bytes] = []
         for part in Scenario.PARTS:
@@ -121,8 +170,16 @@ class Recording:
             self._states.append(pickle.dumps(scenario))
             self.lines += count_lines(partial(part, scenario))
 
-    def interrupted(self, at: int) -> TinyEngine:
-        """The engine after an exception at the line with this number."""
+    def points(self, stride: int | None = None) -> list[int]:
+        """As `points`; with salts, of lines that say nothing of owners only each third."""
+        chosen = points(self.lines, stride)
+        if self._has_salts:
+            owners = [at for at in chosen if self.lines[at][0].startswith(OWNERS)]
+            chosen = sorted({*owners, *chosen[::3]})
+        return chosen
+
+    def interrupted(self, at: int) -> Scenario:
+        """The scenario after an exception at the line with this number."""
         part = bisect_right(self._starts, at) - 1
         scenario: Scenario = pickle.loads(self._states[part])
         error = KeyboardInterrupt() if at % 2 else MemoryError()
@@ -130,15 +187,16 @@ class Recording:
         with pytest.raises(type(error)), within:
             Scenario.PARTS[part](scenario)
         scenario.engine.scribble()
-        return scenario.engine
+        return scenario
 
 
-def probes() -> list[TokenSequence]:
-    prompts = [(tokens, {}) for tokens in PROMPTS] + [(PROMPTS[6], {"salt": "s", "adapter": "l"})]
-    return [
-        TokenSequence("probe", [*tokens, 0, 1, 2, 3, 4], **namespace)
-        for tokens, namespace in prompts
-    ]
+def probes(salts: Sequence[str | None]) -> list[TokenSequence]:
+    """What would hit all that is cached, and goes on."""
+    made = [one for one in sequences(salts) if one.token_ids != HEAD or one.request_id == "0"]
+    for sequence in made:
+        for token in range(5):
+            sequence.append(token)
+    return made
 
 
 def count_lines(action: Callable[[], object]) -> list[Line]:
@@ -148,8 +206,9 @@ def count_lines(action: Callable[[], object]) -> list[Line]:
     return counted.lines
 
 
-def goes_on(engine: TinyEngine) -> None:
+def goes_on(scenario: Scenario) -> None:
     """After all of it the manager works like any other."""
+    engine = scenario.engine
     for sequence in engine.manager.sequences:
         engine.manager.free(sequence)
     engine.end_step()
@@ -159,37 +218,36 @@ def goes_on(engine: TinyEngine) -> None:
     engine.append(sequence, 1, 2, 3)
     engine.commit()
     engine.manager.free(sequence)
-    engine.verify(probes())
+    engine.verify(probes(scenario.salts))
 
 
 @pytest.mark.parametrize("options", CONFIGS)
 def test_an_exception_at_any_line_loses_nothing_and_finds_nothing_wrong(
-    options: dict[str, object],
+    options: dict[str, Any],
 ) -> None:
     recording = Recording(options)
-    for at in points(recording.lines, stride=75):
-        engine = recording.interrupted(at)
-        engine.manager.fail_step()
-        engine.verify(probes())
-        assert engine.manager.fail_step() == []
-        goes_on(engine)
+    for at in recording.points(stride=75):
+        scenario = recording.interrupted(at)
+        scenario.engine.manager.fail_step()
+        scenario.verify()
+        assert scenario.engine.manager.fail_step() == []
+        goes_on(scenario)
 
 
 @pytest.mark.parametrize("options", CONFIGS)
-def test_a_recovery_that_is_interrupted_is_run_again(options: dict[str, object]) -> None:
+def test_a_recovery_that_is_interrupted_is_run_again(options: dict[str, Any]) -> None:
     recording = Recording(options)
-    for first in points(recording.lines)[::60]:
-        engine = recording.interrupted(first)
-        repair = count_lines(engine.manager.fail_step)
+    for first in recording.points()[::60]:
+        repair = count_lines(recording.interrupted(first).engine.manager.fail_step)
         for second in points(repair)[first % 9 :: 9]:
-            engine = recording.interrupted(first)
+            scenario = recording.interrupted(first)
             with (
                 pytest.raises(KeyboardInterrupt),
                 Interruption(second, KeyboardInterrupt(), headstart.cache),
             ):
-                engine.manager.fail_step()
-            engine.manager.fail_step()
-            engine.verify(probes())
+                scenario.engine.manager.fail_step()
+            scenario.engine.manager.fail_step()
+            scenario.verify()
 
 
 def break_off(call: Callable[[], object]) -> None:

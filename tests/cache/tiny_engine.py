@@ -7,6 +7,7 @@ from headstart.cache import (
     KVCacheManager,
     TokenSequence,
 )
+from headstart.cache.identity import PUBLIC
 
 GARBAGE = object()
 
@@ -28,7 +29,9 @@ class TinyEngine:
         self.may_forget = False
 
     def content(self, sequence: TokenSequence, position: int) -> object:
-        return (sequence.namespace, *sequence.token_ids[: position + 1])
+        is_public = position // self.size < sequence.num_public
+        salt = PUBLIC if is_public else sequence.namespace.salt
+        return (sequence.namespace.adapter, salt, *sequence.token_ids[: position + 1])
 
     def admit(
         self, sequence: TokenSequence, count: int | None = None, *, reads: bool = True

@@ -1,5 +1,7 @@
 """Why a request did not hit more: each reason, and the token it holds from."""
 
+from collections import OrderedDict
+
 import pytest
 
 from headstart.cache import (
@@ -177,6 +179,16 @@ def test_an_admission_costs_the_same_however_many_adapters_there_are(num_shared:
 
     assert admission_lines(60) == admission_lines(30)
     assert admission_lines(30) < admission_lines(0) + 200
+
+
+def test_the_latest_adapters_are_found_without_a_look_at_those_that_are_gone() -> None:
+    """Backwards a dict walks over all that were deleted after its last."""
+    manager = make_manager()
+    for adapter in (None, "a", "b"):
+        finish(manager, "one", [1] * 4, adapter=adapter)
+    assert isinstance(manager.pool.index._roots[None], OrderedDict)
+    recent = manager.pool.index.recent_roots(None, 2)
+    assert [root.namespace.adapter for root in recent] == [None, "b"]
 
 
 def test_adapter_counts_where_it_has_more_than_this_one() -> None:

@@ -13,6 +13,7 @@ from headstart.cache import (
     UnsavedBlock,
     UnsavedBlocks,
 )
+from tests.cache.unwalked import Walked
 
 BLOCK = 4
 
@@ -137,3 +138,24 @@ def test_nothing_is_left_after_a_reset() -> None:
     assert engine.manager.reset_prefix_cache()
     assert engine.unsaved.note(engine.manager.take_events(), 0) == []
     assert engine.unsaved.pending(100) == []
+
+
+def test_a_few_blocks_are_handed_on_without_a_look_at_all_others() -> None:
+    """Every step looked at all that no tier had room for: at the whole pool."""
+    config = CacheConfig(num_blocks=500, block_size=BLOCK, events=True)
+    manager = KVCacheManager(config, names := BlockNames(BLOCK, "model"))
+    unsaved = UnsavedBlocks(names)
+    sequences = [TokenSequence(f"{at}", [at] * 40) for at in range(50)]
+    for sequence in sequences:
+        assert manager.allocate_slots(sequence, 40)
+    unsaved.note(manager.take_events(), 0)
+    manager.commit_step()
+    unsaved.commit()
+    manager.discard(sequences[:1])  # whose blocks are gone, and nobody was told yet
+    unsaved._pending = walked = Walked(unsaved._pending)
+    for at in (1, 2):
+        few = unsaved.pending(3)
+        assert [block.depth for block in few] == list(range(3 * at - 3, 3 * at))
+        unsaved.handed_on(3)
+    assert len(unsaved) == 500 - 10 - 6
+    assert walked.count < 30

@@ -1,8 +1,10 @@
-"""Collections that may be looked up, and not walked: what C walks, no count of lines shows."""
+"""Collections that may not be walked, or that count it: what C walks, no count of lines shows."""
 
+from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
-__all__ = ["unwalked"]
+__all__ = ["Walked", "unwalked"]
 
 Collection = TypeVar("Collection", bound="dict[Any, Any] | list[Any]")
 
@@ -20,3 +22,17 @@ def unwalked(collection: Collection) -> Collection:
     verbs = ("__iter__", "__reversed__", "copy", *(("keys", "values", "items") * (base is dict)))
     made: Collection = type("Unwalked", (base,), dict.fromkeys(verbs, refuse))(collection)
     return made
+
+
+class Walked(OrderedDict[Any, Any]):
+    """Counts the items that loops, `list` and the like take."""
+
+    count = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for key in super().__iter__():
+            self.count += 1
+            yield key
+
+    def items(self) -> Any:
+        return ((key, self[key]) for key in self)

@@ -1,10 +1,12 @@
 """Which free block is reused next, under each policy."""
 
+from collections import OrderedDict
+
 import pytest
 
 from headstart.cache import CacheConfig, KVCacheBlock, KVCacheManager, TokenSequence
 from headstart.cache.block import PartialNode, PrefixNode
-from headstart.cache.eviction import POLICIES, AdaptiveLru, make_policy
+from headstart.cache.eviction import POLICIES, AdaptiveLru, Marks, make_policy
 from headstart.cache.identity import BlockKey
 from headstart.errors import CacheError, ConfigError
 from tests.cache import workloads
@@ -235,3 +237,8 @@ def test_many_partial_blocks_over_the_room_cost_each_take_the_same() -> None:
     with Interruption() as counted:
         policy.take(1)
     assert len(counted.lines) < 50
+
+
+def test_what_is_taken_from_its_front_is_no_dict() -> None:
+    """Whose first item is found in time with all that were deleted before it: 90 us of 100,000."""
+    assert isinstance(AdaptiveLru([], Marks(lambda: 0.0))._partial, OrderedDict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
@@ -116,6 +117,8 @@ def _open_replicas(
     model: str, engine: Mapping[str, Any], options: ServerOptions, replicas: ReplicaConfig
 ) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     name = resolve_model(model)
+    if os.path.exists(name):  # replicas run in another folder
+        name = os.path.abspath(name)
     with waiting(announce(model)):
         make = _import_optional("headstart.cluster.serving.cluster", "cluster").ReplicaCluster
         cluster = make(name, engine, replicas, options.drain_seconds)

@@ -16,14 +16,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from headstart.engine.engine import Engine
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
-from headstart.engine.step import StepResult
+from headstart.engine.step import StepResult, Turns
 from headstart.errors import EngineError, HeadstartError, RequestError
 from headstart.validation import describe
 
@@ -36,9 +35,6 @@ Receiver = Callable[[Update], object]
 """Takes a request's updates, in the engine's thread; what it raises ends its request."""
 
 _PATIENCE = 1.0  # seconds between two looks at whether the engine's thread is alive
-
-# The step or order that this is called from; coroutines have it from who starts them, threads not.
-_turn: ContextVar[object] = ContextVar("_turn", default="none")
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
@@ -75,7 +71,7 @@ class Driver:
         self._starting = threading.RLock()
         self._thread: threading.Thread | None = None
         self._order: _Order | None = None  # that is being carried out
-        self._turn: object = None  # the step or order under way
+        self._turns = Turns()  # steps and orders
         self._ended: EngineError | None = None  # why no order is taken any more
 
     @staticmethod
@@ -229,7 +225,7 @@ class Driver:
 
     def _is_within(self) -> bool:
         """Whether the engine's thread asks, or a coroutine with its context, which it may await."""
-        return threading.current_thread() is self._thread or _turn.get() is self._turn
+        return threading.current_thread() is self._thread or self._turns.is_within
 
     def _post(self, order: _Order) -> None:
         if self._ended is not None:
@@ -276,17 +272,9 @@ class Driver:
             except queue.Empty:
                 return True
             if self._order is not None:
-                self._in_turn(self._order.run)
+                self._turns.take(self._order.run)
                 self._order = None
         return False
-
-    def _in_turn(self, work: Callable[[], Answer]) -> Answer:
-        self._turn = turn = object()
-        _turn.set(turn)
-        try:
-            return work()
-        finally:
-            self._turn = None
 
     def _safely(self, work: Callable[[], bool]) -> bool:
         """Do it; an exception ends every request, and this thread too if one cannot be ended."""
@@ -300,7 +288,7 @@ class Driver:
 
     def _step(self) -> bool:
         if self._followed:
-            for result in self._in_turn(self._engine.step):
+            for result in self._turns.take(self._engine.step):
                 self._deliver(result)
         return True
 

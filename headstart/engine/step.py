@@ -1,9 +1,10 @@
 """The parts of an engine step: its phase, its results, and the choice of tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -15,7 +16,9 @@ from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingSta
 from headstart.errors import EngineError
 from headstart.models.greedy_head import greedy_tokens
 
-__all__ = ["Choice", "OpenStep", "Phase", "StepResult", "choose_tokens", "engine_error"]
+__all__ = ["Choice", "OpenStep", "Phase", "StepResult", "Turns", "choose_tokens", "engine_error"]
+
+Answer = TypeVar("Answer")
 
 Choice = SampledToken | EngineError | None
 """The next token of a part, or its error; None for one that ends before its last token."""
@@ -70,6 +73,33 @@ class OpenStep:
         if self.batch is not None and (changing or computing):
             reason = engine_error("the step failed", error)
             self.failed = {part.request: reason for part in self.batch.scheduled}
+
+
+_turn: ContextVar[object] = ContextVar("_turn", default="none")
+
+
+class Turns:
+    """Work that is done one after the other, and who is called from within it.
+
+    A coroutine has the context of who starts it, in whatever thread it runs; a thread has none.
+    """
+
+    def __init__(self) -> None:
+        self._turn: object = None
+
+    def take(self, work: Callable[[], Answer]) -> Answer:
+        """Do the work; all that it calls is within until it is over."""
+        self._turn = turn = object()
+        _turn.set(turn)
+        try:
+            return work()
+        finally:
+            self._turn = None
+
+    @property
+    def is_within(self) -> bool:
+        """Whether this is called from work that is under way."""
+        return _turn.get() is self._turn
 
 
 def engine_error(what: str, cause: BaseException) -> EngineError:

@@ -6,6 +6,7 @@ grew in another's step gets it without one of its own. Who reads nothing asks fo
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, suppress
@@ -32,6 +33,7 @@ class AsyncOmni:
         self.omni = Omni(model, **options)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="headstart-omni")
         self._grown: set[Progress] = set()  # whose answer grew since it was told
+        self._dropped: deque[Progress] = deque()  # whose reader the garbage collector found
         self._is_closed = False
 
     @property
@@ -90,8 +92,19 @@ class AsyncOmni:
         self._pool.shutdown()
 
     def _submit(self, function: Callable[[], Answer]) -> Future[Answer]:
+        def run() -> Answer:
+            try:
+                while self._dropped:
+                    self._forget(self._dropped[0])
+                    self._dropped.popleft()
+                return function()
+            except Exception:
+                raise
+            except BaseException as error:  # an event loop that awaits it would end by it
+                raise EngineError(f"a stage was interrupted: {type(error).__name__}") from error
+
         try:
-            return self._pool.submit(function)
+            return self._pool.submit(run)
         except RuntimeError as error:  # it was shut down
             raise EngineError("the pipeline is closed") from error
 
@@ -103,6 +116,13 @@ class AsyncOmni:
         """Nobody reads this answer any more; its request is aborted soon. From any thread."""
         with suppress(EngineError):
             self._submit(lambda: self._forget(progress))
+
+    def drop(self, progress: Progress) -> None:
+        """As `leave`, for the garbage collector: the next call aborts the request.
+
+        It may run while its thread has the pool's lock, so it takes none.
+        """
+        self._dropped.append(progress)
 
     # In the pipeline's thread
 
@@ -133,7 +153,7 @@ class AsyncOmni:
 class OmniStream(AsyncIterator[OmniOutput]):
     """One request's outputs as they come; each holds the whole answer so far.
 
-    Closing it, or dropping it, aborts the request.
+    Closing it aborts the request. If it is garbage-collected, the next call aborts the request.
     """
 
     def __init__(self, owner: AsyncOmni, progress: Progress) -> None:
@@ -162,4 +182,4 @@ class OmniStream(AsyncIterator[OmniOutput]):
 
     def __del__(self) -> None:
         if self._progress is not None:
-            self._owner.leave(self._progress)
+            self._owner.drop(self._progress)

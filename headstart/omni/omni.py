@@ -1,7 +1,6 @@
 """`Omni`: the Python interface of models with text, audio and image input and spoken answers."""
 
 import itertools
-import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -107,7 +106,7 @@ class Omni:
         self._inputs = InputProcessor(
             self._stages.tokenizer,
             self._stages.vocab_size,
-            TextLimit(self._stages.tokenizer, sys.maxsize),  # the thinker knows its own
+            TextLimit(self._stages.tokenizer, self.max_model_len),
         )
         self._names = itertools.count()
 

@@ -1,0 +1,78 @@
+"""`AsyncOmni` at the edges of threads: the garbage collector, interruptions, hostile prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from headstart import OmniParams, SamplingParams
+from headstart.engine import inputs
+from headstart.errors import EngineError, RequestError
+from headstart.omni.async_omni import AsyncOmni
+from tests.omni.tiny_qwen3 import save_qwen3
+
+PARAMS = OmniParams(
+    text=SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
+    speech=SamplingParams(temperature=0, max_tokens=4),
+    audio=False,
+)
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmni]:
+    folder = save_qwen3(tmp_path_factory.mktemp("qwen3"))
+    with closing(AsyncOmni(folder, options={"num_blocks": 128})) as omni:
+        yield omni
+
+
+def test_a_stream_may_be_collected_while_its_thread_submits(omni: AsyncOmni) -> None:
+    """The collector runs where memory is allocated, so also below the lock of the pool."""
+    streams = [asyncio.run(omni.start("Who?", PARAMS))]
+
+    def collect() -> None:
+        with omni._pool._shutdown_lock:
+            streams.clear()
+
+    collector = threading.Thread(target=collect, daemon=True)
+    collector.start()
+    collector.join(30)
+    assert not collector.is_alive(), "the collector waits for the lock that its thread has"
+    pipeline = omni.omni.pipeline
+    assert not asyncio.run(omni.call(lambda: pipeline.has_unfinished))
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+def test_an_interrupted_stage_leaves_the_event_loop(
+    omni: AsyncOmni, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    """An event loop ends by such an exception of a task, and with it all other requests."""
+
+    def interrupt() -> None:
+        raise kind
+
+    async def ask() -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(omni.omni.pipeline.stages["thinker"], "step", interrupt)
+            with pytest.raises(EngineError, match=kind.__name__):
+                await omni.generate("Who?", PARAMS)
+        return (await omni.generate("Who?", PARAMS)).text
+
+    [expected] = omni._submit(lambda: omni.omni.generate("Who?", PARAMS)).result(60)
+    assert asyncio.run(ask()) == expected.text
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    omni: AsyncOmni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pipeline's thread tokenises: 12 MB of text took it 32 s, from every other request."""
+
+    def tokenise(*_: object, **__: object) -> list[int]:
+        raise AssertionError("it is tokenised")
+
+    monkeypatch.setattr(inputs, "encode_text", tokenise)
+    with pytest.raises(RequestError, match="bytes of text; allowed"):
+        asyncio.run(omni.generate("hello " * 1_000_000, PARAMS))

@@ -45,7 +45,14 @@ _REFUSED = (
     *("bad_words", "allowed_token_ids", "prompt_cache_retention", "no_read", "no_store"),
     *("chat_template", "chat_template_kwargs", "continue_final_message", "reasoning_effort"),
 )
-"""Fields of a chat that a speaking model has no use for; `None` and `False` are not said."""
+"""Fields of a chat that a speaking model has no use for."""
+
+_UNSAID: tuple[Any, ...] = (None, False, [], {}, "none")
+"""Values that ask for nothing."""
+
+
+_LONG = 2**16
+"""Samples of speech whose encoding would keep the event loop from others for milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +88,14 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     """Answer a conversation."""
     service = speech_service_of(request)
     asked = _read(service, body, request)
-    prompt = await asyncio.to_thread(
-        read_prompt,
-        service.omni.omni,
-        body.messages,
-        lambda name: service.transcripts.find(asked.salt, name),
-    )
+    service.check_ready()
+    async with service.in_time():
+        prompt = await asyncio.to_thread(
+            read_prompt,
+            service.omni.omni,
+            body.messages,
+            lambda name: service.transcripts.find(asked.salt, name),
+        )
     stream = await service.start(prompt, asked.params, asked.salt)
     if body.stream:
         return EventStream(_events(service, asked, service.run(stream)))
@@ -97,9 +106,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 def _read(service: SpeechService, body: ChatRequest, request: Request) -> _Asked:
     service.adapter(body.model)
-    said = [name for name in _REFUSED if getattr(body, name) not in (None, False)]
-    if said:
-        raise ApiError(400, f"{said[0]} is given; a model that speaks takes none", param=said[0])
+    _check_fields(body)
     modalities = body.modalities or ["text"]
     form = None
     if "audio" in modalities:
@@ -126,6 +133,19 @@ def _read(service: SpeechService, body: ChatRequest, request: Request) -> _Asked
     )
     salt = service.salt(request, read_salt(body))
     return _Asked(body, service.new_id("chatcmpl"), salt, params, form, int(time.time()))
+
+
+def _check_fields(body: ChatRequest) -> None:
+    """Refuse what would have no effect. Raises ApiError."""
+    said = [name for name in _REFUSED if getattr(body, name) not in _UNSAID]
+    if body.response_format is not None and body.response_format.type == "text":
+        said.remove("response_format")
+    if said:
+        raise ApiError(400, f"{said[0]} is given; a model that speaks takes none", param=said[0])
+    for name, value in (("priority", 0), ("add_generation_prompt", True)):
+        given = getattr(body, name)
+        if given is not None and given != value:
+            raise ApiError(400, f"{name} is {given}; a model that speaks takes {value}", param=name)
 
 
 def _sampling(defaults: SamplingParams, body: ChatRequest) -> SamplingParams:
@@ -188,7 +208,12 @@ async def _events(
         async with aclosing(outputs):
             yield teller.event({"role": "assistant", "content": ""})
             async for output in outputs:
-                for event in teller.events(output):
+                told = (
+                    await asyncio.to_thread(teller.events, output)
+                    if teller.num_new_samples(output) > _LONG
+                    else teller.events(output)
+                )
+                for event in told:
                     yield event
         if output is not None and wants_usage:
             yield frame(
@@ -214,6 +239,11 @@ class _Teller:
         """An event with one delta; with the last one comes why the answer ended."""
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
         return frame(self._asked.head("chat.completion.chunk") | {"choices": [choice]})
+
+    def num_new_samples(self, output: OmniOutput) -> int:
+        """How much speech is new in an output."""
+        speaks = self._asked.form is not None
+        return sum(map(len, output.audio_chunks[self._num_chunks :])) if speaks else 0
 
     def events(self, output: OmniOutput) -> list[bytes]:
         """Of an output that has the whole answer so far."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from headstart.engine.chat.messages import kind_of_part
 from headstart.engine.images.decoding import decode_image
 from headstart.errors import RequestError
-from headstart.server.speech.sounds import read_sound
+from headstart.server.speech.sounds import MAX_SECONDS, read_sound
 from headstart.validation import check_utf8, describe, shorten
 
 if TYPE_CHECKING:
@@ -21,6 +21,17 @@ if TYPE_CHECKING:
 __all__ = ["read_prompt"]
 
 MAX_PIXELS = 2**25
+"""Of one image."""
+
+MAX_ITEMS = 32
+"""Sounds of a conversation, and images: a model pads the features of all to those of the longest.
+A few KiB in a file may be ten minutes of silence, or a hundred MiB of one colour."""
+
+MAX_ALL_PIXELS = 2**26
+"""Of all images of a conversation."""
+
+MAX_ALL_SECONDS = 2 * MAX_SECONDS
+"""Of all sounds of a conversation."""
 
 
 def read_prompt(
@@ -51,6 +62,8 @@ class _Media:
         self._omni = omni
         self.sounds: list[Any] = []
         self.images: list[Any] = []
+        self._num_samples = 0  # at the model's rate
+        self._num_pixels = 0
 
     def flatten(self, place: int, message: Any, transcript: Callable[[str], str]) -> dict[str, str]:
         """A message whose content is one text, with a placeholder for each sound and image."""
@@ -80,15 +93,45 @@ class _Media:
         value = given.get(key) if isinstance(given, Mapping) else None
         if kind in ("input_audio", "audio_url") and isinstance(value, str):
             data = value if kind == "input_audio" else _data_of(value, "audio")
-            self.sounds.append(read_sound(data, self._omni.sound_rate))
+            self._add_sound(data)
             return self._omni.spelling["audio"]
         if kind == "image_url" and isinstance(value, str):
             _data_of(value, "image")
-            self.images.append(decode_image(value, MAX_PIXELS))
+            self._add_image(value)
             return self._omni.spelling["image"]
         raise RequestError(
             f"message {place} has a part of type {describe(kind)} that cannot be read; allowed: "
             "text, input_audio with data, audio_url and image_url with a data: URL"
+        )
+
+    def _add_sound(self, data: str) -> None:
+        _check_count("sounds", self.sounds)
+        rate = self._omni.sound_rate
+        self.sounds.append(read_sound(data, rate))
+        self._num_samples += len(self.sounds[-1])
+        if self._num_samples > MAX_ALL_SECONDS * rate:
+            raise RequestError(
+                f"the sounds of the conversation have {self._num_samples / rate:,.0f} s together; "
+                f"allowed: {MAX_ALL_SECONDS:,}"
+            )
+
+    def _add_image(self, url: str) -> None:
+        _check_count("images", self.images)
+        self.images.append(decode_image(url, MAX_PIXELS))
+        width, height = self.images[-1].size
+        self._num_pixels += width * height
+        if self._num_pixels > MAX_ALL_PIXELS:
+            raise RequestError(
+                f"the images of the conversation have {self._num_pixels:,} pixels together; "
+                f"allowed: {MAX_ALL_PIXELS:,}"
+            )
+
+
+def _check_count(name: str, items: Sequence[Any]) -> None:
+    """Refuse one more of these, before it is read. Raises RequestError."""
+    if len(items) >= MAX_ITEMS:
+        raise RequestError(
+            f"the conversation has more than {MAX_ITEMS} {name}; allowed: {MAX_ITEMS}"
         )
 
 

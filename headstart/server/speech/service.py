@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
@@ -89,14 +90,19 @@ class Transcripts:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str | None, str], tuple[float, str]] = OrderedDict()
+        self._lock = threading.Lock()  # several threads keep answers
 
     def keep(self, salt: str | None, name: str, text: str) -> int:
         """Keep a text; until when, in seconds of the epoch."""
-        end = time.time() + self.SECONDS
-        self._kept[salt, name] = end, text
-        while len(self._kept) > self.MOST:
-            self._kept.popitem(last=False)
-        return int(end)
+        now = time.time()
+        with self._lock:
+            self._kept[salt, name] = now + self.SECONDS, text
+            while len(self._kept) > self.MOST or self._oldest_end() < now:
+                self._kept.popitem(last=False)
+        return int(now + self.SECONDS)
+
+    def _oldest_end(self) -> float:
+        return next(iter(self._kept.values()))[0]
 
     def find(self, salt: str | None, name: str) -> str:
         """The text of an answer. Raises ApiError if it is not there, or no more."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["FORMATS", "read_sound", "write_sound"]
+__all__ = ["FORMATS", "MAX_SECONDS", "read_sound", "write_sound"]
 
 FORMATS = ("wav", "pcm16", "flac", "mp3", "opus")
 """In which speech is written."""
@@ -28,6 +28,9 @@ MAX_SECONDS = 600
 
 MAX_SAMPLES = 2**26
 """Of all its channels together: 256 MiB."""
+
+RATES = range(1_000, 768_001)
+"""Samples a second of a file. The work of a change of rate grows with the ratio of the two."""
 
 _CONTAINERS = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", None), "opus": ("OGG", "OPUS")}
 _NEEDED = "pip install 'headstart[audio]'"
@@ -45,6 +48,11 @@ def read_sound(data: str, rate: int) -> NDArray[np.float32]:
         raise RequestError(f"the base64 of a sound is broken: {shorten(str(error))}") from error
     try:
         with soundfile.SoundFile(io.BytesIO(content)) as file:
+            if file.samplerate not in RATES:
+                raise RequestError(
+                    f"a sound has {file.samplerate:,} samples a second; allowed: {RATES[0]:,} to "
+                    f"{RATES[-1]:,}"
+                )
             seconds = file.frames / file.samplerate
             if not 0 < seconds <= MAX_SECONDS or file.frames * file.channels > MAX_SAMPLES:
                 raise RequestError(
@@ -53,9 +61,10 @@ def read_sound(data: str, rate: int) -> NDArray[np.float32]:
                 )
             samples = file.read(dtype="float32", always_2d=True).mean(axis=1)
             found: NDArray[np.float32] = soxr.resample(samples, file.samplerate, rate)
-    except (soundfile.SoundFileError, ValueError, TypeError) as error:
+    except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError) as error:
+        why = getattr(error, "error_string", str(error))  # libsndfile's, without our object
         raise RequestError(
-            f"a sound cannot be read: {shorten(str(error))}; allowed: WAV, FLAC, OGG, MP3"
+            f"a sound cannot be read: {shorten(why)}; allowed: WAV, FLAC, OGG, MP3"
         ) from error
     return found
 

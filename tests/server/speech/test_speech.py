@@ -237,7 +237,7 @@ class TestMedia:
             ("a", {"logprobs": True}, "takes none"),
             ("a", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "takes none"),
             ("a", {"max_tokens": 0}, "max_tokens"),
-            ("a" * 40_000, {}, "tokens"),
+            ("a" * 40_000, {}, "max_model_len"),
             ([], {}, "a text or a list"),
             ([{"type": "video_url", "video_url": {"url": "x"}}], {}, "cannot be read"),
             ([{"type": "input_audio", "input_audio": None}], {}, "cannot be read"),

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headstart.attention.int8_rows import quantize_rows, scale_rows
 from headstart.attention.layout import LayerLayout
 
 __all__ = ["PagedKVMemory", "RowCopyLike"]
@@ -31,6 +32,9 @@ class PagedKVMemory:
 
     Slot `block_id * block_size + offset` holds one token. The last slot, `scratch_slot`, belongs
     to no block and takes rows that are discarded. Memory starts as zeros.
+
+    In `torch.int8` rows are rounded when written (`int8_rows.py`): `key_scales[layer]` is float32
+    `[slots + 1, kv_heads]`, `value_scales` likewise. In other dtypes there are no scales.
     """
 
     def __init__(
@@ -50,20 +54,37 @@ class PagedKVMemory:
         rows = self.scratch_slot + 1
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.key_scales: list[Tensor] = []
+        self.value_scales: list[Tensor] = []
         for layout in self.layouts:
             for tensors, width in ((self.keys, layout.key_dim), (self.values, layout.value_dim)):
                 shape = (rows, layout.kv_heads, width)
                 tensors.append(_zeros(shape, dtype, self.device))
+            if self.has_scales:
+                for scales in (self.key_scales, self.value_scales):
+                    scales.append(_zeros((rows, layout.kv_heads), torch.float32, self.device))
 
     @staticmethod
     def bytes_per_block(layouts: Sequence[LayerLayout], block_size: int, dtype: torch.dtype) -> int:
         """Bytes of one block in all layers together."""
-        return sum(layout.elements for layout in layouts) * block_size * dtype.itemsize
+        row = sum(layout.elements for layout in layouts) * dtype.itemsize
+        if dtype == torch.int8:
+            row += 2 * sum(layout.kv_heads for layout in layouts) * torch.float32.itemsize
+        return row * block_size
+
+    @property
+    def has_scales(self) -> bool:
+        """True if K and V are in 8 bits."""
+        return self.dtype == torch.int8
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all K and V, scratch rows included."""
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        """Bytes of all K and V and their scales, scratch rows included."""
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return (*self.keys, *self.values, *self.key_scales, *self.value_scales)
 
     @property
     def block_bytes(self) -> int:
@@ -73,7 +94,8 @@ class PagedKVMemory:
     def read_blocks(self, block_ids: Sequence[int]) -> Tensor:
         """A copy of blocks as bytes, uint8 `[blocks, block_bytes]` on the CPU.
 
-        A block's K of all layers come first, then its V, each `[tokens, heads, width]`.
+        A block's K of all layers come first, then its V, each `[tokens, heads, width]`, then the
+        scales of K and of V, `[tokens, heads]`.
         """
         copied = torch.empty(len(block_ids), self.block_bytes, dtype=torch.uint8)
         chosen = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
@@ -99,22 +121,44 @@ class PagedKVMemory:
             tensor.index_copy_(0, chosen, values[:, start:stop])
 
     def _as_bytes(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Every layer's K, then V: where it stands in a block's bytes, and `[blocks, bytes]`."""
+        """Each tensor, in order: where it stands in a block's bytes, and `[blocks, bytes]`."""
         start = 0
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._tensors:
             rows = tensor[: self.scratch_slot].view(self.num_blocks, -1).view(torch.uint8)
             yield start, start + rows.shape[1], rows
             start += rows.shape[1]
 
     def release(self) -> None:
         """Free all K and V; nothing can be written or read afterwards."""
-        self.keys.clear()
-        self.values.clear()
+        for tensors in (self.keys, self.values, self.key_scales, self.value_scales):
+            tensors.clear()
 
     def write(self, layer_idx: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write `key` `[tokens, kv_heads, key_dim]` and `value` into `slots` int64 `[tokens]`."""
+        """Write `key` `[tokens, kv_heads, key_dim]` and `value` into `slots` int64 `[tokens]`.
+
+        Both are in the memory's dtype, or in any floating one if the memory is in 8 bits.
+        """
+        if self.has_scales:
+            key, key_scales = quantize_rows(key)
+            value, value_scales = quantize_rows(value)
+            self.key_scales[layer_idx].index_copy_(0, slots, key_scales)
+            self.value_scales[layer_idx].index_copy_(0, slots, value_scales)
         self.keys[layer_idx].index_copy_(0, slots, key)
         self.values[layer_idx].index_copy_(0, slots, value)
+
+    def gather(self, layer_idx: int, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """K and V of `rows` int64, `slot * kv_heads + head`, as new tensors `[rows, width]`."""
+        keys, values = (
+            tensors[layer_idx].flatten(0, 1).index_select(0, rows)
+            for tensors in (self.keys, self.values)
+        )
+        if not self.has_scales:
+            return keys.to(dtype), values.to(dtype)
+        key_scales, value_scales = (
+            scales[layer_idx].flatten().index_select(0, rows)
+            for scales in (self.key_scales, self.value_scales)
+        )
+        return scale_rows(keys, key_scales, dtype), scale_rows(values, value_scales, dtype)
 
     def copy_rows(self, copies: Sequence[RowCopyLike]) -> None:
         """Copy the first rows of blocks in every layer.
@@ -135,7 +179,7 @@ class PagedKVMemory:
             device=self.device,
         ).view(-1, 2)
         source, target = slots.unbind(1)
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._tensors:
             tensor.index_copy_(0, target, tensor.index_select(0, source))
 
 

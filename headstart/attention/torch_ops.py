@@ -43,7 +43,8 @@ class TorchAttention:
     def __init__(self, memory: PagedKVMemory, *, share: bool = True) -> None:
         self._memory = memory
         wide = torch.promote_types(memory.dtype, torch.float32)
-        self._dtype = memory.dtype if memory.device.type == "cuda" else wide
+        is_narrow = memory.device.type == "cuda" and not memory.has_scales
+        self._dtype = memory.dtype if is_narrow else wide
         """The dtype of the products' inputs."""
         self._planner = SharedPlanner(memory.block_size, SHARING) if share else None
         self._slots: Tensor | None = None
@@ -76,7 +77,8 @@ class TorchAttention:
         if self._tables is None or self._slots is None:
             raise RuntimeError("attend() outside of a step: call begin_step() first")
         memory = self._memory
-        key, value = key.to(memory.dtype), value.to(memory.dtype)
+        if not memory.has_scales:
+            key, value = key.to(memory.dtype), value.to(memory.dtype)
         memory.write(layer_idx, self._slots, key, value)
         self._finite += (_zero_if_finite(key, (1, 2)), _zero_if_finite(value, (1, 2)))
         tables = self._tables.for_window(options.sliding_window)
@@ -187,14 +189,10 @@ class TorchAttention:
 
     def _gather(self, layer_idx: int, index: HeadIndex, columns: int) -> tuple[Tensor, Tensor]:
         """K and V as new dense tensors `[batch * kv_heads, columns, dim]`, for products."""
-        keys, values = self._memory.keys[layer_idx], self._memory.values[layer_idx]
-        rows = index.rows(keys.shape[1])
-        gathered_keys = keys.view(-1, keys.shape[2]).index_select(0, rows).to(self._dtype)
-        gathered_values = values.view(-1, values.shape[2]).index_select(0, rows).to(self._dtype)
-        return (
-            gathered_keys.view(-1, columns, keys.shape[2]),
-            gathered_values.view(-1, columns, values.shape[2]),
-        )
+        memory = self._memory
+        rows = index.rows(memory.layouts[layer_idx].kv_heads)
+        keys, values = memory.gather(layer_idx, rows, self._dtype)
+        return keys.view(-1, columns, keys.shape[1]), values.view(-1, columns, values.shape[1])
 
 
 def _zero_if_finite(rows: Tensor, dim: tuple[int, ...]) -> Tensor:

@@ -18,6 +18,7 @@ _THREADS = Number(int, 1, 1024)  # far more end the process, which cannot start 
 _SHARES = Number(float, 0, 1, above_low=True)
 _DTYPES = OneOf(("auto", "float32", "bfloat16", "float16"))
 _WEIGHTS = OneOf(("auto", "int8", "int5", "int4"))
+_KV_DTYPES = OneOf(("auto", "int8"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class EngineConfig(CacheOptions):
     kv_cache_memory: int | None = option(
         None, "bytes for K/V; default: a share of what is free", _COUNTS
     )
+    kv_cache_dtype: str = option("auto", "bits of K/V: auto (the model's dtype), int8", _KV_DTYPES)
     kv_cache_fraction: float = option(0.4, "the share of free memory that K/V may take", _SHARES)
     max_model_len: int | None = option(
         None, "longest prompt and answer together, in tokens", _COUNTS

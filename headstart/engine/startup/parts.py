@@ -8,7 +8,7 @@ from headstart.attention import PagedKVMemory
 from headstart.cache import BlockNames, CacheConfig, KVCacheManager
 from headstart.engine.config import EngineConfig
 from headstart.engine.startup.observed import ObservedManager
-from headstart.engine.startup.sizing import count_blocks, longest_sequence
+from headstart.engine.startup.sizing import count_blocks, kv_dtype, longest_sequence
 from headstart.engine.tiering.identity import identify
 from headstart.engine.tiering.tiers import Stores
 from headstart.imports import load_module
@@ -65,7 +65,7 @@ def make_parts(
     blocks = count_blocks(config, decoder, vision.bytes_per_row if vision is not None else 0)
     limit = longest_sequence(config, decoder.max_model_len, blocks)
     memory = PagedKVMemory(
-        decoder.layouts, blocks, config.block_size, decoder.dtype, decoder.device
+        decoder.layouts, blocks, config.block_size, kv_dtype(config, decoder), decoder.device
     )
     folder, model, stores = config.kept_folder, None, None
     if config.enable_prefix_caching and (folder is not None or config.remote_cache):

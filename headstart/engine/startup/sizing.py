@@ -20,6 +20,11 @@ def free_memory(device: torch.device) -> int:
     return available_memory()
 
 
+def kv_dtype(config: EngineConfig, decoder: DecoderModel) -> torch.dtype:
+    """The dtype in which K and V are kept."""
+    return torch.int8 if config.kv_cache_dtype == "int8" else decoder.dtype
+
+
 def count_blocks(config: EngineConfig, decoder: DecoderModel, encoder_row: int) -> int:
     """Blocks for the pool: as given, or what the K/V budget holds.
 
@@ -27,7 +32,8 @@ def count_blocks(config: EngineConfig, decoder: DecoderModel, encoder_row: int) 
     left; 0 for a model that sees nothing. Raises OutOfMemoryError when that is not even one
     block, or more than is free.
     """
-    size = PagedKVMemory.bytes_per_block(decoder.layouts, config.block_size, decoder.dtype)
+    dtype = kv_dtype(config, decoder)
+    size = PagedKVMemory.bytes_per_block(decoder.layouts, config.block_size, dtype)
     rows = config.encoder_cache_rows * encoder_row
     free = max(free_memory(decoder.device) - rows, 0)
     if config.num_blocks is not None:

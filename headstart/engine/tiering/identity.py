@@ -1,9 +1,9 @@
 """What must be the same for K/V to be exchanged between processes: the fingerprint of a model.
 
 It covers the content of the weights and of the configuration, the dtype, the bits in which weights
-are kept, and the layout of a block's bytes; adapter, salt, tokens and items are in a block's name
-besides. Where answers must be the same bit for bit (`deterministic`), it also covers all that
-decides on rounding.
+and K/V are kept, and the layout of a block's bytes; adapter, salt, tokens and items are in a
+block's name besides. Where answers must be the same bit for bit (`deterministic`), it also covers
+all that decides on rounding.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from headstart.attention import PagedKVMemory, name_backend
+from headstart.attention.int8_rows import REVISION
 from headstart.engine.config import EngineConfig
 from headstart.machine import cpu_flags
 from headstart.models.decoder import DecoderModel
@@ -41,6 +42,8 @@ def identify(
     ]
     kinds = {m.kind for m in decoder.module.modules() if isinstance(m, QuantizedLinear)}
     parts += [f"weights {kind} {REVISIONS[kind]}" for kind in sorted(kinds)]
+    if memory.has_scales:
+        parts.append(f"K/V int8 {REVISION}")
     if config.deterministic:
         parts += [name_backend(memory), *_rounding(decoder, config)]
     framed = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)

@@ -14,6 +14,7 @@ WORKS: Mapping[str, str] = {
     "max_num_batched_tokens": "tokens of a step",
     "max_num_seqs": "requests that run at once",
     "kv_cache_memory_bytes": "our name: `kv_cache_memory`",
+    "kv_cache_dtype": '`"auto"`, the model\'s dtype, or `"int8"`',
     "num_gpu_blocks_override": "our name: `num_blocks`",
     "enable_lora": "on unless `False`",
     "max_loras": "adapters in memory at once",
@@ -212,10 +213,7 @@ REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "model_loader_extra_config": ({},),
         "ignore_patterns": (),
     },
-    "K/V are kept in the model's dtype": {
-        "kv_cache_dtype": ("auto",),
-        "kv_cache_dtype_skip_layers": ([],),
-    },
+    "K/V of all layers have one dtype": {"kv_cache_dtype_skip_layers": ([],)},
     "the configuration is the checkpoint's: edit config.json in its folder": {
         "hf_overrides": ({},),
         "model_class_overrides": ({},),

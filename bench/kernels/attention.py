@@ -1,10 +1,10 @@
-"""Time of attention alone, compiled and in torch operations, for the layers of a whole model.
+"""Time of attention alone, compiled, over K/V in 8 bits, and in torch operations.
 
     python bench/kernels/attention.py [--threads 1] [--only decode]
 
 The shape is Qwen2.5-0.5B's: 24 layers, 14 query heads, 2 KV heads of 64, in float32, blocks of 16.
-Both backends take turns, so that a noisy machine is noisy for both; with one thread the process's
-own CPU time is taken. Prints a table, and one JSON line.
+All take turns, so that a noisy machine is noisy for all; with one thread the process's own CPU time
+is taken. Prints a table with the ratios to compiled attention in float32, and one JSON line.
 """
 
 import argparse
@@ -65,11 +65,12 @@ CASES = {
 }
 
 
-def make_memory() -> PagedKVMemory:
+def make_memory(dtype: torch.dtype) -> PagedKVMemory:
     """A memory of random numbers."""
-    memory = PagedKVMemory([LAYOUT] * LAYERS, NUM_BLOCKS, BLOCK, torch.float32, "cpu")
-    for tensor in (*memory.keys, *memory.values):
-        tensor.normal_()
+    memory = PagedKVMemory([LAYOUT] * LAYERS, NUM_BLOCKS, BLOCK, dtype, "cpu")
+    slots = torch.arange(memory.scratch_slot)
+    for layer in range(LAYERS):
+        memory.write(layer, slots, *torch.randn(2, len(slots), LAYOUT.kv_heads, LAYOUT.key_dim))
     return memory
 
 
@@ -98,8 +99,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    memory = make_memory()
-    backends = {"compiled": make_backend(memory), "torch": TorchAttention(memory)}
+    memory, narrow = make_memory(torch.float32), make_memory(torch.int8)
+    backends = {
+        "compiled": make_backend(memory),
+        "int8": make_backend(narrow),
+        "torch": TorchAttention(memory),
+        "torch int8": TorchAttention(narrow),
+    }
     found = {}
     for name, spans in CASES.items():
         if given.only not in name:
@@ -111,9 +117,11 @@ def main() -> None:
                 if turn:  # the first one warms up
                     runs[kind].append(taken)
         found[name] = {kind: statistics.median(times) for kind, times in runs.items()}
-        ratio = found[name]["compiled"] / found[name]["torch"]
-        values = "   ".join(f"{kind} {taken:8.1f}" for kind, taken in found[name].items())
-        print(f"{name:32} {values}   {ratio:.2f}", flush=True)
+        values = "   ".join(
+            f"{kind} {taken:8.1f} ({taken / found[name]['compiled']:.2f})"
+            for kind, taken in found[name].items()
+        )
+        print(f"{name:32} {values}", flush=True)
     print(json.dumps({"threads": given.threads, "ms": found}))
 
 

@@ -15,7 +15,7 @@ def fits_memory(memory: PagedKVMemory) -> bool:
     """True if kernels can read this memory; they find a block by shifting a position."""
     size = memory.block_size
     return (
-        memory.dtype in (torch.bfloat16, torch.float32)
+        memory.dtype in (torch.bfloat16, torch.float32, torch.int8)
         and memory.device.type == "cpu"
         and size > 0
         and size & (size - 1) == 0
@@ -27,8 +27,8 @@ def check_memory(memory: PagedKVMemory) -> None:
     if not fits_memory(memory):
         raise ConfigError(
             f"compiled attention was given {memory.dtype} on {memory.device} in blocks of "
-            f"{memory.block_size}; it takes torch.bfloat16 or torch.float32 on cpu in "
-            "blocks of a power of two"
+            f"{memory.block_size}; it takes torch.bfloat16, torch.float32 or torch.int8 on cpu "
+            "in blocks of a power of two"
         )
 
 

@@ -1,9 +1,9 @@
 """Attention by the compiled kernels, see `headstart/native/attention`.
 
-K and V in bf16 need a CPU with AVX-512 bf16, in float32 one with AVX2. A kernel reads the keys of a
-segment in one pass and treats the query heads of a KV head as rows. A prefix that decoding rows
-share is one segment for all of them. Layers that the kernel does not support use torch operations
-over the same memory.
+K and V in bf16 need a CPU with AVX-512 bf16, in float32 or 8 bits one with AVX2. A kernel reads the
+keys of a segment in one pass and treats the query heads of a KV head as rows. A prefix that
+decoding rows share is one segment for all of them. Layers that the kernel does not support use
+torch operations over the same memory.
 """
 
 import ctypes
@@ -36,10 +36,16 @@ _MAX_DIM = 256  # of the kernel
 # Measured with 2 KV heads of 64 and 7 query heads each, on one core. In bf16, 16 rows that share
 # 2,000 tokens take 0.44 ms instead of 1.3 ms. They break even at 16 tokens; the step's tables cost
 # more. In float32 16 rows take 2.7 ms instead of 4.9 ms and break even at 100 tokens, since the
-# products limit them more than memory does.
+# products limit them more than memory does. In 8 bits the arithmetic is the same.
 SHARING = {
     torch.bfloat16: SharingCost(group=0, member=40),
     torch.float32: SharingCost(group=0, member=100),
+    torch.int8: SharingCost(group=0, member=100),
+}
+_FUNCTIONS = {
+    torch.bfloat16: "headstart_attend",
+    torch.float32: "headstart_attend_float32",
+    torch.int8: "headstart_attend_int8",
 }
 
 
@@ -57,8 +63,7 @@ class NativeAttention:
     def __init__(self, memory: PagedKVMemory, library: ctypes.CDLL, *, share: bool = True) -> None:
         check_memory(memory)
         self._memory = memory
-        bf16 = memory.dtype == torch.bfloat16
-        self._run = library.headstart_attend if bf16 else library.headstart_attend_float32
+        self._run = getattr(library, _FUNCTIONS[memory.dtype])
         self._torch = TorchAttention(memory, share=share)
         self._calls = [_make_call(memory, layer) for layer in range(len(memory.layouts))]
         self._tables = BlockTables(memory.num_blocks)
@@ -113,7 +118,9 @@ class NativeAttention:
         call = self._calls[layer_idx]
         if call is None or not self._reads(query, key, value):
             return self._fall_back().attend(layer_idx, query, key, value, options)
-        rows = row_shapes(query, key, value)
+        rows, dtype = row_shapes(query, key, value), query.dtype
+        if self._memory.has_scales:
+            query, key, value = query.float(), key.float(), value.float()
         query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
         check_sinks(options.sinks, rows.heads)
         step = self._prepare(layer_idx, call, rows, options)
@@ -130,7 +137,7 @@ class NativeAttention:
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
         call.sinks = None if sinks is None else sinks.data_ptr()
         self._run(ctypes.byref(step.struct), ctypes.byref(call))
-        return out
+        return out.to(dtype)
 
     def compiled(
         self, layer_idx: int, rows: RowShapes, options: AttentionOptions
@@ -143,8 +150,9 @@ class NativeAttention:
         return CompiledCall(ctypes.addressof(step.struct), ctypes.addressof(call))
 
     def _reads(self, *rows: Tensor) -> bool:
-        """True if these rows are on the CPU in the memory's dtype, as the kernel needs."""
-        return all(one.dtype == self._memory.dtype and one.is_cpu for one in rows)
+        """True if these rows are on the CPU, and in the memory's dtype unless that is 8 bits."""
+        memory = self._memory
+        return all(one.is_cpu and (memory.has_scales or one.dtype == memory.dtype) for one in rows)
 
     def _prepare(
         self, layer_idx: int, call: AttentionCall, rows: RowShapes, options: AttentionOptions
@@ -218,9 +226,12 @@ def _make_call(memory: PagedKVMemory, layer: int) -> AttentionCall | None:
     layout = memory.layouts[layer]
     if not _covered(memory, layout):
         return None
+    scales = memory.has_scales
     return AttentionCall(
         keys=memory.keys[layer].data_ptr(),
         values=memory.values[layer].data_ptr(),
+        key_scales=memory.key_scales[layer].data_ptr() if scales else None,
+        value_scales=memory.value_scales[layer].data_ptr() if scales else None,
         kv_heads=layout.kv_heads,
         key_dim=layout.key_dim,
         value_dim=layout.value_dim,

@@ -8,12 +8,14 @@ from torch import Tensor
 
 from headstart import native
 from headstart.attention import AttentionBackend, AttentionOptions, LayerLayout, Span, StepPlan
+from headstart.attention.int8_rows import quantize_rows
 
 BLOCK = 4
 # The kernels by the dtype of K and V; None where this CPU cannot run them.
 LIBRARIES: dict[torch.dtype, ctypes.CDLL | None] = {
     torch.bfloat16: native.library(),
     torch.float32: native.avx2_library(),
+    torch.int8: native.avx2_library(),
 }
 each_kernel = pytest.mark.parametrize(
     "dtype",
@@ -60,6 +62,19 @@ def reference(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Ten
     return out
 
 
+def row_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a layer's rows where K and V are kept in `dtype`."""
+    return torch.float32 if dtype == torch.int8 else dtype
+
+
+def as_kept(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """K or V `[tokens, heads, width]` as a memory of this dtype rounds them, in `row_dtype`."""
+    if dtype != torch.int8:
+        return rows.to(dtype)
+    codes, scales = quantize_rows(rows)
+    return (codes.double() * scales.double().unsqueeze(-1)).float()
+
+
 def kernels(dtype: torch.dtype) -> ctypes.CDLL:
     """The library with the kernel for K and V of this dtype; skips the test where there is none."""
     found = LIBRARIES[dtype]
@@ -79,8 +94,9 @@ class Sequence:
         self.done = 0
 
     def to(self, dtype: torch.dtype) -> "Sequence":
-        """The same sequence, rounded."""
-        self.q, self.k, self.v = (tensor.to(dtype) for tensor in (self.q, self.k, self.v))
+        """The same sequence, rounded as a memory of this dtype rounds it."""
+        self.q = self.q.to(row_dtype(dtype))
+        self.k, self.v = as_kept(self.k, dtype), as_kept(self.v, dtype)
         return self
 
     def slots(self, start: int, end: int) -> list[int]:

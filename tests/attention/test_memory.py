@@ -11,6 +11,7 @@ from headstart.attention import LayerLayout, PagedKVMemory
 
 LAYOUTS = (LayerLayout(kv_heads=2, key_dim=3, value_dim=5), LayerLayout(1, 4, 4))
 BLOCKS, SIZE = 5, 4
+DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,15 @@ def make_memory(dtype: torch.dtype = torch.float32) -> PagedKVMemory:
     return PagedKVMemory(LAYOUTS, BLOCKS, SIZE, dtype, "cpu")
 
 
+def all_tensors(memory: PagedKVMemory) -> list[torch.Tensor]:
+    return [*memory.keys, *memory.values, *memory.key_scales, *memory.value_scales]
+
+
 def numbered(dtype: torch.dtype = torch.float32) -> PagedKVMemory:
     memory = make_memory(dtype)
-    for tensor in (*memory.keys, *memory.values):
-        tensor.copy_(torch.arange(tensor.numel(), dtype=torch.float32).view_as(tensor))
+    for tensor in all_tensors(memory):
+        numbers = torch.arange(tensor.numel()) % 127 + 1
+        tensor.copy_(numbers.view_as(tensor))
     return memory
 
 
@@ -39,10 +45,10 @@ def test_shapes_and_zeros() -> None:
     assert all(not tensor.any() for tensor in (*memory.keys, *memory.values))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_bytes_are_what_torch_counts(dtype: torch.dtype) -> None:
     memory = make_memory(dtype)
-    tensors = (*memory.keys, *memory.values)
+    tensors = all_tensors(memory)
     assert memory.nbytes == sum(t.numel() * t.element_size() for t in tensors)
     per_block = PagedKVMemory.bytes_per_block(LAYOUTS, SIZE, dtype)
     assert memory.nbytes == per_block * BLOCKS + per_block // SIZE  # and the scratch rows
@@ -65,12 +71,15 @@ copies = st.lists(
 )
 
 
-@given(copies)
-def test_copies_read_everything_before_they_write(orders: list[tuple[int, int, int]]) -> None:
-    memory = numbered()
-    before = [tensor.clone() for tensor in (*memory.keys, *memory.values)]
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(orders=copies)
+def test_copies_read_everything_before_they_write(
+    dtype: torch.dtype, orders: list[tuple[int, int, int]]
+) -> None:
+    memory = numbered(dtype)
+    before = [tensor.clone() for tensor in all_tensors(memory)]
     memory.copy_rows([RowCopy(*order) for order in orders])
-    for old, new in zip(before, (*memory.keys, *memory.values), strict=True):
+    for old, new in zip(before, all_tensors(memory), strict=True):
         expected = old.clone()
         for source, target, rows in orders:
             start = source * SIZE
@@ -82,7 +91,7 @@ def test_copies_read_everything_before_they_write(orders: list[tuple[int, int, i
     ids=st.lists(st.integers(0, BLOCKS - 1), unique=True, min_size=1),
     to=st.permutations(range(BLOCKS)),
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks_are_read_and_written_as_bytes(
     dtype: torch.dtype, ids: list[int], to: list[int]
 ) -> None:
@@ -92,9 +101,7 @@ def test_blocks_are_read_and_written_as_bytes(
     assert rows.shape == (len(ids), source.block_bytes)
     target.write_blocks(to[: len(ids)], [row.numpy().data for row in rows])
     written = dict(zip(to, ids, strict=False))
-    for theirs, ours in zip(
-        (*source.keys, *source.values), (*target.keys, *target.values), strict=True
-    ):
+    for theirs, ours in zip(all_tensors(source), all_tensors(target), strict=True):
         for block_id in range(BLOCKS):
             found = ours[block_id * SIZE : (block_id + 1) * SIZE]
             at = written.get(block_id)

@@ -30,10 +30,11 @@ from tests.attention.rows import (
     check,
     each_kernel,
     kernels,
+    row_dtype,
     run_step,
 )
 
-BF16, FLOAT32 = torch.bfloat16, torch.float32
+BF16, FLOAT32, INT8 = torch.bfloat16, torch.float32, torch.int8
 
 
 def make(
@@ -137,11 +138,12 @@ def test_rows_are_bitwise_blind_to_block_ids_neighbours_and_threads(
     backend, (a,) = make(dtype, [150], layout, 6)
     expected = torch.cat([run_step(backend, [(a, n)], options, gather)[0] for n in (149, 1)])
     pieces = ((8, 3), (80, 0), (61, 8), (1, 1))
-    if dtype == FLOAT32:
+    if dtype != BF16:
         pieces = ((1, 2), (7, 3), (80, 0), (1, 0), (60, 8), (1, 1))
     backend, (c, b) = make(dtype, [150, 30], layout, 6)
-    for tensor in (*backend._memory.keys, *backend._memory.values):
-        tensor.normal_(0.0, 100.0)
+    memory = backend._memory
+    stale = torch.randn(2, memory.scratch_slot + 1, 2, 16) * 100
+    memory.write(0, torch.arange(memory.scratch_slot + 1), *stale.to(row_dtype(dtype)))
     c.q, c.k, c.v = a.q, a.k, a.v
     outs: list[Tensor] = []
     threads = torch.get_num_threads()
@@ -155,7 +157,18 @@ def test_rows_are_bitwise_blind_to_block_ids_neighbours_and_threads(
     assert torch.equal(torch.cat(outs), expected)
 
 
-@each_kernel
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_rows_of_any_dtype_are_kept_in_8_bits(dtype: torch.dtype) -> None:
+    """And attended to in float32: only the output is rounded."""
+    backend, (a, b) = make(INT8, [20, 20], LayerLayout(2, 16, 16), 6)
+    b.q, b.k, b.v = (rows.to(dtype) for rows in (a.q, a.k, a.v))
+    a.q, a.k, a.v = (rows.float() for rows in (b.q, b.k, b.v))
+    [expected] = run_step(backend, [(a, 20)], OPTIONS["plain"])
+    [out] = run_step(backend, [(b, 20)], OPTIONS["plain"])
+    assert torch.equal(out, expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=str)
 def test_other_dtypes_go_through_torch_operations(dtype: torch.dtype) -> None:
     backend, (a,) = make(dtype, [20], LayerLayout(2, 16, 16), 6)
     q, k, v = a.q, a.k, a.v
@@ -179,9 +192,9 @@ def test_the_backend_is_the_fastest_that_serves_the_memory(
 ) -> None:
     layouts = [LayerLayout(2, 7, 7), LayerLayout(2, 8, 8)]
     memories = {dtype: PagedKVMemory(layouts, 2, 4, dtype, "cpu") for dtype in LIBRARIES}
-    odd, odd_float32 = (PagedKVMemory(layouts[:1], 2, 4, dtype, "cpu") for dtype in LIBRARIES)
+    odd, *others = (PagedKVMemory(layouts[:1], 2, 4, dtype, "cpu") for dtype in LIBRARIES)
     half = PagedKVMemory(layouts, 2, 4, torch.float16, "cpu")
-    for memory in (*memories.values(), odd_float32):
+    for memory in (*memories.values(), *others):
         expected = TorchAttention if LIBRARIES[memory.dtype] is None else NativeAttention
         assert type(make_backend(memory)) is expected
     assert isinstance(make_backend(odd), TorchAttention)
@@ -190,6 +203,7 @@ def test_the_backend_is_the_fastest_that_serves_the_memory(
     assert isinstance(make_backend(memories[BF16]), TorchAttention)
     monkeypatch.setenv("HEADSTART_NATIVE", "0")
     assert isinstance(make_backend(memories[FLOAT32]), TorchAttention)
+    assert isinstance(make_backend(memories[INT8]), TorchAttention)
 
 
 @each_kernel

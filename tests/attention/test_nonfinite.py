@@ -24,7 +24,7 @@ from headstart.attention import (
 from headstart.attention import tables as tables_module
 from headstart.attention.shared import SharingCost
 from tests.attention.forests import NUM_BLOCKS, Forest, forests, set_sharing_cost
-from tests.attention.rows import BLOCK, OPTIONS, kernels
+from tests.attention.rows import BLOCK, OPTIONS, kernels, row_dtype
 
 LAYOUT = LayerLayout(2, 16, 12)
 HEADS = 6
@@ -32,8 +32,10 @@ PATHS = {
     "torch fp32": torch.float32,
     "torch fp16": torch.float16,
     "torch bf16": torch.bfloat16,
+    "torch int8": torch.int8,
     "native fp32": torch.float32,
     "native bf16": torch.bfloat16,
+    "native int8": torch.int8,
 }
 NAN, INF = float("nan"), float("inf")
 
@@ -48,7 +50,7 @@ class Step:
     """One step of a forest over a memory in which some slots hold `fill`, in one dim."""
 
     def __init__(self, path: str, forest: Forest, layout: LayerLayout = LAYOUT) -> None:
-        dtype = PATHS[path]
+        dtype = row_dtype(PATHS[path])
         generator = torch.Generator().manual_seed(1)
         self.path, self.forest, self.layout = path, forest, layout
         rows = NUM_BLOCKS * BLOCK + 1
@@ -70,11 +72,10 @@ class Step:
             keys[slot], values[slot] = 0, 0
             keys[slot, :, 3] = fill if key else 0
             values[slot, :, 5] = fill if value else 0
-        memory = PagedKVMemory([self.layout], NUM_BLOCKS, BLOCK, self.query.dtype, "cpu")
-        memory.keys[0].copy_(keys)
-        memory.values[0].copy_(values)
-        memory.keys[0][plan.slots] = 0  # what the step itself writes
-        memory.values[0][plan.slots] = 0
+        memory = PagedKVMemory([self.layout], NUM_BLOCKS, BLOCK, PATHS[self.path], "cpu")
+        memory.write(0, torch.arange(len(keys)), keys, values)
+        own = plan.slots  # what the step itself writes
+        memory.write(0, own, torch.zeros_like(keys[own]), torch.zeros_like(values[own]))
         backend = make_backend(self.path, memory)
         backend.begin_step(plan)
         out = backend.attend(0, self.query, keys[plan.slots], values[plan.slots], options)
@@ -176,14 +177,15 @@ def test_bad_rows_of_all_layers_are_told_until_the_next_step(path: str) -> None:
         assert backend.nonfinite_rows() == []
         rows: set[int] = set()
         for layer, layout in enumerate(layouts):
-            key = torch.full((6, layout.kv_heads, layout.key_dim), 3e4, dtype=PATHS[path])
-            value = torch.full((6, layout.kv_heads, layout.value_dim), -3e4, dtype=PATHS[path])
+            dtype = row_dtype(PATHS[path])
+            key = torch.full((6, layout.kv_heads, layout.key_dim), 3e4, dtype=dtype)
+            value = torch.full((6, layout.kv_heads, layout.value_dim), -3e4, dtype=dtype)
             if layer in bad:
                 row, at = bad[layer]
                 target = key if at < layout.key_dim and layer == 0 else value
                 target[row, -1, at] = (NAN, INF, -INF)[layer]
                 rows.add(row)
-            query = torch.zeros(6, 2, layout.key_dim, dtype=PATHS[path])
+            query = torch.zeros(6, 2, layout.key_dim, dtype=dtype)
             backend.attend(layer, query, key, value, AttentionOptions(1.0))
             assert backend.nonfinite_rows() == sorted(rows)
         backend.end_step()

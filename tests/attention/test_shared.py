@@ -18,11 +18,18 @@ from headstart.attention import (
 )
 from headstart.attention.shared import SharedPlan, SharedPlanner, SharingCost, find_groups
 from tests.attention.forests import NUM_BLOCKS, Forest, forests, set_sharing_cost
-from tests.attention.rows import BLOCK, OPTIONS, TOLERANCE, kernels, reference
+from tests.attention.rows import BLOCK, OPTIONS, TOLERANCE, as_kept, kernels, reference, row_dtype
 
 LAYOUT = LayerLayout(2, 16, 12)
 HEADS = 6
-PATHS = ["torch fp32", "torch bf16", "native fp32", "native bf16"]
+PATHS = {
+    "torch fp32": torch.float32,
+    "torch bf16": torch.bfloat16,
+    "torch int8": torch.int8,
+    "native fp32": torch.float32,
+    "native bf16": torch.bfloat16,
+    "native int8": torch.int8,
+}
 FREE, USUAL = SharingCost(0, 0), SharingCost(0, 32)
 
 
@@ -36,24 +43,27 @@ def attend(
     path: str, forest: Forest, options: AttentionOptions, share: bool = True
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs of all spans, and what they should be. K/V are all in memory from the start."""
-    dtype = torch.float32 if path.endswith("fp32") else torch.bfloat16
+    dtype = PATHS[path]
     torch.manual_seed(1)
     memory = PagedKVMemory([LAYOUT], NUM_BLOCKS, BLOCK, dtype, "cpu")
-    for tensor in (*memory.keys, *memory.values):
-        tensor.copy_(torch.randn(tensor.shape))
+    rows = torch.arange(memory.scratch_slot + 1)
+    keys, values = (
+        as_kept(torch.randn(len(rows), LAYOUT.kv_heads, width), dtype)
+        for width in (LAYOUT.key_dim, LAYOUT.value_dim)
+    )
+    memory.write(0, rows, keys, values)
     slots = torch.tensor(forest.slots)
-    query = torch.randn(len(slots), HEADS, LAYOUT.key_dim).to(dtype)
+    query = torch.randn(len(slots), HEADS, LAYOUT.key_dim).to(row_dtype(dtype))
     backend = make_backend(path, memory, share)
     backend.begin_step(StepPlan(slots, forest.spans))
-    keys, values = memory.keys[0], memory.values[0]
     out = backend.attend(0, query, keys[slots], values[slots], options)
     backend.end_step()
     found, expected = [], []
     for span in forest.spans:
-        rows = slice(span.first_row, span.first_row + span.num_rows)
+        own = slice(span.first_row, span.first_row + span.num_rows)
         seen = [span.block_ids[p // BLOCK] * BLOCK + p % BLOCK for p in range(span.context)]
-        found.append(out[rows])
-        expected.append(reference(query[rows], keys[seen], values[seen], options))
+        found.append(out[own])
+        expected.append(reference(query[own], keys[seen], values[seen], options))
     return found, expected
 
 

@@ -19,6 +19,8 @@ MODES = (
     {"dtype": "bfloat16"},
     {"dtype": "float32", "weights": "int8"},
     {"dtype": "bfloat16", "weights": "int4"},
+    {"dtype": "float32", "kv_cache_dtype": "int8"},
+    {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
 )
 
 

@@ -247,6 +247,7 @@ def test_a_bad_prompt_is_refused_before_any_work(engines: Any, prompt: Any, mess
         ({"block_size": 0}, ConfigError),
         ({"num_blocks": 0}, ConfigError),
         ({"dtype": "int8"}, ConfigError),
+        ({"kv_cache_dtype": "fp8"}, ConfigError),
         ({"eviction": "fifo"}, ConfigError),
         ({"kv_cache_fraction": 1.5}, ConfigError),
         ({"max_num_seqs": 0}, ConfigError),

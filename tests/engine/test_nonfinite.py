@@ -23,6 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
     "float16": {"dtype": "float16"},
+    "int8": {"kv_cache_dtype": "int8"},
     "deterministic": {"deterministic": True},
     "chunks": {"max_num_batched_tokens": 20},
     "no partial hits": {"partial_hits": False, "deduplicate": False},

@@ -37,13 +37,15 @@ class Paged:
         num_blocks: int = 64,
         seed: int = 0,
         fusion: FusionSwitch | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         if isinstance(model, DecoderModel):
             self.decoder = model
         else:
             self.decoder = TransformersDecoder(model, probe_model(model), fusion=fusion)
+        dtype = kv_dtype or self.decoder.dtype
         self.memory = PagedKVMemory(
-            self.decoder.layouts, num_blocks, BLOCK, self.decoder.dtype, self.decoder.device
+            self.decoder.layouts, num_blocks, BLOCK, dtype, self.decoder.device
         )
         self.backend = make_backend(self.memory)
         self.decoder.attach(self.backend)

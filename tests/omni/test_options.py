@@ -23,6 +23,7 @@ TAKEN: dict[str, Any] = {
     "num_blocks": 33,
     "kv_cache_memory": 1 << 20,
     "kv_cache_fraction": 0.1,
+    "kv_cache_dtype": "int8",
     "max_model_len": 99,
     "max_num_batched_tokens": 77,
     "max_num_seqs": 5,

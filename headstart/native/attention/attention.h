@@ -46,15 +46,18 @@ struct AttentionStep {
     int32_t threads;
 };
 
-// One layer, whose rows, keys and values are of type Number.
-template <class Number>
+// One layer. Its rows are of type Number; keys and values are of type Stored in memory. As int8_t, each
+// token and KV head has a scale for its key and one for its value.
+template <class Number, class Stored = Number>
 struct Call {
     const Number* query;  // [tokens, heads, key_dim]
     const Number* key;    // [tokens, kv_heads, key_dim]
     const Number* value;  // [tokens, kv_heads, value_dim]
     Number* out;          // [tokens, heads, value_dim], dense
-    Number* keys;         // [slots, kv_heads, key_dim], dense
-    Number* values;       // [slots, kv_heads, value_dim], dense
+    Stored* keys;         // [slots, kv_heads, key_dim], dense
+    Stored* values;       // [slots, kv_heads, value_dim], dense
+    float* key_scales;    // [slots, kv_heads], or null
+    float* value_scales;  // the same
     const float* sinks;  // [heads], or null
     int64_t query_strides[2];
     int64_t key_strides[2];
@@ -69,6 +72,7 @@ struct Call {
 };
 
 using AttentionCall = Call<bf16>;
+using Int8Call = Call<float, int8_t>;
 
 constexpr int MAX_DIM = 256;  // the widest head
 

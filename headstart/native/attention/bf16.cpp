@@ -12,7 +12,7 @@ namespace {
 struct Bf16 {
     static constexpr int CHUNK_ROWS = headstart::CHUNK_ROWS;
 
-    static bool copy_row(bf16* to, const bf16* from, int dim) {
+    static bool write_row(bf16* to, float*, const bf16* from, int dim) {
         __mmask32 found = 0;
         for (int d = 0; d < dim; d += 32) {
             const __m512i numbers = load_pairs(from + d, dim - d);

@@ -1,4 +1,5 @@
-// Attention in float32 for CPUs with AVX2: one pass over the keys with an online softmax.
+// Attention in float32 for CPUs with AVX2, over K and V in float32 or in 8 bits: one pass over the keys
+// with an online softmax.
 //
 // Both products have the same shape, up to 6 rows by 16 lanes, which fill the 16 registers:
 //
@@ -6,7 +7,8 @@
 //     out    [row, dim]  +=  P [row, key] (broadcast)  *  V [key, dim]
 //
 // A tile of keys is transposed once for all rows of a chunk; V is used as it lies in memory. One row
-// takes the same code as many: reading K and V takes longer.
+// takes the same code as many: reading K and V takes longer. In 8 bits a tile of K and V becomes floats
+// once for all rows; a key's scale multiplies its scores, a value's scale the weights.
 //
 // Every number of a product has a sum of its own, in the order of keys or dims, and a hidden score has
 // weight 0 exactly. So a row's result depends only on its keys and on where its segment begins: on no
@@ -22,79 +24,19 @@
 
 #pragma GCC target("avx2,fma")
 
-#include "../narrow/digits.h"
-#include "avx2.h"
+#include "float32_tile.h"
 #include "stages.h"
 
 namespace headstart {
 namespace {
-
-constexpr int PANEL = 2 * LANES;  // keys or dims of one product
-constexpr int MOST = 6;           // rows of one product
-constexpr int CHUNK = 16 * MOST;  // rows: their working set fits the second cache
-
-// A thread's working memory for one chunk, reused for every chunk.
-struct alignas(64) Scratch {
-    float query[CHUNK * MAX_DIM];   // [row, key_dim], in units of log2
-    float out[CHUNK * MAX_DIM];     // [row, value_dim in whole panels]
-    float weights[CHUNK][TILE];     // scores at first
-    float keys[MAX_DIM][TILE];      // transposed
-    float tails[TILE][PANEL];       // the last dims of V, if they are no whole panel
-    float sum[CHUNK][LANES];        // one of every 8 keys in each
-    float maximum[CHUNK];           // in units of log2
-    float shrink[CHUNK];            // the factor for weights of earlier tiles
-    Row rows[CHUNK];
-    Tile<float> now;
-    Tile<float> next;
-};
-
-// A pointer, since the compiler recomputes the address of a thread-local object in inner loops.
-thread_local const std::unique_ptr<Scratch> scratch = std::make_unique<Scratch>();
-
-struct NanRow {
-    float numbers[MAX_DIM];
-    constexpr NanRow() : numbers() {
-        for (float& number : numbers) number = std::numeric_limits<float>::quiet_NaN();
-    }
-};
-constexpr NanRow NAN_ROW;
-constexpr float ZERO_ROW[MAX_DIM] = {};
 
 // Blocks lie anywhere, so the hardware prefetcher cannot predict the next row. Lines are prefetched
 // one by one between products: in bursts they wait for the CPU's load buffers, which takes longer
 // than the products. The first two groups of rows prefetch the same lines: with the first one alone
 // decoding takes a tenth longer, and with every one prefilling does.
 constexpr int FETCHING = 2 * MOST;  // rows
-inline void fetch(const float* line) {
-    _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T1);
-}
-
-void transpose_keys(Scratch& s, int count, int key_dim) {
-    for (int k = 0; k < count; k += LANES)
-        for (int d = 0; d < key_dim; d += LANES) {
-            __m256 r[LANES];
-#pragma GCC unroll 8
-            for (int i = 0; i < LANES; ++i) {
-                r[i] = load(s.now.keys[k + i] + d, key_dim - d);
-            }
-            transpose(r);
-#pragma GCC unroll 8
-            for (int i = 0; i < LANES; ++i) _mm256_store_ps(&s.keys[d + i][k], r[i]);
-        }
-}
-
-// For a tile that some rows see only in part. A weight of 0 times a value that is not finite is
-// NaN, so a hidden key would affect rows that do not see it. Such a value becomes zeros and its key
-// NaN: the score is then NaN for every row that sees it, and masked for every other row.
-void isolate_nonfinite(Tile<float>& tile, int count, int value_dim) {
-    for (int k = 0; k < count; ++k) {
-        __m256i found = _mm256_setzero_si256();
-        for (int d = 0; d < value_dim; d += LANES)
-            found = _mm256_or_si256(found, nonfinite(load(tile.values[k] + d, value_dim - d)));
-        if (_mm256_testz_si256(found, found)) continue;
-        tile.keys[k] = NAN_ROW.numbers;
-        tile.values[k] = ZERO_ROW;
-    }
+inline void fetch(const void* line) {
+    _mm_prefetch(static_cast<const char*>(line), _MM_HINT_T1);
 }
 
 // A matrix in rows.
@@ -135,40 +77,42 @@ inline void multiply(Matrix a, int count, const Line& line, Matrix c, const floa
     }
 }
 
-template <int ROWS>
-void score_rows(Scratch& s, int row, int count, int key_dim) {
+template <int ROWS, class Stored>
+void score_rows(Scratch<Stored>& s, int row, int count, int key_dim) {
     const Matrix query{s.query, key_dim}, scores{s.weights[0], TILE};
     for (int k = 0; k < count; k += PANEL)
         multiply<ROWS>(
             query.from(row, 0), key_dim,
             [&](int d) {
                 const unsigned at = d;  // as many dims as lines of 16 keys
-                if (row < FETCHING) fetch(s.next.keys[k + at % PANEL] + at / PANEL * PANEL);
+                const int dim = at / PANEL * LINE<Stored>;
+                if (row < FETCHING && (!SCALED<Stored> || dim < key_dim))
+                    fetch(s.next.keys[k + at % PANEL] + dim);
                 return &s.keys[d][k];
             },
             scores.from(row, k), nullptr);
 }
 
 // Adds the tile's weighted values to the rows' output.
-template <int ROWS>
-void add_values(Scratch& s, int row, int count, int value_dim, int64_t width) {
+template <int ROWS, class Stored>
+void add_values(Scratch<Stored>& s, int row, int count, int value_dim, int64_t width) {
     const Matrix weights{s.weights[0], TILE}, out{s.out, width};
-    int d = 0;
-    for (; d + PANEL <= value_dim; d += PANEL)
-        multiply<ROWS>(
-            weights.from(row, 0), count,
-            [&](int k) {
-                if (row < FETCHING) fetch(s.next.values[k] + d);
-                return s.now.values[k] + d;
-            },
-            out.from(row, d), s.shrink + row);
-    if (d < value_dim)
-        multiply<ROWS>(
-            weights.from(row, 0), count, [&](int k) { return s.tails[k]; }, out.from(row, d),
-            s.shrink + row);
+    const auto add = [&](int d, const auto& line) {
+        multiply<ROWS>(weights.from(row, 0), count, line, out.from(row, d), s.shrink + row);
+    };
+    const int whole = SCALED<Stored> ? width : value_dim / PANEL * PANEL;
+    for (int d = 0; d < whole; d += PANEL)
+        add(d, [&](int k) {
+            if (row < FETCHING && d % LINE<Stored> == 0) fetch(s.next.values[k] + d);
+            if constexpr (SCALED<Stored>) return s.values.numbers + k * width + d;
+            else return s.now.values[k] + d;
+        });
+    if constexpr (!SCALED<Stored>)
+        if (whole < value_dim) add(whole, [&](int k) { return s.values.tails[k]; });
 }
 
-void hide(Scratch& s, int r, int tile, int count) {
+template <class Stored>
+void hide(Scratch<Stored>& s, int r, int tile, int count) {
     const __m256i first = _mm256_set1_epi32(s.rows[r].first_key);
     const __m256i last = _mm256_set1_epi32(s.rows[r].last_key);
     for (int k = 0; k < count; k += LANES) {
@@ -181,8 +125,9 @@ void hide(Scratch& s, int r, int tile, int count) {
     }
 }
 
-// Turns a row's scores into weights relative to the new maximum.
-void weigh(Scratch& s, int r, int count) {
+// Turns a row's scores into weights relative to the new maximum, times the values' scales.
+template <class Stored>
+void weigh(Scratch<Stored>& s, int r, int count) {
     __m256 most = _mm256_load_ps(s.weights[r]);
     for (int k = LANES; k < count; k += LANES)
         most = _mm256_max_ps(most, _mm256_load_ps(&s.weights[r][k]));
@@ -193,8 +138,10 @@ void weigh(Scratch& s, int r, int count) {
     s.shrink[r] = _mm256_cvtss_f32(shrink);
     __m256 sum = _mm256_mul_ps(_mm256_load_ps(s.sum[r]), shrink);
     for (int k = 0; k < count; k += LANES) {
-        const __m256 weight = power(_mm256_sub_ps(_mm256_load_ps(&s.weights[r][k]), maximum));
+        __m256 weight = power(_mm256_sub_ps(_mm256_load_ps(&s.weights[r][k]), maximum));
         sum = _mm256_add_ps(sum, weight);
+        if constexpr (SCALED<Stored>)
+            weight = _mm256_mul_ps(weight, _mm256_loadu_ps(s.values.value_scales + k));
         _mm256_store_ps(&s.weights[r][k], weight);
     }
     _mm256_store_ps(s.sum[r], sum);
@@ -222,10 +169,11 @@ void in_groups(int rows, const Function& function) {
     }
 }
 
+template <class Stored>
 class Attention {
   public:
-    explicit Attention(const Rows<float>& rows)
-        : s(*scratch), rows(rows), call(rows.call), count(rows.chunk.count),
+    explicit Attention(const Rows<float, Stored>& rows)
+        : s(scratch<Stored>()), rows(rows), call(rows.call), count(rows.chunk.count),
           width((call.value_dim + PANEL - 1) / PANEL * PANEL) {}
 
     void run() {
@@ -260,24 +208,31 @@ class Attention {
         const int keys = std::min(TILE, seen.last - tile);
         const int filled = (keys + PANEL - 1) / PANEL * PANEL;
         const bool masked = seen.partly(tile, filled);
-        if (seen.partly(tile, keys)) isolate_nonfinite(s.now, keys, call.value_dim);
+        if constexpr (SCALED<Stored>) load_scales(s);
+        if (seen.partly(tile, keys)) isolate_nonfinite(s, keys, call.value_dim);
         transpose_keys(s, filled, call.key_dim);
         in_groups(count, [&](int row, auto group) {
             score_rows<group.value>(s, row, filled, call.key_dim);
         });
         for (int r = 0; r < count; ++r) {
+            if constexpr (SCALED<Stored>) scale_scores(r, filled);
             for (int k = 0; call.softcap > 0.0f && k < filled; k += LANES)
                 _mm256_store_ps(&s.weights[r][k],
                                 soft_cap(_mm256_load_ps(&s.weights[r][k]), call.softcap));
             if (masked) hide(s, r, tile, filled);
             weigh(s, r, filled);
         }
-        const int tail = call.value_dim % PANEL, whole = call.value_dim - tail;
-        for (int k = 0; tail > 0 && k < keys; ++k)
-            std::memcpy(s.tails[k], s.now.values[k] + whole, tail * sizeof(float));
+        load_values(s, keys, call.value_dim, width);
         in_groups(count, [&](int row, auto group) {
             add_values<group.value>(s, row, keys, call.value_dim, width);
         });
+    }
+
+    void scale_scores(int r, int count) {
+        for (int k = 0; k < count; k += LANES)
+            _mm256_store_ps(&s.weights[r][k],
+                            _mm256_mul_ps(_mm256_load_ps(&s.weights[r][k]),
+                                          _mm256_loadu_ps(s.values.key_scales + k)));
     }
 
     void finish() {
@@ -296,9 +251,9 @@ class Attention {
         }
     }
 
-    Scratch& s;
-    const Rows<float>& rows;
-    const Call<float>& call;
+    Scratch<Stored>& s;
+    const Rows<float, Stored>& rows;
+    const Call<float, Stored>& call;
     const int count;
     const int64_t width;
 };
@@ -306,7 +261,7 @@ class Attention {
 struct Float32 {
     static constexpr int CHUNK_ROWS = CHUNK;
 
-    static bool copy_row(float* to, const float* from, int dim) {
+    static bool write_row(float* to, float*, const float* from, int dim) {
         __m256i found = _mm256_setzero_si256();
         for (int d = 0; d < dim; d += LANES)
             found = _mm256_or_si256(found, nonfinite(load(from + d, dim - d)));
@@ -314,7 +269,14 @@ struct Float32 {
         return _mm256_testz_si256(found, found) == 0;
     }
 
-    static void attend(const Rows<float>& rows, const Chunk*) { Attention(rows).run(); }
+    static bool write_row(int8_t* to, float* scale, const float* from, int dim) {
+        return write_int8_row(to, scale, from, dim);
+    }
+
+    template <class Stored>
+    static void attend(const Rows<float, Stored>& rows, const Chunk*) {
+        Attention<Stored>(rows).run();
+    }
 
     static float power(float x) { return _mm256_cvtss_f32(headstart::power(_mm256_set1_ps(x))); }
 
@@ -323,6 +285,14 @@ struct Float32 {
     }
 };
 
+template <class Stored>
+void run(const AttentionStep& step, const Call<float, Stored>& call) {
+    Stages stages;
+    parallel(step.threads, [&](int thread, int threads) {
+        attend_layer<Float32>(step, call, thread, threads, stages);
+    });
+}
+
 }  // namespace
 }  // namespace headstart
 
@@ -330,10 +300,12 @@ extern "C" {
 
 void headstart_attend_float32(const headstart::AttentionStep* step,
                               const headstart::Call<float>* call) {
-    headstart::Stages stages;
-    headstart::parallel(step->threads, [&](int thread, int threads) {
-        headstart::attend_layer<headstart::Float32>(*step, *call, thread, threads, stages);
-    });
+    headstart::run(*step, *call);
+}
+
+void headstart_attend_int8(const headstart::AttentionStep* step,
+                           const headstart::Int8Call* call) {
+    headstart::run(*step, *call);
 }
 
 }  // extern "C"

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "attention.h"
 
@@ -16,10 +17,18 @@ constexpr float NO_MAXIMUM = -1e30f;
 constexpr float LOG2_E = 1.44269504f;
 
 // Addresses of K and V of consecutive positions.
-template <class Number>
+template <class Stored>
 struct Tile {
-    const Number* keys[TILE];
-    const Number* values[TILE];
+    const Stored* keys[TILE];
+    const Stored* values[TILE];
+};
+
+template <>
+struct Tile<int8_t> {
+    const int8_t* keys[TILE];
+    const int8_t* values[TILE];
+    const float* key_scales[TILE];
+    const float* value_scales[TILE];
 };
 
 // A row's token and query head, and the positions that it sees.
@@ -31,10 +40,10 @@ struct Row {
     int32_t last_key;
 };
 
-template <class Number>
+template <class Number, class Stored = Number>
 struct Rows {
     const AttentionStep& step;
-    const Call<Number>& call;
+    const Call<Number, Stored>& call;
     const Chunk& chunk;
 
     // Row `at` of the chunk.
@@ -73,19 +82,25 @@ struct Rows {
     float first_sum() const { return sinks() ? 1.0f : 0.0f; }
 
     // Addresses of K and V of TILE positions from `first` on; from `end` on the last one repeats.
-    void find_tile(Tile<Number>& tile, int first, int end) const {
+    void find_tile(Tile<Stored>& tile, int first, int end) const {
         const int32_t* table = step.tables + chunk.segment->table;
         const int size = 1 << step.block_shift;
         for (int k = 0; k < TILE;) {
             const int position = std::min(first + k, end - 1), offset = position & (size - 1);
             const int64_t block = table[position >> step.block_shift], slot = block * size + offset;
             const int64_t head = slot * call.kv_heads + chunk.kv_head;
-            const Number* key = call.keys + head * call.key_dim;
-            const Number* value = call.values + head * call.value_dim;
+            const Stored* key = call.keys + head * call.key_dim;
+            const Stored* value = call.values + head * call.value_dim;
             const int count = std::min({TILE - k, size - offset, std::max(end - position, 1)});
             for (int i = 0; i < count; ++i, ++k) {
                 tile.keys[k] = key + int64_t{i} * call.kv_heads * call.key_dim;
                 tile.values[k] = value + int64_t{i} * call.kv_heads * call.value_dim;
+                if constexpr (std::is_same_v<Stored, int8_t>) {
+                    tile.key_scales[k] = call.key_scales + head + int64_t{i} * call.kv_heads;
+                    tile.value_scales[k] = call.value_scales + head + int64_t{i} * call.kv_heads;
+                    __builtin_prefetch(tile.key_scales[k]);
+                    __builtin_prefetch(tile.value_scales[k]);
+                }
             }
         }
     }

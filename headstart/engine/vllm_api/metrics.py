@@ -16,7 +16,7 @@ from headstart.cache import AGE_BOUNDS, EvictionAges, MissReason
 if TYPE_CHECKING:
     from headstart.engine.engine import Engine
 
-__all__ = ["MEANINGS", "Counter", "Gauge", "Histogram", "Metric", "read_metrics"]
+__all__ = ["MEANINGS", "Counter", "Gauge", "Histogram", "Metric", "Vector", "read_metrics"]
 
 _REASONS = [reason for reason in MissReason if reason is not MissReason.NONE]
 _MISSES = "headstart:prefix_cache_misses"
@@ -63,6 +63,13 @@ class Gauge(Metric):
     """A value of now."""
 
     value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Vector(Metric):
+    """A list of counts. No metric is one here: programs ask `isinstance` of each."""
+
+    values: list[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,13 @@ HOMES: Mapping[str, Mapping[str, str]] = {
     "engine.llm_engine": {"LLMEngine": "headstart.engine.vllm_api.llm_engine"},
     "entrypoints": {"LLM": "headstart.engine.llm"},
     "entrypoints.llm": {"LLM": "headstart.engine.llm"},
+    "inputs.data": dict.fromkeys(
+        ["PromptType", "TextPrompt", "TokensPrompt"], "headstart.engine.prompt_types"
+    ),
     "logprobs": {"Logprob": "headstart.engine.outputs"},
     "v1.metrics": {},
     "v1.metrics.reader": dict.fromkeys(
-        ["Metric", "Counter", "Gauge", "Histogram"], "headstart.engine.vllm_api.metrics"
+        ["Metric", "Counter", "Gauge", "Histogram", "Vector"], "headstart.engine.vllm_api.metrics"
     ),
 }
 """Modules that have no file: their names, and the modules that these come from."""
@@ -98,6 +101,13 @@ MODULES = Names(
     RequestError,
 )
 
+_WITHIN: Mapping[str, str] = {
+    "v1": _INSIDE,
+    "lora": _INSIDE,
+    "utils": "write what it does in the program",
+}
+"""What to do without any other module of these packages."""
+
 _LISTS = "a dict of token ids to `Logprob` for each token"
 _EMBEDS = "prompts are texts, token ids and images, no embeddings"
 _DECODERS = "models here are decoders: a prompt is one text"
@@ -131,7 +141,6 @@ _NAMES: Mapping[str, Mapping[str, Iterable[str]]] = {
     "logprobs": {_LISTS: ["PromptLogprobs", "SampleLogprobs", "FlatLogprobs"]},
     "entrypoints.llm": {_POOLING: ["PoolingParams", "PoolingRequestOutput"]},
     "v1.metrics.reader": {
-        "no metric is a list of counts": ["Vector"],
         "`LLM.get_metrics` reads them": ["get_metrics_snapshot"],
     },
 }
@@ -146,7 +155,7 @@ def explain_missing(module: str, name: str, has: Iterable[str], *, imported: boo
     names = names_in(module, has)
     if not imported:
         return names.missing(name)
-    return missing_module(f"{module}.{name}") or names.missing_import(name)
+    return _refused_module(f"{module}.{name}") or names.missing_import(name)
 
 
 def names_in(module: str, has: Iterable[str]) -> Names:
@@ -161,6 +170,15 @@ def names_in(module: str, has: Iterable[str]) -> Names:
 
 def missing_module(name: str) -> HeadstartError | None:
     """The error for a module of vLLM's that is not here; None if vLLM has none of this name."""
+    row = _refused_module(name)
+    within = _WITHIN.get(name.split(".")[1])
+    if row is None and within is not None:
+        return MissingModuleError(f"no module named {name!r}: {within}", name=name)
+    return row
+
+
+def _refused_module(name: str) -> HeadstartError | None:
+    """The error for a module that the table refuses; None for any other."""
     row = MODULES.rows.get(name.removeprefix("headstart."))
     if row is None or row.verdict is not Verdict.REFUSED:
         return None

@@ -10,6 +10,7 @@ import headstart
 from headstart import HeadstartError
 from headstart.engine.vllm_api.modules import HOMES, MODULES, names_in
 from headstart.engine.vllm_api.rows import Verdict
+from headstart.utils import random_uuid
 from tests.house.source import PACKAGE, ROOT, read_modules
 
 WORKING = [name for name, row in MODULES.rows.items() if row.verdict is Verdict.WORKS]
@@ -63,14 +64,14 @@ def test_a_module_that_is_not_here_says_what_to_do(name: str) -> None:
         ("outputs", "RequestOutputs", "; the nearest is RequestOutput"),
         ("lora.request", "Unheard", "; it has LoRARequest"),
         ("engine.arg_utils", "EngineArg", "; the nearest is EngineArgs"),
-        ("utils", "random_uuid", "; it has FlexibleArgumentParser"),
+        ("utils", "Counter", "; it has FlexibleArgumentParser, random_uuid"),
         ("utils.argparse_utils", "ArgParser", "; the nearest is FlexibleArgumentParser"),
         ("v1.engine.async_llm", "AsyncLM", "; the nearest is AsyncLLM"),
         ("v1.engine.llm_engine", "Engine", "; the nearest is LLMEngine"),
         ("entrypoints.llm", "LLm", "; the nearest is LLM"),
         ("entrypoints.llm", "PoolingParams", ": models here generate"),
         ("logprobs", "PromptLogprobs", ": a dict of token ids to `Logprob` for each token"),
-        ("v1.metrics.reader", "Vector", ": no metric is a list of counts"),
+        ("v1.metrics.reader", "get_metrics_snapshot", ": `LLM.get_metrics` reads them"),
     ],
 )
 def test_a_name_that_is_not_there(module: str, name: str, reason: str) -> None:
@@ -91,6 +92,41 @@ def test_no_name_is_both_there_and_refused() -> None:
         module = importlib.import_module(f"headstart.{name}")
         rows = names_in(module.__name__, module.__all__).rows
         assert [one for one in rows if rows[one].verdict is Verdict.WORKS] == module.__all__
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("utils.async_utils", "write what it does in the program"),
+        ("lora.peft_helper", "`LLM.engine` is the engine here; its parts are not vLLM's"),
+        ("v1.engine.core", "`LLM.engine` is the engine here; its parts are not vLLM's"),
+    ],
+)
+def test_other_modules_of_vllm_s_packages_say_what_to_do(name: str, note: str) -> None:
+    with pytest.raises(HeadstartError) as caught:
+        importlib.import_module(f"headstart.{name}")
+    assert str(caught.value) == f"no module named 'headstart.{name}': {note}"
+
+
+def test_prompts_can_be_imported_from_where_older_programs_look() -> None:
+    assert importlib.import_module("headstart.inputs.data").TokensPrompt is headstart.TokensPrompt
+
+
+def test_ids_of_requests_differ() -> None:
+    made = {random_uuid() for _ in range(100)}
+    assert len(made) == 100
+    assert all(len(one) == 16 and int(one, 16) >= 0 for one in made)
+
+
+def test_metrics_can_be_told_apart_by_all_of_vllm_s_kinds() -> None:
+    reader = importlib.import_module("headstart.v1.metrics.reader")
+    assert issubclass(reader.Vector, reader.Metric)
+    assert reader.Vector("a", {}, [1, 2]).values == [1, 2]
+
+
+def test_an_adapter_s_request_has_vllm_s_short_names() -> None:
+    request = headstart.LoRARequest("sql", 3, "folder")
+    assert (request.name, request.adapter_id, request.path) == ("sql", 3, "folder")
 
 
 def test_a_module_of_nobody_s_is_python_s_own_error() -> None:

@@ -87,6 +87,9 @@ def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:
     said = error.format_message().rstrip(".")
     if error.ctx is not None:
         command = error.ctx.command_path
+        takes_model = any(one.name == "model" for one in error.ctx.command.params)
+        if takes_model and "unexpected extra argument" in said:
+            said += "; a model is named by --model"
     else:
         command = f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()
     return f"{said[:1].lower()}{said[1:]}; see {command} --help"

@@ -186,6 +186,7 @@ def test_chat_begins_anew_after_reset(demo_model: Path) -> None:
     result = call("chat", *SMALL, "--system", "Be brief.", stdin="Hello\n/reset\n/explain\nHello\n")
     prompts = re.findall(r"prompt (\d+) tokens", result.stderr)
     assert prompts[0] == prompts[1]
+    assert "\nthe conversation begins anew, with the system message\n" in result.stderr
     assert "headstart: nothing was asked yet" in result.stderr
 
 

@@ -44,6 +44,17 @@ def test_a_file_that_never_ends_is_refused() -> None:
     )
 
 
+@pytest.mark.parametrize("command", ["chat", "serve"])
+def test_a_model_that_is_named_without_its_flag_is_told_of_it(command: str) -> None:
+    """`ollama run NAME` and `vllm serve NAME` name it so."""
+    done = shell(f"{command} headstart-tiny")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "headstart: got unexpected extra argument (headstart-tiny); a model is named by --model; "
+        f"see headstart {command} --help\n"
+    )
+
+
 @pytest.mark.parametrize("call", ["cache", "keys"])
 def test_a_group_without_a_command_shows_its_help(call: str) -> None:
     done = shell(call)

@@ -155,6 +155,14 @@ def test_a_file_that_is_no_conversation_is_one_sentence(content: str, tmp_path: 
         Conversation.load(tmp_path / "chat.json")
 
 
+def test_a_conversation_that_is_missing_is_not_called_a_wrong_one(tmp_path: Path) -> None:
+    """`/load` of a misspelt path said that the file is no saved conversation."""
+    with pytest.raises(
+        RequestError, match=r"^cannot read .*gone\.json: No such file or directory$"
+    ):
+        Conversation.load(tmp_path / "gone.json")
+
+
 @pytest.mark.parametrize(
     ("message", "meant"),
     [

@@ -155,6 +155,8 @@ def _explain(chat: Chat, argument: str) -> None:
 def _reset(chat: Chat, argument: str) -> None:
     chat.conversation = Conversation(system=chat.conversation.system)
     chat.last = None  # as after /load
+    kept = ", with the system message" if chat.conversation.system else ""
+    note(f"the conversation begins anew{kept}")
 
 
 def _quit(chat: Chat, argument: str) -> None:

@@ -104,8 +104,9 @@ class Conversation:
     @classmethod
     def load(cls, path: Path) -> Conversation:
         """What `save` wrote, or any list of messages in OpenAI's form. Raises RequestError."""
+        text = read_text(path)
         try:
-            content = json.loads(read_text(path))
+            content = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{path} is no saved conversation: {error}") from error
         messages = content.get("messages") if isinstance(content, dict) else content

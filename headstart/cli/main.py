@@ -92,7 +92,9 @@ def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:
             said += "; a model is named by --model"
     else:
         command = f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()
-    return f"{said[:1].lower()}{said[1:]}; see {command} --help"
+    said = said.replace(". Did you", "; did you")
+    see = " See" if said.endswith("?") else "; see"
+    return f"{said[:1].lower()}{said[1:]}{see} {command} --help"
 
 
 _option = partial(click.option, cls=GroupedOption)

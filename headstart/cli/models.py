@@ -56,10 +56,9 @@ def rm(name: str) -> None:
     name = as_typed(name)
     repo = next((repo for repo in _downloaded() if repo.repo_id == name), None)
     if repo is None:
-        raise ModelNotFoundError(
-            f"{name!r} was not downloaded; allowed: "
-            f"{', '.join(repo.repo_id for repo in _downloaded()) or 'nothing, as nothing was'}"
-        )
+        names = ", ".join(repo.repo_id for repo in _downloaded())
+        known = f"allowed: {names}" if names else "no model was"
+        raise ModelNotFoundError(f"{name!r} was not downloaded; {known}")
     # Of this model alone: a copy of it under another name has the same commits.
     cached = replace(hub.scan_cache_dir(hub.constants.HF_HUB_CACHE), repos=frozenset([repo]))
     cached.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute()

@@ -68,6 +68,9 @@ def test_a_model_is_removed(cache: Path) -> None:
     code, _, said = call("rm", NAME)
     assert code == 2 and said.startswith("headstart: 'someone/small' was not downloaded")
     assert "someone/else" in said
+    assert call("rm", "someone/else")[0] == 0
+    said = call("rm", NAME)[2]
+    assert said == "headstart: 'someone/small' was not downloaded; no model was\n"
 
 
 class Line:

@@ -55,6 +55,21 @@ def test_a_model_that_is_named_without_its_flag_is_told_of_it(command: str) -> N
     )
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("chta", "no such command 'chta'; did you mean 'chat'? See headstart --help"),
+        (
+            "run --temprature 1 Hello",
+            "no such option '--temprature'; did you mean '--temperature'? See headstart run --help",
+        ),
+    ],
+)
+def test_a_misspelt_name_is_answered_in_whole_sentences(call: str, said: str) -> None:
+    """It said "did you mean 'chat'?; see headstart --help"."""
+    assert shell(call).stderr == f"headstart: {said}\n"
+
+
 @pytest.mark.parametrize("call", ["cache", "keys"])
 def test_a_group_without_a_command_shows_its_help(call: str) -> None:
     done = shell(call)

@@ -28,9 +28,20 @@ STEP = 20.0  # what a step costs besides its tokens
 class Simulation:
     """A scheduler that is asked by owners."""
 
-    def __init__(self, owners: tuple[str, ...], blocks: int = BLOCKS) -> None:
-        cache = CacheConfig(num_blocks=blocks, block_size=BLOCK, eviction="fair-lru")
-        config = EngineConfig(max_num_batched_tokens=TOKENS, max_num_seqs=RUNNING)
+    def __init__(
+        self,
+        owners: tuple[str, ...],
+        blocks: int = BLOCKS,
+        running: int = RUNNING,
+        caching: bool = True,
+    ) -> None:
+        cache = CacheConfig(
+            num_blocks=blocks,
+            block_size=BLOCK,
+            eviction="fair-lru",
+            enable_prefix_caching=caching,
+        )
+        config = EngineConfig(max_num_batched_tokens=TOKENS, max_num_seqs=running)
         self.manager = KVCacheManager(cache)
         for owner in owners:
             self.manager.shares.set(owner, 1.0)
@@ -38,7 +49,7 @@ class Simulation:
         self.scheduler = Scheduler(
             self.manager,
             max_tokens=TOKENS,
-            max_running=RUNNING,
+            max_running=running,
             max_bypassed=8,
             limits=[self.fair],
         )
@@ -266,3 +277,17 @@ def test_who_asked_before_he_was_made_an_owner_is_not_limited() -> None:
     while late.finish_reason is None:
         simulation.step()
     assert early.finish_reason is not None
+
+
+@pytest.mark.parametrize(("blocks", "running"), [(BLOCKS, 1), (70, RUNNING)])
+def test_a_prompt_does_not_wait_for_one_that_could_only_run_in_its_place(
+    blocks: int, running: int
+) -> None:
+    """It gave way, was let in again first, and began anew: for ever, where nothing is cached."""
+    simulation = Simulation(("a", "b"), blocks, running, caching=False)
+    requests = [simulation.ask(owner, list(range(1000))) for owner in ("a", "b")]
+    for _ in range(100):
+        if simulation.scheduler.waiting or simulation.scheduler.running:
+            simulation.step()
+    assert all(one.finish_reason for one in requests)
+    assert simulation.scheduler.num_preemptions == 0

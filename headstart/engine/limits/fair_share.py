@@ -59,6 +59,7 @@ class FairShare:
         self._manager = manager
         self._shares = manager.shares
         self._credit = CREDIT_STEPS * config.max_num_batched_tokens
+        self._places = config.max_num_seqs
         self._open_places = config.max_num_seqs - config.max_num_seqs // RESERVE
         self._reserved_blocks = manager.config.num_blocks // RESERVE
         self._now = 0.0
@@ -143,7 +144,16 @@ class FairShare:
         first = order[0][-1]
         if first.awaits_writer:  # what writes for it may be the very request that asks
             return False
-        return first in other.running or self._has_room(other, first)
+        return first in other.running or (self._fits(first) and self._has_room(other, first))
+
+    def _fits(self, request: Request) -> bool:
+        """True if a waiting request could run beside all that run.
+
+        Nobody waits for one that could not: he would give way, and what he computed may be lost.
+        """
+        blocks = -(-len(request.sequence.token_ids) // self._manager.block_size)
+        is_room = blocks <= self._manager.num_free_blocks
+        return is_room and len(self._manager.sequences) < self._places
 
     def _has_room(self, owner: _Owner, request: Request) -> bool:
         """True if a request leaves what is kept for owners without any that run.

@@ -6,6 +6,7 @@ stderr, so that a reply can be piped.
 """
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -37,7 +38,7 @@ from headstart.cli.options import (
 )
 from headstart.cli.replay import replay
 from headstart.cli.reply import print_reply
-from headstart.cli.run import read_questions
+from headstart.cli.run import names_model, read_questions
 from headstart.cli.serve import run_server, take_options
 from headstart.cli.show import check_svg
 from headstart.cli.streams import as_typed, note, prepare_streams, tell_error
@@ -82,6 +83,20 @@ class _Commands(click.Group):
             ctx.exit(128 + signal.SIGINT)
 
 
+_ELSEWHERE = {
+    "pull": "models pull",
+    "list": "models",
+    "ls": "models",
+    "rm": "models rm",
+    "show": "doctor",
+}
+"""Where other programs' commands are found here."""
+
+
+_ELSEWHERE = {"pull": "models pull", "list": "models", "ls": "models", "rm": "models rm"}
+"""Commands of other programs, and what they are here."""
+
+
 def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:
     """A wrong call as headstart's own errors are told; click takes four lines."""
     said = error.format_message().rstrip(".")
@@ -92,6 +107,9 @@ def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:
             said += "; a model is named by --model"
     else:
         command = f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()
+    unknown = re.match(r"No such command '(\w+)'", said)
+    if unknown and unknown[1] in _ELSEWHERE:
+        return f"no such command {unknown[1]!r}; it is: headstart {_ELSEWHERE[unknown[1]]}"
     said = said.replace(". Did you", "; did you")
     see = " See" if said.endswith("?") else "; see"
     return f"{said[:1].lower()}{said[1:]}{see} {command} --help"
@@ -172,6 +190,8 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
     the prompt, and without files what standard input holds; - as a prompt or a file stands for it.
     The likeliest words are taken, unless --temperature is given.
     """
+    if len(prompts) > 1 and names_model(prompts[0]):
+        note(f"{as_typed(prompts[0])} is asked as a prompt; a model is named by --model")
     questions = read_questions(prompts, options)
     chosen = sort_options(options)
     questions.check_length(folder_of(model), make_config(chosen.engine))

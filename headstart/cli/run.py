@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.errors import RequestError
 from headstart.imports import load_module
 from headstart.models.context_length import context_bound
-from headstart.models.files import read_json
+from headstart.models.files import BUILT_IN, read_json
 
 if TYPE_CHECKING:
     from headstart.engine.llm import LLM
@@ -24,9 +25,15 @@ if TYPE_CHECKING:
     from headstart.engine.params import SamplingParams
     from headstart.engine.streams import RequestStream
 
-__all__ = ["Questions", "read_questions"]
+__all__ = ["Questions", "names_model", "read_questions"]
 
 STDIN = "-"
+
+
+def names_model(prompt: str) -> bool:
+    """Whether a prompt looks like the name of a model, as others' command lines have it there."""
+    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", prompt) is not None
+    return prompt == BUILT_IN or is_hub_name or prompt.endswith(".gguf")
 
 
 @dataclass(frozen=True)

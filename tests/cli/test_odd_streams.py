@@ -58,6 +58,8 @@ def test_a_model_that_is_named_without_its_flag_is_told_of_it(command: str) -> N
 @pytest.mark.parametrize(
     ("call", "said"),
     [
+        ("pull a/b", "no such command 'pull'; it is: headstart models pull"),
+        ("ls", "no such command 'ls'; it is: headstart models"),
         ("chta", "no such command 'chta'; did you mean 'chat'? See headstart --help"),
         (
             "run --temprature 1 Hello",
@@ -68,6 +70,13 @@ def test_a_model_that_is_named_without_its_flag_is_told_of_it(command: str) -> N
 def test_a_misspelt_name_is_answered_in_whole_sentences(call: str, said: str) -> None:
     """It said "did you mean 'chat'?; see headstart --help"."""
     assert shell(call).stderr == f"headstart: {said}\n"
+
+
+def test_a_model_that_is_asked_as_a_prompt_is_told_of() -> None:
+    done = shell("run --max-tokens 2 headstart-tiny Hello")
+    assert done.returncode == 0
+    assert "headstart-tiny is asked as a prompt; a model is named by --model" in done.stderr
+    assert "as a prompt" not in shell("run --max-tokens 2 Hello There").stderr
 
 
 @pytest.mark.parametrize("call", ["cache", "keys"])

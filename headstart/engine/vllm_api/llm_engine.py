@@ -114,7 +114,7 @@ class LLMEngine:
     def _collect(self) -> None:
         """Take the engine's results: here first and there last, for none may be in neither."""
         self._moved.update(self.engine.results)
-        self.engine.take_results()
+        self._moved.update(self.engine.take_results())  # and what rolling back ended
 
     def _show(self) -> None:
         """Make the outputs of all that moved. One assignment changes what is known of them."""

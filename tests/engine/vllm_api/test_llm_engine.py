@@ -19,6 +19,7 @@ from headstart import (
     SamplingParams,
 )
 from headstart.engine.outputs import ShownOutputs
+from headstart.engine.step import StepResult
 from headstart.engine.vllm_api import calls, members
 from headstart.engine.vllm_api.rows import Verdict
 from headstart.outputs import RequestOutput
@@ -222,3 +223,21 @@ def test_a_closed_engine_says_so(folder: Path) -> None:
         engine.step()
     with pytest.raises(EngineError, match="the engine is closed"):
         engine.add_request("b", [5], few(2))
+
+
+def test_what_a_roll_back_ends_is_told(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking results completes a roll-back, which may end requests that nobody has seen yet."""
+    engine.add_request("1", {"prompt_token_ids": PROMPTS["1"]}, SamplingParams(max_tokens=2))
+    take = engine.engine.take_results
+
+    def and_one_more() -> list[StepResult]:
+        monkeypatch.undo()
+        found = take()
+        [request] = engine.engine._scheduler.waiting
+        engine.engine.abort("1")
+        return [*found, StepResult(request.group, EngineError("the step failed"))]
+
+    monkeypatch.setattr(engine.engine, "take_results", and_one_more)
+    engine.abort_request([])
+    with pytest.raises(EngineError, match="the step failed"):
+        engine.step()

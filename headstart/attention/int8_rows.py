@@ -23,6 +23,7 @@ REVISION = 1
 """Counts the ways of rounding; K/V of another one are not read again."""
 
 _SMALLEST = torch.finfo(torch.float32).tiny
+_LARGEST = float.fromhex("0x1.020406p+121")  # 127 times the next number is infinite
 
 
 class Int8Rows(NamedTuple):
@@ -41,6 +42,7 @@ def quantize_rows(rows: Tensor) -> Int8Rows:
     wide = rows.float()
     scales = wide.abs().amax(-1, keepdim=True) / LEVELS
     scales += scales - scales  # inf - inf is NaN
+    scales.clamp_(max=_LARGEST)
     scales.masked_fill_(scales < _SMALLEST, 0.0)
     codes = torch.where(scales > 0, wide / scales, 0.0).round_().to(torch.int8)
     return Int8Rows(codes, scales.squeeze(-1))

@@ -15,6 +15,7 @@ from headstart.attention.backend import AttentionOptions
 from headstart.attention.int8_rows import quantize_rows, scale_rows
 from tests.attention.rows import kernels
 
+LARGEST = torch.finfo(torch.float32).max
 TINY = float(torch.finfo(torch.float32).tiny)
 ANY = st.floats(width=32)
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -96,7 +97,9 @@ def test_compiled_code_writes_the_same_bits(key: np.ndarray, value: np.ndarray) 
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("largest", [0.0, 1e-45, 127 * TINY * 0.999, 127 * TINY * 1.001, 3.4e38])
+@pytest.mark.parametrize(
+    "largest", [0.0, 1e-45, 127 * TINY * 0.999, 127 * TINY * 1.001, 3.4e38, LARGEST]
+)
 def test_the_ends_of_the_range(largest: float) -> None:
     row = torch.tensor([[[largest, -largest / 2, 0.0]] * 2])
     codes, scales = quantize_rows(row)
@@ -105,6 +108,7 @@ def test_the_ends_of_the_range(largest: float) -> None:
     else:
         assert codes[0, 0].tolist() in ([127, -64, 0], [127, -63, 0])
         assert math.isclose(float(scales[0, 0]), largest / 127, rel_tol=1e-6)
+    assert scale_rows(codes[0], scales[0], torch.float32).isfinite().all()
     memory = PagedKVMemory([LayerLayout(2, 3, 3)], 2, 4, torch.int8, "cpu")
     native = write(memory, row, row)
     assert torch.equal(native[0][:1], codes) and torch.equal(native[2][:1], scales)

@@ -6,6 +6,7 @@ A field on one side alone would shift all behind it, and a kernel would read num
 import ctypes
 import logging
 import re
+import tomllib
 from collections.abc import Iterator
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
@@ -80,3 +81,13 @@ def test_a_library_whose_structs_lie_elsewhere_is_not_used(
     assert caplog.messages == [
         "compiled kernels are not used: Weight is 40 in C++ and 32 in Python (bytes)"
     ]
+
+
+def test_every_source_and_header_is_named_where_the_package_is_built() -> None:
+    """A header that is not: a change of it builds nothing anew, and no sdist has it."""
+    root = FOLDER.parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    [kernels] = project["tool"]["setuptools"]["ext-modules"]
+    named = {*kernels["sources"], *kernels["depends"]}
+    there = [*FOLDER.rglob("*.cpp"), *FOLDER.rglob("*.h")]
+    assert named == {path.relative_to(root).as_posix() for path in there}

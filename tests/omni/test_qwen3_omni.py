@@ -279,7 +279,7 @@ def test_the_same_first_codes_with_others_behind_them_are_another_prefix(omni: O
     assert isinstance(talker, FrameTalker)
     items = []
     for others in ([1, 2, 3], [1, 2, 4], [1, 2, 3]):
-        request = omni._request(PROMPTS["text"], LONG, None)
+        request = omni.prepare(PROMPTS["text"], LONG, None)
         feed = talker._feeder(request)
         length = len(PROMPTS["text"]["prompt_token_ids"])
         feed.take("thinker", Began(request.request_id, length, 4, [b"one", b"two", b"three"]))

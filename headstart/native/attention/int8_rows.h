@@ -24,6 +24,8 @@ inline __m256 load(const int8_t* from, int count) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bytes)));
 }
 
+constexpr float LARGEST_STEP = 0x1.020406p+121f;  // 127 times the next number is infinite
+
 // Writes a head's numbers, and its scale: the largest magnitude over 127, NaN if a number is not
 // finite, 0 below the smallest normal number. True if a number is not finite.
 inline bool write_int8_row(int8_t* to, float* scale, const float* from, int dim) {
@@ -36,6 +38,7 @@ inline bool write_int8_row(int8_t* to, float* scale, const float* from, int dim)
     const bool is_finite = bits < 0x7f800000;
     step = is_finite ? step / 127.0f : std::numeric_limits<float>::quiet_NaN();
     if (step < std::numeric_limits<float>::min()) step = 0.0f;
+    if (step > LARGEST_STEP) step = LARGEST_STEP;
     *scale = step;
     if (!(step > 0.0f)) {
         std::memset(to, 0, dim);

@@ -83,16 +83,6 @@ class _Commands(click.Group):
             ctx.exit(128 + signal.SIGINT)
 
 
-_ELSEWHERE = {
-    "pull": "models pull",
-    "list": "models",
-    "ls": "models",
-    "rm": "models rm",
-    "show": "doctor",
-}
-"""Where other programs' commands are found here."""
-
-
 _ELSEWHERE = {"pull": "models pull", "list": "models", "ls": "models", "rm": "models rm"}
 """Commands of other programs, and what they are here."""
 
@@ -108,7 +98,8 @@ def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:
     else:
         command = f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()
     unknown = re.match(r"No such command '(\w+)'", said)
-    if unknown and unknown[1] in _ELSEWHERE:
+    is_of_models = error.ctx is None or error.ctx.command.name in ("main", "models")
+    if unknown and unknown[1] in _ELSEWHERE and is_of_models:
         return f"no such command {unknown[1]!r}; it is: headstart {_ELSEWHERE[unknown[1]]}"
     said = said.replace(". Did you", "; did you")
     see = " See" if said.endswith("?") else "; see"

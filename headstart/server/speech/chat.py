@@ -19,7 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headstart.errors import RequestError
+from headstart.errors import EngineError
 from headstart.omni.audio import pcm16
 from headstart.omni.params import OmniParams
 from headstart.server.bodies import read_salt
@@ -160,7 +160,7 @@ async def _last(outputs: AsyncGenerator[OmniOutput]) -> OmniOutput:
     async for output in outputs:
         if output.finished:
             return output
-    raise RequestError("the request was ended without an answer")
+    raise EngineError("the pipeline ended a request without an answer")
 
 
 def _whole(service: SpeechService, asked: _Asked, output: OmniOutput) -> dict[str, Any]:

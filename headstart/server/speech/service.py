@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from starlette.requests import Request
 
+from headstart.errors import EngineError
 from headstart.server.errors import ApiError
 from headstart.server.monitoring.logs import note_answer
 from headstart.server.options import ServerOptions
@@ -65,6 +66,9 @@ class SpeechService(Front):
                         end = output.finish_reason or "stop"
                         self._note(output)
                     yield output
+        except EngineError:
+            end = "error"
+            raise
         finally:
             self.metrics.requests.labels(end).inc()
 

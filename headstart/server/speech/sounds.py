@@ -61,6 +61,8 @@ def read_sound(data: str, rate: int) -> NDArray[np.float32]:
                 )
             samples = file.read(dtype="float32", always_2d=True).mean(axis=1)
             found: NDArray[np.float32] = soxr.resample(samples, file.samplerate, rate)
+    except RequestError:  # which is a ValueError, too
+        raise
     except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError) as error:
         why = getattr(error, "error_string", str(error))  # libsndfile's, without our object
         raise RequestError(

@@ -311,6 +311,8 @@ def test_a_stage_that_fails_ends_the_requests_and_no_more(
         patch.setattr(pipeline.stages["talker"], "step", fail)
         with pytest.raises(openai.InternalServerError, match="the engine failed"):
             speaking.ask("Now.", modalities=BOTH)
+    metrics = httpx.get(f"{speaking.url}/metrics").text
+    assert 'vllm:request_success_total{finished_reason="error"} 1.0' in metrics
     again = speaking.ask("Now.", modalities=BOTH)
     assert (
         again.choices[0].message.audio.transcript

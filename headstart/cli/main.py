@@ -181,7 +181,7 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
     the prompt, and without files what standard input holds; - as a prompt or a file stands for it.
     The likeliest words are taken, unless --temperature is given.
     """
-    if len(prompts) > 1 and names_model(prompts[0]):
+    if prompts and names_model(prompts[0]):
         note(f"{as_typed(prompts[0])} is asked as a prompt; a model is named by --model")
     questions = read_questions(prompts, options)
     chosen = sort_options(options)

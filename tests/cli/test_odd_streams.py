@@ -75,8 +75,10 @@ def test_a_misspelt_name_is_answered_in_whole_sentences(call: str, said: str) ->
     assert shell(call).stderr == f"headstart: {said}\n"
 
 
-def test_a_model_that_is_asked_as_a_prompt_is_told_of() -> None:
-    done = shell("run --max-tokens 2 headstart-tiny Hello")
+@pytest.mark.parametrize("more", ["", " Hello"])
+def test_a_model_that_is_asked_as_a_prompt_is_told_of(more: str) -> None:
+    """Alone it was answered as a prompt without a word, and `ollama run NAME` names it so."""
+    done = shell(f"run --max-tokens 2 headstart-tiny{more}")
     assert done.returncode == 0
     assert "headstart-tiny is asked as a prompt; a model is named by --model" in done.stderr
     assert "as a prompt" not in shell("run --max-tokens 2 Hello There").stderr

@@ -309,6 +309,7 @@ def test_weights_of_another_width(folder: Path) -> None:
         ({"model_type": "nonesuch"}, r"'nonesuch' is not one of transformers' .*unknown"),
         ({"model_type": "nonesuch", "auto_map": {}}, "code of its own, which is not run"),
         ({"model_type": "vit"}, "'vit' is not a causal language model"),
+        ({"model_type": "qwen2_5_omni"}, "speaks: Omni and headstart serve run it"),
         ({"model_type": "t5", "d_kv": 8}, "is an encoder-decoder"),
         ({"model_type": "mamba"}, "linear_attention"),
     ],

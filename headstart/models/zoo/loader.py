@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from headstart.errors import UnsupportedModelError
 from headstart.models.compatibility.paged_kv import check_config
 from headstart.models.compatibility.proven import probe_once
-from headstart.models.files import stamp_files
+from headstart.models.files import OMNI_TYPES, stamp_files
 from headstart.models.linear import WeightKind
 from headstart.models.prefetch import ReadyMemory
 from headstart.models.silence_transformers import silence_transformers
@@ -47,10 +47,7 @@ def load_transformers(
         config = load_config(folder)
         check_config(config)
         if config.model_type not in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_MODELS}:
-            raise UnsupportedModelError(
-                f"model_type {config.model_type!r} is not a causal language model: transformers "
-                "has no decoder for it that gives the next token's logits"
-            )
+            raise UnsupportedModelError(_why_not(config.model_type))
         loaded = _load_weights(folder, config, dtype)
         loaded = loaded.to(device).eval()  # type: ignore[arg-type]
         fusion = None
@@ -61,6 +58,15 @@ def load_transformers(
         decoder = TransformersDecoder(loaded, probe_once(loaded, files), folder, fusion)
         decoder.files = files
     return decoder
+
+
+def _why_not(kind: str) -> str:
+    if kind in OMNI_TYPES:
+        return f"model_type {kind!r} speaks: Omni and headstart serve run it"
+    return (
+        f"model_type {kind!r} is not a causal language model: transformers has no decoder for it "
+        "that gives the next token's logits"
+    )
 
 
 def _load_weights(

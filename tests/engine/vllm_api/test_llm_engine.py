@@ -212,6 +212,56 @@ def test_what_an_interrupted_step_had_to_tell_is_gone_with_an_abort(
     assert [output.request_id for output in run(engine)] == ["b"]
 
 
+def test_an_error_nobody_was_told_goes_with_its_request(engine: LLMEngine) -> None:
+    engine.add_request("bad", [5, POISON], few(2))
+    engine.add_request("good", [5, 6], few(2))
+    assert [output.request_id for output in engine.step()] == ["good"]
+    engine.abort_request("bad")
+    assert run(engine)[-1].finished
+
+
+def test_an_interrupted_call_changes_nothing_of_a_step_that_came_about(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.add_request("a", [*range(3, 30)], few(3))
+    [before] = engine.step()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine.engine._scheduler, "add", interrupt)
+        engine.add_request("b", [5, 6], few(2))
+    after = next(output for output in engine.step() if output.request_id == "a")
+    assert (after.num_cached_tokens, after.why_missed) == (0, before.why_missed)
+    assert after.why_missed is not None
+    run(engine)
+
+
+def interrupt(*arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_error_behind_the_delivery_reaches_the_caller_and_results_come_next(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(step: object, *arguments: object) -> None:
+        deliver(step, *arguments)
+        raise RuntimeError("behind the delivery")
+
+    engine.add_request("a", [5, 6], few(2))
+    deliver = engine.engine._deliver
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="behind the delivery"):
+        patch.setattr(engine.engine, "_deliver", fail)
+        engine.step()
+    told = run(engine)
+    assert len(told[-1].outputs[0].token_ids) == 2 and told[-1].finished
+
+
+def test_an_id_that_is_made_is_nobody_elses(engine: LLMEngine) -> None:
+    first = engine.engine.prepare([5, 6], few(2)).request_id
+    engine.add_request(first.rpartition("-")[0] + "-1x", [5, 6], few(2))
+    assert first.startswith("request-") and not first.removeprefix("request-").isdecimal()
+    assert engine.engine.prepare([5, 6], few(2)).request_id != first
+    run(engine)
+
+
 def test_a_closed_engine_says_so(folder: Path) -> None:
     engine = LLMEngine(folder, dtype="float32", num_blocks=24)
     engine.add_request("a", [5], few(2))

@@ -53,7 +53,7 @@ class BlockNaming:
         if rows == 0:
             return
         key = sequence.cut_partial(sequence.num_computed_tokens, self._block_size)
-        node = sequence.node or self._index.make_root(sequence.root)
+        node = sequence.node or self._index.make_root(sequence.namespace)
         held = longest_head(self._index, node, key)
         if held is None or held.num_rows < rows:
             partial = self._index.child(node, key, PartialNode)

@@ -151,10 +151,13 @@ class TokenSequence:
     def _own(self, key: BlockKey, index: int) -> BlockKey:
         """The key of a block that is not public; its salt is in it if it follows one that is."""
         salt = self.namespace.salt
-        return add_salt(key, salt) if salt and self.num_public and index <= self.num_public else key
+        return add_salt(key, salt) if salt and 0 < index <= self.num_public else key
 
     def cut_partial(self, stop: int, block_size: int) -> BlockKey:
-        """Key of the tokens from the last block border before `stop` up to it: never public."""
+        """Key of the tokens from the last block border before `stop` up to it: never public.
+
+        That of the first block hangs under `namespace`, whatever `root` is.
+        """
         index = (stop - 1) // block_size
         return self._own(self._cut(index * block_size, stop, block_size)[0], index)
 

@@ -49,14 +49,14 @@ def run_server(
     tracer = launch.open_tracer(options.otlp_traces_endpoint, options.served_model_name or model)
     with closing(launch.listen(options)) as at:  # a port in use is told before seconds of loading
         tenants = launch.open_tenants(options, at.getsockname()[0])
-        shared = {"eviction": "fair-lru"} if tenants.ask_for_keys else {}
-        engine = {**shared, **engine}
         said = _Address(at, options, model, with_key=tenants.ask_for_keys)
         if _speaks(model):
             _check_speech(options, replicas)
             with _open_omni(model, engine) as omni:
                 launch.serve(launch.create_speech_app(omni, model, options, tenants), at, said.tell)
         else:
+            shared = {"eviction": "fair-lru"} if tenants.ask_for_keys else {}
+            engine = {**shared, **engine}
             opened = _open_replicas if replicas.is_wanted else _open_engine
             with (
                 closing(tracer) if tracer is not None else nullcontext(),

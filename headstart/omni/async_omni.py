@@ -6,6 +6,7 @@ grew in another's step gets it without one of its own. Who reads nothing asks fo
 """
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,7 +32,8 @@ class AsyncOmni:
     def __init__(self, model: str | Path, **options: Any) -> None:
         """Load a model; `options` are those of `Omni`. Raises ConfigError, ModelError."""
         self.omni = Omni(model, **options)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="headstart-omni")
+        self._thread: threading.Thread | None = None  # the pipeline's, once it is there
+        self._pool = ThreadPoolExecutor(1, "headstart-omni", self._begin_thread)
         self._grown: set[Progress] = set()  # whose answer grew since it was told
         self._dropped: deque[Progress] = deque()  # whose reader the garbage collector found
         self._is_closed = False
@@ -85,11 +87,17 @@ class AsyncOmni:
         return await asyncio.wrap_future(self._submit(function))
 
     def close(self) -> None:
-        """End every request with an EngineError and free the memory. May be called again."""
+        """End every request with an EngineError and free the memory. May be called again.
+
+        Waits for the step under way. Raises EngineError in the pipeline's own thread.
+        """
+        if threading.current_thread() is self._thread:
+            raise EngineError("the pipeline cannot be closed from within one of its calls")
         if not self._is_closed:
-            self._pool.submit(self.omni.close)
             self._is_closed = True
-        self._pool.shutdown()
+            closing = self._pool.submit(self.omni.close)
+            self._pool.shutdown()
+            closing.result()
 
     def _submit(self, function: Callable[[], Answer]) -> Future[Answer]:
         def run() -> Answer:
@@ -125,6 +133,9 @@ class AsyncOmni:
         self._dropped.append(progress)
 
     # In the pipeline's thread
+
+    def _begin_thread(self) -> None:
+        self._thread = threading.current_thread()
 
     def advance(self, progress: Progress) -> OmniOutput | None:
         """The answer if it grew, by a step of its own if by no other's; None if it did not."""

@@ -172,7 +172,7 @@ class NaiveEngine:
         if partial is not None:
             source_id = partial.block.block_id
             source = self.promised[source_id][: partial.num_rows]
-            if source_id in free and len(free) > count:  # it is used, so it is taken last
+            if source_id in free:  # it is used, so it is taken last
                 free = [at for at in free if at != source_id] + [source_id]
         allocation = self.manager.allocate_slots(sequence, num_new, found)
         assert (allocation is None) == (count > len(free)), "short of blocks, or not"

@@ -291,3 +291,16 @@ def test_a_prompt_does_not_wait_for_one_that_could_only_run_in_its_place(
             simulation.step()
     assert all(one.finish_reason for one in requests)
     assert simulation.scheduler.num_preemptions == 0
+
+
+def test_a_prompt_fits_beside_those_that_hold_its_beginning() -> None:
+    simulation = Simulation(("a", "b"), blocks=70)
+    head = list(range(1000))
+    first = simulation.ask("b", [*head, 1], answer=50)
+    while first.sequence.num_computed_tokens < len(head):
+        simulation.step()
+    free = simulation.manager.num_free_blocks * BLOCK
+    assert free < len(head)
+    assert simulation.fair._fits(simulation.ask("b", [*head, 2]))
+    assert not simulation.fair._fits(simulation.ask("b", [9, *head]))
+    assert not simulation.fair._fits(simulation.ask("b", [*head, *range(free + BLOCK)]))

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -23,8 +24,12 @@ PARAMS = OmniParams(
 
 
 @pytest.fixture(scope="module")
-def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmni]:
-    folder = save_qwen3(tmp_path_factory.mktemp("qwen3"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def omni(folder: Path) -> Iterator[AsyncOmni]:
     with closing(AsyncOmni(folder, options={"num_blocks": 128})) as omni:
         yield omni
 
@@ -79,3 +84,26 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
     monkeypatch.setattr(inputs, "encode_text", tokenise)
     with pytest.raises(RequestError, match="bytes of text; allowed"):
         asyncio.run(omni.generate("hello " * 1_000_000, PARAMS))
+
+
+def test_closing_from_within_is_refused_and_waits_outside(folder: Path) -> None:
+    """The pipeline's thread waited for itself: a bare RuntimeError; and an error was swallowed."""
+
+    async def close_within(omni: AsyncOmni) -> None:
+        with pytest.raises(EngineError, match="from within one of its calls"):
+            await omni.call(omni.close)
+
+    omni = AsyncOmni(folder, options={"num_blocks": 64})
+    asyncio.run(close_within(omni))
+    assert omni.is_running
+    close = omni.omni.close
+
+    def fail() -> None:
+        close()
+        raise MemoryError("no room to tell")
+
+    omni.omni.close = fail  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        omni.close()
+    omni.close()
+    assert not omni.is_running

@@ -151,9 +151,12 @@ class FairShare:
 
         Nobody waits for one that could not: he would give way, and what he computed may be lost.
         """
+        if len(self._manager.sequences) >= self._places:
+            return False
         blocks = -(-len(request.sequence.token_ids) // self._manager.block_size)
-        is_room = blocks <= self._manager.num_free_blocks
-        return is_room and len(self._manager.sequences) < self._places
+        if blocks <= self._manager.num_free_blocks:
+            return True
+        return self._manager.can_admit(self._manager.get_computed_blocks(request.sequence))
 
     def _has_room(self, owner: _Owner, request: Request) -> bool:
         """True if a request leaves what is kept for owners without any that run.

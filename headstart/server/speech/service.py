@@ -35,7 +35,7 @@ class SpeechService(Front):
         super().__init__(name, options, tenants, omni.omni.max_num_seqs)
         self.omni = omni
         self.transcripts = Transcripts()
-        self.metrics = SpeechMetrics()
+        self.metrics = SpeechMetrics(self.name)
 
     @property
     def is_running(self) -> bool:
@@ -70,7 +70,7 @@ class SpeechService(Front):
             end = "error"
             raise
         finally:
-            self.metrics.requests.labels(end).inc()
+            self.metrics.end(end)
 
     def _note(self, output: OmniOutput) -> None:
         thinker = output.metrics["thinker"]
@@ -122,40 +122,48 @@ class Transcripts:
 
 
 class SpeechMetrics:
-    """Counts of what stages did, as Prometheus reads them."""
+    """Counts of what stages did, as Prometheus reads them, with the model's name as a label."""
 
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        told = self._registry
-        self.requests = Counter(
-            "vllm:request_success", "Requests that ended.", ["finished_reason"], registry=told
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._registry = told = CollectorRegistry()
+        labels, by_stage = ["model_name"], ["model_name", "stage"]
+        self._requests = Counter(
+            "vllm:request_success",
+            "Requests that ended.",
+            [*labels, "finished_reason"],
+            registry=told,
         )
         self._tokens = Counter(
-            "headstart:stage_tokens", "Tokens of prompts and answers.", ["stage"], registry=told
+            "headstart:stage_tokens", "Tokens of prompts and answers.", by_stage, registry=told
         )
         self._cached = Counter(
-            "headstart:stage_cached_tokens", "Tokens not computed.", ["stage"], registry=told
+            "headstart:stage_cached_tokens", "Tokens not computed.", by_stage, registry=told
         )
         self._seconds = Counter(
-            "headstart:stage_seconds", "Time of a stage's steps.", ["stage"], registry=told
+            "headstart:stage_seconds", "Time of a stage's steps.", by_stage, registry=told
         )
         self._spoken = Counter(
-            "headstart:speech_seconds", "Seconds of speech that were made.", registry=told
+            "headstart:speech_seconds", "Seconds of speech that were made.", labels, registry=told
         )
         self._first = Histogram(
-            "vllm:time_to_first_token_seconds", "Until a text's first token.", registry=told
+            "vllm:time_to_first_token_seconds", "Until a text's first token.", labels, registry=told
         )
+
+    def end(self, reason: str) -> None:
+        """Count a request that ended."""
+        self._requests.labels(self._name, reason).inc()
 
     def add(self, output: OmniOutput) -> None:
         """Count a finished answer."""
-        for name, metrics in output.metrics.items():
-            self._tokens.labels(name).inc(metrics.tokens)
-            self._cached.labels(name).inc(metrics.cached_tokens)
-            self._seconds.labels(name).inc(metrics.seconds)
-        self._spoken.inc(output.seconds)
+        for stage, metrics in output.metrics.items():
+            self._tokens.labels(self._name, stage).inc(metrics.tokens)
+            self._cached.labels(self._name, stage).inc(metrics.cached_tokens)
+            self._seconds.labels(self._name, stage).inc(metrics.seconds)
+        self._spoken.labels(self._name).inc(output.seconds)
         first = output.metrics["thinker"].first_output
         if first is not None:
-            self._first.observe(first)
+            self._first.labels(self._name).observe(first)
 
     def read(self) -> bytes:
         """The text of `/metrics`."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from headstart.cache import (
     CacheConfig,
+    ComputedBlocks,
     KVCacheManager,
     MissReason,
     MultiModalItem,
@@ -202,3 +203,22 @@ def test_a_prefix_of_less_than_a_block_shares_nothing() -> None:
 def test_a_public_prefix_is_of_token_ids() -> None:
     with pytest.raises(CacheError, match="token id"):
         PublicBlocks().publish([1, 2, -3, 4], SIZE)
+
+
+def test_rows_of_a_part_of_the_first_public_block_are_found_by_their_owner() -> None:
+    """They stood under the root of all, where a shorter prompt of their owner does not look."""
+    manager = KVCacheManager(CacheConfig(num_blocks=4, block_size=3))
+    public = PublicBlocks()
+    public.publish([0, 0, 0, 0], 3)
+
+    def look(name: str, tokens: list[int], salt: str) -> tuple[TokenSequence, ComputedBlocks]:
+        sequence = TokenSequence(name, tokens, salt=salt, public=public)
+        return sequence, manager.get_computed_blocks(sequence)
+
+    first, found = look("first", [0, 0, 0], "s")
+    assert manager.allocate_slots(first, 1, found) is not None  # a chunk of one token
+    manager.commit_step()
+    manager.free(first)
+    manager.check()
+    assert look("same", [0, 0], "s")[1].num_tokens == 1
+    assert look("other", [0, 0], "t")[1].num_tokens == 0

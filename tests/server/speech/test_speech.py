@@ -312,7 +312,7 @@ def test_a_stage_that_fails_ends_the_requests_and_no_more(
         with pytest.raises(openai.InternalServerError, match="the engine failed"):
             speaking.ask("Now.", modalities=BOTH)
     metrics = httpx.get(f"{speaking.url}/metrics").text
-    assert 'vllm:request_success_total{finished_reason="error"} 1.0' in metrics
+    assert 'request_success_total{finished_reason="error",model_name="omni"} 1.0' in metrics
     again = speaking.ask("Now.", modalities=BOTH)
     assert (
         again.choices[0].message.audio.transcript
@@ -327,8 +327,8 @@ def test_what_the_server_tells_of_itself(speaking: Speaking) -> None:
     assert httpx.get(f"{speaking.url}/health").status_code == 200
     assert httpx.get(f"{speaking.url}/ready").status_code == 200
     metrics = httpx.get(f"{speaking.url}/metrics").text
-    assert 'headstart:stage_tokens_total{stage="talker"}' in metrics
-    assert 'vllm:request_success_total{finished_reason="length"}' in metrics
+    assert 'headstart:stage_tokens_total{model_name="omni",stage="talker"}' in metrics
+    assert 'request_success_total{finished_reason="length",model_name="omni"}' in metrics
     assert "/v1/chat/completions" in httpx.get(f"{speaking.url}/docs").text
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         speaking.ask("a", model="another")

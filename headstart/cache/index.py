@@ -127,16 +127,15 @@ class PrefixIndex(PrefixTree):
         ghosts = self._ghosts
         for block in blocks:
             node = block.node
-            assert node is not None
+            assert node is not None and node.parent is not None
             node.block = block.node = None
-            parent = node.parent
-            assert parent is not None
-            if parent.child is not node and isinstance(parent.child, Branches):
-                _unlist(node, parent.child.order)
+            child = node.parent.child
+            if child is not node and isinstance(child, Branches):
+                _unlist(node, child.order)
             if node.__class__ is PartialNode:
                 self._prune(node)
-                continue
-            ghosts.append(node)
+            else:
+                ghosts.append(node)
         if len(ghosts) > self.max_ghosts:
             self._drop_ghosts(len(ghosts) - self.max_ghosts)
 

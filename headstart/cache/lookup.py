@@ -182,7 +182,7 @@ def _has_more(
 def _explain_child(index: PrefixIndex, found: ComputedBlocks, block_size: int) -> MissExplanation:
     """Why no cached child of the last hit is the sequence's next block."""
     parent, depth, position = found.node, len(found.blocks), found.num_tokens
-    if parent is None:
+    if parent is None or parent.child is None:
         return MissExplanation(MissReason.UNSEEN, position)
     key = found.sequence.keys[depth]
     known = index.find(parent, key)

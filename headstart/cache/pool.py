@@ -58,7 +58,8 @@ class BlockPool:
         self.version = 0
         self.num_evicted = 0
         self.ages = EvictionAges()
-        self._freed = dict.fromkeys(self.blocks[::AGE_SAMPLE], 0.0)  # and when that was
+        self._sample = frozenset(self.blocks[::AGE_SAMPLE])
+        self._freed = dict.fromkeys(self._sample, 0.0)  # and when that was
         self.names: BlockNames | None = None
         self.events: list[CacheEvent] = []
 
@@ -81,8 +82,11 @@ class BlockPool:
         evicted = [block for block in taken if block.node is not None]
         if evicted:
             self.num_evicted += len(evicted)
-            if not self._freed.keys().isdisjoint(evicted):
-                self._note_ages(evicted)
+            sample = self._sample.intersection(evicted)
+            if sample:
+                now = self.clock()
+                for block in sample:
+                    self.ages.note(now - self._freed[block])
             self.forget(evicted)
         for block in taken:
             block.ref_cnt = 1
@@ -110,14 +114,9 @@ class BlockPool:
             freed = self._lend_recency(freed)
         self.free.release(freed)
 
-    def _note_ages(self, evicted: list[KVCacheBlock]) -> None:
-        now = self.clock()
-        for block in self._freed.keys() & evicted:
-            self.ages.note(now - self._freed[block])
-
     def note_freed(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Nobody holds these blocks any more, as of now."""
-        sample = self._freed.keys() & blocks
+        sample = self._sample.intersection(blocks)
         if sample:
             self._freed.update(dict.fromkeys(sample, self.clock()))
 

@@ -28,6 +28,8 @@ class MissReason(Enum):
     IN_PROGRESS = "another request is computing it"
     OUTPUTS = "cached, but not what the next stage needs of it"
 
+    __hash__ = object.__hash__  # in C: each admission counts one
+
 
 @dataclass(frozen=True, slots=True)
 class MissExplanation:
@@ -109,19 +111,25 @@ class PrefixCacheStats:
         """The step came about: count its admissions in one call, which nothing interrupts."""
         if not self._admitted:
             return
-        first = [one for one in self._admitted if not one.resumed]
-        again = [one for one in self._admitted if one.resumed]
         missed = self.missed.copy()
-        missed.update([one.missed for one in first])
+        requests = queried = hit = again = queried_again = hit_again = 0
+        for one in self._admitted:
+            if one.resumed:
+                again += 1
+                queried_again += one.queried_tokens
+                hit_again += one.hit_tokens
+            else:
+                requests += 1
+                queried += one.queried_tokens
+                hit += one.hit_tokens
+                missed[one.missed] += 1
         vars(self).update(
-            requests=self.requests + len(first),
-            queried_tokens=self.queried_tokens + sum([one.queried_tokens for one in first]),
-            hit_tokens=self.hit_tokens + sum([one.hit_tokens for one in first]),
-            resumed_requests=self.resumed_requests + len(again),
-            resumed_queried_tokens=(
-                self.resumed_queried_tokens + sum([one.queried_tokens for one in again])
-            ),
-            resumed_hit_tokens=self.resumed_hit_tokens + sum([one.hit_tokens for one in again]),
+            requests=self.requests + requests,
+            queried_tokens=self.queried_tokens + queried,
+            hit_tokens=self.hit_tokens + hit,
+            resumed_requests=self.resumed_requests + again,
+            resumed_queried_tokens=self.resumed_queried_tokens + queried_again,
+            resumed_hit_tokens=self.resumed_hit_tokens + hit_again,
             missed=missed,
             _admitted=[],
         )

@@ -1,8 +1,11 @@
 """Owners: who shares the pool with others, and with what weight."""
 
 from collections.abc import Collection
+from math import inf
 
 from headstart.cache.identity import PUBLIC
+from headstart.errors import CacheError
+from headstart.validation import describe
 
 __all__ = ["Shares", "owner_among"]
 
@@ -25,7 +28,11 @@ class Shares:
         self._weights: dict[str, float] = {}
 
     def set(self, owner: str, weight: float) -> None:
-        """Make an owner, or change its weight, which is above 0."""
+        """Make an owner, or change its weight: above 0 and finite, or CacheError is raised."""
+        if not isinstance(weight, int | float) or not 0 < weight < inf:
+            raise CacheError(
+                f"the weight of owner {owner!r} is {describe(weight)}; allowed: above 0"
+            )
         self._weights[owner] = weight
 
     def owner(self, salt: str | None) -> str | None:

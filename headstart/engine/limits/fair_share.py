@@ -65,7 +65,8 @@ class FairShare:
         self._now = 0.0
         self._owners: dict[str, _Owner] = {}
         self._guesses: dict[Request, float] = {}  # tokens of their answers that were counted
-        self._admissions: dict[Request, tuple[int, int]] = {}  # preemptions before, and its cost
+        # Of its last admission: preemptions before it, its cost, and where it began to compute.
+        self._admissions: dict[Request, tuple[int, int, int]] = {}
         self._numbers = count()
 
     def _name(self, request: Request) -> str | None:
@@ -100,7 +101,7 @@ class FairShare:
         """False for a prompt that is computed; also for one that is gone, which is forgotten."""
         if request in owner.unread and request.finish_reason is not None:
             owner.unread.discard(request)
-            _, charged = self._admissions.pop(request, (0, 0))
+            _, charged, _ = self._admissions.pop(request, (0, 0, 0))
             guess = self._guesses.pop(request, 0.0)
             name = self._name(request)
             if request.missed is None and name is not None:  # it never ran
@@ -129,9 +130,13 @@ class FairShare:
         return stop
 
     def _rank(self, request: Request) -> tuple[int, float]:
-        """As the scheduler ranks requests, but a prompt's turn goes on with what is computed."""
+        """As the scheduler ranks requests, but a prompt's turn goes on with what is computed.
+
+        What it hits was computed for others, or before it gave way.
+        """
         name = self._name(request)
-        computed = request.sequence.num_computed_tokens - request.num_cached_tokens
+        _, _, start = self._admissions.get(request, (0, 0, 0))
+        computed = request.sequence.num_computed_tokens - start
         return request.priority, request.turn + max(0, computed) / self._shares.weight(name)
 
     def _is_before(self, other: _Owner, rank: tuple[int, float]) -> bool:
@@ -198,9 +203,9 @@ class FairShare:
         """Charge the owner for an admission, in place of one that a failed step took back."""
         times = request.num_preemptions
         cost = (len(request.sequence.token_ids) if times else 0) - start
-        before, charged = self._admissions.get(request, (-1, 0))
+        before, charged, _ = self._admissions.get(request, (-1, 0, 0))
         self._charge(name, cost - charged if before == times else cost)
-        self._admissions[request] = times, cost
+        self._admissions[request] = times, cost, start
 
     def leave(self, request: Request) -> None:
         """It waits again, or is gone; one that is gone is forgotten when it would be first."""

@@ -81,6 +81,8 @@ class LLMEngine:
         options: see `StreamOptions`.
         """
         self.engine.require_open()
+        if request_id in self._untold():
+            raise RequestError(f"request {request_id!r} has an output that the next step tells")
         call = read_call(ADD_REQUEST, options, 1)
         [chosen] = spread_params(params, self._sampling, 1)
         group = self.engine.prepare(
@@ -94,6 +96,12 @@ class LLMEngine:
         self.engine.submit(group)
         self._shown[group.request_id] = ShownOutputs(group.params.output_kind)
         return group.request_id
+
+    def _untold(self) -> list[str]:
+        """Requests that an interrupted step moved, and of which nobody knows yet."""
+        moved = [*self._moved, *(result.group for result in self.engine.results)]
+        told = [output for outputs in self._outputs for output in outputs]
+        return [*self._errors, *(one.request_id for one in [*moved, *told])]
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; the outputs of the requests that it moved, as `output_kind` says.

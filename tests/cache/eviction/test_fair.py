@@ -5,7 +5,15 @@ from collections import Counter
 
 import pytest
 
-from headstart.cache import CacheConfig, KVCacheManager, Mark, PublicBlocks, TokenSequence
+from headstart.cache import (
+    CacheConfig,
+    KVCacheManager,
+    Mark,
+    PublicBlocks,
+    Shares,
+    TokenSequence,
+)
+from headstart.errors import CacheError
 from tests.cache.workloads import Workload
 
 BLOCK = 4
@@ -154,3 +162,11 @@ def test_who_is_made_an_owner_late_has_what_is_cached_for_him() -> None:
         used.append(+manager.pool.free._used)
     assert lines[0] == lines[1] and len(lines[0]) == 4
     assert used[0] == used[1]
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, float("inf"), float("nan"), "2", None])
+def test_a_weight_that_shares_nothing_is_refused(weight: object) -> None:
+    shares = Shares()
+    with pytest.raises(CacheError, match=r"the weight of owner 'a' is .*; allowed: above 0"):
+        shares.set("a", weight)
+    assert not shares.count

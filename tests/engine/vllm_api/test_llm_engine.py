@@ -212,6 +212,21 @@ def test_what_an_interrupted_step_had_to_tell_is_gone_with_an_abort(
     assert [output.request_id for output in run(engine)] == ["b"]
 
 
+def test_an_id_is_taken_until_its_last_output_was_told(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.add_request("a", [5, 6], few(1))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ShownOutputs, "next", interrupt)
+        engine.step()
+    with pytest.raises(RequestError, match="'a' has an output that the next step tells"):
+        engine.add_request("a", [7, 8, 9], few(2))
+    [output] = run(engine)
+    assert output.prompt_token_ids == [5, 6] and output.finished
+    engine.add_request("a", [7, 8, 9], few(2))
+    assert run(engine)[-1].prompt_token_ids == [7, 8, 9]
+
+
 def test_an_error_nobody_was_told_goes_with_its_request(engine: LLMEngine) -> None:
     engine.add_request("bad", [5, POISON], few(2))
     engine.add_request("good", [5, 6], few(2))

@@ -86,31 +86,38 @@ class SpeechService(Front):
 class Transcripts:
     """What was said of late, so that a conversation can name an answer by its id.
 
-    At most MOST answers of all tenants, and for SECONDS each; a tenant finds its own alone.
+    At most MOST answers of all tenants, and for SECONDS each; a tenant finds its own alone, and
+    where there are too many, the oldest of the tenant that has most of them goes.
     """
 
     MOST = 4096
     SECONDS = 3600
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str | None, str], tuple[float, str]] = OrderedDict()
+        # By tenant, which is what its salts begin with.
+        self._kept: dict[str, OrderedDict[tuple[str | None, str], tuple[float, str]]] = {}
         self._lock = threading.Lock()  # several threads keep answers
 
     def keep(self, salt: str | None, name: str, text: str) -> int:
         """Keep a text; until when, in seconds of the epoch."""
         now = time.time()
         with self._lock:
-            self._kept[salt, name] = now + self.SECONDS, text
-            while len(self._kept) > self.MOST or self._oldest_end() < now:
-                self._kept.popitem(last=False)
+            own = self._kept.setdefault(_tenant(salt), OrderedDict())
+            own[salt, name] = now + self.SECONDS, text
+            for tenant, kept in list(self._kept.items()):
+                while kept and next(iter(kept.values()))[0] < now:
+                    kept.popitem(last=False)
+                if not kept:
+                    del self._kept[tenant]
+            if sum(map(len, self._kept.values())) > self.MOST:
+                max(self._kept.values(), key=len).popitem(last=False)
         return int(now + self.SECONDS)
-
-    def _oldest_end(self) -> float:
-        return next(iter(self._kept.values()))[0]
 
     def find(self, salt: str | None, name: str) -> str:
         """The text of an answer. Raises ApiError if it is not there, or no more."""
-        end, text = self._kept.get((salt, name), (0.0, ""))
+        with self._lock:
+            own = self._kept.get(_tenant(salt))
+            end, text = own.get((salt, name), (0.0, "")) if own else (0.0, "")
         if end < time.time():
             raise ApiError(
                 404,
@@ -119,6 +126,10 @@ class Transcripts:
                 param="messages",
             )
         return text
+
+
+def _tenant(salt: str | None) -> str:
+    return (salt or "").partition("/")[0]
 
 
 class SpeechMetrics:

@@ -121,9 +121,22 @@ def test_what_was_said_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> 
     kept.keep("a", "one", "first")
     now += Transcripts.SECONDS + 1
     kept.keep("b", "two", "second")
-    assert [text for _, text in kept._kept.values()] == ["second"]
+    assert [text for own in kept._kept.values() for _, text in own.values()] == ["second"]
     with pytest.raises(ApiError):
         kept.find("a", "one")
+
+
+def test_who_says_much_takes_away_nothing_that_others_said() -> None:
+    kept = Transcripts()
+    kept.keep("quiet/at home", "one", "mine")
+    for at in range(2 * Transcripts.MOST):
+        kept.keep(f"loud/{at % 7}", str(at), "noise")
+    assert kept.find("quiet/at home", "one") == "mine"
+    assert sum(map(len, kept._kept.values())) == Transcripts.MOST
+    with pytest.raises(ApiError):
+        kept.find("quiet/elsewhere", "one")
+    with pytest.raises(ApiError):
+        kept.find("loud/0", "0")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """The queue of free blocks: a doubly linked list that runs through the blocks themselves."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from headstart.cache.block import KVCacheBlock
 from headstart.errors import CacheError
@@ -24,7 +24,7 @@ class FreeBlockQueue:
 
     __slots__ = ("_ends", "length")
 
-    def __init__(self, blocks: Iterable[KVCacheBlock] = ()) -> None:
+    def __init__(self, blocks: Sequence[KVCacheBlock] = ()) -> None:
         self._ends = KVCacheBlock(-1)
         self.length = 0
         self.extend(blocks)
@@ -46,24 +46,23 @@ class FreeBlockQueue:
         """Put a block at the head: it will be reused first."""
         self._insert(block, self._ends.next_free_block)
 
-    def extend(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def extend(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Append blocks one by one; one loop without a call a block, since free is hot."""
         ends = self._ends
         last = ends.prev_free_block
-        count = 0
+        count = len(blocks)
         for block in blocks:
             if block.next_free_block is not block:
-                ends.prev_free_block = last
-                last.next_free_block = ends
-                self.length += count
-                raise CacheError(f"block {block.block_id} is on the free queue already")
+                count = blocks.index(block)
+                break
             block.prev_free_block = last
             last.next_free_block = block
             last = block
-            count += 1
         last.next_free_block = ends
         ends.prev_free_block = last
         self.length += count
+        if count < len(blocks):
+            raise CacheError(f"block {blocks[count].block_id} is on the free queue already")
 
     def popleft(self, count: int) -> list[KVCacheBlock]:
         """Take `count` blocks from the head. Raises CacheError when there are fewer."""

@@ -98,17 +98,15 @@ class BlockPool:
         for block in blocks:
             block.ref_cnt += 1
 
-    def release(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Hold these blocks, of which the last of a request comes first, once less.
 
         A copy of a block that is cached elsewhere is of no use to anyone once it is free: it
         becomes empty.
         """
-        freed = []
         for block in blocks:
-            block.ref_cnt = held = block.ref_cnt - 1
-            if not held:
-                freed.append(block)
+            block.ref_cnt -= 1
+        freed = [block for block in blocks if not block.ref_cnt]
         self.note_freed(freed)
         if self.copies:
             freed = self._lend_recency(freed)

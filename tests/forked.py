@@ -9,14 +9,15 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from headstart.cli.main import main
 
-__all__ = ["FORKS", "run_program", "start_headstart"]
+__all__ = ["FORKS", "run_headstart", "run_program", "start_headstart"]
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
@@ -47,13 +48,29 @@ def start_headstart(
     return process
 
 
+def run_headstart(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `headstart` with these arguments and no input, until it ends."""
+    return _until_it_ends(arguments, partial(start_headstart, arguments))
+
+
 def run_program(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """As `python -W ignore -c program arguments`, by this process's search path."""
-    with TemporaryDirectory() as told:
-        streams = Path(os.devnull), Path(told) / "output", Path(told) / "errors"
-        given = [program, *map(str, arguments)]
+    given = [program, *map(str, arguments)]
+
+    def start(streams: tuple[Path, Path, Path]) -> BaseProcess:
         process = FORKS.Process(target=_run_program, args=(given, streams), daemon=True)
         process.start()
+        return process
+
+    return _until_it_ends(given, start)
+
+
+def _until_it_ends(
+    given: Sequence[str], start: Callable[[tuple[Path, Path, Path]], BaseProcess]
+) -> subprocess.CompletedProcess[str]:
+    with TemporaryDirectory() as told:
+        streams = Path(os.devnull), Path(told) / "output", Path(told) / "errors"
+        process = start(streams)
         process.join()
         said = [stream.read_text() if stream.exists() else "" for stream in streams[1:]]
         return subprocess.CompletedProcess(given, process.exitcode or 0, *said)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import FrameType, ModuleType
 
@@ -88,6 +89,7 @@ def _countdown(at: int, error: BaseException, raised: list[BaseException]) -> Tr
     return line
 
 
+@cache
 def _files(module: ModuleType) -> str:
     """What the names of the module's files begin with."""
     assert module.__file__ is not None

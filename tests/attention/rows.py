@@ -42,23 +42,23 @@ OPTIONS = {
 
 def reference(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """Rows `q` `[rows, heads, dim]` at the end of a context `k`, `v` `[context, kv_heads, dim]`."""
-    q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), *(kept.double().repeat_interleave(group, 1) for kept in (k, v))
+    sinks = None if options.sinks is None else options.sinks[: q.shape[1]].double().exp()
     out = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64)
     for row in range(len(q)):
         position = len(k) - len(q) + row
         first = 0
         if options.sliding_window is not None:
             first = max(0, position - options.sliding_window + 1)
-        for head in range(q.shape[1]):
-            scores = k[first : position + 1, head // group] @ q[row, head] * options.scaling
-            if options.softcap is not None:
-                scores = options.softcap * torch.tanh(scores / options.softcap)
-            weights = scores.exp()
-            total = weights.sum()
-            if options.sinks is not None:
-                total = total + options.sinks[head].double().exp()
-            out[row, head] = (weights / total) @ v[first : position + 1, head // group]
+        scores = torch.einsum("thd,hd->ht", k[first : position + 1], q[row]) * options.scaling
+        if options.softcap is not None:
+            scores = options.softcap * torch.tanh(scores / options.softcap)
+        weights = scores.exp()
+        total = weights.sum(1)
+        if sinks is not None:
+            total = total + sinks
+        out[row] = torch.einsum("ht,thd->hd", weights / total.unsqueeze(1), v[first : position + 1])
     return out
 
 

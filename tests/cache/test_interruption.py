@@ -3,7 +3,7 @@
 import pickle
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -71,7 +71,7 @@ class Scenario:
 
     def __init__(self, options: dict[str, Any]) -> None:
         options = {"num_blocks": 12, "block_size": 4} | options
-        self.salts = options.pop("salts", (None,))
+        self.salts: tuple[str | None, ...] = options.pop("salts", (None,))
         marks = options.pop("marks", False)
         config = CacheConfig(**options)
         self.engine = TinyEngine(KVCacheManager(config, BlockNames(4), still))
@@ -190,8 +190,9 @@ class Recording:
         return scenario
 
 
-def probes(salts: Sequence[str | None]) -> list[TokenSequence]:
-    """What would hit all that is cached, and goes on."""
+@cache
+def probes(salts: tuple[str | None, ...]) -> list[TokenSequence]:
+    """What would hit all that is cached, and goes on; all that a lookup changes in it is its keys."""
     made = [one for one in sequences(salts) if one.token_ids != HEAD or one.request_id == "0"]
     for sequence in made:
         for token in range(5):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import run_headstart
+
 COMMAND = f"{sys.executable} -m headstart "
 FULL = Path("/dev/full")
 
@@ -47,7 +49,7 @@ def test_a_file_that_never_ends_is_refused() -> None:
 @pytest.mark.parametrize("command", ["chat", "serve"])
 def test_a_model_that_is_named_without_its_flag_is_told_of_it(command: str) -> None:
     """`ollama run NAME` and `vllm serve NAME` name it so."""
-    done = shell(f"{command} headstart-tiny")
+    done = run_headstart(command, "headstart-tiny")
     assert done.returncode == 2
     assert done.stderr == (
         "headstart: got unexpected extra argument (headstart-tiny); a model is named by --model; "
@@ -72,21 +74,23 @@ def test_a_model_that_is_named_without_its_flag_is_told_of_it(command: str) -> N
 )
 def test_a_misspelt_name_is_answered_in_whole_sentences(call: str, said: str) -> None:
     """It said "did you mean 'chat'?; see headstart --help"."""
-    assert shell(call).stderr == f"headstart: {said}\n"
+    assert run_headstart(*call.split()).stderr == f"headstart: {said}\n"
 
 
-@pytest.mark.parametrize("more", ["", " Hello"])
-def test_a_model_that_is_asked_as_a_prompt_is_told_of(more: str) -> None:
+@pytest.mark.parametrize("more", [(), ("Hello",)])
+def test_a_model_that_is_asked_as_a_prompt_is_told_of(more: tuple[str, ...]) -> None:
     """Alone it was answered as a prompt without a word, and `ollama run NAME` names it so."""
-    done = shell(f"run --max-tokens 2 headstart-tiny{more}")
+    done = run_headstart("run", "--max-tokens", "2", "headstart-tiny", *more)
     assert done.returncode == 0
     assert "headstart-tiny is asked as a prompt; a model is named by --model" in done.stderr
-    assert "as a prompt" not in shell("run --max-tokens 2 Hello There").stderr
+    done = run_headstart("run", "--max-tokens", "2", "Hello", "There")
+    assert done.returncode == 0
+    assert "as a prompt" not in done.stderr
 
 
 @pytest.mark.parametrize("call", ["cache", "keys"])
 def test_a_group_without_a_command_shows_its_help(call: str) -> None:
-    done = shell(call)
+    done = run_headstart(call)
     assert done.returncode == 2
     assert done.stderr.startswith(f"Usage: headstart {call} ")
     assert "see headstart" not in done.stderr

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from headstart.models.families import FAMILIES
 from headstart.models.half_weight import HalfLinear
 from headstart.models.loader import load_model
 from headstart.native import avx2_library
+from tests.forked import run_program
 from tests.tiny_models import TINY, save_tiny, tiny_config, tiny_model
 
 WEIGHTS = "model.safetensors"
@@ -200,12 +199,7 @@ def test_nothing_is_in_memory_twice(dtype: str, large: Path, tmp_path: Path) -> 
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the kernel does not tell a process's peak")
     small = save_tiny("llama", tmp_path / "small")
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(small), str(large), dtype],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_program(MEASURE, small, large, dtype)
     assert done.returncode == 0, done.stderr
     most, stays = map(int, done.stdout.split())
     assert stays > 100_000  # KiB

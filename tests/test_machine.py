@@ -64,11 +64,11 @@ def old_x86(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("old_x86")
 def test_auto_is_float32_where_bfloat16_is_slow_and_says_so_in_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
 ) -> None:
     monkeypatch.setenv("HEADSTART_NATIVE", "0")
     assert load_model(folder).dtype == torch.float32
-    [record] = caplog.records
+    [record] = logged
     assert record.levelno == logging.WARNING
     assert record.getMessage().count("\n") == 0
     assert (
@@ -79,34 +79,34 @@ def test_auto_is_float32_where_bfloat16_is_slow_and_says_so_in_one_line(
 
 @pytest.mark.usefixtures("old_x86")
 def test_auto_is_float32_over_weights_as_they_are_where_kernels_serve_that(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
 ) -> None:
     """It takes no memory, so nothing is said, and free memory does not matter."""
     if avx2_library() is None:
         pytest.skip("no compiled kernels for AVX2 here")
     monkeypatch.setattr(dtypes, "available_memory", lambda: 0)
     assert load_model(folder).dtype == torch.float32
-    assert not caplog.records
+    assert not logged
 
 
 @pytest.mark.usefixtures("old_x86")
-def test_a_dtype_that_is_asked_for_is_taken(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dtype_that_is_asked_for_is_taken(folder: Path, logged: list[logging.LogRecord]) -> None:
     assert load_model(folder, dtype="bfloat16").dtype == torch.bfloat16
     assert fast_dtype("auto", folder, torch.device("meta")) == "auto"
-    assert not caplog.records
+    assert not logged
 
 
 @pytest.mark.usefixtures("old_x86")
 def test_auto_keeps_the_dtype_where_memory_is_short(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
 ) -> None:
     wide = 2 * (folder / "model.safetensors").stat().st_size
     monkeypatch.setattr(dtypes, "available_memory", lambda: 2 * wide)
     assert fast_dtype("auto", folder, CPU) == torch.float32
-    caplog.clear()
+    logged.clear()
     monkeypatch.setattr(dtypes, "available_memory", lambda: 2 * wide - 1)
     assert fast_dtype("auto", folder, CPU) == "auto"
-    [record] = caplog.records
+    [record] = logged
     assert "too few for float32" in record.getMessage()
 
 

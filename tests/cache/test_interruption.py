@@ -192,7 +192,7 @@ class Recording:
 
 @cache
 def probes(salts: tuple[str | None, ...]) -> list[TokenSequence]:
-    """What would hit all that is cached, and goes on; all that a lookup changes in it is its keys."""
+    """What would hit all that is cached, and goes on. A lookup changes its keys alone."""
     made = [one for one in sequences(salts) if one.token_ids != HEAD or one.request_id == "0"]
     for sequence in made:
         for token in range(5):

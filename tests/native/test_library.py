@@ -1,6 +1,7 @@
 """The compiled library: loaded where it can be, done without where it cannot."""
 
 import ctypes
+import logging
 import os
 import shutil
 import tomllib
@@ -75,7 +76,7 @@ def test_a_missing_library_is_told_once_with_what_to_install(
     dtype: torch.dtype,
     expected: int,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    logged: list[logging.LogRecord],
 ) -> None:
     monkeypatch.setenv("HEADSTART_NATIVE", environment)
     monkeypatch.setattr(native, "cpu_flags", lambda: flags)
@@ -84,7 +85,7 @@ def test_a_missing_library_is_told_once_with_what_to_install(
     for _ in range(2):
         make_backend(PagedKVMemory([LayerLayout(2, 64, 64)], 4, 16, dtype, "cpu"))
     native.advise.cache_clear()
-    said = [record.getMessage() for record in caplog.records]
+    said = [record.getMessage() for record in logged]
     assert len(said) == expected
     assert all("C++ compiler" in text and "apt install g++" in text for text in said)
     assert not any("\n" in text for text in said)

@@ -5,8 +5,10 @@ than a fresh model's: else attention adds so little to the residual stream that 
 would hide in the rounding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-__all__ = ["TINY", "VOCABULARY", "save_tiny", "tiny_config", "tiny_model"]
+__all__ = ["TINY", "VOCABULARY", "save_tiny", "tiny_config", "tiny_model", "write_once"]
 
 VOCABULARY = 131
 _WINDOW = 6
@@ -158,5 +160,24 @@ TINY: dict[str, Callable[[], PreTrainedModel]] = {name: _builder(name) for name 
 
 def save_tiny(name: str, folder: str | Path) -> Path:
     """Write a tiny model (no tokenizer) into `folder`, as a checkpoint to load."""
+    return write_once(_save_tiny, Path(folder), name)
+
+
+def _save_tiny(folder: Path, name: str) -> None:
     TINY[name]().save_pretrained(folder)
-    return Path(folder)
+
+
+def write_once(save: Callable[..., object], folder: Path, *options: Hashable) -> Path:
+    """What `save(folder, *options)` writes; the same files each time, so they are made once."""
+    for name, content in _files(save, *options).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@cache
+def _files(save: Callable[..., object], *options: Hashable) -> dict[Path, bytes]:
+    with TemporaryDirectory() as name:
+        save(Path(name), *options)
+        written = [path for path in Path(name).rglob("*") if path.is_file()]
+        return {path.relative_to(name): path.read_bytes() for path in written}

@@ -33,6 +33,8 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tests.tiny_models import write_once
+
 __all__ = ["TINY_VISION", "make_image", "save_tiny_vision"]
 
 SPECIAL = (
@@ -197,6 +199,10 @@ def _tokenizer(template: str) -> PreTrainedTokenizerFast:
 
 def save_tiny_vision(name: str, folder: Path) -> Path:
     """Write a tiny model with its tokenizer and image processor into `folder`."""
+    return write_once(_save, folder, name)
+
+
+def _save(folder: Path, name: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model, processor, placeholder = TINY_VISION[name]()
@@ -209,7 +215,6 @@ def save_tiny_vision(name: str, folder: Path) -> Path:
     model.save_pretrained(folder)
     processor.save_pretrained(folder)  # type: ignore[attr-defined]
     _tokenizer(TEMPLATE.replace("IMAGE", placeholder)).save_pretrained(folder)
-    return folder
 
 
 def make_image(seed: int, width: int = 40, height: int = 32) -> Image.Image:

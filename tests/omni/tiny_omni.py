@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from headstart.models.demo.omni import IDS, OmniSizes, write_omni
+from tests.tiny_models import write_once
 
 AUDIO, IMAGE = IDS["<|AUDIO|>"], IDS["<|IMAGE|>"]
 AUDIO_START, AUDIO_END = IDS["<|audio_bos|>"], IDS["<|audio_eos|>"]
@@ -13,5 +14,8 @@ TINY = OmniSizes(64, 3, 48, 2, 4, scale=6, readable=False)
 
 def save_qwen25(folder: Path) -> Path:
     """The model with two voices, as a checkpoint folder."""
+    return write_once(_save, folder)
+
+
+def _save(folder: Path) -> None:
     write_omni(folder, TINY)
-    return folder

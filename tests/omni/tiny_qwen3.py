@@ -13,6 +13,7 @@ from transformers import (
 
 from headstart.models.demo.llama import write_byte_tokenizer
 from headstart.models.silence_transformers import silence_transformers
+from tests.tiny_models import write_once
 
 TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|audio_pad|>", "<|image_pad|>")
 TOKENS += ("<|video_pad|>", "<|audio_start|>", "<|audio_end|>", "<|vision_start|>")
@@ -136,6 +137,10 @@ def _code2wav() -> dict[str, Any]:
 
 def save_qwen3(folder: Path, seed: int = 6) -> Path:
     """The model with two voices, as a checkpoint folder."""
+    return write_once(_save, folder, seed)
+
+
+def _save(folder: Path, seed: int) -> None:
     config = Qwen3OmniMoeConfig(
         thinker_config=_thinker(),
         talker_config=_talker(),
@@ -171,4 +176,3 @@ def save_qwen3(folder: Path, seed: int = 6) -> Path:
     settings |= hears.to_dict()
     settings.pop("mel_filters", None)
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    return folder

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.structured.params import Form
-from headstart.engine.structured.reasons import MAX_CHOICES, explain
+from headstart.engine.structured.reasons import MAX_ITEMS_IN_ROW, explain
+from headstart.engine.structured.refusals import Check, refuse_form
 from headstart.engine.structured.tags import write_tags
 from headstart.errors import RequestError
 
@@ -36,6 +37,7 @@ NAMES_SPECIAL = ("grammar", "structural_tag")
 _SETTING_STACK = threading.Lock()
 _REMEMBERED = 64  # compiled forms
 _TRIED = 32  # tokens of an answer, before a form is taken
+_TRIED_PARTS = 64  # of a form whose first tokens cannot be followed
 _STACK = 512 * 2**20  # bytes, of address space alone until they are used
 
 
@@ -124,10 +126,11 @@ class GrammarCompiler:
         if form.kind not in NAMES_SPECIAL:
             _refuse_special(form, masks)
         found = _with_deep_stack(lambda: _build(form, masks))
-        if isinstance(found, Exception):
-            raise _refusal(form, found) from found
-        if found.is_error():
-            raise _refusal(form, found.get_error())
+        if isinstance(found, RequestError):
+            raise found
+        if isinstance(found, Exception) or found.is_error():
+            tried = Check(lambda one: _untried(one, masks), _TRIED_PARTS)
+            raise _with_deep_stack(lambda: refuse_form(form, _why(found), _READ, tried))
         return found
 
 
@@ -141,22 +144,39 @@ def _library() -> Any:
 def check_form(form: Form) -> None:
     """Raise RequestError for a form that no model's tokens can follow; needs no model."""
     try:
-        library = _library()
+        _library()
     except ImportError as error:
         raise _not_installed() from error
+    refusal = _with_deep_stack(lambda: (why := _misread(form)) and refuse_form(form, why, _READ))
+    if isinstance(refusal, Exception):
+        raise refusal
 
-    def check() -> tuple[bool, list[str]]:
-        said: tuple[bool, list[str]] = library.LLMatcher.validate_grammar_with_warnings(
+
+def _misread(form: Form) -> str:
+    """Why a form is refused whatever the tokens are; "" if it is not."""
+    try:
+        is_wrong, messages = _library().LLMatcher.validate_grammar_with_warnings(
             _grammar(form, {}), limits=_limits()
         )
-        return said
+    except Exception as error:
+        return _why(error)
+    return str(messages[0]) if is_wrong else ""
 
-    found = _with_deep_stack(check)
-    if isinstance(found, Exception):
-        raise _refusal(form, found) from found
-    is_wrong, messages = found
-    if is_wrong:
-        raise _refusal(form, messages[0])
+
+def _untried(form: Form, masks: TokenMasks) -> str:
+    """Why the beginning of an answer cannot be followed; "" if it can."""
+    try:
+        found = _build(form, masks)
+    except Exception as error:
+        return _why(error)
+    return _why(found) if found.is_error() else ""
+
+
+def _why(found: "LLMatcher | Exception") -> str:
+    return (str(found) or repr(found)) if isinstance(found, Exception) else found.get_error()
+
+
+_READ = Check(_misread, tries=2_000)
 
 
 def _grammar(form: Form, special: Mapping[str, int]) -> str:
@@ -177,7 +197,7 @@ def _grammar(form: Form, special: Mapping[str, int]) -> str:
 
 def _limits() -> "LLParserLimits":
     limits: LLParserLimits = _library().LLParserLimits(
-        max_items_in_row=MAX_CHOICES, verbose_errors=False
+        max_items_in_row=MAX_ITEMS_IN_ROW, verbose_errors=False
     )
     return limits
 
@@ -201,10 +221,12 @@ def _follow(matcher: "LLMatcher", masks: TokenMasks) -> "LLMatcher":
     draw = random.Random(0)
     for _ in range(_TRIED):
         [mask] = masks.compute([matcher])
-        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
-        if matcher.is_stopped() or not len(allowed):
+        bytes_with_any = np.flatnonzero(mask)
+        if matcher.is_stopped() or not len(bytes_with_any):
             break
-        matcher.consume_token(int(draw.choice(allowed)))
+        place = int(draw.choice(bytes_with_any))
+        bits = [bit for bit in range(8) if mask[place] >> bit & 1]
+        matcher.consume_token(place * 8 + draw.choice(bits))
     return matcher
 
 
@@ -240,11 +262,5 @@ def _not_installed() -> RequestError:
 def _refuse_special(form: Form, masks: TokenMasks) -> None:
     for text in masks.special_ids:
         if text in form.text:
-            raise _refusal(form, f"no text that is generated can have the special token {text!r}")
-
-
-def _refusal(form: Form, reason: object) -> RequestError:
-    if isinstance(reason, RequestError):
-        return reason
-    why = explain(reason, kind=form.kind)
-    return RequestError(f"structured_outputs.{form.kind} cannot be followed: {why}")
+            reason = f"no text that is generated can have the special token {text!r}"
+            raise refuse_form(form, reason)

@@ -1,0 +1,185 @@
+"""An error for a form says where in it the fault is."""
+
+import json
+from typing import Any
+
+import pytest
+
+from headstart import StructuredOutputsParams
+from headstart.engine.logits.vocabulary import Vocabulary
+from headstart.engine.structured.grammar import GrammarCompiler, check_form
+from headstart.engine.structured.places import find_fault
+from headstart.errors import RequestError
+from tests.tiny_tokenizers import TINY_TOKENIZERS
+
+TOKENIZER = TINY_TOKENIZERS["byte_level"]()
+VOCABULARY = Vocabulary(TOKENIZER, len(TOKENIZER), frozenset())
+ODD = {"not": {"type": "string"}}
+REPEATS = "((a{100}){100}){100}"
+
+
+def refusal(**form: Any) -> str:
+    """What is said of a form, by the check that needs no model too where that refuses it."""
+    wanted = StructuredOutputsParams(**form).form
+    with pytest.raises(RequestError) as caught:
+        GrammarCompiler(VOCABULARY).matcher(wanted)
+    try:
+        check_form(wanted)
+    except RequestError as error:
+        assert str(error) == str(caught.value)
+    return str(caught.value)
+
+
+def person(age: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "facts": {"type": "object", "properties": {"age": age}, "required": ["age"]},
+        },
+        "required": ["facts"],
+    }
+
+
+AGE = "#/properties/facts/properties/age"
+
+
+@pytest.mark.parametrize(
+    ("age", "reason", "pointer"),
+    [
+        (ODD, '"not" is not supported', "/not"),
+        ({"if": {}, "then": {}}, '"if" and "then" are not supported', ""),
+        ({"type": "strin"}, "Invalid type: strin", "/type"),
+        ({"type": "string", "pattern": "a(b"}, "unclosed group at character 2 of", "/pattern"),
+        ({"type": "string", "format": "tartan"}, "Unknown format: tartan", "/format"),
+        (
+            {"type": "number", "minimum": 3, "maximum": 1},
+            "nothing satisfies it: minimum (3) is greater than maximum (1)",
+            "",
+        ),
+        ({"allOf": [{"type": "string"}, {"type": "number"}]}, "nothing satisfies it:", "/allOf"),
+        ({"type": "string", "minLength": -1}, "Expected positive integer", "/minLength"),
+        ({"enum": 5}, "enum must be an array", "/enum"),
+        ({"properties": {"a/b~c": 5}}, "schema must be", "/properties/a~1b~0c"),
+        ({"required": [5]}, "Expected string for 'required' item", "/required"),
+        ({"type": "array", "items": {"items": ODD}}, '"not"', "/items/items/not"),
+        ({"anyOf": [{"type": "null"}, ODD]}, '"not"', "/anyOf/1/not"),
+        ({"additionalProperties": ODD}, '"not"', "/additionalProperties/not"),
+        ({"patternProperties": {"^a": ODD}}, '"not"', "/patternProperties/^a/not"),
+        ({"$ref": "#/$defs/x"}, '"$ref" refers to #/$defs/x, which the schema does not', "/$ref"),
+        ({"$ref": "http://a/b"}, "'http://a/b' is not in the schema, and nothing is", "/$ref"),
+        (
+            {"oneOf": [{"type": "string"}, {"type": "string", "minLength": 3}]},
+            '"oneOf" is not supported where an answer may match more than one',
+            "/oneOf",
+        ),
+    ],
+)
+def test_a_schema_s_fault_has_a_place(age: Any, reason: str, pointer: str) -> None:
+    said = refusal(json=person(age))
+    assert said.startswith(f"structured_outputs.json cannot be followed: {reason}")
+    assert said.endswith(f", at {AGE}{pointer}")
+
+
+def test_a_fault_that_shows_as_an_answer_is_followed_has_a_place() -> None:
+    many = {f"p{at}": {"type": "boolean"} for at in range(1_500)}
+    schema = {"type": "object", "properties": {"a": {"type": "object", "properties": many}}}
+    said = refusal(json=schema | {"required": ["a"]}, disable_any_whitespace=True)
+    assert said.endswith("optional properties of an object, at #/properties/a")
+
+
+def test_the_place_of_a_definition_is_where_it_is_defined() -> None:
+    schema = {
+        "properties": {"a": {"items": {"$ref": "#/$defs/some%20day"}}, "b": {"$ref": "#"}},
+        "$defs": {"unused": ODD, "some day": {"properties": {"x": {"$ref": "#/$defs/y"}}}},
+    }
+    schema["$defs"]["y"] = {"type": "string", "pattern": "("}  # type: ignore[index]
+    assert refusal(json=schema).endswith(": (, at #/$defs/y/pattern")
+
+
+def test_a_schema_within_itself_is_not_the_place_of_its_own_fault() -> None:
+    said = refusal(json={"properties": {"child": {"$ref": "#"}, "b": ODD}})
+    assert said.endswith('"not" is not supported, at #/properties/b/not')
+
+
+def test_what_must_not_be_is_no_fault() -> None:
+    never = {"properties": {"a": False, "b": {"items": False}, "c": ODD}}
+    assert refusal(json=never).endswith(", at #/properties/c/not")
+
+
+@pytest.mark.parametrize("draft", ["draft-04/schema#", "draft-07/schema#"])
+def test_older_drafts_of_the_standard(draft: str) -> None:
+    schema = {
+        "$schema": f"http://json-schema.org/{draft}",
+        "items": [{"$ref": "#/definitions/q"}],
+        "definitions": {"q": {"type": "string", "pattern": "("}},
+    }
+    assert refusal(json=schema).endswith(", at #/definitions/q/pattern")
+
+
+def test_the_pattern_of_white_space_is_named_itself() -> None:
+    said = refusal(json={"type": "object"}, whitespace_pattern="(")
+    assert said.startswith("structured_outputs.whitespace_pattern cannot be followed: unclosed")
+
+
+def test_a_structure_s_schema_is_named_by_its_number() -> None:
+    structures = [
+        {"begin": f"<{at}>", "schema": schema, "end": "."} for at, schema in enumerate([{}, ODD])
+    ]
+    said = refusal(structural_tag={"structures": structures, "triggers": ["<"]})
+    assert said.endswith('cannot be followed: "not" is not supported, at #/structures/1/schema/not')
+
+
+# What is too large, and what only has such a word in it
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        schema = {"items": schema}
+    return schema
+
+
+def test_how_deep_a_schema_may_be() -> None:
+    form = StructuredOutputsParams(json=nested(124)).form
+    GrammarCompiler(VOCABULARY).matcher(form)
+    assert refusal(json=nested(125)) == (
+        "structured_outputs.json cannot be followed: it is too deep; allowed: 124 objects and "
+        "lists within one another"
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ({"regex": REPEATS}, "it is too large, such as by repeats of repeats (lexer error: too"),
+        (
+            {"json": {"allOf": [{"properties": {f"p{at}": {}}} for at in range(500)]}},
+            "it is too large, such as by repeats of repeats (schema too large), at #/allOf",
+        ),
+        (
+            {"json": {"type": "number", "multipleOf": 1e-30}},
+            "Value for 'multipleOf' has too many digits: 10000000000000008, at #/multipleOf",
+        ),
+        (
+            {"grammar": 'start: "a"{1,99999999999999}'},
+            "error parsing signed integer: number too large to fit in target type",
+        ),
+        ({"grammar": "start: too_many_limits"}, 'unknown name: "too_many_limits", at line 1'),
+    ],
+)
+def test_too_large_is_said_of_what_is_too_large(form: dict[str, Any], reason: str) -> None:
+    assert refusal(**form).partition("cannot be followed: ")[2].startswith(reason)
+
+
+def test_the_search_is_bounded() -> None:
+    schema = {"properties": {f"p{at}": {"type": "null"} for at in range(99)} | {"q": ODD}}
+    tried: list[str] = []
+
+    def refuse(text: str) -> str:
+        tried.append(text)
+        return "odd" if "not" in json.loads(text) or "properties" in text else ""
+
+    assert find_fault(json.dumps(schema), "odd", refuse, tries=40).pointer == "#"
+    assert len(tried) == 40
+    assert find_fault(json.dumps(schema), "odd", refuse, tries=400).pointer == "#/properties/q/not"

@@ -63,9 +63,15 @@ class _Finder(MetaPathFinder):
             is_package = any(other.startswith(f"{name}.") for other in tables.MODULES.rows)
             return spec_from_loader(fullname, _Loader(tables.HOMES[name]), is_package=is_package)
         missing = tables.missing_module(fullname)
-        if missing is not None:
-            raise missing
-        return None
+        if missing is None or _is_looked_for():
+            return None
+        raise missing
+
+
+def _is_looked_for() -> bool:
+    """Whether `importlib.util.find_spec` asks, which has None for what is not there."""
+    asking = sys._getframe(3)  # beyond this function, the finder's, and the one that asks finders
+    return asking.f_globals.get("__name__") == "importlib.util"
 
 
 class _Loader(Loader):

@@ -3,8 +3,8 @@
     python tools/vllm_surface.py .../site-packages/vllm > tests/data/vllm_surface.json
 
 The parameters of its functions and the fields of its classes, each with its default as Python
-source (null if it must be given, "..." if it is computed), and the public names of its classes.
-`docs/vllm.md` has a row for each.
+source (null if it must be given, "..." if it is computed), the public names of its classes, and its
+modules, to the second level. `docs/vllm.md` has a row for each, or for the package that it is in.
 """
 
 import ast
@@ -24,6 +24,7 @@ CALLS = {
 FIELDS = ("EngineArgs", "SamplingParams", "BeamSearchParams", "LoRARequest", "TextPrompt",
           "TokensPrompt", "CompletionOutput", "Logprob", "RequestOutputKind",
           "StructuredOutputsParams")  # fmt: skip
+LEVELS = 2
 METHODS = ("LLM", "AsyncLLM", "LLMEngine", "SamplingParams", "CompletionOutput")
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -41,7 +42,7 @@ class Source:
             for node in ast.parse(path.read_text(encoding="utf-8")).body:
                 if isinstance(node, ast.ClassDef):
                     self.classes.setdefault(node.name, node)
-        self.exports = _exports(ast.parse((package / "__init__.py").read_text(encoding="utf-8")))
+        self.exports = _exports(package / "__init__.py")
 
     def lineage(self, name: str) -> list[ast.ClassDef]:
         """A class and those of its bases that are known, itself first."""
@@ -144,8 +145,9 @@ def _attributes(function: FunctionNode) -> list[str]:
     ]
 
 
-def _exports(tree: ast.Module) -> list[str]:
-    for node in tree.body:
+def _exports(path: Path) -> list[str]:
+    """What a file names in `__all__`."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
     return []
@@ -163,7 +165,20 @@ def read_surface(package: Path) -> Surface:
     surface["RequestOutput"] = source.parameters("RequestOutput", "__init__")
     for name in METHODS:
         surface[f"{name}."] = source.public_names(name)
+    surface["inputs"] = _exports(package / "inputs" / "__init__.py")
+    surface["modules"] = read_modules(package)
     return surface
+
+
+def read_modules(package: Path) -> list[str]:
+    """The public modules of a package and of its packages, by their dotted names."""
+    found = set()
+    for path in package.rglob("*.py"):
+        names = path.relative_to(package).with_suffix("").parts
+        parts = names[:-1] if names[-1] == "__init__" else names
+        if not any(part.startswith("_") for part in parts):
+            found |= {".".join(parts[:depth]) for depth in range(1, min(len(parts), LEVELS) + 1)}
+    return sorted(found)
 
 
 if __name__ == "__main__":

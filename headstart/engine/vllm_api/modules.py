@@ -15,14 +15,16 @@ from headstart.errors import HeadstartError, RequestError
 
 __all__ = ["HOMES", "MODULES", "explain_missing", "missing_module", "names_in"]
 
+_PROMPTS = dict.fromkeys(
+    ["PromptType", "TextPrompt", "TokensPrompt"], "headstart.engine.prompt_types"
+)
 HOMES: Mapping[str, Mapping[str, str]] = {
     "engine.async_llm_engine": {"AsyncLLMEngine": "headstart.engine.async_llm"},
     "engine.llm_engine": {"LLMEngine": "headstart.engine.vllm_api.llm_engine"},
     "entrypoints": {"LLM": "headstart.engine.llm"},
     "entrypoints.llm": {"LLM": "headstart.engine.llm"},
-    "inputs.data": dict.fromkeys(
-        ["PromptType", "TextPrompt", "TokensPrompt"], "headstart.engine.prompt_types"
-    ),
+    "inputs.data": _PROMPTS,
+    "inputs.llm": _PROMPTS,
     "logprobs": {"Logprob": "headstart.engine.outputs"},
     "v1.metrics": {},
     "v1.metrics.reader": dict.fromkeys(
@@ -68,7 +70,13 @@ MODULES = Names(
             f"{_OPTIONS}, or HEADSTART_... for the command line": _all("config envs"),
             _SERVER: _all(
                 "entrypoints.openai entrypoints.anthropic entrypoints.api_server entrypoints.cli "
-                "entrypoints.launcher entrypoints.serve entrypoints.utils tool_parsers reasoning"
+                "entrypoints.launcher entrypoints.serve entrypoints.utils tool_parsers reasoning "
+                "parser"
+            ),
+            "`headstart doctor` tells of the machine": _all("collect_env"),
+            "a process is started anew": _all("snapshot"),
+            "one adapter is a LoRA adapter: give `lora_request`": _all(
+                "prompt_adapter adapter_commons control_vectors"
             ),
             "`LLM.chat` takes the messages": _all("entrypoints.chat_utils renderers"),
             _POOLING: _all("pooling_params entrypoints.pooling entrypoints.score_utils"),
@@ -91,8 +99,10 @@ MODULES = Names(
             "profile with torch.profiler or py-spy around the call": _all("profiler"),
             "`headstart serve --otlp-traces-endpoint` traces requests": _all("tracing"),
             _INSIDE: _all(
-                "compilation connections core engine.output_processor forward_context "
-                "kernels lora.models lora.layers plugins scalar_type sequence triton_utils usage "
+                "block compilation connections core cute_utils engine.async_timeout "
+                "engine.output_processor env_override forward_context ir kernels lora.models "
+                "lora.layers plugins scalar_type sequence spec_decode tasks third_party "
+                "tilelang_utils triton_utils usage "
                 "v1.attention v1.core v1.executor v1.kv_cache_interface v1.outputs v1.request "
                 "v1.spec_decode v1.structured_output v1.utils v1.worker vllm_flash_attn"
             ),
@@ -102,9 +112,13 @@ MODULES = Names(
 )
 
 _WITHIN: Mapping[str, str] = {
+    "attention": _INSIDE,
     "v1": _INSIDE,
     "lora": _INSIDE,
     "utils": "write what it does in the program",
+    "entrypoints": _SERVER,
+    "inputs": "`headstart.inputs` has the kinds of prompts",
+    "models": "every decoder that transformers has is tried",
 }
 """What to do without any other module of these packages."""
 
@@ -118,24 +132,21 @@ _NAMES: Mapping[str, Mapping[str, Iterable[str]]] = {
         "repeating answers end at `max_tokens`": ["RepetitionDetectionParams"],
     },
     "inputs": {
-        _EMBEDS: ["EmbedsPrompt", "EmbedsInputs", "embeds_inputs"],
-        _DECODERS: [
-            "ExplicitEncoderDecoderPrompt",
-            "EncoderDecoderInputs",
-            "build_explicit_enc_dec_prompt",
-            "to_enc_dec_tuple_list",
-            "zip_enc_dec_prompts",
-        ],
-        "`PromptType` is every prompt that is taken": [
-            "DataPrompt",
-            "DecoderOnlyInputs",
-            "DecoderOnlyPrompt",
-            "ProcessorInputs",
-            "SingletonInputs",
-            "SingletonPrompt",
-            "TokenInputs",
-            "token_inputs",
-        ],
+        _EMBEDS: _all("EmbedsPrompt EmbedsInput EmbedsInputs embeds_input embeds_inputs"),
+        _DECODERS: _all(
+            "ExplicitEncoderDecoderPrompt EncoderDecoderInputs EncoderDecoderInput "
+            "MultiModalEncDecInput build_explicit_enc_dec_prompt build_enc_dec_input "
+            "mm_enc_dec_input split_enc_dec_input to_enc_dec_tuple_list zip_enc_dec_prompts"
+        ),
+        "`PromptType` is every prompt that is taken": _all(
+            "DataPrompt DecoderOnlyInputs DecoderOnlyPrompt DecoderOnlyEngineInput EngineInput "
+            "ProcessorInputs SingletonInputs SingletonInput SingletonPrompt TokenInputs "
+            "TokensInput token_inputs tokens_input"
+        ),
+        _IMAGES: _all(
+            "ModalityData MultiModalDataBuiltins MultiModalDataDict MultiModalUUIDDict "
+            "MultiModalHashes MultiModalInput MultiModalPlaceholders mm_input"
+        ),
     },
     "outputs": {_POOLING: [name for name in EXPORTS.rows if name.endswith("Output")]},
     "logprobs": {_LISTS: ["PromptLogprobs", "SampleLogprobs", "FlatLogprobs"]},

@@ -1,6 +1,8 @@
 """Imports in vLLM's names: they work, or say what to do instead."""
 
 import importlib
+import importlib.util
+import json
 import subprocess
 import sys
 
@@ -13,6 +15,7 @@ from headstart.engine.vllm_api.rows import Verdict
 from headstart.utils import random_uuid
 from tests.house.source import PACKAGE, ROOT, read_modules
 
+SURFACE = json.loads((ROOT / "tests/data/vllm_surface.json").read_text(encoding="utf-8"))
 WORKING = [name for name, row in MODULES.rows.items() if row.verdict is Verdict.WORKS]
 REFUSED = [name for name, row in MODULES.rows.items() if row.verdict is Verdict.REFUSED]
 
@@ -98,6 +101,8 @@ def test_no_name_is_both_there_and_refused() -> None:
     ("name", "note"),
     [
         ("utils.async_utils", "write what it does in the program"),
+        ("attention.layer", "`LLM.engine` is the engine here; its parts are not vLLM's"),
+        ("models.inkling", "every decoder that transformers has is tried"),
         ("lora.peft_helper", "`LLM.engine` is the engine here; its parts are not vLLM's"),
         ("v1.engine.core", "`LLM.engine` is the engine here; its parts are not vLLM's"),
     ],
@@ -108,8 +113,43 @@ def test_other_modules_of_vllm_s_packages_say_what_to_do(name: str, note: str) -
     assert str(caught.value) == f"no module named 'headstart.{name}': {note}"
 
 
+@pytest.mark.parametrize("name", SURFACE["modules"])
+def test_every_module_of_vllm_s_works_or_says_what_to_do(name: str) -> None:
+    """`headstart.parser` and 60 more were Python's own error."""
+    is_ours = name in ("assets", "models", "version")  # where there is more than vLLM's names
+    lines = [f"import headstart.{name}", f"from headstart.{name} import unheard_of"]
+    for line in lines[: 1 if is_ours else 2]:
+        try:
+            exec(line)
+        except HeadstartError as error:
+            assert isinstance(error, ImportError)
+            assert str(error).startswith(("no module named 'headstart.", "cannot import name"))
+
+
+@pytest.mark.parametrize("name", ["config", "parser", "utils.async_utils", "inputs.engine"])
+def test_what_looks_for_a_module_finds_none(name: str) -> None:
+    """It raised, where programs ask whether there is such a module."""
+    assert importlib.util.find_spec(f"headstart.{name}") is None
+
+
+@pytest.mark.parametrize("name", ["entrypoints.llm", "inputs.llm", "logprobs", "inputs"])
+def test_what_looks_for_a_module_finds_those_that_work(name: str) -> None:
+    assert importlib.util.find_spec(f"headstart.{name}") is not None
+
+
+@pytest.mark.parametrize("name", SURFACE["inputs"])
+def test_every_kind_of_input_works_or_says_what_to_do(name: str) -> None:
+    try:
+        exec(f"from headstart.inputs import {name}")
+    except HeadstartError as error:
+        assert isinstance(error, ImportError)
+        assert "'headstart.inputs': " in str(error)
+
+
 def test_prompts_can_be_imported_from_where_older_programs_look() -> None:
-    assert importlib.import_module("headstart.inputs.data").TokensPrompt is headstart.TokensPrompt
+    for name in ("data", "llm"):
+        module = importlib.import_module(f"headstart.inputs.{name}")
+        assert module.TokensPrompt is headstart.TokensPrompt
 
 
 def test_ids_of_requests_differ() -> None:

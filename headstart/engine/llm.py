@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup
 
 
-@check_calls(ConfigError)
+@check_calls(ConfigError, generate=GENERATE, chat=CHAT)
 class LLM:
     """A model that answers prompts and keeps what it computed for the next one.
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from headstart.engine.vllm_api.earlier import CHAT_REFUSED, GENERATE_REFUSED, STREAM_REFUSED
 from headstart.engine.vllm_api.rows import Names, Row, accepted, refused, works
 from headstart.errors import RequestError
 
@@ -30,7 +31,8 @@ GENERATE = Names(
     "LLM.generate",
     works({"prompts": "", "sampling_params": "", "use_tqdm": "a function counts as `True`"})
     | _EVERY_CALL
-    | refused(_TOKENIZE),
+    | refused(_TOKENIZE)
+    | refused(GENERATE_REFUSED),
     RequestError,
     own=_OWN,
 )
@@ -51,7 +53,8 @@ CHAT = Names(
     works({"messages": "", "sampling_params": "", "use_tqdm": "a function counts as `True`"})
     | _EVERY_CALL
     | _TEMPLATE
-    | refused(_TOKENIZE),
+    | refused(_TOKENIZE)
+    | refused(CHAT_REFUSED),
     RequestError,
     own=_OWN,
 )
@@ -81,7 +84,8 @@ ASYNC_GENERATE = Names(
                 "reasoning_parser_kwargs": ({},),
             },
         }
-    ),
+    )
+    | refused(STREAM_REFUSED),
     RequestError,
     own=_OWN,
 )
@@ -103,21 +107,27 @@ ADD_REQUEST = Names(
             'give `{"prompt": ..., "prompt_token_ids": ...}`': {"prompt_text": ()},
             "K/V stay where they are": {"kv_hints": ()},
         }
-    ),
+    )
+    | refused(STREAM_REFUSED),
     RequestError,
     own=_OWN,
 )
 
-STREAM = Names("LLM.stream", _EVERY_CALL, RequestError, own=_OWN)
+STREAM = Names("LLM.stream", _EVERY_CALL | refused(STREAM_REFUSED), RequestError, own=_OWN)
 
 ASYNC_CHAT = Names(
     "AsyncLLM.chat",
-    _EVERY_CALL | _TEMPLATE,
+    _EVERY_CALL | _TEMPLATE | refused(CHAT_REFUSED),
     RequestError,
     own=[*_OWN, "request_id"],
 )
 
-STREAM_CHAT = Names("LLM.stream_chat", _EVERY_CALL | _TEMPLATE, RequestError, own=_OWN)
+STREAM_CHAT = Names(
+    "LLM.stream_chat",
+    _EVERY_CALL | _TEMPLATE | refused(CHAT_REFUSED),
+    RequestError,
+    own=_OWN,
+)
 
 BEAM_SEARCH_CALL = Names(
     "LLM.beam_search",

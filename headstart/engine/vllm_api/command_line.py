@@ -9,15 +9,17 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from headstart.engine.config import EngineConfig
+from headstart.engine.vllm_api.earlier import ENGINE_ACCEPTED, ENGINE_REFUSED
 from headstart.engine.vllm_api.engine_args import LISTS, SHORT, SWITCHES, TEXTS
 from headstart.engine.vllm_api.options import ENGINE
-from headstart.engine.vllm_api.rows import Row, Verdict
+from headstart.engine.vllm_api.rows import Row, Verdict, accepted, refused
 from headstart.errors import ConfigError
 from headstart.validation import describe
 
 __all__ = ["FLAGS", "LOG_FLAGS", "add_flags", "default_of", "read_flags"]
 
-FLAGS = tuple(name for name in ENGINE.rows if name != "chat_template")
+_NO_FLAGS = {"chat_template", *accepted(ENGINE_ACCEPTED), *refused(ENGINE_REFUSED)}
+FLAGS = tuple(name for name in ENGINE.rows if name not in _NO_FLAGS)
 """Options that are flags: those of `EngineArgs`."""
 LOG_FLAGS = ("enable_log_requests", "disable_log_requests")
 """Those that vLLM's `AsyncEngineArgs` has beside them."""

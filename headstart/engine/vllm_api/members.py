@@ -54,7 +54,10 @@ LLM = Names(
             ),
             _PROFILE: _none("start_profile stop_profile"),
             "images are known by their content: nothing becomes stale": _none("reset_mm_cache"),
-            _STEPS: _none("enqueue enqueue_chat wait_for_completion"),
+            _STEPS: _none("enqueue enqueue_chat wait_for_completion abort_request"),
+            "give `tokenizer=` when the model is loaded": _none("set_tokenizer"),
+            "`load_adapter` loads one": _none("add_lora"),
+            "`close()` frees the memory": _none("shutdown"),
             "there are no workers: `engine.model` is the model": _none(
                 "collective_rpc apply_model"
             ),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
-from headstart.engine.vllm_api import engine_args
+from headstart.engine.vllm_api import earlier, engine_args
 from headstart.engine.vllm_api.rows import Names, accepted, refused, works
 from headstart.errors import ConfigError, RequestError
 from headstart.models.files import find_folder, read_json
@@ -20,7 +20,9 @@ ENGINE = Names(
     works(engine_args.WORKS)
     | accepted(engine_args.ACCEPTED)
     | accepted(engine_args.EARLIER)
-    | refused(engine_args.REFUSED),
+    | refused(engine_args.REFUSED)
+    | accepted(earlier.ENGINE_ACCEPTED)
+    | refused(earlier.ENGINE_REFUSED),
     ConfigError,
     own=[field.name for field in fields(EngineConfig)],
 )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
+from headstart.engine.vllm_api.earlier import SAMPLING_REFUSED
 from headstart.engine.vllm_api.rows import Names, accepted, refused, works
 from headstart.engine.vllm_api.signatures import check_calls
 from headstart.errors import RequestError
@@ -77,11 +78,9 @@ SAMPLING = Names(
             "give the forced tokens with the prompt and ask for `prompt_logprobs`": {
                 "trace_decode_token_ids": ()
             },
-            "give `n`": {"best_of": (1,)},
-            "give `structured_outputs`": {"guided_decoding": ()},
-            "call `LLM.beam_search`": {"use_beam_search": (False,)},
         }
-    ),
+    )
+    | refused(SAMPLING_REFUSED),
     RequestError,
     own=["logits_processors", "similar_images", "skip_storing_prefix_cache"],
 )

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
+from headstart.engine.vllm_api.rows import Names
 from headstart.errors import HeadstartError, RequestError
 
 __all__ = ["check_calls"]
@@ -12,11 +13,12 @@ __all__ = ["check_calls"]
 Owner = TypeVar("Owner", bound=type)
 
 
-def check_calls(making: type[HeadstartError]) -> Callable[[Owner], Owner]:
+def check_calls(making: type[HeadstartError], **tables: Names) -> Callable[[Owner], Owner]:
     """Have a class and its public methods say in one sentence how they are called.
 
     Arguments that a signature does not take, or that it misses, raise `making` when an object is
     made and RequestError in its methods. A TypeError from within a method stays as it is.
+    tables: the keywords of methods, by their names; one that is refused is told before what misses.
     """
 
     def decorate(kind: Owner) -> Owner:
@@ -27,14 +29,17 @@ def check_calls(making: type[HeadstartError]) -> Callable[[Owner], Owner]:
             elif isinstance(member, classmethod) and not name.startswith("_"):
                 setattr(kind, name, classmethod(_checked(member.__func__, shown, making)))
             elif inspect.isfunction(member) and not name.startswith("_"):
-                setattr(kind, name, _checked(member, shown, RequestError))
+                setattr(kind, name, _checked(member, shown, RequestError, tables.get(name)))
         return kind
 
     return decorate
 
 
 def _checked(
-    function: Callable[..., Any], shown: str, error: type[HeadstartError]
+    function: Callable[..., Any],
+    shown: str,
+    error: type[HeadstartError],
+    table: Names | None = None,
 ) -> Callable[..., Any]:
     signature = inspect.signature(function)
     allowed = ", ".join(_spell(parameter) for parameter in list(signature.parameters.values())[1:])
@@ -47,6 +52,8 @@ def _checked(
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as wrong:
+                if table is not None:
+                    table.read(kwargs)
                 raise error(f"{shown}: {wrong}; allowed: {shown}({allowed})") from None
             raise
 

@@ -1,0 +1,129 @@
+"""Names that earlier versions of vLLM had, or that programs bring from other libraries.
+
+None of them is a flag of a command line.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Refused = Mapping[str, Mapping[str, tuple[Any, ...]]]
+
+_DECODING = "there is no speculative decoding"
+_FORM = "give `structured_outputs`"
+_BEAMS = "call `LLM.beam_search` with `BeamSearchParams`"
+
+ENGINE_ACCEPTED: Mapping[str, Sequence[str]] = {
+    "preempted requests hit their own blocks when they resume": ["preemption_mode"],
+    "there are no CUDA graphs": ["max_context_len_to_capture"],
+    "there is one way to schedule": [
+        "num_scheduler_steps",
+        "multi_step_stream_outputs",
+        "scheduler_delay_factor",
+        "max_num_partial_prefills",
+        "max_long_partial_prefills",
+        "max_paddings",
+    ],
+    "callers tokenise in their own threads": [
+        "tokenizer_pool_size",
+        "tokenizer_pool_type",
+        "tokenizer_pool_extra_config",
+    ],
+    "images are known by their content": ["disable_mm_preprocessor_cache", "mm_cache_preprocessor"],
+}
+
+ENGINE_REFUSED: Refused = {
+    _DECODING: {
+        "speculative_model": (),
+        "num_speculative_tokens": (),
+        "num_lookahead_slots": (0,),
+    },
+    "one engine runs in one process on one device: start several": {
+        "worker_use_ray": (False,),
+        "engine_use_ray": (False,),
+    },
+    "models here generate; for embeddings or scores use transformers or sentence-transformers": {
+        "task": ("auto", "generate"),
+        "override_pooler_config": (),
+    },
+    "the configuration is the checkpoint's: edit config.json in its folder": {
+        "rope_scaling": (),
+        "rope_theta": (),
+        "override_neuron_config": ({},),
+    },
+    "one adapter is a LoRA adapter: give `lora_request`": {
+        "enable_prompt_adapter": (False,),
+        "max_prompt_adapters": (1,),
+        "max_prompt_adapter_token": (0,),
+    },
+    "an adapter changes linear layers by products alone": {
+        "lora_extra_vocab_size": (0, 256),
+        "long_lora_scaling_factors": (),
+        "enable_lora_bias": (False,),
+    },
+    "give adapters by name in each request: `lora_request` or `adapter`": {"lora_modules": ()},
+    "give them in each request's `StructuredOutputsParams`": {
+        "guided_decoding_disable_fallback": (False,),
+        "guided_decoding_disable_any_whitespace": (False,),
+        "guided_decoding_disable_additional_properties": (False,),
+    },
+    "the answer's text holds the reasoning: take it apart in the program": {
+        "enable_reasoning": (False,)
+    },
+    "K/V in 8 bits have their scales with them": {"calculate_kv_scales": (False,)},
+    "give `logits_processors` in SamplingParams": {"logits_processor_pattern": ()},
+    "the name is `num_gpu_blocks_override`, or `num_blocks`": {"num_gpu_blocks": ()},
+}
+
+SAMPLING_REFUSED: Refused = {
+    "give `n`": {"best_of": (1,), "num_return_sequences": (1,)},
+    _FORM: {
+        "guided_decoding": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "response_format": (),
+    },
+    _BEAMS: {
+        "use_beam_search": (False,),
+        "length_penalty": (1,),
+        "early_stopping": (False,),
+        "beam_width": (1,),
+        "num_beams": (1,),
+    },
+    "cut the prompt's token ids in the program": {"truncate_prompt_tokens": ()},
+    "the name is `max_tokens`": {"max_new_tokens": (), "max_completion_tokens": ()},
+    "`temperature=0` is greedy, any other draws": {"do_sample": ()},
+    "give `frequency_penalty` or `repetition_penalty`": {"no_repeat_ngram_size": (0,)},
+    "`AsyncLLM.generate` and `LLM.stream` stream": {"stream": (False,)},
+}
+
+_CALL: Refused = {
+    'give `{"prompt": ..., "multi_modal_data": ...}` as the prompt': {"multi_modal_data": ()},
+    "give `structured_outputs` in SamplingParams": {
+        "guided_options_request": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+    },
+    "one adapter is a LoRA adapter: give `lora_request`": {"prompt_adapter_request": ()},
+}
+_AS_PROMPT = 'the ids are a prompt themselves: `[5, 6]`, or `{"prompt_token_ids": [5, 6]}`'
+
+GENERATE_REFUSED: Refused = {
+    _AS_PROMPT: {"prompt_token_ids": ()},
+    "the name is `prompts`": {"inputs": ()},
+    **_CALL,
+}
+
+STREAM_REFUSED: Refused = {
+    _AS_PROMPT: {"prompt_token_ids": ()},
+    "the name is `prompt`": {"inputs": ()},
+    **_CALL,
+}
+
+CHAT_REFUSED: Refused = {
+    "`LLM.generate` takes token ids": {"prompt_token_ids": ()},
+    'give `chat_template_kwargs={"documents": ...}`': {"documents": ()},
+    **_CALL,
+}

@@ -1,0 +1,78 @@
+"""Keywords of earlier versions of vLLM, and of other libraries: each says what to write instead."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from headstart import LLM, ConfigError, RequestError, SamplingParams
+from headstart.engine.vllm_api import calls, earlier
+from headstart.engine.vllm_api.command_line import FLAGS
+from headstart.engine.vllm_api.options import ENGINE, read_options
+from headstart.engine.vllm_api.rows import Names, Verdict, accepted, refused
+from headstart.engine.vllm_api.sampling import SAMPLING
+from tests.engine.tiny_llm import make_llm, save_smallest
+
+FEW = SamplingParams(max_tokens=2)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    made = make_llm(save_smallest(tmp_path_factory.mktemp("model")))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.generate(prompt_token_ids=[[5, 6]], sampling_params=FEW),
+        lambda llm: llm.generate(None, FEW, prompt_token_ids=[[5, 6]]),
+        lambda llm: llm.stream([5, 6], FEW, prompt_token_ids=[5, 6]),
+    ],
+)
+def test_token_ids_are_a_prompt_themselves(llm: LLM, call: Any) -> None:
+    """It was said only that `prompts` are missing."""
+    with pytest.raises(
+        RequestError, match=r'ids are a prompt .*`\{"prompt_token_ids": \[5, 6\]\}`'
+    ):
+        call(llm)
+
+
+def test_a_chat_s_documents_go_to_its_template(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r'give `chat_template_kwargs=\{"documents": ...\}`$'):
+        llm.chat([{"role": "user", "content": "a"}], documents=["b"])  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", refused(earlier.SAMPLING_REFUSED))
+def test_a_parameter_says_what_to_write(name: str) -> None:
+    row = SAMPLING.rows[name]
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: object()})
+    assert str(caught.value).endswith(f"; {row.note}")
+    for harmless in (None, *row.allowed):
+        assert SamplingParams(**{name: harmless}) == SamplingParams()
+
+
+@pytest.mark.parametrize("name", [*earlier.ENGINE_ACCEPTED.values()], ids=lambda names: names[0])
+def test_an_option_that_needs_nothing(name: list[str]) -> None:
+    assert read_options("headstart-tiny", dict.fromkeys(name, object())).config == {}
+
+
+@pytest.mark.parametrize("name", refused(earlier.ENGINE_REFUSED))
+def test_an_option_says_what_to_write(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_options("headstart-tiny", {name: object()})
+    assert str(caught.value).endswith(f"; {ENGINE.rows[name].note}")
+    for harmless in ENGINE.rows[name].allowed:
+        assert read_options("headstart-tiny", {name: harmless}).config == {}
+
+
+def test_none_is_a_flag() -> None:
+    names = {*accepted(earlier.ENGINE_ACCEPTED), *refused(earlier.ENGINE_REFUSED)}
+    assert not names & {*FLAGS}
+
+
+@pytest.mark.parametrize("table", [calls.GENERATE, calls.CHAT, calls.ASYNC_GENERATE, calls.STREAM])
+def test_every_call_refuses_token_ids_beside_its_prompt(table: Names) -> None:
+    assert table.rows["prompt_token_ids"].verdict is Verdict.REFUSED

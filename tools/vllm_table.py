@@ -32,6 +32,8 @@ SECTIONS: Mapping[str, Names] = {
     "LLM": members.LLM,
     "AsyncLLM": members.ASYNC_LLM,
     "LLMEngine": members.LLM_ENGINE,
+    "LLM.llm_engine": members.ENGINE_VIEW,
+    **members.CONFIGS,
     "RequestOutput": members.REQUEST_OUTPUT,
     "CompletionOutput": members.COMPLETION_OUTPUT,
     "Imports": members.EXPORTS,

@@ -28,6 +28,12 @@ from headstart.engine.vllm_api.calls import ASYNC_CHAT, ASYNC_GENERATE
 from headstart.engine.vllm_api.members import ASYNC_LLM
 from headstart.engine.vllm_api.metrics import Metric, read_metrics
 from headstart.engine.vllm_api.signatures import check_calls
+from headstart.engine.vllm_api.views import (
+    ModelView,
+    SchedulerView,
+    VllmView,
+    read_config,
+)
 from headstart.errors import ConfigError, EngineError, RequestError
 from headstart.validation import check_flag, describe
 
@@ -227,6 +233,21 @@ class AsyncLLM:
     def chat_template(self) -> str | None:
         """The template of chats that bring none; None for the tokenizer's."""
         return self._chats.chat_template
+
+    @property
+    def vllm_config(self) -> VllmView:
+        """The configuration, in vLLM's names."""
+        return read_config(self.engine)
+
+    @property
+    def model_config(self) -> ModelView:
+        """The part of `vllm_config` that is the model's."""
+        return self.vllm_config.model_config
+
+    @property
+    def scheduler_config(self) -> SchedulerView:
+        """The part of `vllm_config` that bounds a step."""
+        return self.vllm_config.scheduler_config
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

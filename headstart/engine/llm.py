@@ -34,6 +34,7 @@ from headstart.engine.vllm_api.calls import BEAM_SEARCH_CALL, CHAT, GENERATE, ST
 from headstart.engine.vllm_api.members import LLM as MEMBERS
 from headstart.engine.vllm_api.metrics import Metric, read_metrics
 from headstart.engine.vllm_api.signatures import check_calls
+from headstart.engine.vllm_api.views import EngineView, ModelView, read_config
 from headstart.errors import ConfigError
 from headstart.validation import check_flag
 
@@ -233,6 +234,16 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """Counts of the cache and of requests, in vLLM's names."""
         return self._driver.call(lambda: read_metrics(self.engine))
+
+    @property
+    def llm_engine(self) -> EngineView:
+        """What vLLM's programs read of the engine; `engine` is the engine itself."""
+        return EngineView(self.engine, self._driver)
+
+    @property
+    def model_config(self) -> ModelView:
+        """The model's configuration, in vLLM's names."""
+        return read_config(self.engine).model_config
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """Processes that compute: this one."""

@@ -18,6 +18,7 @@ from headstart.engine.vllm_api.calls import ADD_REQUEST
 from headstart.engine.vllm_api.members import LLM_ENGINE
 from headstart.engine.vllm_api.metrics import Metric, read_metrics
 from headstart.engine.vllm_api.signatures import check_calls
+from headstart.engine.vllm_api.views import ModelView, VllmView, read_config
 from headstart.errors import ConfigError, EngineError, RequestError
 from headstart.validation import check_flag, describe
 
@@ -180,6 +181,16 @@ class LLMEngine:
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """As `get_tokenizer`."""
         return self.get_tokenizer()
+
+    @property
+    def vllm_config(self) -> VllmView:
+        """The configuration, in vLLM's names."""
+        return read_config(self.engine)
+
+    @property
+    def model_config(self) -> ModelView:
+        """The part of `vllm_config` that is the model's."""
+        return self.vllm_config.model_config
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter before it is first asked for."""

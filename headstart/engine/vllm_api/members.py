@@ -1,11 +1,13 @@
 """What becomes of the methods and attributes of vLLM's classes, and of the names it exports."""
 
-from headstart.engine.vllm_api.rows import Names, accepted, refused, works
+from headstart.engine.vllm_api.rows import Names, Verdict, accepted, refused, works
 from headstart.errors import RequestError
 
 __all__ = [
     "ASYNC_LLM",
     "COMPLETION_OUTPUT",
+    "CONFIGS",
+    "ENGINE_VIEW",
     "EXPORTS",
     "LLM",
     "LLM_ENGINE",
@@ -41,6 +43,8 @@ LLM = Names(
             "default_sampling_params": "",
             "chat_template": "",
             "get_world_size": "1",
+            "llm_engine": "see `LLM.llm_engine`",
+            "model_config": "as that of `llm_engine`",
         }
     )
     | refused(
@@ -62,7 +66,7 @@ LLM = Names(
                 "collective_rpc apply_model"
             ),
             _INSIDE: _none(
-                "llm_engine model_config engine_class request_counter renderer input_processor "
+                "engine_class request_counter renderer input_processor "
                 "supported_tasks runner_type chat_template_config"
             ),
         }
@@ -86,6 +90,9 @@ ASYNC_LLM = Names(
             "is_running": "",
             "is_stopped": "",
             "errored": "",
+            "vllm_config": "see `vllm_config`",
+            "model_config": "",
+            "scheduler_config": "",
         }
     )
     | refused(
@@ -123,8 +130,8 @@ ASYNC_LLM = Names(
                 "get_status should_keep_api_server_alive"
             ),
             _INSIDE: _none(
-                "vllm_config model_config scheduler_config observability_config renderer "
-                "input_processor engine_core get_supported_tasks from_vllm_config"
+                "observability_config renderer input_processor engine_core get_supported_tasks "
+                "from_vllm_config"
             ),
         }
     ),
@@ -146,6 +153,8 @@ LLM_ENGINE = Names(
             "get_metrics": "",
             "reset_prefix_cache": "",
             "add_lora": "",
+            "vllm_config": "see `vllm_config`",
+            "model_config": "",
         }
     )
     | refused(
@@ -170,13 +179,76 @@ LLM_ENGINE = Names(
                 "collective_rpc apply_model model_executor"
             ),
             _INSIDE: _none(
-                "vllm_config model_config observability_config renderer input_processor "
-                "output_processor engine_core from_vllm_config get_supported_tasks"
+                "observability_config renderer input_processor output_processor engine_core "
+                "from_vllm_config get_supported_tasks"
             ),
         }
     ),
     RequestError,
 )
+
+_OWN_STEPS = "make an `LLMEngine`, whose steps a program makes itself"
+ENGINE_VIEW = Names(
+    "LLM.llm_engine",
+    works(
+        {
+            "get_tokenizer": "",
+            "tokenizer": "",
+            "vllm_config": "see `vllm_config`; its parts are attributes too",
+            "get_metrics": "",
+            "has_unfinished_requests": "",
+            "add_lora": "",
+            "reset_prefix_cache": "",
+        }
+    )
+    | refused(
+        {
+            _OWN_STEPS: _none(
+                "add_request step abort_request get_num_unfinished_requests from_engine_args"
+            )
+        }
+    )
+    | {name: row for name, row in LLM_ENGINE.rows.items() if row.verdict is Verdict.REFUSED},
+    RequestError,
+)
+
+CONFIGS = {
+    owner: Names(owner, works(dict.fromkeys(names.split(), "") | notes), RequestError)
+    for owner, (names, notes) in {
+        "vllm_config": (
+            "model_config cache_config scheduler_config parallel_config",
+            {"speculative_config": "None"},
+        ),
+        "model_config": (
+            "model tokenizer dtype max_model_len seed is_multimodal_model vocab_size "
+            "hf_config hf_text_config get_vocab_size",
+            {
+                "model": "the folder that it was read from",
+                "runner_type": '`"generate"`',
+                "quantization": "None",
+            },
+        ),
+        "cache_config": (
+            "block_size cache_dtype enable_prefix_caching",
+            {"num_gpu_blocks": "blocks of the pool, wherever it is"},
+        ),
+        "scheduler_config": (
+            "max_num_batched_tokens max_num_seqs",
+            {"enable_chunked_prefill": "True"},
+        ),
+        "parallel_config": (
+            "",
+            {
+                "tensor_parallel_size": "1",
+                "pipeline_parallel_size": "1",
+                "data_parallel_size": "1",
+                "data_parallel_rank": "0",
+                "world_size": "1",
+            },
+        ),
+    }.items()
+}
+"""The configurations that programs read."""
 
 PARAMS = Names(
     "SamplingParams",

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from headstart.cli.progress import describe_reading, waiting
 from headstart.cli.reply_metrics import figures
-from headstart.cli.streams import note
+from headstart.cli.streams import hiding_typed, note
 from headstart.imports import load_module
 
 if TYPE_CHECKING:
@@ -51,11 +51,12 @@ def print_reply(
 
     is_text: it is a text for people, in which lines may be broken.
     """
-    output = wait_for_first(stream)
-    with make_writer(plain, is_text=is_text) as writer:
-        writer.write(output.outputs[0].text)
-        for output in stream:
+    with hiding_typed():
+        output = wait_for_first(stream)
+        with make_writer(plain, is_text=is_text) as writer:
             writer.write(output.outputs[0].text)
+            for output in stream:
+                writer.write(output.outputs[0].text)
     note(figures(output))
     return output
 

@@ -18,9 +18,13 @@ import click
 
 from headstart.errors import RequestError
 
+if sys.platform != "win32":
+    import termios
+
 __all__ = [
     "as_typed",
     "columns_of",
+    "hiding_typed",
     "note",
     "prepare_streams",
     "reading_stdin",
@@ -111,3 +115,35 @@ def _fit(text: str, stream: TextIO, indent: str = "") -> str:
         break_on_hyphens=False,
     )
     return "\n".join("\n".join(wrap(line)) for line in text.splitlines())
+
+
+@contextmanager
+def hiding_typed() -> Iterator[None]:
+    """Have the terminal not show what is typed meanwhile; whoever reads the line next has it all.
+
+    Shown, it would stand within what is printed, and move the lines that are drawn anew.
+    """
+    if not _has_keyboard():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    hiding = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, hiding)
+    try:
+        yield
+    finally:
+        if _has_keyboard():
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+def _has_keyboard() -> bool:
+    """Whether stdin is a terminal, and this process is the one that reads it.
+
+    Any other that changed a terminal's settings would be stopped.
+    """
+    if sys.platform == "win32" or not sys.stdin.isatty():
+        return False
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except OSError:  # a terminal, and not that of this session
+        return False

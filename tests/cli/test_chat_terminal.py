@@ -251,3 +251,16 @@ def test_ctrl_c_while_a_model_loads_is_one_line(tmp_path: Path) -> None:
     child.expect(pexpect.EOF)
     assert process.exitcode == 130
     assert "headstart: interrupted" in child.before and "Aborted" not in child.before
+
+
+def test_what_is_typed_while_a_reply_streams_is_the_next_line(tmp_path: Path) -> None:
+    """The terminal showed it within the reply, whose first lines then stood there twice."""
+    terminal = Terminal(tmp_path, "--ignore-eos", "--max-tokens", "120", "--temperature", "0")
+    terminal.send("Hi\r")
+    terminal.wait("is not in")  # the reply has begun
+    terminal.send("zyx is next\r")
+    terminal.wait(COST)
+    assert "zyx" not in terminal.child.before
+    terminal.wait("zyx is next")
+    terminal.cost()
+    terminal.end()

@@ -25,7 +25,7 @@ from headstart.cli.doctor import doctor
 from headstart.cli.help import GroupedCommand, GroupedOption
 from headstart.cli.keys import keys
 from headstart.cli.models import models
-from headstart.cli.opening import announce_and_open, folder_of
+from headstart.cli.opening import announce_and_open, folder_of, load_adapter, read_adapter
 from headstart.cli.options import (
     CHAT_SAMPLING,
     DEFAULT_MODEL,
@@ -109,6 +109,13 @@ def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:
 _option = partial(click.option, cls=GroupedOption)
 
 
+_adapter_option = _option(
+    "--adapter",
+    metavar="PATH",
+    help="Answer with the LoRA adapter in this folder, in PEFT's format.",
+)
+
+
 def _model_option(command: Command) -> Command:
     return _option(
         "--model",
@@ -172,6 +179,7 @@ def demo(svg: Path | None, wav_folder: Path | None, model: str, **options: Any) 
 @_option("--json", metavar="PATH", help="Answer in JSON that is valid by the schema in this file.")
 @_option("--plain", is_flag=True, help="Show replies as they are, not as Markdown.")
 @_model_option
+@_adapter_option
 @sampling_options(RUN_SAMPLING)
 @engine_options
 def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> None:
@@ -183,11 +191,11 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
     """
     if prompts and names_model(prompts[0]):
         note(f"{as_typed(prompts[0])} is asked as a prompt; a model is named by --model")
-    questions = read_questions(prompts, options)
+    questions, adapter = read_questions(prompts, options), read_adapter(options)
     chosen = sort_options(options)
     questions.check_length(folder_of(model), make_config(chosen.engine))
     with closing(announce_and_open(model, keep_prefixes(chosen.engine))) as llm:
-        streams = questions.streams(llm, chosen.sampling)
+        streams = questions.streams(llm, chosen.sampling, load_adapter(llm, adapter))
         is_text = questions.form is None
         answers = [print_reply(stream, plain=plain, is_text=is_text) for stream in streams]
     questions.check(answers)
@@ -198,6 +206,7 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
 @_option("--resume", metavar="FILE", help="Go on with a conversation that /save wrote.")
 @_option("--plain", is_flag=True, help="Show replies as they are, not as Markdown.")
 @_model_option
+@_adapter_option
 @sampling_options(CHAT_SAMPLING)
 @engine_options
 def chat(system: str | None, resume: str | None, plain: bool, model: str, **options: Any) -> None:
@@ -209,13 +218,15 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
     conversation = Conversation() if resume is None else Conversation.load(Path(as_typed(resume)))
     if system is not None:
         conversation.system = as_typed(system)
+    adapter = read_adapter(options)
     chosen = sort_options(options, CHAT_SAMPLING)
     with closing(announce_and_open(model, keep_prefixes(chosen.engine))) as llm:
         params = chat_sampling(chosen.said, folder_of(model))
         # Editing lines takes prompt_toolkit, half a second of imports.
         session = load_module("headstart.cli.chat.session")
         talk = load_module("headstart.cli.chat.talk").talk
-        made = session.Chat(llm, model, params, conversation, plain=plain)
+        name = load_adapter(llm, adapter)
+        made = session.Chat(llm, model, params, conversation, plain=plain, adapter=name)
         if resume is not None:
             note(f"{as_typed(resume)}: {made.extent()}; {session.CACHED_LATER}")
         talk(made)

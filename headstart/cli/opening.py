@@ -14,14 +14,23 @@ import click
 
 from headstart.cli.options import note_on, open_model, resolve_model
 from headstart.cli.progress import describe_loading, waiting
-from headstart.cli.streams import note
+from headstart.cli.streams import as_typed, note
+from headstart.engine.config import EngineConfig
 from headstart.errors import ModelError
 from headstart.models.files import find_folder, weight_files
+from headstart.models.lora.settings import read_settings
 
 if TYPE_CHECKING:
     from headstart.engine.llm import LLM
 
-__all__ = ["announce", "announce_and_open", "ending_at_once", "folder_of"]
+__all__ = [
+    "announce",
+    "announce_and_open",
+    "ending_at_once",
+    "folder_of",
+    "load_adapter",
+    "read_adapter",
+]
 
 
 def announce_and_open(model: str, options: Mapping[str, Any]) -> LLM:
@@ -51,6 +60,27 @@ def folder_of(model: str) -> Path:
     found = resolve_model(model)
     with ending_at_once():
         return find_folder(found)
+
+
+def read_adapter(options: dict[str, Any]) -> Path | None:
+    """The folder of the adapter that the options name; its option is taken out of them.
+
+    Raises AdapterError for what is no adapter, before the model is loaded.
+    """
+    named = options.pop("adapter")
+    if named is None:
+        return None
+    folder = Path(as_typed(named)).expanduser().absolute()
+    read_settings(folder, options["max_lora_rank"] or EngineConfig.max_lora_rank)
+    return folder
+
+
+def load_adapter(llm: LLM, folder: Path | None) -> str | None:
+    """Load an adapter under the name of its folder; returns the name, None for none.
+
+    Raises AdapterError, and ConfigError if the engine takes none.
+    """
+    return None if folder is None else llm.load_adapter(folder.name or "adapter", folder).name
 
 
 @contextmanager

@@ -51,8 +51,13 @@ class Questions:
     raw: bool = False
     form: StructuredOutputsParams | None = None
 
-    def streams(self, llm: LLM, params: SamplingParams) -> Iterator[RequestStream]:
-        """A request for each text. Raises RequestError."""
+    def streams(
+        self, llm: LLM, params: SamplingParams, adapter: str | None
+    ) -> Iterator[RequestStream]:
+        """A request for each text, for the adapter of a name if one is given.
+
+        Raises RequestError.
+        """
         params = replace(params, structured_outputs=self.form)
         tokenizer = llm.get_tokenizer()
         is_chat = not self.raw and tokenizer is not None and bool(tokenizer.chat_template)
@@ -60,9 +65,9 @@ class Questions:
             raise RequestError("--system and --image need a model with a chat template")
         for text in self.texts:
             if is_chat:
-                yield llm.stream_chat(self._messages(text), params)
+                yield llm.stream_chat(self._messages(text), params, adapter=adapter)
             else:
-                yield llm.stream("".join([*self.documents, text]), params)
+                yield llm.stream("".join([*self.documents, text]), params, adapter=adapter)
 
     def check_length(self, folder: Path, config: EngineConfig) -> None:
         """Raise RequestError for what no context of the model in a folder has room for.

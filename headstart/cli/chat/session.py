@@ -37,8 +37,9 @@ _ROOM = 256  # tokens of a reply that a prompt must leave room for; a longer one
 class Chat:
     """A conversation with a model, printed in a terminal.
 
-    plain: replies are shown as they are, not as Markdown. `last` is the last turn's output, and
-    `changed` the command that has changed the conversation since.
+    plain: replies are shown as they are, not as Markdown. adapter: the name of the adapter that
+    answers, None for the model itself. `last` is the last turn's output, and `changed` the command
+    that has changed the conversation since.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Chat:
         conversation: Conversation,
         *,
         plain: bool = False,
+        adapter: str | None = None,
     ) -> None:
         self.llm = llm
         self.model = model
@@ -57,6 +59,7 @@ class Chat:
         self.last: RequestOutput | None = None
         self.changed = ""
         self._plain = plain
+        self._adapter = adapter
         self._asked = 0
         self.take_up(conversation)
 
@@ -171,7 +174,8 @@ class Chat:
         return stream
 
     def _stream(self, conversation: Conversation, question: Content, first: int) -> RequestStream:
-        return self.llm.stream_chat(conversation.messages(question, first), self.params)
+        messages = conversation.messages(question, first)
+        return self.llm.stream_chat(messages, self.params, adapter=self._adapter)
 
     def _tell_left_out(self, stream: RequestStream, turns: int) -> None:
         known: list[int] = []

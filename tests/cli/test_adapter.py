@@ -1,0 +1,71 @@
+"""`--adapter` of `headstart run` and `chat`: an adapter that PEFT made answers."""
+
+from pathlib import Path
+
+import pytest
+
+from headstart import LLM, SamplingParams
+from headstart.models.demo.llama import demo_model_path
+from tests.cli.test_chat_terminal import READY, Terminal, no_child_is_left
+from tests.cli.test_main import call
+from tests.tiny_adapters import make_adapter
+
+__all__ = ["no_child_is_left"]
+
+MESSAGE = [{"role": "user", "content": "Tell me of the sea."}]
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters") / "sea"
+    return make_adapter(demo_model_path(), folder, lora_alpha=64)
+
+
+@pytest.fixture(scope="module")
+def replies(adapter: Path) -> tuple[str, str]:
+    """Of the model, and of the adapter, through the library."""
+    llm = LLM(demo_model_path(), num_blocks=64)
+    llm.load_adapter("sea", adapter)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    texts = [
+        llm.chat(MESSAGE, params, adapter=name)[0].outputs[0].text.strip() for name in (None, "sea")
+    ]
+    llm.close()
+    assert texts[0] != texts[1]
+    return texts[0], texts[1]
+
+
+def test_run_answers_with_it(adapter: Path, replies: tuple[str, str]) -> None:
+    flags = [
+        "run",
+        "Tell me of the sea.",
+        "--max-tokens",
+        "6",
+        "--ignore-eos",
+        "--cache-dir",
+        "off",
+    ]
+    flags += ["--model", str(demo_model_path()), "--num-blocks", "64"]
+    assert call(*flags).stdout.strip() == replies[0]
+    assert call(*flags, "--adapter", str(adapter)).stdout.strip() == replies[1]
+
+
+def test_chat_answers_with_it(adapter: Path, tmp_path: Path) -> None:
+    model = ["--model", str(demo_model_path()), "--temperature", "0", "--max-tokens", "4"]
+    terminal = Terminal(tmp_path, *model, "--adapter", str(adapter))
+    first, cached = terminal.ask("Tell me of the sea.")
+    assert cached == 0
+    second, cached = terminal.ask("And of the land.")
+    assert first <= cached < second
+    terminal.send("/explain\r")
+    terminal.wait(READY)
+    terminal.end()
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_what_is_no_adapter_is_told_before_the_model(command: str, tmp_path: Path) -> None:
+    said = "is not an adapter: it has no adapter_config.json"
+    prompts = ["Hi"] if command == "run" else []
+    result = call(command, *prompts, "--model", "/no/such/model", "--adapter", str(tmp_path))
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())

@@ -101,8 +101,8 @@ class LLMEngine:
     def _untold(self) -> list[str]:
         """Requests that an interrupted step moved, and of which nobody knows yet."""
         moved = [*self._moved, *(result.group for result in self.engine.results)]
-        told = [output for outputs in self._outputs for output in outputs]
-        return [*self._errors, *(one.request_id for one in [*moved, *told])]
+        told = [output.request_id for outputs in self._outputs for output in outputs]
+        return [*self._errors, *(group.request_id for group in moved), *told]
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; the outputs of the requests that it moved, as `output_kind` says.

@@ -169,6 +169,7 @@ def run(*, flood: tuple[int, int] | None, owners: tuple[str, ...]) -> tuple[floa
         else:
             simulation.now += STEP
     assert all(one.answered for one in others), "the flood itself is starved"
+    assert not simulation.scheduler.num_preemptions
     waits = sorted(asker.waits[4:])  # when every document was read once
     return asker.hit / asker.asked, waits[len(waits) * 99 // 100]
 
@@ -180,6 +181,15 @@ def test_a_flood_leaves_another_owner_its_hits_and_its_time(flood: tuple[int, in
     print(f"flood {flood}: hits {hits:.3f} of {hits_alone:.3f}, p99 {wait:.0f} of {wait_alone:.0f}")
     assert hits_alone > 0.5 and hits >= hits_alone - 0.05
     assert wait <= 2 * wait_alone
+
+
+def test_a_flood_of_long_answers_takes_no_blocks_that_are_kept_for_others() -> None:
+    """Only its prompts were counted: its answers then took every block, and what others had."""
+    hits_alone, wait_alone = run(flood=None, owners=("a", "b"))
+    hits, wait = run(flood=(300, 300), owners=("a", "b"))
+    print(f"hits {hits:.3f} of {hits_alone:.3f}, p99 {wait:.0f} of {wait_alone:.0f}")
+    assert hits >= hits_alone - 0.1  # 0.04 where answers are not counted
+    assert wait <= 10 * wait_alone  # 30
 
 
 def test_without_owners_the_flood_is_felt() -> None:

@@ -46,6 +46,7 @@ class _Owner:
     def __init__(self) -> None:
         self.had = 0.0
         self.expected = float(_FIRST_GUESS)
+        self.answers = 0
         self.running: set[Request] = set()
         self.unread: set[Request] = set()
         self.order: list[_Entry] = []
@@ -65,6 +66,8 @@ class FairShare:
         self._now = 0.0
         self._owners: dict[str, _Owner] = {}
         self._guesses: dict[Request, float] = {}  # tokens of their answers that were counted
+        self._coming: dict[Request, int] = {}  # of each that runs: tokens that are yet to get rows
+        self._to_come: int | None = 0  # of all; None until it is asked for
         # Of its last admission: preemptions before it, its cost, and where it began to compute.
         self._admissions: dict[Request, tuple[int, int, int]] = {}
         self._numbers = count()
@@ -166,22 +169,28 @@ class FairShare:
     def _has_room(self, owner: _Owner, request: Request) -> bool:
         """True if a request leaves what is kept for owners without any that run.
 
-        Blocks that running prompts are yet to get are not free.
+        Blocks that running requests are yet to get, for their prompts and answers, are not free.
         """
         if not owner.running:
             return True
-        if sum(len(one.running) for one in self._owners.values()) >= self._open_places:
+        running = sum(len(one.running) for one in self._owners.values())
+        if running >= self._open_places:
             return False
-        reading = [
-            one.sequence
-            for each in self._owners.values()
-            for one in each.unread
-            if one in each.running
-        ]
-        to_come = sum(len(one.token_ids) - one.num_computed_tokens for one in reading)
-        tokens = to_come + len(request.sequence.token_ids)
-        blocks = tokens // self._manager.block_size + len(reading) + 1
+        if self._to_come is None:
+            self._to_come = sum(self._coming.values())
+        blocks = (self._to_come + self._whole(request)) // self._manager.block_size + running + 1
         return blocks + self._reserved_blocks <= self._manager.num_free_blocks
+
+    def _whole(self, request: Request) -> int:
+        """Tokens of a request at its end, as far as can be told; before any answer, at the most."""
+        name, most = self._name(request), request.group.params.max_tokens
+        assert name is not None
+        owner = self._owners[name]
+        answer = owner.expected
+        if most is not None:
+            answer = min(answer, most) if owner.answers else most
+        known, prompt = request.sequence.token_ids, request.group.prompt_token_ids
+        return max(len(known), len(prompt) + int(answer))
 
     def enter(self, request: Request, start: int, stop: int) -> None:
         """Note what is computed, where it is not what was counted before."""
@@ -195,6 +204,8 @@ class FairShare:
             answered = len(request.sampling.output_token_ids)
             if answered > self._guesses.get(request, 0.0):
                 self._charge(name, stop - start)
+        self._to_come = None
+        self._coming[request] = self._whole(request) - stop
         self._now = max(self._now, self._rank(request)[1])
         if stop == len(request.sequence.token_ids):
             owner.unread.discard(request)
@@ -216,10 +227,13 @@ class FairShare:
             return
         owner.running.discard(request)
         owner.unread.discard(request)
+        self._to_come = None
+        self._coming.pop(request, None)
         if request.finish_reason is None:
             self._wait(owner, request)
             return
         self._admissions.pop(request, None)
         answered = len(request.sampling.output_token_ids)
-        owner.expected += (answered - owner.expected) / 8
+        owner.answers += 1
+        owner.expected += (answered - owner.expected) / min(owner.answers, 8)
         self._charge(name, min(0.0, answered - self._guesses.pop(request, 0.0)))

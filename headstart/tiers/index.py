@@ -189,13 +189,24 @@ class DiskIndex:
         return slots
 
     def block(self, name: BlockHash) -> KeptBlock | None:
-        """What is known of a block."""
+        """What is known of a block.
+
+        In a damaged index it may be found in one slot by its name, and in another by slots. Were it
+        taken out then, the last block of the file would be moved to where another one lies.
+        """
         row = self._connection.execute(
-            f"SELECT {_COLUMNS} FROM blocks WHERE name = ?", (name,)
+            f"SELECT {_COLUMNS}, EXISTS (SELECT 1 FROM blocks AS there INDEXED BY slots WHERE "
+            "there.model = block.model AND there.slot = block.slot AND there.name = block.name) "
+            "FROM blocks AS block WHERE name = ?",
+            (name,),
         ).fetchone()
-        if row is not None and row[0] != name:
+        if row is None:
+            return None
+        if row[0] != name:
             raise ValueError("it finds a block under another's name")
-        return _kept(row) if row is not None else None
+        if not row[-1]:
+            raise ValueError("it finds a block by its name that its slot does not have")
+        return _kept(row[:-1])
 
     def list_blocks(self, model: int) -> list[KeptBlock]:
         """All blocks of a model, by slot."""

@@ -338,3 +338,30 @@ def test_a_save_takes_the_place_of_nothing_of_its_own_prefix(tmp_path: Path) -> 
         store.save(blocks(range(3, 6), used=1.0))
         store.save(blocks(range(1, 5), used=2.0))
         assert held(store, range(1, 5)) == 3
+
+
+def test_a_block_whose_slot_is_another_one_to_each_of_two_ways_to_it(tmp_path: Path) -> None:
+    """One flipped byte. Taking that block out moved others to where still others lay, for ever."""
+    with closing(disk(tmp_path)) as store:
+        store.save(blocks(range(20)))
+        with closing(sqlite3.connect(tmp_path / INDEX)) as index:
+            [slots] = index.execute("SELECT sql FROM sqlite_schema WHERE name = 'slots'").fetchone()
+            root = index.execute(
+                "SELECT rootpage FROM sqlite_schema WHERE name = 'slots'"
+            ).fetchone()
+            with index:
+                index.execute("PRAGMA writable_schema = ON")
+                index.execute("DELETE FROM sqlite_schema WHERE name = 'slots'")
+        with closing(sqlite3.connect(tmp_path / INDEX)) as index, index:
+            index.execute("UPDATE blocks SET slot = 23 WHERE slot = 19")
+            index.execute("PRAGMA writable_schema = ON")
+            index.execute(
+                "INSERT INTO sqlite_schema VALUES ('index', 'slots', 'blocks', ?, ?)",
+                (*root, slots),
+            )
+        works(store)
+        held(store, range(20))
+        works(store)
+    with closing(disk(tmp_path)) as again:
+        assert held(again, range(9000, 9003)) == 3, "another process sees it too"
+        assert held(again, range(20)) == 20

@@ -3,6 +3,11 @@
     start ──▶ look up: does the store have it, and is it worth it ──▶ load ──▶ take
 
 Looking up has a thread of its own, so that a prompt that is new waits for nobody's load.
+
+Neither a file nor a name server can be asked with a time limit, so a store may be silent for ever.
+Whoever waits calls `end_late` now and then: a job of which nothing came for `DEADLINE` seconds
+ends, and its thread is left to itself. Until that returns, and while `pause` is on, nothing is
+asked of the store. A load that is slow ends too, once it took so long that computing was faster.
 """
 
 import logging
@@ -12,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from headstart.cache import BlockHash
+from headstart.tiers.deadline import DEADLINE
+from headstart.tiers.pause import Pause
 from headstart.tiers.store import BlockStore, LoadedBlock
 
 __all__ = ["LoadJob", "Loader"]
@@ -25,7 +32,8 @@ class LoadJob:
     """Blocks that are looked for in a store and loaded. Its fields change under the loader's lock.
 
     count: how many of the names are loaded, once that is known. arrived: blocks that nobody has
-    taken yet. done: nothing more arrives.
+    taken yet. done: nothing more arrives. asked: when the store was asked for what it has not
+    given yet, by `time.monotonic`.
     """
 
     def __init__(self, names: Sequence[BlockHash], choose: Callable[[int], int]) -> None:
@@ -35,22 +43,33 @@ class LoadJob:
         self.arrived: deque[LoadedBlock] = deque()
         self.done = False
         self.cancelled = False
+        self.asked: float | None = None
+
+    def is_late(self, now: float) -> bool:
+        """True if the store is silent for too long."""
+        return self.asked is not None and now - self.asked > DEADLINE
 
 
 class Loader:
     """Loads for those who wait, in the order in which they asked.
 
-    max_bytes bounds what has arrived and was not taken; loading then waits. rate: bytes a second
-    that came of late; None before the first load.
+    max_bytes bounds what has arrived and was not taken; loading then waits. limit: the seconds that
+    loading so many blocks may take. rate: bytes a second that came of late; None before the first
+    load.
     """
 
-    def __init__(self, store: BlockStore, max_bytes: int) -> None:
+    def __init__(
+        self, store: BlockStore, max_bytes: int, limit: Callable[[int], float], pause: Pause
+    ) -> None:
         self.rate: float | None = None
         self._store = store
         self._max_bytes = max_bytes
+        self._limit = limit
+        self._pause = pause
         self._asked: deque[LoadJob] = deque()
         self._found: deque[LoadJob] = deque()
         self._current: set[LoadJob] = set()  # those that a thread works on
+        self._late: set[LoadJob] = set()  # of those
         self._nbytes = 0
         self._news = False
         self._closed = False
@@ -60,8 +79,9 @@ class Loader:
     def start(self, names: Sequence[BlockHash], choose: Callable[[int], int]) -> LoadJob:
         """Look for these blocks, and load as many as `choose` says when it is told how many are."""
         job = LoadJob(names, choose)
+        self.end_late()
         with self._changed:
-            if self._closed or not self._has_threads():
+            if self._closed or self._late or self._pause.is_on or not self._has_threads():
                 job.done = self._news = True
                 return job
             self._asked.append(job)
@@ -80,6 +100,20 @@ class Loader:
                 return False
             self._threads.append(thread)
         return True
+
+    def end_late(self) -> None:
+        """End the jobs that wait for a store that is silent, and those behind them."""
+        with self._changed:
+            now = time.monotonic()
+            late = {job for job in self._current if job.is_late(now)} - self._late
+            if not late:
+                return
+            self._late |= late
+            for job in (*late, *self._asked, *self._found):
+                job.cancelled = job.done = True
+            self._news = True
+            self._changed.notify_all()
+        self._pause.failed("it does not answer", f"not within {DEADLINE:g} s")
 
     def take(self, job: LoadJob, most: int) -> list[LoadedBlock]:
         """Up to `most` of the blocks that have arrived, in order."""
@@ -113,9 +147,10 @@ class Loader:
             for job in (*self._asked, *self._found, *self._current):
                 job.cancelled = job.done = True
             self._changed.notify_all()
+        until = time.monotonic() + timeout
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(timeout)
+                thread.join(max(0.0, until - time.monotonic()))
 
     # In the loader's threads
 
@@ -129,37 +164,57 @@ class Loader:
                     return
                 job = queue.popleft()
                 self._current.add(job)
-            goes_on = False
+            goes_on = has_answered = False
             try:
                 goes_on = not job.cancelled and work(job)
+                has_answered = not (goes_on or job.cancelled)
             except BaseException:  # or whoever asks next would wait for ever
                 _LOG.exception("a load failed; what it was for is computed")
             with self._changed:
                 self._current.discard(job)
-                if goes_on and not self._closed:
+                self._late.discard(job)
+                job.asked = None
+                if has_answered:
+                    self._pause.answered()
+                if goes_on and not self._closed and not self._late:  # or it would wait behind
                     self._found.append(job)
                 else:
                     job.done = self._news = True
                 self._changed.notify_all()
 
     def _look_up(self, job: LoadJob) -> bool:
-        job.count = job.choose(self._store.find(job.names))
+        job.asked = time.monotonic()
+        found = self._store.find(job.names)
+        job.asked = None
+        job.count = job.choose(found)
         return job.count > 0
 
     def _load(self, job: LoadJob) -> bool:
         chunk: list[LoadedBlock] = []
         nbytes, waiting = 0, 0
-        seconds, begun = 0.0, time.perf_counter()
-        for block in self._store.load(job.names[: job.count]):
+        seconds, most = 0.0, self._limit(job.count)
+        job.asked = begun = time.monotonic()
+        for at, block in enumerate(self._store.load(job.names[: job.count]), start=1):
+            if job.cancelled:
+                return False
             chunk.append(block)
             waiting += block.payload.nbytes
+            job.asked = now = time.monotonic()
+            if seconds + now - begun > most and at < job.count:
+                self._pause.faults.note(
+                    "loading is slower than computing",
+                    f"{at:,} of {job.count:,} blocks came within {most:.1f} s",
+                )
+                break
             if waiting >= _CHUNK_BYTES:
-                seconds += time.perf_counter() - begun
+                seconds += now - begun
+                job.asked = None
                 if not self._hand_on(job, chunk, waiting):
                     return False
                 chunk, nbytes, waiting = [], nbytes + waiting, 0
-                begun = time.perf_counter()
-        seconds += time.perf_counter() - begun
+                job.asked = begun = time.monotonic()
+        seconds += time.monotonic() - begun
+        job.asked = None
         self._hand_on(job, chunk, waiting)
         self._note_rate(nbytes + waiting, seconds)
         return False

@@ -2,24 +2,22 @@
 
 A block is one value under its model's and its own name: a record with checksums, as on disk. How
 much is kept and what goes first is the server's to decide (`maxmemory`, `allkeys-lru`). A server
-that is down or slow is left alone for some seconds, and all is a miss meanwhile.
+that is down or slow is left alone for a while, and all is a miss meanwhile.
 """
 
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from headstart.cache import BlockHash
 from headstart.errors import ConfigError
 from headstart.tiers.faults import Faults
+from headstart.tiers.pause import Pause
 from headstart.tiers.records import make_header, payload_of
 from headstart.tiers.store import LoadedBlock, ModelRecord, StoredBlock
 
 __all__ = ["RemoteStore"]
 
 _PATIENCE = 2.0  # seconds for an answer, and for a connection
-_PAUSE = 5.0  # seconds without a question after one that failed
 _FIRST = 8  # names in the first question of a lookup: most prompts that are new miss there
 _AT_ONCE_BYTES = 8 << 20
 
@@ -39,8 +37,7 @@ class RemoteStore:
         self._client = _connect(url)
         self._prefix = b"headstart:1:" + model.fingerprint[:32].encode() + b":"
         self._at_once = max(1, _AT_ONCE_BYTES // model.block_bytes)
-        self._quiet_until = 0.0
-        self._lock = threading.Lock()
+        self._pause = Pause(self.faults)
 
     def find(self, names: Sequence[BlockHash]) -> int:
         count = 0
@@ -105,15 +102,15 @@ class RemoteStore:
 
     def _ask(self, otherwise: Any, question: Callable[..., Any], *about: Any) -> Any:
         """The server's answer; `otherwise` while it does not give any."""
-        if time.monotonic() < self._quiet_until:
+        if self._pause.is_on:
             return otherwise
         try:
-            return question(*about)
+            answer = question(*about)
         except Exception as error:  # of the client's many kinds, and the network's
-            with self._lock:
-                self._quiet_until = time.monotonic() + _PAUSE
-            self.faults.note("the server does not answer", error)
+            self._pause.failed("the server does not answer", error)
             return otherwise
+        self._pause.answered()
+        return answer
 
 
 def _connect(url: str) -> Any:

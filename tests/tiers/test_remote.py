@@ -100,7 +100,7 @@ def test_a_server_that_is_down_costs_a_miss_and_is_asked_again(
     now = 0.0
     # Not the clock of everybody: event loops of servers in other threads would never wake up.
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("headstart.tiers.remote.time", clock)
+    monkeypatch.setattr("headstart.tiers.pause.time", clock)
     with closing(RemoteStore(server.url, MODEL)) as store:
         store.save(blocks(range(4)))
         loading = store.load(names(range(4)))

@@ -10,7 +10,16 @@ from contextlib import contextmanager
 import pytest
 
 from headstart.cache import BlockHash
-from headstart.tiers import BlockStore, LoadedBlock, Loader, LoadJob, Saver, StoredBlock
+from headstart.tiers import (
+    BlockStore,
+    Faults,
+    LoadedBlock,
+    Loader,
+    LoadJob,
+    Pause,
+    Saver,
+    StoredBlock,
+)
 from tests.tiers.stores import MODEL, block, blocks, name, names, payload
 
 FOREVER = 20.0  # seconds that nothing here takes
@@ -45,6 +54,9 @@ class Store(BlockStore):
     def touch(self, names: Sequence[BlockHash]) -> None:
         self.before("touch")
         self.touched += names
+
+    def clear(self) -> None:
+        self.before("clear")
 
     def close(self) -> None:
         self.before("close")
@@ -92,7 +104,7 @@ def arrived(loader: Loader, job: LoadJob) -> int:
 
 @contextmanager
 def loading(store: BlockStore, max_bytes: int = 1 << 20) -> Iterator[Loader]:
-    loader = Loader(store, max_bytes)
+    loader = Loader(store, max_bytes, lambda blocks: FOREVER, Pause(Faults("a test")))
     try:
         yield loader
     finally:

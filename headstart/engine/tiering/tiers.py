@@ -14,7 +14,17 @@ from headstart.engine.tiering.image_rows import KeptRows
 from headstart.engine.tiering.loads import Loads
 from headstart.engine.tiering.offers import Offers
 from headstart.engine.tiering.rates import ComputeRate, is_worth_loading
-from headstart.tiers import BlockStore, LoadedBlock, Loader, ObjectStore, Saver
+from headstart.tiers import (
+    DEADLINE,
+    BlockStore,
+    DeadlineStore,
+    Faults,
+    LoadedBlock,
+    Loader,
+    ObjectStore,
+    Pause,
+    Saver,
+)
 
 __all__ = ["Stores", "TierStats", "Tiers", "make_tiers"]
 
@@ -22,6 +32,7 @@ _QUEUED_BYTES = 256 << 20  # that wait to be saved, and as many that wait to be 
 _PATIENCE = 0.05  # seconds that a step waits for a load when nothing else can run
 _LAST_SAVES = 10.0  # seconds that closing waits for what is not saved yet
 _TRY_AGAIN = 16  # loads that were not worth it, after which one is tried
+_SLOWEST = 16.0  # tokens a second: a prompt is computed, before that was measured
 
 
 class Stores(NamedTuple):
@@ -35,29 +46,33 @@ class Stores(NamedTuple):
 class TierStats:
     """Counts since the start. loaded_tokens: by the tier that had them.
 
-    declined_tokens: they were in the store, and computing them was faster.
+    declined_tokens: they were in the store, and computing them was faster. late_answers: times that
+    a store was silent for too long, or turned out slower than computing.
     """
 
     loaded_tokens: Counter[str] = field(default_factory=Counter)
     declined_tokens: int = 0
     saved_blocks: int = 0
     dropped_blocks: int = 0
+    late_answers: int = 0
 
 
 class Tiers:
     """What an engine tells its tiers, in the order of a step. All in the engine's thread."""
 
     def __init__(self, stores: Stores, manager: KVCacheManager, memory: PagedKVMemory) -> None:
-        store = stores.kv
-        self._store, self._objects = store, stores.objects
+        self._faults = Faults("kept prefixes")
+        pause = Pause(self._faults)
+        self._store = DeadlineStore(stores.kv, pause)
+        self._objects = DeadlineStore(stores.objects, pause)
         self._manager = manager
         self._memory = memory
         self._stats = TierStats()
         self._rate = ComputeRate()
-        self._saver = Saver(store, _QUEUED_BYTES)
-        self._loader = Loader(store, _QUEUED_BYTES)
-        self._object_saver = Saver(stores.objects, _QUEUED_BYTES)
-        self.image_rows = KeptRows(ObjectStore(stores.objects, self._object_saver))
+        self._saver = Saver(self._store, _QUEUED_BYTES)
+        self._loader = Loader(stores.kv, _QUEUED_BYTES, self._limit, pause)
+        self._object_saver = Saver(self._objects, _QUEUED_BYTES)
+        self.image_rows = KeptRows(ObjectStore(self._objects, self._object_saver))
         self._offers = Offers(manager, memory, self._saver, self._rate)
         self.loads = Loads(manager, memory, self._loader, self._choose, self._take_slots)
         self._began = 0.0  # when the step under way had its blocks
@@ -68,6 +83,7 @@ class Tiers:
         """The counts as they are now."""
         self._stats.saved_blocks = self._saver.num_saved
         self._stats.dropped_blocks = self._offers.num_dropped
+        self._stats.late_answers = self._faults.counts.total()
         return self._stats
 
     @property
@@ -87,6 +103,11 @@ class Tiers:
         self._stats.declined_tokens += tokens
         return 0
 
+    def _limit(self, blocks: int) -> float:
+        """Seconds that loading so many blocks may take: what computing them does, and a little."""
+        tokens = blocks * self._manager.block_size
+        return DEADLINE + (self._rate.seconds(tokens) or tokens / _SLOWEST)
+
     def count_stored(self, names: Sequence[BlockHash]) -> int:
         """Tokens of a prompt that the store has, from the first of these blocks on.
 
@@ -98,6 +119,7 @@ class Tiers:
         """Put what was loaded into the pool, before a step is scheduled."""
         if not self.is_loading:
             return
+        self._loader.end_late()
         if self.loads.take_in():
             self._manager.commit_step()
             self._offers.commit()

@@ -37,6 +37,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "headstart:declined_tokens": "Tokens that were stored, and sooner computed than loaded",
         "headstart:stored_blocks": "Blocks written to disk or another machine",
         "headstart:dropped_blocks": "Blocks reused before they could be stored",
+        "headstart:late_answers": "Times that a tier was silent or slower than computing",
         _MISSES: "Requests by why they hit no more",
     }
 )
@@ -122,4 +123,5 @@ def _read_tiers(engine: Engine) -> list[Metric]:
         Counter("headstart:declined_tokens", {}, stats.declined_tokens),
         Counter("headstart:stored_blocks", {}, stats.saved_blocks),
         Counter("headstart:dropped_blocks", {}, stats.dropped_blocks),
+        Counter("headstart:late_answers", {}, stats.late_answers),
     ]

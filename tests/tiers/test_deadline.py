@@ -1,0 +1,302 @@
+"""Stores that never answer: nobody waits for them for ever, and they are left alone for a while."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headstart import SamplingParams
+from headstart.tiers import DeadlineStore, DiskStore, Faults, Loader, ObjectStore, Pause, Saver
+from tests.engine.tiny_llm import make_llm, save_smallest
+from tests.tiers.stores import MODEL, blocks, name, names
+from tests.tiers.test_threads import FOREVER, Gate, Store, arrived, everything
+
+PROMPT = {"prompt_token_ids": list(range(3, 103))}
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+class Clock:
+    """The time of pauses and of loads, which stands still unless it is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        for module in ("pause", "loader"):  # not everybody's: event loops would never wake up
+            clock = SimpleNamespace(monotonic=lambda: self.now)
+            monkeypatch.setattr(f"headstart.tiers.{module}.time", clock)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+@pytest.fixture
+def pause() -> Pause:
+    return Pause(Faults("a test"))
+
+
+def patient(store: DeadlineStore, ask: Callable[[DeadlineStore], object]) -> object:
+    """The answer of a call that began after the one that was late has returned."""
+    while store._is_stuck:
+        threading.Event().wait(0.001)
+    return ask(store)
+
+
+@pytest.mark.parametrize(
+    ("method", "ask", "miss", "hit"),
+    [
+        ("find", lambda store: store.find(names(range(9))), 0, 9),
+        ("load", lambda store: len(list(store.load(names(range(9))))), 0, 9),
+        ("clear", lambda store: store.clear(), None, None),
+        ("close", lambda store: store.close(), None, None),
+    ],
+)
+def test_a_call_that_is_never_answered_is_a_miss(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, pause: Pause, method: str, ask: Any, miss: Any,
+    hit: Any,
+) -> None:  # fmt: skip
+    gate = Gate(method)
+    store = DeadlineStore(Store(gate), pause)
+    with monkeypatch.context() as patch:
+        patch.setattr("headstart.tiers.deadline.DEADLINE", 0.01)
+        assert ask(store) == miss
+    assert pause.faults.counts == {"it does not answer": 1}
+    gate.reached.clear()
+    clock.now += 1000.0
+    for other in (store.find, lambda some: len(list(store.load(some)))):
+        assert other(names(range(9))) == 0, "its thread is still there"
+    assert store.save(blocks(range(3))) == 0
+    store.touch(names(range(3)))
+    store.clear()
+    store.close()
+    assert not gate.reached.is_set()
+    assert pause.faults.counts == {"it does not answer": 1}
+    gate.opened.set()
+    assert patient(store, ask) == hit
+    assert store.save(blocks(range(3))) == 3
+
+
+def test_what_came_before_a_store_fell_silent_is_there(
+    monkeypatch: pytest.MonkeyPatch, pause: Pause
+) -> None:
+    gate, begun = Gate("fourth"), iter(["first", "second", "third", "fourth"])
+    inner = Store(lambda method: gate(next(begun)) if method == "block" else None)
+    found = DeadlineStore(inner, pause).load(names(range(9)))
+    next(found)
+    monkeypatch.setattr("headstart.tiers.deadline.DEADLINE", 0.01)
+    assert gate.reached.wait(FOREVER)
+    assert len(list(found)) == 2
+    with pytest.raises(StopIteration):
+        next(found)
+    gate.opened.set()
+
+
+def test_a_pause_is_longer_after_each_failure(clock: Clock, pause: Pause) -> None:
+    lengths = []
+    for _ in range(9):
+        pause.failed("it does not answer", "on purpose")
+        pause.failed("it does not answer", "with the one before")
+        begun = clock.now
+        while pause.is_on:
+            clock.now += 1.0
+        lengths.append(clock.now - begun)
+    assert lengths == [5, 10, 20, 40, 80, 160, 300, 300, 300]
+    pause.answered()
+    assert not pause.is_on
+    pause.failed("it does not answer", "again")
+    clock.now += 5.0
+    assert not pause.is_on
+
+
+@pytest.fixture
+def gated(pause: Pause) -> Iterator[Callable[[str], tuple[Gate, Loader]]]:
+    opened: list[tuple[Gate, Loader]] = []
+
+    def make(method: str) -> tuple[Gate, Loader]:
+        gate = Gate(method)
+        opened.append((gate, Loader(Store(gate), 1 << 20, lambda count: FOREVER, pause)))
+        return opened[-1]
+
+    yield make
+    for gate, loader in opened:
+        gate.opened.set()
+        loader.close(FOREVER)
+        assert not any(thread.is_alive() for thread in loader._threads)
+
+
+@pytest.mark.parametrize("method", ["find", "load", "block"])
+def test_whoever_waits_for_a_load_that_never_comes_goes_on(
+    gated: Callable[[str], tuple[Gate, Loader]], clock: Clock, pause: Pause, method: str
+) -> None:
+    gate, loader = gated(method)
+    jobs = [loader.start(names(range(20)), everything) for _ in range(3)]
+    assert gate.reached.wait(FOREVER)
+    loader.end_late()
+    assert not jobs[0].done, "it is not late yet"
+    clock.now += 5.5
+    loader.end_late()
+    for _ in range(100):  # one may be looked up just now
+        if not all(job.done for job in jobs):
+            loader.wait(FOREVER / 100)
+    assert all(job.done for job in jobs), "those behind it would be late too"
+    assert pause.faults.counts == {"it does not answer": 1}
+    clock.now += 1000.0
+    assert loader.start(names(range(20)), everything).done, "its thread is still there"
+    gate.opened.set()
+    while loader._late:
+        loader.wait(0.001)
+    assert arrived(loader, loader.start(names(range(20)), everything)) == 20
+
+
+def test_a_store_that_was_late_is_left_alone_for_a_while(
+    gated: Callable[[str], tuple[Gate, Loader]], clock: Clock
+) -> None:
+    gate, loader = gated("find")
+    loader.start(names(range(20)), everything)
+    assert gate.reached.wait(FOREVER)
+    clock.now += 6.0
+    loader.end_late()
+    gate.opened.set()
+    while loader._late:
+        loader.wait(0.001)
+    assert loader.start(names(range(20)), everything).done
+    clock.now += 5.0
+    assert arrived(loader, loader.start(names(range(20)), everything)) == 20
+
+
+def test_a_load_that_takes_longer_than_computing_ends(clock: Clock, pause: Pause) -> None:
+    def tick(method: str) -> None:
+        clock.now += 4.0  # the store is slow, and never silent
+
+    with closing_loader(Loader(Store(tick), 1 << 20, lambda count: count / 2, pause)) as loader:
+        job = loader.start(names(range(20)), everything)
+        assert arrived(loader, job) == 2, "what has come is of use"
+        assert pause.faults.counts == {"loading is slower than computing": 1}
+        assert not pause.is_on and loader.rate is not None
+        assert loader.rate < MODEL.block_bytes, "so that the next load is not begun"
+
+
+class closing_loader(closing[Loader]):
+    def __exit__(self, *error: object) -> None:
+        self.thing.close(FOREVER)
+
+
+def test_an_object_that_never_comes_is_a_miss(
+    monkeypatch: pytest.MonkeyPatch, pause: Pause
+) -> None:
+    gate = Gate("load")
+    store = DeadlineStore(Store(gate), pause)
+    monkeypatch.setattr("headstart.tiers.deadline.DEADLINE", 0.01)
+    assert ObjectStore(store, Saver(store, 1 << 20)).load(b"an image") is None
+    gate.opened.set()
+
+
+class Listener:
+    """A server that takes connections. answer: called with each, in a thread of its own."""
+
+    def __init__(self, answer: Callable[[socket.socket, threading.Event], None]) -> None:
+        self.closed = threading.Event()
+        self._answer = answer
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            arguments = (connection, self.closed)
+            threading.Thread(target=self._answer, args=arguments, daemon=True).start()
+
+    def close(self) -> None:
+        self.closed.set()
+        self._socket.close()
+
+
+def never(connection: socket.socket, closed: threading.Event) -> None:
+    """Read all, and say nothing."""
+    with connection:
+        closed.wait()
+
+
+def drip(connection: socket.socket, closed: threading.Event) -> None:
+    """Begin to say something long, a byte at a time, so that no read takes long."""
+    with connection:
+        try:
+            connection.sendall(b"$1000000000\r\n")
+            while not closed.wait(0.02):
+                connection.sendall(b"x")
+        except OSError:
+            return
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_smallest(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> Any:
+    return ask(make_llm(model))
+
+
+def ask(llm: Any) -> Any:
+    """The answer, within a number of steps that would be many for one that waits for nothing."""
+    group = llm.engine.prepare(PROMPT, GREEDY)
+    llm.engine.submit(group)
+    for _ in range(400):  # 20 seconds, if each waits for a load
+        llm.engine.step()
+        if group.finished:
+            return group.output().outputs[0].token_ids
+    raise AssertionError("the request waits for the store, perhaps for ever")
+
+
+@pytest.mark.parametrize("server", [never, drip])
+def test_a_server_that_never_replies_costs_no_answer(
+    monkeypatch: pytest.MonkeyPatch, model: Path, alone: Any, server: Any
+) -> None:
+    pytest.importorskip("redis")
+    monkeypatch.setattr("headstart.tiers.remote._PATIENCE", 0.2)
+    monkeypatch.setattr("headstart.engine.tiering.tiers._LAST_SAVES", 0.1)
+    for module in ("loader", "deadline"):
+        monkeypatch.setattr(f"headstart.tiers.{module}.DEADLINE", 0.5)
+    with closing(Listener(server)) as listener:
+        llm = make_llm(model, remote_cache=listener.url)
+        assert [ask(llm) for _ in range(3)] == [alone] * 3
+        assert llm.engine.tiers is not None
+        assert llm.engine.tiers.count_stored([name(1)]) == 0
+        llm.close()
+
+
+@pytest.mark.parametrize("method", ["find", "load"])
+def test_a_disk_that_blocks_costs_no_answer(
+    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path, alone: Any, method: str
+) -> None:
+    llm = make_llm(model, cache_dir=str(tmp_path))
+    ask(llm)
+    llm.close()
+    unblocked = threading.Event()
+    real = getattr(DiskStore, method)
+
+    def block(store: DiskStore, *arguments: Any) -> Any:
+        with store._reading:  # as a thread in a system call holds it
+            assert unblocked.wait(60)
+        return real(store, *arguments)
+
+    monkeypatch.setattr(DiskStore, method, block)
+    for module in ("loader", "deadline"):
+        monkeypatch.setattr(f"headstart.tiers.{module}.DEADLINE", 0.2)
+    llm = make_llm(model, cache_dir=str(tmp_path))
+    assert [ask(llm) for _ in range(3)] == [alone] * 3
+    assert llm.engine.tiers is not None
+    assert llm.engine.tiers.stats.late_answers == 1, "it was left alone after that"
+    monkeypatch.setattr("headstart.engine.tiering.tiers._LAST_SAVES", 0.1)
+    llm.close()
+    unblocked.set()

@@ -100,12 +100,12 @@ class Scheduler:
             self._leave_limits(request)
         for request, start in self._admitted:
             request.withdrawn(start)
-        self._limited = {}
-        for request in living:
-            self._find_limits(request)
         for request in again:
             if request not in admitted:
                 self._count_preemption(request)
+        self._limited = {}
+        for request in living:
+            self._find_limits(request)
         waiting = sorted(dict.fromkeys((*again, *lost, *self.waiting)), key=_rank)
         self.running, self.waiting = (
             [request for request in self.running if request in kept],
@@ -175,6 +175,7 @@ class Scheduler:
         self._free(request)
         self._leave_limits(request)
         self._count_preemption(request)
+        self._find_limits(request)
         self.waiting.insert(bisect_left(self.waiting, request.rank, key=_rank), request)
 
     def preempt_all(self) -> None:

@@ -1,6 +1,6 @@
 """Limits of a step beside tokens, requests and blocks: the protocol that the scheduler asks.
 
-    applies   asked once, when a request is queued
+    applies   asked when a request is queued, and again when it was preempted
     reach     asked before each step that the request could be in
     enter     told of each step that it is in
     leave     told when it runs no longer

@@ -7,7 +7,8 @@ as it hits all else. A load takes blocks only if those suffice for the request t
 
     queue     a request comes: look for what the pool lacks, in the loader's thread
     take_in   between two steps: put what has arrived into the pool
-    reach     as a limit, the request waits meanwhile; others run
+    reach     as a limit, the request waits meanwhile; others run. One that was preempted looks for
+              what the pool lost of it, once there is room for it again
 
 What does not come is computed. Nothing here fails a request.
 """
@@ -27,21 +28,21 @@ class Load:
     """One prefix on its way from the store.
 
     first: the block of the prompt that the job begins with. next: the block that is taken in next.
-    sequence: what holds the blocks; None before the first has arrived. groups: who waits.
+    sequence: what holds the blocks; None before the first has arrived. requests: who waits.
     """
 
-    def __init__(self, group: RequestGroup, first: int, job: LoadJob) -> None:
-        self.group = group
+    def __init__(self, request: Request, first: int, job: LoadJob) -> None:
+        self.request = request
         self.first = self.next = first
         self.job = job
         self.sequence: TokenSequence | None = None
-        self.groups = {group}
+        self.requests = {request}
         self.tiers: Counter[str] = Counter()  # blocks by the tier that had them
 
     @property
     def is_wanted(self) -> bool:
         """True while somebody waits for it."""
-        return any(not group.finished for group in self.groups)
+        return any(request.finish_reason is None for request in self.requests)
 
     @property
     def has_all(self) -> bool:
@@ -61,7 +62,7 @@ class Loads:
         memory: PagedKVMemory,
         loader: Loader,
         choose: Callable[[int], int],
-        before_writing: Callable[[RequestGroup, list[LoadedBlock]], None],
+        before_writing: Callable[[Request, list[LoadedBlock]], None],
     ) -> None:
         self._manager = manager
         self._memory = memory
@@ -69,7 +70,8 @@ class Loads:
         self._choose = choose
         self._before_writing = before_writing
         self._loads: dict[BlockHash, Load] = {}
-        self._waiting: dict[RequestGroup, Load] = {}
+        self._waiting: dict[Request, Load] = {}
+        self._tried: dict[Request, int] = {}  # preempted, and how many blocks it hit at its load
 
     @property
     def are_under_way(self) -> bool:
@@ -79,34 +81,73 @@ class Loads:
     def queue(self, group: RequestGroup) -> None:
         """Look for what the pool lacks of a new request's prompt."""
         request = group.requests[0]
+        load = self._begin(request, len(request.sequence.token_ids) - 1)
+        if load is not None:
+            for request in group.requests:
+                self._await(request, load)
+
+    def _begin(self, request: Request, num_tokens: int) -> Load | None:
+        """Have what the pool lacks of a request's first tokens looked for; None if it has all."""
         sequence, size = request.sequence, self._manager.block_size
-        most = (len(sequence.token_ids) - 1) // size
+        most = num_tokens // size
         if not request.reads_cache or most == 0:
-            return
+            return None
         found = self._manager.get_computed_blocks(sequence)
         first = len(found.blocks)
         if first >= most or found.writer is not None:
-            return
+            return None
         names = self._manager.block_hashes(sequence)[first:most]
         load = self._loads.get(names[0])
         if load is None or len(load.job.names) < len(names):
-            load = Load(group, first, self._loader.start(names, self._choose))
-            self._loads[names[0]] = load
-        load.groups.add(group)
-        self._waiting[group] = load
+            # At once, or an interruption would leave a job that nobody takes from.
+            load = self._loads[names[0]] = Load(
+                request, first, self._loader.start(names, self._choose)
+            )
+        return load
+
+    def _await(self, request: Request, load: Load) -> None:
+        load.requests.add(request)
+        self._waiting[request] = load
 
     # As a limit
 
     def applies(self, request: Request) -> bool:
-        """A request is limited while its prefix is being loaded."""
-        return request.group in self._waiting
+        """A request is limited while its prefix is being loaded, and once it was preempted."""
+        return request in self._waiting or request.num_preemptions > 0
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
         """All of it, or nothing yet."""
-        return None if request.group in self._waiting else stop
+        if request in self._waiting:
+            return None
+        if request.num_preemptions and start < request.num_read and self._load_again(request):
+            return None
+        return stop
+
+    def _load_again(self, request: Request) -> bool:
+        """Look for what the pool lost of a preempted request; True if it waits for that.
+
+        Not before there is room for it, or others would take the blocks again; and once for what is
+        lost, or a request whose blocks the store does not have would wait for ever.
+        """
+        manager, sequence = self._manager, request.sequence
+        if manager.is_known(sequence):
+            return False  # it runs
+        found = manager.get_computed_blocks(sequence)
+        hit = len(found.blocks)
+        if self._tried.get(request, hit + 1) <= hit or not manager.can_admit(found):
+            return False
+        known = min(request.num_read, len(sequence.token_ids) - 1)
+        load = self._begin(request, known)
+        if load is None:
+            return False
+        self._tried = {one: n for one, n in self._tried.items() if one.finish_reason is None}
+        self._tried[request] = hit
+        self._await(request, load)
+        return True
 
     def enter(self, request: Request, start: int, stop: int) -> None:
-        """Nothing to note."""
+        """It runs again; what it will have lost after another preemption is looked for anew."""
+        self._tried.pop(request, None)
 
     def leave(self, request: Request) -> None:
         """Nothing to note."""
@@ -144,7 +185,7 @@ class Loads:
         if not blocks:
             return False
         assert load.sequence is not None
-        self._before_writing(load.group, blocks)
+        self._before_writing(load.request, blocks)
         ids = load.sequence.block_table()[load.next : load.next + len(blocks)]
         self._memory.write_blocks(ids, [block.payload for block in blocks])
         load.next += len(blocks)
@@ -158,17 +199,17 @@ class Loads:
         """
         if any(other.sequence is not None for other in self._waiting.values()):
             return False
-        wanted = load.group.requests[0].sequence
+        wanted = load.request.sequence
         return self._manager.can_admit(self._manager.get_computed_blocks(wanted))
 
     def _take_slots(self, load: Load, blocks: list[LoadedBlock]) -> list[LoadedBlock]:
         """Have the load hold blocks for these; those that the pool lacks, none if it is full."""
         size = self._manager.block_size
         if load.sequence is None:
-            wanted = load.group.requests[0].sequence
+            wanted = load.request.sequence
             # First, so that an interruption leaves nothing that nobody knows of.
             load.sequence = sequence = TokenSequence(
-                f"{load.group.request_id}/load",
+                f"{load.request.group.request_id}/load",
                 wanted.token_ids,
                 adapter=wanted.namespace.adapter,
                 salt=wanted.namespace.salt,
@@ -195,11 +236,11 @@ class Loads:
             self._manager.free(load.sequence)
         if self._loads.get(load.job.names[0]) is load:
             del self._loads[load.job.names[0]]
-        for group in load.groups:
-            if self._waiting.get(group) is load:
-                del self._waiting[group]
+        for request in load.requests:
+            if self._waiting.get(request) is load:
+                del self._waiting[request]
 
     def end_all(self) -> None:
         """End every load; what is in the pool stays. For when a step was rolled back."""
-        for load in list(dict.fromkeys(self._waiting.values())):
+        for load in {*self._loads.values(), *self._waiting.values()}:
             self._end(load)

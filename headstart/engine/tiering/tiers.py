@@ -9,7 +9,7 @@ from typing import NamedTuple
 from headstart.attention import PagedKVMemory
 from headstart.cache import BlockHash, KVCacheManager
 from headstart.engine.batch import Batch
-from headstart.engine.request import RequestGroup
+from headstart.engine.request import Request
 from headstart.engine.tiering.image_rows import KeptRows
 from headstart.engine.tiering.loads import Loads
 from headstart.engine.tiering.offers import Offers
@@ -128,13 +128,14 @@ class Tiers:
             self._saver.touch(names)
             for tier, count in load.tiers.items():
                 self._stats.loaded_tokens[tier] += count * self._manager.block_size
-            for group in load.groups:
-                group.num_loaded_tokens = len(names) * self._manager.block_size
+            for request in load.requests:
+                if not request.num_preemptions:  # what counts is the first admission
+                    request.group.num_loaded_tokens = len(names) * self._manager.block_size
 
-    def _take_slots(self, group: RequestGroup, blocks: list[LoadedBlock]) -> None:
+    def _take_slots(self, request: Request, blocks: list[LoadedBlock]) -> None:
         """A load took blocks. What comes from a tier farther off is offered to the nearest."""
         is_saved = all(block.tier == self._store.tier for block in blocks)
-        self._offers.note(_wall_time(group.arrival_time), is_saved=is_saved)
+        self._offers.note(_wall_time(request.group.arrival_time), is_saved=is_saved)
 
     def wait(self) -> bool:
         """Wait a moment for a load, if there is one; nothing else can run."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from headstart.cache.block import PrefixNode
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
-from headstart.cache.identity import BlockHash
+from headstart.cache.identity import BlockHash, cut_salt, read_tokens
 from headstart.cache.portable_names import BlockNames
 
 __all__ = ["UnsavedBlock", "UnsavedBlocks"]
@@ -21,7 +21,8 @@ __all__ = ["UnsavedBlock", "UnsavedBlocks"]
 class UnsavedBlock(NamedTuple):
     """A written block that no tier has: where it lies, and what it is.
 
-    depth: blocks before it in its prompt. asked: as it was told to `note`.
+    depth: blocks before it in its prompt. asked: as it was told to `note`. token_ids: its tokens,
+    where they may be shown: none of a tenant's.
     """
 
     block_id: int
@@ -29,13 +30,18 @@ class UnsavedBlock(NamedTuple):
     parent: BlockHash
     depth: int
     asked: float
+    token_ids: list[int]
 
 
 class UnsavedBlocks:
-    """What of one pool was not handed to a tier. Whoever uses it is told all events of the pool."""
+    """What of one pool was not handed to a tier. Whoever uses it is told all events of the pool.
 
-    def __init__(self, names: BlockNames) -> None:
+    tells_tokens: tell the tokens of blocks that are no tenant's alone.
+    """
+
+    def __init__(self, names: BlockNames, *, tells_tokens: bool = False) -> None:
         self._names = names
+        self._tells_tokens = tells_tokens
         self._filling: dict[PrefixNode, float] = {}
         # Oldest first. A dict walks over all that were deleted before it finds its first.
         self._pending: OrderedDict[PrefixNode, float] = OrderedDict()
@@ -109,7 +115,9 @@ class UnsavedBlocks:
     def _describe(self, node: PrefixNode, block_id: int, asked: float) -> UnsavedBlock:
         assert node.parent is not None
         name, parent = self._names.of_node(node), self._names.of_node(node.parent)
-        return UnsavedBlock(block_id, name, parent, _count_ancestors(node), asked)
+        is_told = self._tells_tokens and not node.salt()  # "": what tenants share
+        tokens = read_tokens(cut_salt(node.key)[1]) if is_told else []
+        return UnsavedBlock(block_id, name, parent, _count_ancestors(node), asked, tokens)
 
 
 def _count_ancestors(node: PrefixNode) -> int:

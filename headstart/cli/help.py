@@ -35,7 +35,7 @@ _GROUPS = {
     ),
     MEMORY: (
         *("kv_cache_fraction", "kv_cache_memory", "num_threads", "enable_prefix_caching"),
-        *("kv_cache_dtype", "deterministic", "cache_dir", "cache_dir_bytes"),
+        *("kv_cache_dtype", "deterministic", "cache_dir", "cache_dir_bytes", "cache_words"),
     ),
     MODELS: (
         *("max_images", "max_image_pixels", "encoder_cache_rows"),

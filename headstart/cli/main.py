@@ -153,7 +153,7 @@ def demo(svg: Path | None, wav_folder: Path | None, model: str, **options: Any) 
     if wav_folder is not None and kinds != ["omni"]:
         raise click.UsageError("--wav is for the answers of --omni")
     check_svg(svg)
-    for name in ("cache_dir", "cache_dir_bytes", "remote_cache"):
+    for name in ("cache_dir", "cache_dir_bytes", "cache_words", "remote_cache"):
         options.pop(name)  # they may stand in the environment; a demo begins with nothing cached
     chosen = sort_options(options).engine
     if kinds == ["omni"]:

@@ -71,6 +71,9 @@ class EngineConfig(CacheOptions):
     cache_dir_bytes: int = option(
         10 * 2**30, "bytes that the folder may take, of all models together", _COUNTS
     )
+    cache_words: bool = option(
+        False, "keep the text of blocks in the folder too, for headstart cache ls; never a tenant's"
+    )
     remote_cache: str | None = option(
         None, "Valkey or Redis server where K/V are shared, redis://host:port/db"
     )

@@ -22,6 +22,7 @@ _REFUSED = {
     "max_image_pixels": "an omni model reads images by its own processor",
     "cache_dir": "rows that stages hand on end with the process, and K/V are of no use without",
     "cache_dir_bytes": "rows that stages hand on end with the process",
+    "cache_words": "rows that stages hand on end with the process",
     "remote_cache": "rows that stages hand on end with the process",
     "enable_lora": "an omni model takes no adapters",
     "max_loras": "an omni model takes no adapters",

@@ -12,6 +12,8 @@ from headstart.tiers.index import DiskIndex, KeptBlock, KeptModel
 
 __all__ = ["KeptPrefix", "ModelState", "read_models", "read_prefixes"]
 
+_BLOCKS_OF_WORDS = 16
+
 
 class ModelState(NamedTuple):
     """A model's blocks in a folder.
@@ -35,6 +37,13 @@ class KeptPrefix:
 
     stretch: list[KeptBlock]
     then: list["KeptPrefix"] = field(default_factory=list)
+
+    @property
+    def words(self) -> str:
+        """How its text begins, on one line; empty where none is kept."""
+        some = b"".join(block.words for block in self.stretch[:_BLOCKS_OF_WORDS])
+        text = some.decode("utf-8", "replace").replace("\ufffd", "")  # halves of characters
+        return " ".join("".join(one if one.isprintable() else " " for one in text).split())
 
     @property
     def name(self) -> BlockHash:

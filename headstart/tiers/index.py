@@ -24,7 +24,7 @@ __all__ = ["DiskIndex", "KeptBlock", "KeptModel", "is_passing"]
 _PATIENCE = 5.0  # seconds to wait for another process's transaction
 _AT_ONCE = 500  # names in a query
 _FIRST = 8  # of a lookup: most prompts that are new miss there
-_VERSION = 1  # of the tables, written last: a file without it is no index
+_VERSION = 2  # of the tables, written last: a file without it is no index
 _SCHEMA = f"""
 CREATE TABLE models (
     id INTEGER PRIMARY KEY, fingerprint TEXT NOT NULL, title TEXT NOT NULL,
@@ -33,7 +33,7 @@ CREATE TABLE models (
 CREATE TABLE blocks (
     name BLOB PRIMARY KEY, model INTEGER NOT NULL, slot INTEGER NOT NULL, parent BLOB NOT NULL,
     depth INTEGER NOT NULL, seconds REAL NOT NULL, worth REAL NOT NULL, made REAL NOT NULL,
-    used REAL NOT NULL, hits INTEGER NOT NULL) WITHOUT ROWID;
+    used REAL NOT NULL, hits INTEGER NOT NULL, words BLOB NOT NULL) WITHOUT ROWID;
 CREATE UNIQUE INDEX slots ON blocks (model, slot);
 CREATE INDEX parents ON blocks (parent);
 CREATE INDEX order_of_eviction ON blocks (worth, used, depth DESC);
@@ -73,7 +73,7 @@ class KeptModel(NamedTuple):
 
 
 class KeptBlock(NamedTuple):
-    """A block in the store. made and used: seconds since 1970."""
+    """A block in the store. made and used: seconds since 1970. words: its text, in UTF-8."""
 
     name: BlockHash
     model: int
@@ -84,9 +84,10 @@ class KeptBlock(NamedTuple):
     made: float
     used: float
     hits: int
+    words: bytes
 
 
-_COLUMNS = ", ".join(KeptBlock._fields)
+_COLUMNS = ", ".join(KeptBlock._fields[:-1]) + ", CAST(words AS BLOB)"  # if it is damaged, too
 
 
 class DiskIndex:
@@ -107,6 +108,7 @@ class DiskIndex:
             journal = "MEMORY" if create else "TRUNCATE"
             self._connection.execute(f"PRAGMA journal_mode = {journal}")
             self._connection.execute("PRAGMA synchronous = OFF")
+            self._connection.execute("PRAGMA secure_delete = ON")  # no words of what was dropped
             if create:
                 self._connection.executescript(_SCHEMA)
             elif self._connection.execute("PRAGMA user_version").fetchone() != (_VERSION,):
@@ -217,11 +219,12 @@ class DiskIndex:
 
     def insert(self, model: int, slot: int, block: StoredBlock, worth: float) -> None:
         """A block lies in this slot from now on, instead of what was there."""
-        name, parent, depth, seconds, used, _ = block
+        name, parent, depth, seconds, used, _, text = block
+        words, now = text.encode(errors="replace"), time.time()
         self._connection.execute("DELETE FROM blocks WHERE model = ? AND slot = ?", (model, slot))
         self._connection.execute(
-            "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
-            (name, model, slot, parent, depth, seconds, worth, time.time(), used),
+            "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0, ?)",
+            (name, model, slot, parent, depth, seconds, worth, now, used, words),
         )
         if self.count(model) <= slot:
             raise ValueError("it counts less blocks than there are")

@@ -32,7 +32,8 @@ class StoredBlock(NamedTuple):
     """A block to save.
 
     depth: blocks before it in its prompt. seconds: what computing it takes. used: when its request
-    came, in seconds since 1970. payload: its K/V, which nobody changes any more.
+    came, in seconds since 1970. payload: its K/V, which nobody changes any more. words: its text,
+    for people who look what is kept on their disk; empty where they did not ask for that.
     """
 
     name: BlockHash
@@ -41,6 +42,7 @@ class StoredBlock(NamedTuple):
     seconds: float
     used: float
     payload: bytes | memoryview
+    words: str = ""
 
 
 class LoadedBlock(NamedTuple):

@@ -44,6 +44,7 @@ REFUSED: dict[str, Any] = {
     "encoder_cache_rows": 100,
     "cache_dir": "kept",
     "cache_dir_bytes": 1000,
+    "cache_words": True,
     "remote_cache": "redis://host",
     "max_images": 1,
     "max_image_pixels": 1000,

@@ -10,6 +10,7 @@ from headstart.tiers.contents import KeptPrefix, ModelState
 __all__ = ["NAME_DIGITS", "in_order", "show_age", "show_models", "show_prefixes"]
 
 NAME_DIGITS = 12  # of a prefix's name
+_WIDTH = 100  # columns of what is no terminal
 _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
 
 
@@ -45,7 +46,7 @@ def show_models(states: Sequence[ModelState], columns: int | None = None) -> str
         )
         for one in states
     ]
-    return _align(rows, left=2, columns=columns)
+    return "\n".join(_align(rows, left=2, columns=columns))
 
 
 def show_prefixes(
@@ -53,13 +54,15 @@ def show_prefixes(
 ) -> str:
     """A line for each stretch between two forks, below the one that it goes on from.
 
-    columns: as in `show_models`.
+    Below it stands how the stretch's text begins, if that is kept. columns: as in `show_models`.
     """
     rows = [("prefix", "tokens", "size", "last used", "loaded", "saved")]
+    words = [""]
     for depth, prefix in in_order(prefixes):
         if len(rows) > most:
             more = sum(1 for _ in in_order(prefixes)) - most
             rows.append((f"... {more:,} more", "", "", "", "", ""))
+            words.append("")
             break
         first, last = prefix.stretch[0], prefix.stretch[-1]
         size = model.block_size
@@ -73,7 +76,20 @@ def show_prefixes(
                 f"{sum(block.hits * block.seconds for block in prefix.stretch):.1f} s",
             )
         )
-    return _align(rows, left=1, columns=columns)
+        words.append(_quote(prefix.words, 2 * depth, columns or _WIDTH))
+    lines = zip(_align(rows, left=1, columns=columns), words, strict=True)
+    return "\n".join(line for pair in lines for line in pair if line)
+
+
+def _quote(text: str, indent: int, columns: int) -> str:
+    """The beginning of a text on a line of its own; empty for none.
+
+    >>> _quote("The quick brown fox jumps over the lazy dog", 2, 20)
+    '  "The quick bro..."'
+    """
+    most = max(columns - indent - 2, 8)
+    short = text if len(text) <= most else f"{text[: most - 3].rstrip()}..."
+    return f'{" " * indent}"{short}"' if text else ""
 
 
 def in_order(prefixes: Sequence[KeptPrefix]) -> Iterator[tuple[int, KeptPrefix]]:
@@ -85,8 +101,8 @@ def in_order(prefixes: Sequence[KeptPrefix]) -> Iterator[tuple[int, KeptPrefix]]
         todo += [(depth + 1, one) for one in reversed(prefix.then)]
 
 
-def _align(rows: Sequence[Sequence[str]], left: int, columns: int | None) -> str:
-    """Columns of equal width, the first `left` of them aligned to the left.
+def _align(rows: Sequence[Sequence[str]], left: int, columns: int | None) -> list[str]:
+    """Rows in columns of equal width, the first `left` of them aligned to the left.
 
     Where they are wider than `columns` the others stand in a line of their own, indented.
     """
@@ -99,5 +115,5 @@ def _align(rows: Sequence[Sequence[str]], left: int, columns: int | None) -> str
             for at, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         parts = [cells[:left], ["", *cells[left:]]] if is_wide else [cells]
-        lines += [line for part in parts if (line := "  ".join(part).rstrip())]
-    return "\n".join(lines)
+        lines.append("\n".join(line for part in parts if (line := "  ".join(part).rstrip())))
+    return lines

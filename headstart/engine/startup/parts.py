@@ -11,6 +11,7 @@ from headstart.engine.startup.observed import ObservedManager
 from headstart.engine.startup.sizing import count_blocks, kv_dtype, longest_sequence
 from headstart.engine.tiering.identity import identify
 from headstart.engine.tiering.tiers import Stores
+from headstart.engine.tiering.words import make_spell
 from headstart.imports import load_module
 from headstart.models.decoder import DecoderModel
 from headstart.models.vision import VisionModel
@@ -72,7 +73,8 @@ def make_parts(
         if folder is not None:
             make_folder(folder)
         model = identify(decoder, memory, config, folder)
-        stores = Stores(open_store(model, config), open_store(OBJECTS, config))
+        spell = make_spell(tokenizer, config)
+        stores = Stores(open_store(model, config), open_store(OBJECTS, config), spell)
     cache = CacheConfig(
         num_blocks=blocks,
         events=is_observed or stores is not None,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from headstart.attention import PagedKVMemory
 from headstart.cache import KVCacheManager, UnsavedBlock, UnsavedBlocks
 from headstart.engine.tiering.rates import ComputeRate
+from headstart.engine.tiering.words import Spell
 from headstart.tiers import Saver, StoredBlock
 
 __all__ = ["Offers"]
@@ -20,19 +21,26 @@ _TOGETHER = 32  # blocks that are copied at once
 class Offers:
     """Hands what the store does not have to its saver. Times are in seconds since 1970.
 
-    manager: one that collects events, which nobody else takes. num_dropped: blocks that the pool
-    reused before the saver had room for them.
+    manager: one that collects events, which nobody else takes. spell: the text of tokens, which is
+    kept with blocks; None to keep none. num_dropped: blocks that the pool reused before the saver
+    had room for them.
     """
 
     def __init__(
-        self, manager: KVCacheManager, memory: PagedKVMemory, saver: Saver, rate: ComputeRate
+        self,
+        manager: KVCacheManager,
+        memory: PagedKVMemory,
+        saver: Saver,
+        rate: ComputeRate,
+        spell: Spell | None,
     ) -> None:
         self.num_dropped = 0
         self._manager = manager
         self._memory = memory
         self._saver = saver
         self._rate = rate
-        self._unsaved = UnsavedBlocks(manager.names)
+        self._spell = spell
+        self._unsaved = UnsavedBlocks(manager.names, tells_tokens=spell is not None)
 
     def note(self, asked: float, *, is_saved: bool = False) -> None:
         """Blocks were taken, and nothing is written yet: offer what is about to go.
@@ -69,7 +77,13 @@ class Offers:
         seconds = self._rate.seconds(self._memory.block_size)
         return self._saver.offer(
             [
-                StoredBlock(one.name, one.parent, one.depth, seconds, one.asked, row.numpy().data)
+                StoredBlock(
+                    *(one.name, one.parent, one.depth, seconds, one.asked, row.numpy().data),
+                    words=self._words(one),
+                )
                 for one, row in zip(blocks, rows, strict=True)
             ]
         )
+
+    def _words(self, block: UnsavedBlock) -> str:
+        return self._spell(block.token_ids) if self._spell is not None and block.token_ids else ""

@@ -14,6 +14,7 @@ from headstart.engine.tiering.image_rows import KeptRows
 from headstart.engine.tiering.loads import Loads
 from headstart.engine.tiering.offers import Offers
 from headstart.engine.tiering.rates import ComputeRate, is_worth_loading
+from headstart.engine.tiering.words import Spell
 from headstart.tiers import (
     DEADLINE,
     BlockStore,
@@ -36,10 +37,14 @@ _SLOWEST = 16.0  # tokens a second: a prompt is computed, before that was measur
 
 
 class Stores(NamedTuple):
-    """Where K/V of one model, and objects such as image embeddings, outlive the process."""
+    """Where K/V of one model, and objects such as image embeddings, outlive the process.
+
+    spell: the text that is kept with K/V; None for none.
+    """
 
     kv: BlockStore
     objects: BlockStore
+    spell: Spell | None
 
 
 @dataclass(slots=True)
@@ -73,7 +78,7 @@ class Tiers:
         self._loader = Loader(stores.kv, _QUEUED_BYTES, self._limit, pause)
         self._object_saver = Saver(self._objects, _QUEUED_BYTES)
         self.image_rows = KeptRows(ObjectStore(self._objects, self._object_saver))
-        self._offers = Offers(manager, memory, self._saver, self._rate)
+        self._offers = Offers(manager, memory, self._saver, self._rate, stores.spell)
         self.loads = Loads(manager, memory, self._loader, self._choose, self._take_slots)
         self._began = 0.0  # when the step under way had its blocks
         self._times_declined = 0

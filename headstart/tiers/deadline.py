@@ -35,6 +35,7 @@ class DeadlineStore:
         self._store = store
         self._pause = pause
         self._late: list[_Call[Any]] = []
+        self._lock = threading.Lock()  # of those
 
     @property
     def tier(self) -> str:
@@ -65,8 +66,9 @@ class DeadlineStore:
 
     @property
     def _is_stuck(self) -> bool:
-        self._late = [call for call in self._late if not call.is_done]
-        return bool(self._late)
+        with self._lock:
+            self._late = [call for call in self._late if not call.is_done]
+            return bool(self._late)
 
     @property
     def _is_left_alone(self) -> bool:
@@ -87,7 +89,8 @@ class DeadlineStore:
             if call.is_done:
                 self._pause.answered()
             else:
-                self._late.append(call)
+                with self._lock:
+                    self._late.append(call)
                 self._pause.failed("it does not answer", f"not within {DEADLINE:g} s")
         finally:
             call.leave()

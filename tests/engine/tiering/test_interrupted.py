@@ -1,6 +1,6 @@
 """An exception at any line of a step that loads blocks, or offers them, leaves nothing wrong."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -58,6 +58,17 @@ def begin(engine: Engine) -> list[RequestGroup]:
     return groups
 
 
+def begin_again(engine: Engine) -> list[RequestGroup]:
+    """All prompts, preempted after some steps, with nothing in the pool."""
+    groups = begin(engine)
+    while not any(group.requests[0].num_read for group in groups):
+        engine.step()
+    assert engine.tiers is not None and engine.tiers.flush(30)
+    assert engine.reset_prefix_cache(reset_running_requests=True)
+    assert engine.tiers.flush(30)
+    return groups
+
+
 def check(engine: Engine) -> None:
     assert engine.tiers is not None
     engine.manager.check()
@@ -66,7 +77,11 @@ def check(engine: Engine) -> None:
     assert set(engine.manager.sequences) <= living | loads, "blocks are held for nobody"
 
 
-def test_an_exception_at_any_line_of_a_step_that_loads(llm: LLM) -> None:
+@pytest.mark.parametrize("begin", [begin, begin_again])
+def test_an_exception_at_any_line_of_a_step_that_loads(
+    monkeypatch: pytest.MonkeyPatch, llm: LLM, begin: Callable[[Engine], list[RequestGroup]]
+) -> None:
+    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
     engine = llm.engine
     assert engine.tiers is not None
     groups = begin(engine)

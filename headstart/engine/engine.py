@@ -163,16 +163,16 @@ class Engine:
         """Forget everything cached; False, and nothing done, while a request runs.
 
         reset_running_requests: have those that run wait, and be computed anew, instead.
-        reset_tiers: forget what the tiers have of the model, too.
+        reset_tiers: forget what tiers have of it too; raises EngineError if one may not have.
         """
         self.require_open()
         step = self._begin()
         if reset_running_requests:
             self._scheduler.preempt_all()
         done = self.manager.reset_prefix_cache()
+        self._close_step(step)
         if done and reset_tiers and self.tiers is not None:
             self.tiers.clear()
-        self._close_step(step)
         return done
 
     @property

@@ -43,9 +43,9 @@ class ChainedStores:
         for store in self._stores:
             store.touch(names)
 
-    def clear(self) -> None:
-        for store in self._stores:
-            store.clear()
+    def clear(self) -> bool:
+        done = [store.clear() for store in self._stores]
+        return all(done)
 
     def close(self) -> None:
         for store in self._stores:

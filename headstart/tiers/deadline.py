@@ -55,9 +55,8 @@ class DeadlineStore:
         if not self._is_left_alone:
             self._store.touch(names)
 
-    def clear(self) -> None:
-        for _ in self._ask(lambda: _after(self._store.clear)):
-            pass
+    def clear(self) -> bool:
+        return next(self._ask(lambda: iter([self._store.clear()])), False)
 
     def close(self) -> None:
         if not self._is_stuck:  # or it would wait for the late call

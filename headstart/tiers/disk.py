@@ -190,13 +190,15 @@ class DiskStore:
                         removed += 1
         return removed
 
-    def clear(self) -> None:
-        """Forget all blocks of the model."""
+    def clear(self) -> bool:
+        """Forget all blocks of the model; False where some may be left."""
         with self._guard(), self._writing:
             index = self._open_writer()
             with index.changing():
                 index.drop_blocks(self._model_id(index))
                 self._file(self.model).cut(0)
+            return True
+        return False
 
     def forget_damaged(self, names: Sequence[BlockHash]) -> None:
         """Forget those of the blocks that cannot be read."""

@@ -90,12 +90,13 @@ class RemoteStore:
     def touch(self, names: Sequence[BlockHash]) -> None:
         """Nothing: the server has seen what was read."""
 
-    def clear(self) -> None:
-        self._ask(None, self._unlink_all)
+    def clear(self) -> bool:
+        return bool(self._ask(False, self._unlink_all))
 
-    def _unlink_all(self) -> None:
+    def _unlink_all(self) -> bool:
         for key in self._client.scan_iter(match=self._prefix + b"*", count=1000):
             self._client.unlink(key)
+        return True
 
     def close(self) -> None:
         self._client.close()

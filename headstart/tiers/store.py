@@ -78,8 +78,8 @@ class BlockStore(Protocol):
         """These blocks were of use: they go later."""
         ...
 
-    def clear(self) -> None:
-        """Forget all blocks of the model."""
+    def clear(self) -> bool:
+        """Forget all blocks of the model; False where some may be left."""
         ...
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from headstart import SamplingParams
+from headstart.errors import EngineError
 from headstart.tiers import DeadlineStore, DiskStore, Faults, Loader, ObjectStore, Pause, Saver
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, blocks, name, names
@@ -52,7 +53,7 @@ def patient(store: DeadlineStore, ask: Callable[[DeadlineStore], object]) -> obj
     [
         ("find", lambda store: store.find(names(range(9))), 0, 9),
         ("load", lambda store: len(list(store.load(names(range(9))))), 0, 9),
-        ("clear", lambda store: store.clear(), None, None),
+        ("clear", lambda store: store.clear(), False, True),
         ("close", lambda store: store.close(), None, None),
     ],
 )
@@ -72,7 +73,7 @@ def test_a_call_that_is_never_answered_is_a_miss(
         assert other(names(range(9))) == 0, "its thread is still there"
     assert store.save(blocks(range(3))) == 0
     store.touch(names(range(3)))
-    store.clear()
+    assert not store.clear()
     store.close()
     assert not gate.reached.is_set()
     assert pause.faults.counts == {"it does not answer": 1}
@@ -272,6 +273,9 @@ def test_a_server_that_never_replies_costs_no_answer(
         assert [ask(llm) for _ in range(3)] == [alone] * 3
         assert llm.engine.tiers is not None
         assert llm.engine.tiers.count_stored([name(1)]) == 0
+        with pytest.raises(EngineError, match="what is kept elsewhere may not be"):
+            llm.reset_prefix_cache(reset_connector=True)
+        assert ask(llm) == alone
         llm.close()
 
 

@@ -74,7 +74,7 @@ def test_blocks_come_back_on_another_machine(server: Server) -> None:
         assert store.find(names(range(40))) == 0
         store.save(blocks(range(3)))
     with closing(RemoteStore(server.url, MODEL)) as store:
-        store.clear()
+        assert store.clear()
         assert store.find(names(range(40))) == 0
     with closing(RemoteStore(server.url, other)) as store:
         assert store.find(names(range(40))) == 3, "other models keep theirs"

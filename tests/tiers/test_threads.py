@@ -55,8 +55,9 @@ class Store(BlockStore):
         self.before("touch")
         self.touched += names
 
-    def clear(self) -> None:
+    def clear(self) -> bool:
         self.before("clear")
+        return True
 
     def close(self) -> None:
         self.before("close")

@@ -15,6 +15,7 @@ from headstart.engine.tiering.loads import Loads
 from headstart.engine.tiering.offers import Offers
 from headstart.engine.tiering.rates import ComputeRate, is_worth_loading
 from headstart.engine.tiering.words import Spell
+from headstart.errors import EngineError
 from headstart.tiers import (
     DEADLINE,
     BlockStore,
@@ -176,11 +177,15 @@ class Tiers:
         self._rest(False)
 
     def clear(self) -> None:
-        """Forget what the stores have; the pool is empty."""
+        """Forget what the stores have. Raises EngineError if some may be left; all are asked."""
         self._offers.roll_back()
         self.flush(_LAST_SAVES)
-        self._store.clear()
-        self._objects.clear()
+        done = [store.clear() for store in (self._store, self._objects)]
+        if not all(done):
+            raise EngineError(
+                "K/V in memory are forgotten, and what is kept elsewhere may not be: it does not "
+                "answer, or is left alone after a failure, which the log headstart.tiers tells"
+            )
 
     def flush(self, timeout: float) -> bool:
         """Save all that is written; False if that takes longer than so many seconds."""

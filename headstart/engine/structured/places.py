@@ -7,6 +7,7 @@ reason has the fault, in the keyword without which it is not refused for it.
 
 import json
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -17,7 +18,8 @@ _BY_NAME = ("properties", "patternProperties")
 _IN_LIST = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _ALONE = ("items", "additionalItems", "additionalProperties")
 _UNSATISFIABLE = "Unsatisfiable schema"
-_MAX_BYTES = 2**20  # of schemas that are tried for one fault: half a second
+_MAX_BYTES = 2**20  # of schemas that are tried for one fault
+_MAX_SECONDS = 0.5  # of the processor, that trying them takes
 
 
 class Fault(NamedTuple):
@@ -50,12 +52,13 @@ class _Part(NamedTuple):
 
 
 class _Search:
-    """Tries parts of a schema, as long as there are tries and bytes left for it."""
+    """Tries parts of a schema, as long as there are tries, bytes and time left for it."""
 
     def __init__(self, root: Any, reason: str, refuse: Callable[[str], str], tries: int) -> None:
         self.root = root
         self._kind, self._refuse = _kind(reason), refuse
         self._tries, self._bytes = tries, _MAX_BYTES
+        self._end = time.thread_time() + _MAX_SECONDS
         self._outer: set[str] = set()
 
     def first_refused(self, parts: Iterable[_Part], outer: str) -> tuple[_Part | None, str]:
@@ -64,10 +67,14 @@ class _Search:
         outer: the pointer to what they are parts of. What refers to it again is no fault.
         """
         self._outer.add(outer)
-        for part in parts:
+        for part in {one.pointer: one for one in parts}.values():
             if part.pointer not in self._outer and (found := self._try(part.schema, self.root)):
                 return part, found
         return None, ""
+
+    @property
+    def _is_over(self) -> bool:
+        return min(self._tries, self._bytes) <= 0 or time.thread_time() > self._end
 
     def guilty_keys(self, schema: Any) -> list[str]:
         """The keywords without which a schema has not the fault."""
@@ -76,13 +83,16 @@ class _Search:
             rest = {other: value for other, value in schema.items() if other != key}
             if not self._try(rest, rest if schema is self.root else self.root):
                 guilty.append(key)
-        return guilty if min(self._tries, self._bytes) > 0 else []
+        return [] if self._is_over else guilty
 
     def _try(self, schema: Any, root: Any) -> str:
         """Why a schema is refused, if for the same reason; else ""."""
-        if min(self._tries, self._bytes) <= 0:
+        if self._is_over:
             return ""
-        alone = _write_alone(schema, root, self._outer)
+        alone = _write_alone(schema, root, self._outer, self._bytes)
+        if not alone:
+            self._bytes = 0
+            return ""
         self._tries, self._bytes = self._tries - 1, self._bytes - len(alone)
         found = self._refuse(alone)
         return found if _kind(found) == self._kind else ""
@@ -98,7 +108,8 @@ def _kind(reason: str) -> str:
 def _parts(schema: Any, pointer: str, root: Any) -> Iterator[_Part]:
     """The schemas within a schema that llguidance reads, and the one that it refers to.
 
-    `true` and `false` are left out: `false` where something must not be is no fault.
+    `true` and `false` are left out: `false` where something must not be is no fault. In place of
+    one that only refers to another stands that.
     """
     for key, value in schema.items() if isinstance(schema, Mapping) else ():
         found: list[tuple[str, Any]] = []
@@ -108,52 +119,69 @@ def _parts(schema: Any, pointer: str, root: Any) -> Iterator[_Part]:
             found = [(_join(pointer, key, str(at)), part) for at, part in enumerate(value)]
         elif key in _ALONE:
             found = [(_join(pointer, key), value)]
-        elif _is_local(key, value):
-            found = [(value, part) for part in _resolve(value, root)]
-        yield from (_Part(at, part) for at, part in found if not isinstance(part, bool))
+        elif key == "$ref":
+            found = list(_resolve(value, root))
+        for at, part in found:
+            is_reference = isinstance(part, Mapping) and [*part] == ["$ref"]
+            places = _resolve(part["$ref"], root) if is_reference else []
+            if not isinstance(part, bool):
+                yield from (_Part(*place) for place in places or [(at, part)])
 
 
-def _write_alone(schema: Any, root: Any, outer: Collection[str]) -> str:
-    """A schema as text, with the definitions that it refers to; references to `outer` allow all."""
-    names: dict[str, str] = {}
+def _write_alone(schema: Any, root: Any, outer: Collection[str], most: int) -> str:
+    """A schema as text, with the definitions that it refers to; references to `outer` allow all.
+
+    Empty where that would take more than `most` characters.
+    """
+    names: dict[str, str] = {}  # by place: one may be spelled in many ways
+    definitions: dict[str, Any] = {}
+    parts: list[Any] = []
+    size = 0
 
     def rename(found: dict[str, Any]) -> dict[str, Any]:
         value: Any = found.get("$ref")
-        if not _is_local("$ref", value) or not _resolve(value, root):
-            return found
-        if value in outer:
-            return {key: one for key, one in found.items() if key != "$ref"}
-        return {**found, "$ref": f"#/$defs/{names.setdefault(value, f'headstart-{len(names)}')}"}
+        for pointer, part in _resolve(value, root):
+            if pointer in outer:
+                return {key: one for key, one in found.items() if key != "$ref"}
+            if pointer not in names:
+                names[pointer] = f"headstart-{len(names)}"
+                parts.append(part)
+            return {**found, "$ref": f"#/$defs/{names[pointer]}"}
+        return found
 
     def copy(value: Any) -> Any:
-        return json.loads(json.dumps(value), object_hook=rename)
+        nonlocal size
+        text = json.dumps(value)
+        size += len(text)
+        return json.loads(text, object_hook=rename) if size <= most else None
 
     alone = copy(schema)
     if not isinstance(alone, Mapping):
         alone = {"allOf": [alone]}
-    definitions: dict[str, Any] = {}
-    while len(definitions) < len(names):
-        pointer, name = list(names.items())[len(definitions)]
-        definitions[name] = copy(_resolve(pointer, root)[0])
+    while len(definitions) < len(parts) and size <= most:
+        at = len(definitions)
+        definitions[f"headstart-{at}"] = copy(parts[at])
+    if size > most:
+        return ""
     if isinstance(root, Mapping) and "$schema" in root:
         alone = {"$schema": root["$schema"], **alone}
     return json.dumps({**alone, "$defs": definitions} if definitions else alone)
 
 
-def _is_local(key: str, value: Any) -> bool:
-    return key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
-
-
-def _resolve(pointer: str, root: Any) -> list[Any]:
-    """What a reference points to, alone in a list; an empty list where it points to nothing."""
-    found = root
+def _resolve(pointer: Any, root: Any) -> list[tuple[str, Any]]:
+    """The place that a reference points to, and what stands there, alone in a list; or nothing."""
+    if not isinstance(pointer, str) or not f"{pointer}/".startswith("#/"):
+        return []
+    place, found = "#", root
     for step in unquote(pointer).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         try:
-            found = found[int(name)] if isinstance(found, list) else found[name]
+            at = int(name) if isinstance(found, list) else name
+            found = found[at]
         except (LookupError, TypeError, ValueError):
             return []
-    return [found]
+        place = _join(place, str(at))
+    return [(place, found)]
 
 
 def _join(pointer: str, *names: str) -> str:

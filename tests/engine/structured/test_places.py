@@ -183,3 +183,30 @@ def test_the_search_is_bounded() -> None:
     assert find_fault(json.dumps(schema), "odd", refuse, tries=40).pointer == "#"
     assert len(tried) == 40
     assert find_fault(json.dumps(schema), "odd", refuse, tries=400).pointer == "#/properties/q/not"
+
+
+def test_a_place_is_searched_for_no_longer_than_it_is_worth() -> None:
+    """One definition that is spelled in 850 ways was written out 850 times, and tried as often."""
+    spelled = [
+        "#/$defs/" + "".join(f"%{ord(one):02x}" if at >> bit & 1 else one for bit, one in letters)
+        for letters in [list(enumerate("abcdefghij"))]
+        for at in range(850)
+    ]
+    part = {**ODD, "anyOf": [{"$ref": pointer} for pointer in spelled]}
+    schema = {"$defs": {"abcdefghij": {"enum": ["x" * 30_000]}}, "properties": {"p": part}}
+    tried: list[str] = []
+
+    def refuse(text: str) -> str:
+        tried.append(text)
+        return "Unimplemented keys" if '"not"' in text else ""
+
+    fault = find_fault(json.dumps(schema), "Unimplemented keys", refuse, tries=2_000)
+    assert fault.pointer == "#/properties/p/not"
+    assert len(tried) < 20 and sum(map(len, tried)) < 2**20
+
+
+def test_a_definition_that_is_tried_alone_is_cut_short_where_it_is_large() -> None:
+    large = {"enum": ["x" * 2**20]}
+    schema = {"$defs": {"large": large}, "properties": {"p": {**ODD, "$ref": "#/$defs/large"}}}
+    fault = find_fault(json.dumps(schema), "odd", lambda text: "odd", tries=2_000)
+    assert fault.pointer == "#"

@@ -5,7 +5,8 @@ filters of Pillow and the qualities of JPEG and WebP on a sample of lively windo
 those that leave the least difference to the whole picture. For a copy that Pillow, libjpeg or
 libwebp made in one go, nothing is left then, and a difference is a change of content.
 
-Either picture may be the copy, so each trial is done in both directions.
+Either picture may be the copy, so each trial is done in both directions. Between pictures of one
+size most JPEG qualities are ruled out by one lively cell of each window.
 """
 
 import io
@@ -15,6 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,7 +31,8 @@ EXACT_MEDIAN = 0.0005  # of 255: next to nothing is left on most of a sample
 EXACT_MEAN = 0.02  # of 255, where a filter rounds a few pixels otherwise in a window
 WINDOW = 64  # pixels, a multiple of the 16 of a JPEG macroblock
 WINDOWS = 5
-BORDER = 4  # pixels of a window that are not compared
+CELL = 16  # pixels, a JPEG macroblock
+BORDER = 4  # pixels of a window or a cell that are not compared
 MARGIN = 8  # pixels around a window, so that its border is scaled as in the whole picture
 
 Box = tuple[int, int, int, int]
@@ -88,13 +91,17 @@ class _Trial(NamedTuple):
 
 
 def find_recoding(one: "Image", other: "Image") -> Recoding:
-    """The way from one RGB picture to the other, or back, that leaves the least difference."""
+    """The way from one RGB picture to the other, or back, that leaves the least difference.
+
+    Only the least of those tried, if all leave something between two pictures of one size.
+    """
     scalings = list(_scalings(one, other))
     best = _least(scalings)
     if not best.left.is_nothing:
         # A codec's errors hide how a picture was scaled: find out both together.
         scalings.sort(key=lambda scaling: _least(_tried(scaling, ROUGH_CODECS)).left)
-        tried = chain(*(_tried(scaling, JPEG_CODECS) for scaling in scalings[:TRIED_SCALINGS]))
+        scalings = scalings[:TRIED_SCALINGS]
+        tried = chain(*(_tried(scaling, _possible_jpegs(scaling)) for scaling in scalings))
         best = _least(chain([best], tried))
     if best.left.median <= EXACT_MEDIAN:
         return _retraced(best)
@@ -159,13 +166,15 @@ def _resized(image: "Image", size: tuple[int, int], name: str) -> "Image":
 
 
 def save_as(image: "Image", codec: Codec) -> "Image":
-    """The picture as it is read from a file of this codec."""
+    """The RGB picture as it is read from a file of this codec."""
     from PIL import Image
 
     stream = io.BytesIO()
     more = {"subsampling": codec.subsampling} if codec.format == "jpeg" else {}
     image.save(stream, codec.format, quality=codec.quality, **more)
-    return Image.open(stream).convert("RGB")
+    saved = Image.open(stream, formats=(codec.format,))
+    saved.load()
+    return saved
 
 
 def _scalings(one: "Image", other: "Image") -> Iterator[_Trial]:
@@ -195,6 +204,33 @@ def _tried(trial: _Trial, codecs: Iterable[Codec]) -> Iterator[_Trial]:
         yield trial._replace(left=left, codec=codec)
 
 
+def _possible_jpegs(trial: _Trial) -> Iterator[Codec]:
+    """JPEG codecs, without those that are certain to leave more than EXACT_MEDIAN.
+
+    JPEG codes each macroblock by itself: a cell that a codec leaves unlike the copy is unlike it
+    in the sample as well, and in the whole picture, and costs a twentieth of the sample. If the
+    picture was scaled, its sample may differ from the whole by rounding, so all are tried.
+    """
+    if trial.filter is not None or min(trial.copy.size) < CELL:
+        yield from JPEG_CODECS
+        return
+    original, copy, boxes = trial.original, trial.copy, trial.boxes
+    window_values = _steps(_windows(original, boxes), _windows(copy, boxes), len(boxes)).shape[1]
+    cells: list[Box] = []
+    owners: list[int] = []
+    for owner, box in enumerate(boxes):
+        for corner in _lively(original.crop(box), CELL)[: WINDOWS // len(boxes)]:
+            x, y = box[0] + corner[0], box[1] + corner[1]
+            cells.append((x, y, x + CELL, y + CELL))
+            owners.append(owner)
+    sample, wanted = _windows(original, cells), _windows(copy, cells)
+    for codec in JPEG_CODECS:
+        sums = _steps(save_as(sample, codec), wanted, len(cells)).sum(1, dtype=np.int64)
+        least = np.bincount(owners, sums, len(boxes)) / window_values
+        if median(least.tolist()) <= EXACT_MEDIAN:
+            yield codec
+
+
 def _boxes(
     size: tuple[int, int], corners: list[tuple[int, int]], scale: tuple[float, float]
 ) -> list[Box]:
@@ -215,9 +251,9 @@ def _boxes(
     return boxes
 
 
-def _lively(image: "Image") -> list[tuple[int, int]]:
+def _lively(image: "Image", side: int = WINDOW) -> list[tuple[int, int]]:
     """Upper left corners of the windows in which neighbours differ the most."""
-    if min(image.size) < WINDOW:
+    if min(image.size) < side:
         return [(0, 0)]
     width, height = image.size
     small = np.asarray(image.convert("L")).astype(np.int16)
@@ -225,7 +261,7 @@ def _lively(image: "Image") -> list[tuple[int, int]]:
     steps = np.abs(np.diff(small, axis=1, append=0))[: rows * 16, : columns * 16]
     blocks = np.minimum(steps, WINDOW).reshape(rows, 16, -1).sum(1, dtype=np.int32)
     blocks = blocks.reshape(rows, columns, 16).sum(2)
-    reach = WINDOW // 16
+    reach = side // 16
     table = np.pad(blocks.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
     liveliness = table[reach:, reach:] - table[:-reach, reach:]
     liveliness = liveliness - table[reach:, :-reach] + table[:-reach, :-reach]
@@ -275,7 +311,14 @@ def _stacked(windows: list["Image"]) -> "Image":
 
 
 def _difference(one: "Image", other: "Image", windows: int) -> _Left:
-    """Of two stacks of windows, but not of their borders: there a codec mixes two windows."""
+    """Of two stacks of windows."""
+    steps = _steps(one, other, windows)
+    means = steps.sum(1, dtype=np.int64) / steps.shape[1]
+    return _Left(median(means.tolist()), float(means.mean()))
+
+
+def _steps(one: "Image", other: "Image", windows: int) -> NDArray[np.uint8]:
+    """Differences of two stacks, [window, value], but on borders: there a codec mixes windows."""
     from PIL import ImageChops
 
     steps = np.asarray(ImageChops.difference(one, other))
@@ -283,6 +326,4 @@ def _difference(one: "Image", other: "Image", windows: int) -> _Left:
     border = min(BORDER, *(side // 3 for side in steps.shape[1:3]))
     inner = slice(border, -border or None)
     # Sums of whole numbers over one stretch of memory: NumPy's mean of a view takes twice as long.
-    steps = np.ascontiguousarray(steps[:, inner, inner]).reshape(windows, -1)
-    means = steps.sum(1, dtype=np.int64) / steps.shape[1]
-    return _Left(median(means.tolist()), float(means.mean()))
+    return np.ascontiguousarray(steps[:, inner, inner]).reshape(windows, -1)

@@ -1,18 +1,35 @@
 """The smallest engine there is: several sequences in one flat batch over scattered blocks."""
 
+import hashlib
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.attention import PagedKVMemory, Span, StepPlan, make_backend
+from headstart.attention import LayerLayout, PagedKVMemory, Span, StepPlan, make_backend
 from headstart.models.compatibility.paged_kv import probe_model
 from headstart.models.decoder import DecoderModel
 from headstart.models.fused import FusionSwitch
 from headstart.models.zoo.decoder import TransformersDecoder
 
 BLOCK = 4
+
+
+_passed: dict[Hashable, tuple[LayerLayout, ...]] = {}
+
+
+def _layouts(model: PreTrainedModel) -> tuple[LayerLayout, ...]:
+    """`probe_model` of the model, or its result for the same modules, settings and weights."""
+    digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    key = (type(model), tuple(map(type, model.modules())), digest.digest())
+    if key not in _passed:
+        _passed[key] = probe_model(model)
+    return _passed[key]
 
 
 @dataclass
@@ -42,7 +59,7 @@ class Paged:
         if isinstance(model, DecoderModel):
             self.decoder = model
         else:
-            self.decoder = TransformersDecoder(model, probe_model(model), fusion=fusion)
+            self.decoder = TransformersDecoder(model, _layouts(model), fusion=fusion)
         dtype = kv_dtype or self.decoder.dtype
         self.memory = PagedKVMemory(
             self.decoder.layouts, num_blocks, BLOCK, dtype, self.decoder.device

@@ -208,7 +208,7 @@ def _possible_jpegs(trial: _Trial) -> Iterator[Codec]:
     """JPEG codecs, without those that are certain to leave more than EXACT_MEDIAN.
 
     JPEG codes each macroblock by itself: a cell that a codec leaves unlike the copy is unlike it
-    in the sample as well, and in the whole picture, and costs a twentieth of the sample. If the
+    in the sample as well, and in the whole picture, and costs a quarter of the sample. If the
     picture was scaled, its sample may differ from the whole by rounding, so all are tried.
     """
     if trial.filter is not None or min(trial.copy.size) < CELL:

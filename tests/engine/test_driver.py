@@ -239,6 +239,7 @@ def _later(llm: LLM) -> dict[str, Callable[[], Any]]:
         "get_tokenizer": llm.get_tokenizer,
         "reset_prefix_cache": llm.reset_prefix_cache,
         "get_metrics": llm.get_metrics,
+        "llm_engine": lambda: llm.llm_engine.get_metrics(),
         "beam_search": lambda: llm.beam_search([A], BeamSearchParams(beam_width=1, max_tokens=1)),
     }
 
@@ -257,7 +258,7 @@ def test_a_closed_engine_answers_nothing(llm: LLM) -> None:
             list(stream)
     public = {name for name in vars(LLM) if not name.startswith("_")}
     idle = {"chat_template", "default_sampling_params", "from_engine_args", "get_world_size"}
-    public -= idle | {"get_default_sampling_params"}  # which need no engine
+    public -= idle | {"get_default_sampling_params", "model_config"}  # which need no engine
     assert public - {"close"} == set(_later(llm)), "one is not tried here"
 
 
@@ -282,6 +283,7 @@ def test_asking_from_within_a_step_is_refused(
         "generate": lambda: llm.generate(B, GREEDY),
         "stream": lambda: next(llm.stream(B, GREEDY)),
         "get_metrics": llm.get_metrics,
+        "llm_engine": lambda: llm.llm_engine.get_metrics(),
         "reset": lambda: llm.reset_prefix_cache(reset_running_requests=True),
         "unload": lambda: llm.unload_adapter("a"),
         "read": lambda: [next(open_stream) for _ in range(150)],

@@ -9,6 +9,7 @@ compiled one, which takes microseconds.
 import functools
 import json
 import random
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,6 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from headstart.engine.logits.vocabulary import Vocabulary
+from headstart.engine.structured.multiples import check_multiples
 from headstart.engine.structured.params import Form
 from headstart.engine.structured.reasons import MAX_ITEMS_IN_ROW, explain
 from headstart.engine.structured.refusals import Check, refuse_form
@@ -38,6 +40,7 @@ _SETTING_STACK = threading.Lock()
 _REMEMBERED = 64  # compiled forms
 _TRIED = 32  # tokens of an answer, before a form is taken
 _TRIED_PARTS = 64  # of a form whose first tokens cannot be followed
+_LARK_START = re.compile(r"^\s*[?!]?start\b[^:=\n]*:(?!:)", re.MULTILINE)  # and not GBNF's ::=
 _STACK = 512 * 2**20  # bytes, of address space alone until they are used
 
 
@@ -182,11 +185,15 @@ _READ = Check(_misread, tries=2_000)
 def _grammar(form: Form, special: Mapping[str, int]) -> str:
     """A form in llguidance's own notation; special: ids of the tokens that spell no text."""
     library = _library()
+    if form.kind in ("json", "structural_tag"):
+        check_multiples(form.text)
     if form.kind == "structural_tag":
         return str(library.LLMatcher.grammar_from_lark(write_tags(*form[1:], special)))
     if form.kind == "choice":  # one terminal: as rules, each text would be looked at in every step
         texts = " | ".join(json.dumps(text) for text in json.loads(form.text))
         return str(library.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
+    if form.kind == "grammar" and _LARK_START.search(form.text):
+        return str(library.LLMatcher.grammar_from_lark(form.text))
     if form.kind != "json":
         return str(library.grammar_from(form.kind, form.text))
     options: dict[str, object] = {"whitespace_flexible": form.whitespace != ""}

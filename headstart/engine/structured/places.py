@@ -17,6 +17,7 @@ __all__ = ["Fault", "find_fault"]
 _BY_NAME = ("properties", "patternProperties")
 _IN_LIST = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _ALONE = ("items", "additionalItems", "additionalProperties")
+_INDEX = re.compile("0|[1-9][0-9]{0,9}")
 _UNSATISFIABLE = "Unsatisfiable schema"
 _MAX_BYTES = 2**20  # of schemas that are tried for one fault
 _MAX_SECONDS = 0.5  # of the processor, that trying them takes
@@ -30,11 +31,14 @@ class Fault(NamedTuple):
 
 
 def find_fault(text: str, reason: str, refuse: Callable[[str], str], *, tries: int) -> Fault:
-    """The fault of a schema that is refused; the whole schema, `#`, where none within it is found.
+    """The fault of a schema that is refused, or what holds it where the search takes too long.
 
+    That is the whole schema, `#`, where none within it is refused for the same reason.
     refuse: says why a schema is refused, "" if it is not; it is called `tries` times at most.
     """
     search = _Search(json.loads(text), reason, refuse, tries)
+    if search.is_dialect_s():
+        return Fault(reason, "#/$schema")
     part: _Part | None = _Part("#", search.root)
     fault = Fault(reason, "#")
     while part is not None:
@@ -43,7 +47,9 @@ def find_fault(text: str, reason: str, refuse: Callable[[str], str], *, tries: i
         if part is not None:
             fault = Fault(found, part.pointer)
     guilty = search.guilty_keys(schema)
-    return fault._replace(pointer=_join(pointer, *guilty)) if len(guilty) == 1 else fault
+    if search.is_over or len(guilty) != 1:
+        return fault
+    return fault._replace(pointer=_join(pointer, *guilty))
 
 
 class _Part(NamedTuple):
@@ -72,8 +78,15 @@ class _Search:
                 return part, found
         return None, ""
 
+    def is_dialect_s(self) -> bool:
+        """Whether the fault is the name of the dialect, which every part would have too."""
+        if not isinstance(self.root, Mapping) or "$schema" not in self.root:
+            return False
+        rest = {key: value for key, value in self.root.items() if key != "$schema"}
+        return not self._try(rest, rest) and not self.is_over
+
     @property
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         return min(self._tries, self._bytes) <= 0 or time.thread_time() > self._end
 
     def guilty_keys(self, schema: Any) -> list[str]:
@@ -83,11 +96,11 @@ class _Search:
             rest = {other: value for other, value in schema.items() if other != key}
             if not self._try(rest, rest if schema is self.root else self.root):
                 guilty.append(key)
-        return [] if self._is_over else guilty
+        return guilty
 
     def _try(self, schema: Any, root: Any) -> str:
         """Why a schema is refused, if for the same reason; else ""."""
-        if self._is_over:
+        if self.is_over:
             return ""
         alone = _write_alone(schema, root, self._outer, self._bytes)
         if not alone:
@@ -175,6 +188,8 @@ def _resolve(pointer: Any, root: Any) -> list[tuple[str, Any]]:
     place, found = "#", root
     for step in unquote(pointer).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and not _INDEX.fullmatch(name):
+            return []
         try:
             at = int(name) if isinstance(found, list) else name
             found = found[at]

@@ -15,7 +15,7 @@ MAX_ITEMS_IN_ROW = 4_100
 """Rules that may apply at one place of an answer; an optional property of an object has 4."""
 _MAX_DEPTH = 124  # 128 of llguidance's, less those that it puts around a schema
 _SHOWN = 40  # characters of a form
-_REGEX = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^+\nerror: (.*)")
+_REGEX = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^[\^ ]*\nerror: (.*)")
 _LARK = re.compile(r"^(?:at )?(\d+)\((\d+)\): ((?:.|\n)*?)\n((?: *\d+ \| .*\n)+) *\^\n?$")
 _GBNF = re.compile(r"^Failed to convert .*: (.*) at line (\d+), .* \^ '((?:.|\n)*)'$", re.DOTALL)
 _ROW = re.compile(r"row has (\d+) items; max is")
@@ -43,6 +43,8 @@ def explain(reason: object, *, kind: str = "") -> str:
     kind: of the form; lines and columns are told only where they are those of the form's text.
     """
     text = str(reason).removesuffix("<non-verbose/>").partition("\n  while processing")[0].strip()
+    if text.startswith("panic"):
+        return "llguidance, which reads it, breaks"
     if "NoExtension" in text:
         return "nothing satisfies it"
     if found := _ROW.search(text):

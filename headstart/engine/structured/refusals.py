@@ -8,6 +8,7 @@ from headstart.engine.structured.params import Form
 from headstart.engine.structured.places import Fault, find_fault
 from headstart.engine.structured.reasons import explain, is_too_deep
 from headstart.errors import RequestError
+from headstart.validation import shorten
 
 __all__ = ["Check", "refuse_form"]
 
@@ -30,10 +31,14 @@ def refuse_form(form: Form, reason: str, *checks: Check) -> RequestError:
         check = next((one for one in checks if one.refuse(form)), None)
         if check is not None:
             name, reason, pointer = _find(form, reason, check)
-    place = f", at {pointer}" if pointer else ""
+    place = f", at {shorten(_printable(pointer))}" if pointer else ""
     return RequestError(
         f"structured_outputs.{name} cannot be followed: {explain(reason, kind=form.kind)}{place}"
     )
+
+
+def _printable(text: str) -> str:
+    return "".join(one if one.isprintable() else f"\\u{ord(one):04x}" for one in text)
 
 
 def _find(form: Form, reason: str, check: Check) -> tuple[str, str, str]:

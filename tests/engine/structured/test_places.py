@@ -210,3 +210,44 @@ def test_a_definition_that_is_tried_alone_is_cut_short_where_it_is_large() -> No
     schema = {"$defs": {"large": large}, "properties": {"p": {**ODD, "$ref": "#/$defs/large"}}}
     fault = find_fault(json.dumps(schema), "odd", lambda text: "odd", tries=2_000)
     assert fault.pointer == "#"
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer"),
+    [
+        ({"$schema": "http://foo", "properties": {"a": {"type": "string"}}}, "#/$schema"),
+        ({"properties": {"z": {"$ref": "#/allOf/-1"}}, "allOf": [{}]}, "#"),
+        ({"properties": {"a\nb\u202e": ODD}}, "#/properties/a\\u000ab\\u202e/not"),
+        ({"properties": {"a": {"multipleOf": 982_451_653}}}, "#/properties/a/multipleOf"),
+    ],
+)
+def test_odd_places_are_told_in_one_line(schema: dict[str, Any], pointer: str) -> None:
+    said = refusal(json=schema)
+    assert said.endswith(f", at {pointer}")
+    assert said.isprintable()
+
+
+@pytest.mark.parametrize("value", [982_451_653, 1_000_003, 1.000003, 1e300, 10**9])
+def test_too_many_remainders_are_refused_at_once(value: float) -> None:
+    """Their masks took minutes, and nothing could stop that."""
+    assert '"multipleOf" is' in refusal(json={"multipleOf": value})
+
+
+def test_numbers_that_have_to_be_multiples_of_several_are_counted_together() -> None:
+    parts = [{"multipleOf": value} for value in (997, 991)]
+    assert "with others beside it" in refusal(json={"type": "integer", "allOf": parts})
+    apart = {"type": "object", "properties": dict(zip("ab", parts, strict=True))}
+    check_form(StructuredOutputsParams(json=apart).form)
+
+
+@pytest.mark.parametrize("start", ["?start:", "!start:", "start[lazy]:", "start :"])
+def test_all_of_lark_s_starts_are_lark(start: str) -> None:
+    check_form(StructuredOutputsParams(grammar=f'{start} "a" | "b"').form)
+
+
+def test_what_the_library_says_in_several_lines_is_one_sentence() -> None:
+    assert refusal(regex="(?P<n>a)(?P<n>b)").endswith(
+        "duplicate capture group name at character 5 of the expression: (?P<n>a)(?P<n>b)"
+    )
+    panic = 'start: list::0x0\nlist::_: "a" list::set_bit(0)'
+    assert "backtrace" not in refusal(grammar=panic)

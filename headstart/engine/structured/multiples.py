@@ -1,0 +1,52 @@
+"""`multipleOf` in a JSON schema: how large it may be.
+
+llguidance makes a state for each remainder, when a mask is computed and with no limit: 100,003 take
+a second, 982,451,653 would take hours, and nothing can stop it. So they are bounded before that.
+"""
+
+import json
+from collections.abc import Iterator
+from decimal import Decimal
+from math import lcm
+from typing import Any
+
+__all__ = ["MAX_REMAINDERS", "check_multiples"]
+
+MAX_REMAINDERS = 2**16
+_MAX_EXPONENT = 12  # of ten
+
+
+def check_multiples(text: str) -> None:
+    """Raise ValueError for a schema, in JSON, whose numbers have too many remainders."""
+    if '"multipleOf"' not in text:
+        return
+    together = '"allOf"' in text or '"$ref"' in text  # a number may have to be a multiple of all
+    most = 1
+    for value in _multiples(json.loads(text, parse_int=Decimal, parse_float=Decimal)):
+        count = _remainders(value)
+        most = lcm(most, count) if together else count
+        if most > MAX_REMAINDERS:
+            raise ValueError(
+                f'"multipleOf" is {value}{", with others beside it" if count != most else ""}; '
+                f"allowed: up to {MAX_REMAINDERS:,}, the decimal point left out"
+            )
+
+
+def _multiples(schema: Any) -> Iterator[Decimal]:
+    pending = [schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict):
+            found = part.get("multipleOf")
+            if isinstance(found, Decimal) and found.is_finite() and found > 0:
+                yield found
+        pending += part.values() if isinstance(part, dict) else ()
+        pending += part if isinstance(part, list) else ()
+
+
+def _remainders(value: Decimal) -> int:
+    """The number without its decimal point, as an integer; more than are allowed if it is huge."""
+    _, digits, exponent = value.normalize().as_tuple()
+    if not isinstance(exponent, int) or exponent > _MAX_EXPONENT or len(digits) > _MAX_EXPONENT:
+        return MAX_REMAINDERS + 1
+    return int("".join(map(str, digits)) + "0" * exponent)

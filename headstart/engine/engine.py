@@ -343,10 +343,7 @@ class Engine:
         self._runner.end_step()
         self.manager.fail_step()
         self._scheduler.restart(
-            request
-            for group in self._groups.values()
-            for request in group.requests
-            if request.finish_reason is None
+            request for group in self._groups.values() for request in group.going_on()
         )
         self.adapters.restore()
         if self.tiers is not None:

@@ -24,6 +24,8 @@ from headstart.engine.text.output import OutputText
 TokenText = Callable[[int], str]
 """The text of one token."""
 
+_LEFT = ("abort", "error")  # finish reasons of a group that left as a whole
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -179,6 +181,14 @@ class RequestGroup:
         """
         for request in self.requests if self.params.is_stored else ():
             request.sequence.marks = [*request.sequence.marks, Mark(num_tokens, seconds)]
+
+    def going_on(self) -> list[Request]:
+        """Its requests without an end; none if it had begun to leave and was interrupted."""
+        going = [request for request in self.requests if request.finish_reason is None]
+        left = [one.finish_reason for one in self.requests if one.finish_reason in _LEFT]
+        for request in going if left else ():
+            request.finish_reason = left[0]
+        return [] if left else going
 
     @property
     def finished(self) -> bool:

@@ -223,12 +223,12 @@ class FairShare:
         name = self._name(request)
         assert name is not None
         owner = self._owners[name]
+        self._coming.pop(request, None)  # first, or an interruption would leave it for ever
+        self._to_come = None
         if request not in owner.running:
             return
         owner.running.discard(request)
         owner.unread.discard(request)
-        self._to_come = None
-        self._coming.pop(request, None)
         if request.finish_reason is None:
             self._wait(owner, request)
             return

@@ -2,12 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import headstart.engine.engine
 import headstart.engine.outputs
+import headstart.engine.scheduler
 import headstart.engine.vllm_api.llm_engine
 from headstart import (
     AdapterNotFoundError,
@@ -306,3 +308,22 @@ def test_what_a_roll_back_ends_is_told(engine: LLMEngine, monkeypatch: pytest.Mo
     engine.abort_request([])
     with pytest.raises(EngineError, match="the step failed"):
         engine.step()
+
+
+def test_ctrl_c_in_an_abort_takes_away_all_of_a_request_or_nothing(engine: LLMEngine) -> None:
+    """One of two answers ended with it, and the other went on."""
+    within = (headstart.engine.engine, headstart.engine.scheduler)
+
+    def abort(interruption: Interruption) -> list[str | None]:
+        engine.add_request("a", [5, 6, 7], few(4, n=2))
+        engine.step()
+        with suppress(KeyboardInterrupt), interruption:
+            engine.abort_request("a")
+        ends = [answer.finish_reason for output in run(engine)[-1:] for answer in output.outputs]
+        engine.abort_request("a")
+        return ends
+
+    counted = Interruption(-1, None, *within)
+    assert abort(counted) == []
+    for at in points(counted.lines):
+        assert abort(Interruption(at, KeyboardInterrupt(), *within)) in ([], ["length"] * 2)

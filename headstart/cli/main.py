@@ -112,6 +112,7 @@ _option = partial(click.option, cls=GroupedOption)
 _adapter_option = _option(
     "--adapter",
     metavar="PATH",
+    type=click.Path(),
     help="Answer with the LoRA adapter in this folder, in PEFT's format.",
 )
 
@@ -171,12 +172,25 @@ def demo(svg: Path | None, wav_folder: Path | None, model: str, **options: Any) 
     "files",
     multiple=True,
     metavar="PATH",
+    type=click.Path(),
     help="Text that every prompt begins with; may be given several times.",
 )
-@_option("--image", "images", multiple=True, metavar="PATH", help="An image to ask about.")
+@_option(
+    "--image",
+    "images",
+    multiple=True,
+    metavar="PATH",
+    type=click.Path(),
+    help="An image to ask about.",
+)
 @_option("--system", metavar="TEXT", help="The system message.")
 @_option("--raw", is_flag=True, help="Complete the prompts as they are, without a chat template.")
-@_option("--json", metavar="PATH", help="Answer in JSON that is valid by the schema in this file.")
+@_option(
+    "--json",
+    metavar="PATH",
+    type=click.Path(),
+    help="Answer in JSON that is valid by the schema in this file.",
+)
 @_option("--plain", is_flag=True, help="Show replies as they are, not as Markdown.")
 @_model_option
 @_adapter_option
@@ -203,7 +217,12 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
 
 @main.command(cls=GroupedCommand, short_help="Talk with a model.")
 @_option("--system", metavar="TEXT", help="The system message that the chat begins with.")
-@_option("--resume", metavar="FILE", help="Go on with a conversation that /save wrote.")
+@_option(
+    "--resume",
+    metavar="FILE",
+    type=click.Path(),
+    help="Go on with a conversation that /save wrote.",
+)
 @_option("--plain", is_flag=True, help="Show replies as they are, not as Markdown.")
 @_model_option
 @_adapter_option

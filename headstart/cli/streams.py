@@ -128,8 +128,8 @@ def hiding_typed() -> Iterator[None]:
         return
     before = termios.tcgetattr(sys.stdin)
     hiding = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
-    termios.tcsetattr(sys.stdin, termios.TCSANOW, hiding)
     try:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, hiding)
         yield
     finally:
         if _has_keyboard():

@@ -304,6 +304,14 @@ def test_completion_names_the_command(shell: str) -> None:
     assert "_HEADSTART_COMPLETE" in call("completion", shell).stdout
 
 
+@pytest.mark.parametrize("option", ["--file", "--image", "--json", "--adapter"])
+def test_completion_of_a_path_is_the_shell_s(option: str) -> None:
+    """It was empty, and took the shell's own away."""
+    params = {name: one for one in main.commands["run"].params for name in one.opts}
+    [found] = params[option].type.shell_complete(None, params[option], "READ")
+    assert (found.type, found.value) == ("file", "READ")
+
+
 def test_more_threads_than_cores_are_worth_a_line(demo_model: Path) -> None:
     result = call("run", *SMALL, "--num-threads", "99", "x")
     assert result.exit_code == 0

@@ -32,7 +32,8 @@ def keep_prefixes(engine: Mapping[str, Any]) -> dict[str, Any]:
         make_folder(folder)
         kept = show_bytes(size_of(folder))
         most = show_bytes(options.get("cache_dir_bytes", EngineConfig.cache_dir_bytes))
-        note(f"prefixes are kept in {shorten_home(folder)}: {kept} of {most} (--cache-dir off)")
+        place = f"prefixes are kept in {shorten_home(folder)}: {kept} of {most}"
+        note(f"{place}; --cache-dir off keeps none")
     return options
 
 

@@ -9,7 +9,7 @@ from dis import opmap
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
-from types import ModuleType
+from types import FrameType, ModuleType
 
 from headstart.imports import load_module
 
@@ -70,8 +70,10 @@ class _Finder(MetaPathFinder):
 
 def _is_looked_for() -> bool:
     """Whether `importlib.util.find_spec` asks, which has None for what is not there."""
-    asking = sys._getframe(3)  # beyond this function, the finder's, and the one that asks finders
-    return asking.f_globals.get("__name__") == "importlib.util"
+    asking: FrameType | None = sys._getframe()
+    for _ in range(3):  # this function, the finder's, and the one that asks finders
+        asking = asking.f_back if asking is not None else None
+    return asking is not None and asking.f_globals.get("__name__") == "importlib.util"
 
 
 class _Loader(Loader):

@@ -41,6 +41,7 @@ class KeptRecords(logging.Handler):
         self.records: list[logging.LogRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        self.format(record)  # which fails the test where a line does not fit what it is to say
         self.records.append(record)
 
 

@@ -50,19 +50,20 @@ class FreeBlockQueue:
         """Append blocks one by one; one loop without a call a block, since free is hot."""
         ends = self._ends
         last = ends.prev_free_block
-        count = len(blocks)
+        twice = None
         for block in blocks:
             if block.next_free_block is not block:
-                count = blocks.index(block)
+                twice = block
                 break
             block.prev_free_block = last
             last.next_free_block = block
             last = block
         last.next_free_block = ends
         ends.prev_free_block = last
-        self.length += count
-        if count < len(blocks):
-            raise CacheError(f"block {blocks[count].block_id} is on the free queue already")
+        if twice is not None:
+            self.length = sum(1 for _ in self)
+            raise CacheError(f"block {twice.block_id} is on the free queue already")
+        self.length += len(blocks)
 
     def popleft(self, count: int) -> list[KVCacheBlock]:
         """Take `count` blocks from the head. Raises CacheError when there are fewer."""

@@ -96,3 +96,11 @@ def test_a_block_id_never_changes() -> None:
     with pytest.raises(AttributeError):
         block.block_id = 8  # type: ignore[misc]
     assert (block.block_id, repr(block)) == (7, "KVCacheBlock(7, ref_cnt=0)")
+
+
+def test_a_block_that_comes_twice_is_told_and_the_queue_is_whole() -> None:
+    a, b, c = (KVCacheBlock(at) for at in range(3))
+    queue = FreeBlockQueue([c])
+    with pytest.raises(CacheError, match="block 0 is on the free queue already"):
+        queue.extend([a, b, a])
+    assert [*queue] == [c, a, b] and len(queue) == 3

@@ -69,6 +69,7 @@ class Loader:
         self._asked: deque[LoadJob] = deque()
         self._found: deque[LoadJob] = deque()
         self._current: set[LoadJob] = set()  # those that a thread works on
+        self._holding: set[LoadJob] = set()  # those of which blocks wait to be taken
         self._late: set[LoadJob] = set()  # of those
         self._nbytes = 0
         self._news = False
@@ -119,6 +120,8 @@ class Loader:
         """Up to `most` of the blocks that have arrived, in order."""
         with self._changed:
             taken = [job.arrived.popleft() for _ in range(min(most, len(job.arrived)))]
+            if not job.arrived:
+                self._holding.discard(job)
             self._release(taken)
         return taken
 
@@ -128,6 +131,17 @@ class Loader:
             job.cancelled = job.done = True
             self._release(job.arrived)
             job.arrived.clear()
+            self._holding.discard(job)
+
+    def cancel_all(self) -> None:
+        """Nobody waits for any job; whatever an interruption left, no bytes are held."""
+        with self._changed:
+            for job in (*self._asked, *self._found, *self._current, *self._holding):
+                job.cancelled = job.done = True
+                job.arrived.clear()
+            self._holding.clear()
+            self._nbytes = 0
+            self._changed.notify_all()
 
     def _release(self, blocks: Sequence[LoadedBlock] | deque[LoadedBlock]) -> None:
         self._nbytes -= sum(block.payload.nbytes for block in blocks)
@@ -235,6 +249,7 @@ class Loader:
             if job.cancelled:
                 return False
             job.arrived.extend(chunk)
+            self._holding.add(job)
             self._nbytes += nbytes
             self._news = True
             self._changed.notify_all()

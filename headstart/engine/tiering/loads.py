@@ -99,7 +99,6 @@ class Loads:
         names = self._manager.block_hashes(sequence)[first:most]
         load = self._loads.get(names[0])
         if load is None or len(load.job.names) < len(names):
-            # At once, or an interruption would leave a job that nobody takes from.
             load = self._loads[names[0]] = Load(
                 request, first, self._loader.start(names, self._choose)
             )
@@ -241,6 +240,12 @@ class Loads:
                 del self._waiting[request]
 
     def end_all(self) -> None:
-        """End every load; what is in the pool stays. For when a step was rolled back."""
+        """End every load; what is in the pool stays. For when a step was rolled back, or all is
+        to be forgotten.
+
+        Also a job of the loader that an interruption kept from being noted here.
+        """
+        self._loader.cancel_all()
+        self._tried.clear()
         for load in {*self._loads.values(), *self._waiting.values()}:
             self._end(load)

@@ -12,7 +12,7 @@ from headstart.engine.engine import Engine
 from headstart.engine.request import RequestGroup
 from headstart.errors import EngineError
 from tests.engine.tiny_llm import make_llm, save_smallest
-from tests.interruptions import Interruption, points
+from tests.interruptions import Interrupted, Interruption, points
 
 NUM_BLOCKS = 20
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -75,6 +75,13 @@ def check(engine: Engine) -> None:
     living = {request.sequence for group in engine._groups.values() for request in group.requests}
     loads = {load.sequence for load in engine.tiers.loads._waiting.values()}
     assert set(engine.manager.sequences) <= living | loads, "blocks are held for nobody"
+    loader = engine.tiers._loader
+    with loader._changed:
+        jobs = {*loader._asked, *loader._found, *loader._current, *loader._holding}
+        held = sum(block.payload.nbytes for job in jobs for block in job.arrived)
+        assert loader._nbytes == held
+    awaited = {load.job for load in engine.tiers.loads._waiting.values()}
+    assert {job for job in jobs if not job.cancelled} <= awaited, "a job loads for nobody"
 
 
 @pytest.mark.parametrize("begin", [begin, begin_again])
@@ -115,6 +122,26 @@ def test_an_exception_at_any_line_of_a_step_that_loads(
                 assert group.output().outputs[0].token_ids == answer
         assert not engine.tiers.loads.are_under_way
         assert engine.manager.num_free_blocks == NUM_BLOCKS
+    assert answers(engine, begin(engine)) == expected
+
+
+def test_an_interrupted_submission_leaves_no_bytes_that_nobody_takes(llm: LLM) -> None:
+    """They counted for ever among those that wait to be taken, and later loads waited for room."""
+    engine = llm.engine
+    expected = answers(engine, begin(engine))
+    assert engine.reset_prefix_cache()
+    with Interruption(-1, None, headstart.engine.tiering) as counted:
+        submit(engine, PROMPTS[:1])
+    answers(engine, [])
+    for at in points(counted.lines):
+        assert engine.tiers is not None and engine.tiers.flush(30)
+        assert engine.reset_prefix_cache()
+        with pytest.raises(Interrupted), Interruption(at, Interrupted(), headstart.engine.tiering):
+            submit(engine, PROMPTS[:1])
+        engine.step()
+        check(engine)
+        answers(engine, [])
+        check(engine)
     assert answers(engine, begin(engine)) == expected
 
 

@@ -22,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model is so small that whether loading is faster depends on the machine's mood."""
+    """The model is so small that either may be faster, loading or computing."""
     monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
 
 
@@ -111,6 +111,30 @@ def test_a_preempted_request_that_is_aborted_while_it_is_loaded(
     finish(llm, groups)
     assert not engine.tiers.loads.are_under_way
     assert engine.manager.num_free_blocks == NUM_BLOCKS
+    llm.close()
+
+
+def test_a_preempted_request_is_loaded_after_a_step_that_was_rolled_back(
+    model: Path, tmp_path: Path
+) -> None:
+    llm = make_llm(model, num_blocks=NUM_BLOCKS, cache_dir=str(tmp_path), debug=True)
+    engine = llm.engine
+    assert engine.tiers is not None
+    loads = engine.tiers.loads
+    groups = submit(llm, PROMPTS)
+    for _ in range(2000):
+        engine.step()
+        assert engine.tiers.flush(10)
+        if loads._tried:
+            break
+    [request] = loads._tried
+    assert request in loads._waiting
+    engine.tiers.roll_back()
+    assert not loads.are_under_way
+    assert not loads._tried, "it would be computed, though the store has it"
+    assert loads.reach(request, 0, 1) is None
+    assert request in loads._waiting
+    finish(llm, groups)
     llm.close()
 
 

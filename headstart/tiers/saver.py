@@ -134,6 +134,17 @@ class Saver:
                 self._hurried -= 1
         return True
 
+    def drop(self, timeout: float) -> bool:
+        """Forget what is queued, and wait for what is being saved; False if that takes longer."""
+        with self._changed:
+            self._forget_queued()
+            return self._changed.wait_for(lambda: not self._busy, timeout)
+
+    def _forget_queued(self) -> None:
+        self._nbytes -= sum(memoryview(block.payload).nbytes for block in self._blocks)
+        self._blocks.clear()
+        self._touched.clear()
+
     def close(self, timeout: float) -> None:
         """Save what is queued, for so many seconds at the most; then take no more. Idempotent."""
         until = time.monotonic() + timeout
@@ -141,8 +152,7 @@ class Saver:
         with self._changed:
             self._closed = True
             self.num_dropped += len(self._blocks)
-            self._blocks.clear()
-            self._touched.clear()
+            self._forget_queued()
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(max(0.0, until - time.monotonic()))

@@ -279,6 +279,33 @@ def test_a_server_that_never_replies_costs_no_answer(
         llm.close()
 
 
+def test_a_reset_during_a_slow_save_says_that_something_may_be_left(
+    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
+) -> None:
+    saving, unblocked = threading.Event(), threading.Event()
+    real = DiskStore.save
+
+    def block(store: DiskStore, blocks: Any) -> int:
+        saving.set()
+        assert unblocked.wait(FOREVER)
+        return real(store, blocks)
+
+    monkeypatch.setattr(DiskStore, "save", block)
+    with closing(make_llm(model, cache_dir=str(tmp_path))) as llm:
+        ask(llm)
+        assert saving.wait(FOREVER)
+        with monkeypatch.context() as patch:
+            patch.setattr("headstart.engine.tiering.tiers._LAST_SAVES", 0.01)
+            with pytest.raises(EngineError, match="what is kept elsewhere may not be"):
+                llm.reset_prefix_cache(reset_connector=True)
+        unblocked.set()
+        assert llm.reset_prefix_cache(reset_connector=True)
+        assert llm.engine.tiers is not None and llm.engine.tiers.flush(FOREVER)
+        group = llm.engine.prepare(PROMPT, GREEDY)
+        prompt_names = llm.engine.manager.block_hashes(group.requests[0].sequence)
+        assert llm.engine.tiers.count_stored(prompt_names) == 0
+
+
 @pytest.mark.parametrize("method", ["find", "load"])
 def test_a_disk_that_blocks_costs_no_answer(
     monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path, alone: Any, method: str

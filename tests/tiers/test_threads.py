@@ -239,6 +239,22 @@ def test_a_saver_is_closed_while_the_store_blocks() -> None:
     assert store.saved == [name(0)]
 
 
+def test_what_is_dropped_is_not_saved_later() -> None:
+    gate = Gate("save")
+    with saving(store := Store(gate)) as saver:
+        saver.offer([block(0)])
+        assert gate.reached.wait(FOREVER)
+        saver.offer(blocks(range(1, 5)))
+        saver.touch(names(range(5)))
+        assert not saver.drop(0.0), "one is being saved"
+        gate.opened.set()
+        assert saver.drop(FOREVER) and saver.flush(FOREVER)
+        assert store.saved == [name(0)] and not store.touched
+        assert saver._nbytes == 0
+        saver.offer([block(9)])
+    assert store.saved == [name(0), name(9)]
+
+
 def test_offers_from_many_threads_while_one_closes() -> None:
     with saving(store := Store()) as saver:
 

@@ -178,9 +178,10 @@ class Tiers:
 
     def clear(self) -> None:
         """Forget what the stores have. Raises EngineError if some may be left; all are asked."""
+        self.loads.end_all()
         self._offers.roll_back()
-        self.flush(_LAST_SAVES)
-        done = [store.clear() for store in (self._store, self._objects)]
+        done = [saver.drop(_LAST_SAVES) for saver in (self._saver, self._object_saver)]
+        done += [store.clear() for store in (self._store, self._objects)]
         if not all(done):
             raise EngineError(
                 "K/V in memory are forgotten, and what is kept elsewhere may not be: it does not "

@@ -9,7 +9,7 @@ blocks of prompts come through `Loader`, whose threads are there anyway.
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from headstart.cache import BlockHash
 from headstart.tiers.pause import Pause
@@ -34,8 +34,6 @@ class DeadlineStore:
     def __init__(self, store: BlockStore, pause: Pause) -> None:
         self._store = store
         self._pause = pause
-        self._late: list[_Call[Any]] = []
-        self._lock = threading.Lock()  # of those
 
     @property
     def tier(self) -> str:
@@ -49,50 +47,41 @@ class DeadlineStore:
         return self._ask(lambda: self._store.load(names))
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
-        return 0 if self._is_left_alone else self._store.save(blocks)
+        return 0 if self._pause.is_on else self._store.save(blocks)
 
     def touch(self, names: Sequence[BlockHash]) -> None:
-        if not self._is_left_alone:
+        if not self._pause.is_on:
             self._store.touch(names)
 
     def clear(self) -> bool:
         return next(self._ask(lambda: iter([self._store.clear()])), False)
 
     def close(self) -> None:
-        if not self._is_stuck:  # or it would wait for the late call
+        if not self._pause.is_stuck:  # or it would wait for the late call
             for _ in self._within(lambda: _after(self._store.close)):
                 pass
 
-    @property
-    def _is_stuck(self) -> bool:
-        with self._lock:
-            self._late = [call for call in self._late if not call.is_done]
-            return bool(self._late)
-
-    @property
-    def _is_left_alone(self) -> bool:
-        return self._pause.is_on or self._is_stuck
-
     def _ask(self, work: Callable[[], Iterable[T]]) -> Iterator[T]:
         """The answers, unless the store is left alone."""
-        return iter(()) if self._is_left_alone else self._within(work)
+        return iter(()) if self._pause.is_on else self._within(work)
 
     def _within(self, work: Callable[[], Iterable[T]]) -> Iterator[T]:
         """The answers up to the first that is late."""
-        call = _Call(work)
-        if not call.start():
-            return
+        call = _Call(work, self._pause)
+        waits = True
         try:
+            if not call.start():
+                return
             while answers := call.take(DEADLINE):
+                waits = False
                 yield from answers
+                waits = True
             if call.is_done:
                 self._pause.answered()
             else:
-                with self._lock:
-                    self._late.append(call)
                 self._pause.failed("it does not answer", f"not within {DEADLINE:g} s")
-        finally:
-            call.leave()
+        finally:  # of whatever kind: Ctrl-C leaves the call in the store, too
+            call.leave(is_late=waits)
 
 
 def _after(action: Callable[[], None]) -> Iterator[bool]:
@@ -104,12 +93,14 @@ def _after(action: Callable[[], None]) -> Iterator[bool]:
 class _Call(Generic[T]):
     """One call of a store, in a thread that is a few answers ahead of whoever takes them."""
 
-    def __init__(self, work: Callable[[], Iterable[T]]) -> None:
+    def __init__(self, work: Callable[[], Iterable[T]], pause: Pause) -> None:
         self.is_done = False
         self._work = work
+        self._pause = pause
         self._answers: deque[T] = deque()
         self._error: BaseException | None = None
         self._is_wanted = True
+        self._has_begun = False
         self._changed = threading.Condition()
 
     def start(self) -> bool:
@@ -121,6 +112,10 @@ class _Call(Generic[T]):
         return True
 
     def _run(self) -> None:
+        with self._changed:
+            if not self._is_wanted:
+                return
+            self._has_begun = True
         try:
             for answer in self._work():
                 with self._changed:
@@ -135,6 +130,7 @@ class _Call(Generic[T]):
             self._error = error
         with self._changed:
             self.is_done = True
+            self._pause.returned(self)
             self._changed.notify_all()
 
     def take(self, seconds: float) -> list[T]:
@@ -151,8 +147,10 @@ class _Call(Generic[T]):
             raise self._error
         return taken
 
-    def leave(self) -> None:
-        """Nobody wants the rest."""
+    def leave(self, *, is_late: bool) -> None:
+        """Nobody wants the rest. is_late: it was waited for, and the store may never answer."""
         with self._changed:
             self._is_wanted = False
+            if is_late and self._has_begun and not self.is_done:
+                self._pause.late(self)
             self._changed.notify_all()

@@ -32,8 +32,8 @@ class LoadJob:
     """Blocks that are looked for in a store and loaded. Its fields change under the loader's lock.
 
     count: how many of the names are loaded, once that is known. arrived: blocks that nobody has
-    taken yet. done: nothing more arrives. asked: when the store was asked for what it has not
-    given yet, by `time.monotonic`.
+    taken yet. done: nothing more arrives. is_late: its thread was left to itself. asked: when the
+    store was asked for what it has not given yet, by `time.monotonic`.
     """
 
     def __init__(self, names: Sequence[BlockHash], choose: Callable[[int], int]) -> None:
@@ -43,11 +43,12 @@ class LoadJob:
         self.arrived: deque[LoadedBlock] = deque()
         self.done = False
         self.cancelled = False
+        self.is_late = False
         self.asked: float | None = None
 
-    def is_late(self, now: float) -> bool:
-        """True if the store is silent for too long."""
-        return self.asked is not None and now - self.asked > DEADLINE
+    def becomes_late(self, now: float) -> bool:
+        """True if the store is silent for too long, and nobody has noted that yet."""
+        return not self.is_late and self.asked is not None and now - self.asked > DEADLINE
 
 
 class Loader:
@@ -70,7 +71,6 @@ class Loader:
         self._found: deque[LoadJob] = deque()
         self._current: set[LoadJob] = set()  # those that a thread works on
         self._holding: set[LoadJob] = set()  # those of which blocks wait to be taken
-        self._late: set[LoadJob] = set()  # of those
         self._nbytes = 0
         self._news = False
         self._closed = False
@@ -82,7 +82,7 @@ class Loader:
         job = LoadJob(names, choose)
         self.end_late()
         with self._changed:
-            if self._closed or self._late or self._pause.is_on or not self._has_threads():
+            if self._closed or self._pause.is_on or not self._has_threads():
                 job.done = self._news = True
                 return job
             self._asked.append(job)
@@ -106,10 +106,12 @@ class Loader:
         """End the jobs that wait for a store that is silent, and those behind them."""
         with self._changed:
             now = time.monotonic()
-            late = {job for job in self._current if job.is_late(now)} - self._late
+            late = [job for job in self._current if job.becomes_late(now)]
             if not late:
                 return
-            self._late |= late
+            for job in late:
+                job.is_late = True
+                self._pause.late(job)
             for job in (*late, *self._asked, *self._found):
                 job.cancelled = job.done = True
             self._news = True
@@ -186,11 +188,12 @@ class Loader:
                 _LOG.exception("a load failed; what it was for is computed")
             with self._changed:
                 self._current.discard(job)
-                self._late.discard(job)
+                self._pause.returned(job)
                 job.asked = None
                 if has_answered:
                     self._pause.answered()
-                if goes_on and not self._closed and not self._late:  # or it would wait behind
+                # One behind a late call would wait with it.
+                if goes_on and not self._closed and not self._pause.is_stuck:
                     self._found.append(job)
                 else:
                     job.done = self._news = True

@@ -1,4 +1,4 @@
-"""How long a store that failed is left alone."""
+"""When a store is left alone: for a while after a failure, and while a late call is in it."""
 
 import threading
 import time
@@ -12,26 +12,51 @@ _LONGEST = 300.0
 
 
 class Pause:
-    """Five seconds after a failure, then longer and longer, up to five minutes; an answer ends it.
+    """Five seconds after a failure, and twice as long after each further one, up to five minutes.
 
-    Every failure is a fault. For any thread.
+    An answer makes the next pause short again, and ends none. A call that does not return in time
+    has the store left alone until it does, however long that is. One for each store, shared by all
+    who ask it. Every failure is a fault. For any thread.
     """
 
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
         self._seconds = 0.0
         self._until = 0.0
-        self._lock = threading.Lock()
+        self._late: set[object] = set()
+        self._changed = threading.Condition()
 
     @property
     def is_on(self) -> bool:
         """True while the store is to be left alone."""
-        return time.monotonic() < self._until
+        return time.monotonic() < self._until or self.is_stuck
+
+    @property
+    def is_stuck(self) -> bool:
+        """True while a call that was late has not returned."""
+        return bool(self._late)
+
+    def late(self, call: object) -> None:
+        """Nobody waits for this call any more, and it has not returned."""
+        with self._changed:
+            self._late.add(call)
+
+    def returned(self, call: object) -> None:
+        """This call has returned, whether it was late or not."""
+        with self._changed:
+            self._late.discard(call)
+            self._changed.notify_all()
+
+    def wait_for_late(self) -> None:
+        """Wait until every call that was late has returned, however long that takes."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._late)
 
     def failed(self, kind: str, why: object) -> None:
         """The store failed: count and tell it, and leave the store alone from now on."""
-        with self._lock:
-            if not self.is_on:  # or calls that failed together would count as many failures
+        with self._changed:
+            # Calls that failed together count as one failure.
+            if time.monotonic() >= self._until:
                 self._seconds = min(2 * self._seconds, _LONGEST) or _FIRST
                 self._until = time.monotonic() + self._seconds
             seconds = self._seconds
@@ -39,5 +64,5 @@ class Pause:
 
     def answered(self) -> None:
         """The store answered: the next pause is a short one."""
-        with self._lock:
+        with self._changed:
             self._seconds = 0.0

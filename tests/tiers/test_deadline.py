@@ -43,7 +43,7 @@ def pause() -> Pause:
 
 def patient(store: DeadlineStore, ask: Callable[[DeadlineStore], object]) -> object:
     """The answer of a call that began after the one that was late has returned."""
-    while store._is_stuck:
+    while store._pause.is_stuck:
         threading.Event().wait(0.001)
     return ask(store)
 
@@ -80,6 +80,26 @@ def test_a_call_that_is_never_answered_is_a_miss(
     gate.opened.set()
     assert patient(store, ask) == hit
     assert store.save(blocks(range(3))) == 3
+
+
+def test_a_call_that_is_interrupted_has_the_store_left_alone_until_it_returns(
+    monkeypatch: pytest.MonkeyPatch, pause: Pause
+) -> None:
+    gate = Gate("find")
+    store = DeadlineStore(Store(gate), pause)
+
+    def interrupt(call: object, seconds: float) -> list[object]:
+        assert gate.reached.wait(FOREVER)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("headstart.tiers.deadline._Call.take", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.find(names(range(9)))
+    assert len(list(store.load(names(range(9))))) == 0
+    gate.opened.set()
+    assert patient(store, lambda store: store.find(names(range(9)))) == 9
+    assert not pause.faults.counts, "the store did nothing wrong"
 
 
 def test_what_came_before_a_store_fell_silent_is_there(
@@ -149,9 +169,26 @@ def test_whoever_waits_for_a_load_that_never_comes_goes_on(
     clock.now += 1000.0
     assert loader.start(names(range(20)), everything).done, "its thread is still there"
     gate.opened.set()
-    while loader._late:
+    while loader._pause.is_stuck:
         loader.wait(0.001)
     assert arrived(loader, loader.start(names(range(20)), everything)) == 20
+
+
+def test_nobody_else_is_sent_after_a_load_that_never_comes(
+    gated: Callable[[str], tuple[Gate, Loader]], clock: Clock, pause: Pause
+) -> None:
+    """Not the saver either, nor a lookup for people, once the pause is over."""
+    gate, loader = gated("load")
+    store = DeadlineStore(loader._store, pause)
+    loader.start(names(range(20)), everything)
+    assert gate.reached.wait(FOREVER)
+    clock.now += 6.0
+    loader.end_late()
+    clock.now += 1000.0
+    assert store.find(names(range(9))) == store.save(blocks(range(3))) == 0
+    assert not store.clear()
+    gate.opened.set()
+    assert patient(store, lambda store: store.find(names(range(9)))) == 9
 
 
 def test_a_store_that_was_late_is_left_alone_for_a_while(
@@ -163,7 +200,7 @@ def test_a_store_that_was_late_is_left_alone_for_a_while(
     clock.now += 6.0
     loader.end_late()
     gate.opened.set()
-    while loader._late:
+    while loader._pause.is_stuck:
         loader.wait(0.001)
     assert loader.start(names(range(20)), everything).done
     clock.now += 5.0
@@ -277,6 +314,23 @@ def test_a_server_that_never_replies_costs_no_answer(
             llm.reset_prefix_cache(reset_connector=True)
         assert ask(llm) == alone
         llm.close()
+
+
+def test_images_are_forgotten_though_the_store_of_prefixes_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
+) -> None:
+    unblocked, asked = threading.Event(), threading.Event()
+    with closing(make_llm(model, cache_dir=str(tmp_path))) as llm:
+        tiers = llm.engine.tiers
+        assert tiers is not None
+        with monkeypatch.context() as patch:
+            patch.setattr("headstart.tiers.deadline.DEADLINE", 0.05)
+            patch.setattr(tiers._store._store, "clear", lambda: unblocked.wait(FOREVER))
+            patch.setattr(tiers._objects._store, "clear", lambda: asked.set() or True)
+            with pytest.raises(EngineError, match="what is kept elsewhere may not be"):
+                llm.reset_prefix_cache(reset_connector=True)
+        assert asked.is_set()
+        unblocked.set()
 
 
 def test_a_reset_during_a_slow_save_says_that_something_may_be_left(

@@ -70,7 +70,7 @@ class Tiers:
         self._faults = Faults("kept prefixes")
         pause = Pause(self._faults)
         self._store = DeadlineStore(stores.kv, pause)
-        self._objects = DeadlineStore(stores.objects, pause)
+        self._objects = DeadlineStore(stores.objects, Pause(self._faults))
         self._manager = manager
         self._memory = memory
         self._stats = TierStats()

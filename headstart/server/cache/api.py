@@ -81,13 +81,19 @@ async def reset(request: Request, body: ResetBody | None = None) -> Response:
     service = service_of(request)
     again = body is not None and body.reset_running_requests
     tiers = body is not None and body.reset_tiers
-    done = await service.llm.reset_prefix_cache(reset_running_requests=again, reset_connector=tiers)
+    done = True  # also where a tier does not answer: the pool is emptied first
+    try:
+        done = await service.llm.reset_prefix_cache(
+            reset_running_requests=again, reset_connector=tiers
+        )
+    finally:
+        if done:
+            await service.llm.forget_inputs()
+            await asyncio.to_thread(service.watch.clear)
     if not done:
         raise ApiError(
             409, "requests run: wait, or set reset_running_requests, which computes them anew"
         )
-    await service.llm.forget_inputs()
-    await asyncio.to_thread(service.watch.clear)
     return JsonResponse({"reset": True})
 
 

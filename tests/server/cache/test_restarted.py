@@ -5,6 +5,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from headstart.engine.async_llm import AsyncLLM
+from headstart.tiers import DiskStore
 from tests.engine.tiny_llm import save_smallest
 from tests.server.running import Running, running
 from tests.tiny_tokenizers import TINY_TOKENIZERS
@@ -63,3 +65,27 @@ def test_many_clients_of_a_restarted_server_load_a_prefix_once(model: Path, tmp_
         assert tiers is not None and tiers.stats.loaded_tokens == {"disk": whole}
         blocks, free = server.pool()
         assert blocks == free
+
+
+def test_a_reset_that_a_tier_does_not_answer_forgets_all_else(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[AsyncLLM] = []
+    real = AsyncLLM.forget_inputs
+
+    async def forget_inputs(llm: AsyncLLM) -> None:
+        forgotten.append(llm)
+        await real(llm)
+
+    monkeypatch.setattr(AsyncLLM, "forget_inputs", forget_inputs)
+    monkeypatch.setattr(DiskStore, "clear", lambda store: False)
+    with running(model, cache_dir=str(tmp_path), **OPTIONS) as server:
+        complete(server)
+        prompt = {"prompt": TEXT}
+        explained = httpx.post(f"{server.url}/cache/explain", json=prompt, timeout=60).json()
+        assert explained["closest"] is not None
+        answer = httpx.post(f"{server.url}/cache/reset", json={"reset_tiers": True}, timeout=60)
+        assert answer.status_code == 500
+        explained = httpx.post(f"{server.url}/cache/explain", json=prompt, timeout=60).json()
+        assert explained["cached_tokens"] == 0 and explained["closest"] is None
+        assert forgotten == [server.llm]

@@ -7,6 +7,7 @@ blocks of prompts come through `Loader`, whose threads are there anyway.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
@@ -18,6 +19,7 @@ from headstart.tiers.store import BlockStore, LoadedBlock, StoredBlock
 __all__ = ["DEADLINE", "DeadlineStore"]
 
 DEADLINE = 5.0  # seconds for an answer, and for each block of a load
+_CLEARING = 60.0  # seconds for forgetting all blocks, of which there may be very many
 _AHEAD = 8  # blocks that are read before they are asked for
 
 T = TypeVar("T")
@@ -28,12 +30,14 @@ class DeadlineStore:
 
     A late answer is a miss and a failure. The store is left alone while `pause` is on, which is a
     miss as well, and until the late call has returned. `save` and `touch` have no deadline: the
-    saver's thread alone waits for them.
+    saver's thread alone waits for them. whole_loads: the deadline is for all blocks of a load
+    together, not for each.
     """
 
-    def __init__(self, store: BlockStore, pause: Pause) -> None:
+    def __init__(self, store: BlockStore, pause: Pause, *, whole_loads: bool = False) -> None:
         self._store = store
         self._pause = pause
+        self._whole_loads = whole_loads
 
     @property
     def tier(self) -> str:
@@ -44,7 +48,7 @@ class DeadlineStore:
         return next(self._ask(lambda: iter([self._store.find(names)])), 0)
 
     def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
-        return self._ask(lambda: self._store.load(names))
+        return self._ask(lambda: self._store.load(names), whole=self._whole_loads)
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
         return 0 if self._pause.is_on else self._store.save(blocks)
@@ -54,40 +58,47 @@ class DeadlineStore:
             self._store.touch(names)
 
     def clear(self) -> bool:
-        return next(self._ask(lambda: iter([self._store.clear()])), False)
+        return next(self._ask(lambda: iter([self._store.clear()]), _CLEARING), False)
 
-    def close(self) -> None:
-        if not self._pause.is_stuck:  # or it would wait for the late call
-            for _ in self._within(lambda: _after(self._store.close)):
-                pass
+    def close(self, timeout: float = DEADLINE) -> None:
+        """Close the store, or have it closed once the late calls in it have returned."""
+        thread = threading.Thread(target=self._close, name="headstart-close", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the machine has no more threads: the process's end closes it
+            return
+        thread.join(timeout)
 
-    def _ask(self, work: Callable[[], Iterable[T]]) -> Iterator[T]:
-        """The answers, unless the store is left alone."""
-        return iter(()) if self._pause.is_on else self._within(work)
+    def _close(self) -> None:
+        self._pause.wait_for_late()
+        self._store.close()
 
-    def _within(self, work: Callable[[], Iterable[T]]) -> Iterator[T]:
-        """The answers up to the first that is late."""
+    def _ask(
+        self, work: Callable[[], Iterable[T]], seconds: float | None = None, *, whole: bool = False
+    ) -> Iterator[T]:
+        """The answers up to the first that is late; none if the store is left alone.
+
+        seconds: for each answer, or for all of them; `DEADLINE` unless given.
+        """
+        if self._pause.is_on:
+            return
+        seconds = DEADLINE if seconds is None else seconds
+        until = time.monotonic() + seconds
         call = _Call(work, self._pause)
         waits = True
         try:
             if not call.start():
                 return
-            while answers := call.take(DEADLINE):
+            while answers := call.take(until - time.monotonic() if whole else seconds):
                 waits = False
                 yield from answers
                 waits = True
             if call.is_done:
                 self._pause.answered()
             else:
-                self._pause.failed("it does not answer", f"not within {DEADLINE:g} s")
+                self._pause.failed("it does not answer", f"not within {seconds:g} s")
         finally:  # of whatever kind: Ctrl-C leaves the call in the store, too
             call.leave(is_late=waits)
-
-
-def _after(action: Callable[[], None]) -> Iterator[bool]:
-    """One answer, once something is done."""
-    action()
-    yield True
 
 
 class _Call(Generic[T]):

@@ -36,6 +36,10 @@ __all__ = ["DiskStore"]
 _LEAST_FREE = 256 << 20  # bytes of the disk that are left to others
 
 
+class _Closed(Exception):
+    """The store is closed: a call that comes late opens nothing again."""
+
+
 class DiskStore:
     """The blocks of one model in a folder; a `BlockStore`.
 
@@ -58,6 +62,7 @@ class DiskStore:
         self._opening = threading.Lock()
         self._reader: OpenIndex | None = None
         self._writer: OpenIndex | None = None
+        self._closed = False
         make_folder(folder)
         with self._guard():
             self._check_files()
@@ -226,6 +231,7 @@ class DiskStore:
 
     def close(self) -> None:
         with self._reading, self._writing:
+            self._closed = True
             self._close_indexes()
             for file in self._files.values():
                 file.close()
@@ -238,6 +244,8 @@ class DiskStore:
         """What goes wrong inside is noted; a damaged index is made anew."""
         try:
             yield
+        except _Closed:
+            pass
         except (OSError, MemoryError) as error:
             self.faults.note("a file cannot be used", error)
         except ConfigError as error:
@@ -262,14 +270,21 @@ class DiskStore:
                 self._model_id(index)
 
     def _open_reader(self) -> DiskIndex:
+        self._require_open()
         opened, self._reader = self._reader, None
         self._reader = reopen(self.folder, opened)
         return self._reader.connection
 
     def _open_writer(self) -> DiskIndex:
+        self._require_open()
         opened, self._writer = self._writer, None
         self._writer = reopen(self.folder, opened)
         return self._writer.connection
+
+    def _require_open(self) -> None:
+        """For whoever holds one of the locks, which closing takes both."""
+        if self._closed:
+            raise _Closed
 
     def _model_id(self, index: DiskIndex) -> int:
         path = slot_path(self.folder, self.model)
@@ -290,11 +305,14 @@ class DiskStore:
     def _make_anew(self) -> None:
         try:
             with self._reading, self._writing:
+                self._require_open()
                 broken = {opened.inode for opened in (self._reader, self._writer) if opened}
                 self._close_indexes()
                 describe_model(self.folder, self.model)
                 rebuild_index(self.folder, broken)
                 self._made_anew += 1
+        except _Closed:
+            pass
         except Exception as error:  # of any kind, again
             self.faults.note("the index cannot be made anew", error)
 

@@ -6,6 +6,7 @@ that is down or slow is left alone for a while, and all is a miss meanwhile.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from headstart.cache import BlockHash
@@ -20,6 +21,7 @@ __all__ = ["RemoteStore"]
 _PATIENCE = 2.0  # seconds for an answer, and for a connection
 _FIRST = 8  # names in the first question of a lookup: most prompts that are new miss there
 _AT_ONCE_BYTES = 8 << 20
+_UNLINKED = 1000  # keys that are looked for, and forgotten, at once
 
 
 class RemoteStore:
@@ -94,8 +96,9 @@ class RemoteStore:
         return bool(self._ask(False, self._unlink_all))
 
     def _unlink_all(self) -> bool:
-        for key in self._client.scan_iter(match=self._prefix + b"*", count=1000):
-            self._client.unlink(key)
+        keys = self._client.scan_iter(match=self._prefix + b"*", count=_UNLINKED)
+        while some := list(islice(keys, _UNLINKED)):
+            self._client.unlink(*some)
         return True
 
     def close(self) -> None:

@@ -54,7 +54,6 @@ def patient(store: DeadlineStore, ask: Callable[[DeadlineStore], object]) -> obj
         ("find", lambda store: store.find(names(range(9))), 0, 9),
         ("load", lambda store: len(list(store.load(names(range(9))))), 0, 9),
         ("clear", lambda store: store.clear(), False, True),
-        ("close", lambda store: store.close(), None, None),
     ],
 )
 def test_a_call_that_is_never_answered_is_a_miss(
@@ -64,7 +63,8 @@ def test_a_call_that_is_never_answered_is_a_miss(
     gate = Gate(method)
     store = DeadlineStore(Store(gate), pause)
     with monkeypatch.context() as patch:
-        patch.setattr("headstart.tiers.deadline.DEADLINE", 0.01)
+        for limit in ("DEADLINE", "_CLEARING"):
+            patch.setattr(f"headstart.tiers.deadline.{limit}", 0.01)
         assert ask(store) == miss
     assert pause.faults.counts == {"it does not answer": 1}
     gate.reached.clear()
@@ -74,7 +74,6 @@ def test_a_call_that_is_never_answered_is_a_miss(
     assert store.save(blocks(range(3))) == 0
     store.touch(names(range(3)))
     assert not store.clear()
-    store.close()
     assert not gate.reached.is_set()
     assert pause.faults.counts == {"it does not answer": 1}
     gate.opened.set()
@@ -324,7 +323,7 @@ def test_images_are_forgotten_though_the_store_of_prefixes_does_not_answer(
         tiers = llm.engine.tiers
         assert tiers is not None
         with monkeypatch.context() as patch:
-            patch.setattr("headstart.tiers.deadline.DEADLINE", 0.05)
+            patch.setattr("headstart.tiers.deadline._CLEARING", 0.05)
             patch.setattr(tiers._store._store, "clear", lambda: unblocked.wait(FOREVER))
             patch.setattr(tiers._objects._store, "clear", lambda: asked.set() or True)
             with pytest.raises(EngineError, match="what is kept elsewhere may not be"):

@@ -32,7 +32,7 @@ __all__ = ["Stores", "TierStats", "Tiers", "make_tiers"]
 
 _QUEUED_BYTES = 256 << 20  # that wait to be saved, and as many that wait to be taken in
 _PATIENCE = 0.05  # seconds that a step waits for a load when nothing else can run
-_LAST_SAVES = 10.0  # seconds that closing waits for what is not saved yet
+_LAST_SAVES = 10.0  # seconds that closing takes at the most, and for what is being saved
 _TRY_AGAIN = 16  # loads that were not worth it, after which one is tried
 _SLOWEST = 16.0  # tokens a second: a prompt is computed, before that was measured
 
@@ -70,7 +70,7 @@ class Tiers:
         self._faults = Faults("kept prefixes")
         pause = Pause(self._faults)
         self._store = DeadlineStore(stores.kv, pause)
-        self._objects = DeadlineStore(stores.objects, Pause(self._faults))
+        self._objects = DeadlineStore(stores.objects, Pause(self._faults), whole_loads=True)
         self._manager = manager
         self._memory = memory
         self._stats = TierStats()
@@ -197,11 +197,9 @@ class Tiers:
         """Save what is not saved yet, and let go of the store. Idempotent."""
         self.loads.end_all()
         self._offers.flush()
-        self._saver.close(_LAST_SAVES)
-        self._object_saver.close(_LAST_SAVES)
-        self._loader.close(_LAST_SAVES)
-        self._store.close()
-        self._objects.close()
+        until = time.monotonic() + _LAST_SAVES
+        for part in (self._saver, self._object_saver, self._loader, self._store, self._objects):
+            part.close(max(0.0, until - time.monotonic()))
 
 
 def make_tiers(

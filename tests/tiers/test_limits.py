@@ -1,0 +1,106 @@
+"""Limits of what is more than one answer: a whole load, forgetting all, and closing."""
+
+import threading
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from headstart.tiers import DeadlineStore, Faults, Pause, RemoteStore
+from tests.engine.tiny_llm import make_llm, save_smallest
+from tests.tiers.stores import MODEL, blocks, disk, held, name, names
+from tests.tiers.test_threads import FOREVER, Gate, Store
+
+
+@pytest.fixture
+def pause() -> Pause:
+    return Pause(Faults("a test"))
+
+
+def test_a_whole_load_may_have_one_deadline(monkeypatch: pytest.MonkeyPatch, pause: Pause) -> None:
+    """No block of an image is late, and all together would hold the engine for long."""
+    monkeypatch.setattr("headstart.tiers.deadline.DEADLINE", 0.1)
+    never = threading.Event()
+
+    def before(method: str) -> None:
+        if method == "block":
+            never.wait(0.05)
+
+    store = DeadlineStore(Store(before), pause, whole_loads=True)
+    assert len(list(store.load(names(range(40))))) < 40
+    assert pause.faults.counts == {"it does not answer": 1}
+
+
+def test_forgetting_all_may_take_longer_than_a_lookup(
+    monkeypatch: pytest.MonkeyPatch, pause: Pause
+) -> None:
+    monkeypatch.setattr("headstart.tiers.deadline.DEADLINE", 0.01)
+    gate = Gate("clear")
+    store = DeadlineStore(Store(gate), pause)
+    threading.Timer(0.2, gate.opened.set).start()
+    assert store.clear()
+
+
+def test_a_server_forgets_many_keys_at_once() -> None:
+    pytest.importorskip("redis")
+    orders: list[tuple[bytes, ...]] = []
+    store = RemoteStore("redis://127.0.0.1:1", MODEL)
+    keys = [store._prefix + name(number) for number in range(2500)]
+    store._client = SimpleNamespace(
+        scan_iter=lambda **_: iter(keys), unlink=lambda *some: orders.append(some)
+    )
+    assert store.clear()
+    assert [key for some in orders for key in some] == keys
+    assert len(orders) == 3
+
+
+def test_a_late_call_opens_nothing_of_a_closed_folder(tmp_path: Path) -> None:
+    store = disk(tmp_path)
+    assert store.save(blocks(range(4))) == 4
+    store.close()
+    assert store.find(names(range(4))) == held(store, range(4)) == 0
+    assert store.save(blocks(range(4, 8))) == store.remove(names(range(4))) == 0
+    assert not store.clear()
+    store.touch(names(range(4)))
+    store.forget_damaged(names(range(4)))
+    assert not store._files and store._reader is None and store._writer is None
+    assert not store.faults.counts
+    with closing(disk(tmp_path)) as again:
+        assert held(again, range(8)) == 4
+
+
+def test_a_store_with_a_late_call_is_closed_once_that_returns(
+    monkeypatch: pytest.MonkeyPatch, pause: Pause
+) -> None:
+    gate, closed = Gate("find"), threading.Event()
+    store = DeadlineStore(
+        Store(lambda method: closed.set() if method == "close" else gate(method)), pause
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("headstart.tiers.deadline.DEADLINE", 0.01)
+        assert store.find(names(range(9))) == 0
+    store.close(0.0)
+    assert not closed.is_set(), "a call is in it"
+    gate.opened.set()
+    assert closed.wait(FOREVER)
+
+
+def test_closing_has_one_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    now, allowed = 1000.0, []
+
+    def close(timeout: float) -> None:
+        nonlocal now
+        allowed.append(timeout)
+        now += 4.0
+
+    with closing(make_llm(save_smallest(tmp_path / "m"), cache_dir=str(tmp_path / "k"))) as llm:
+        tiers = llm.engine.tiers
+        assert tiers is not None
+        with monkeypatch.context() as patch:
+            clock = SimpleNamespace(monotonic=lambda: now)
+            patch.setattr("headstart.engine.tiering.tiers.time", clock)
+            for part in ("_saver", "_object_saver", "_loader", "_store", "_objects"):
+                patch.setattr(getattr(tiers, part), "close", close)
+            tiers.close()
+    assert allowed == [10.0, 6.0, 2.0, 0.0, 0.0]

@@ -157,7 +157,7 @@ class Loader:
             self._news = False
 
     def close(self, timeout: float) -> None:
-        """End every job. Idempotent."""
+        """End every job; one whose thread is in the store after that time is late. Idempotent."""
         with self._changed:
             self._closed = True
             for job in (*self._asked, *self._found, *self._current):
@@ -167,6 +167,9 @@ class Loader:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
+        with self._changed:
+            for job in self._current:
+                self._pause.late(job)
 
     # In the loader's threads
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from headstart.tiers import DeadlineStore, Faults, Pause, RemoteStore
+from headstart.tiers import DeadlineStore, Faults, Loader, Pause, RemoteStore
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, blocks, disk, held, name, names
-from tests.tiers.test_threads import FOREVER, Gate, Store
+from tests.tiers.test_threads import FOREVER, Gate, Store, everything
 
 
 @pytest.fixture
@@ -81,7 +81,24 @@ def test_a_store_with_a_late_call_is_closed_once_that_returns(
         patch.setattr("headstart.tiers.deadline.DEADLINE", 0.01)
         assert store.find(names(range(9))) == 0
     store.close(0.0)
-    assert not closed.is_set(), "a call is in it"
+    assert not closed.wait(0.05), "a call is in it"
+    gate.opened.set()
+    assert closed.wait(FOREVER)
+
+
+def test_a_store_is_not_closed_under_a_load(pause: Pause) -> None:
+    """A file would be closed that a thread reads."""
+    gate, closed = Gate("block"), threading.Event()
+    inner = Store(lambda method: closed.set() if method == "close" else gate(method))
+    loader, store = (
+        Loader(inner, 1 << 20, lambda count: FOREVER, pause),
+        DeadlineStore(inner, pause),
+    )
+    loader.start(names(range(3)), everything)
+    assert gate.reached.wait(FOREVER)
+    loader.close(0.0)
+    store.close(0.0)
+    assert not closed.wait(0.05)
     gate.opened.set()
     assert closed.wait(FOREVER)
 

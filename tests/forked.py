@@ -6,6 +6,7 @@ process is its fork: with streams, signals and an exit status like any other.
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -94,8 +95,12 @@ def _run(
 
 
 def _take(streams: tuple[Path, Path, Path]) -> None:
-    """Make these the standard streams of this process, in a session of its own."""
+    """Make these the standard streams of this process, in a session of its own.
+
+    Ctrl-C reaches it also where the tests run in the background of a shell, which ignores it there.
+    """
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for standard, path in enumerate(streams):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT if standard else os.O_RDONLY)
         os.dup2(opened, standard)

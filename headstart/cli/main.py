@@ -25,7 +25,13 @@ from headstart.cli.doctor import doctor
 from headstart.cli.help import GroupedCommand, GroupedOption
 from headstart.cli.keys import keys
 from headstart.cli.models import models
-from headstart.cli.opening import announce_and_open, folder_of, load_adapter, read_adapter
+from headstart.cli.opening import (
+    announce_and_open,
+    folder_of,
+    load_adapter,
+    read_adapter,
+    read_adapters,
+)
 from headstart.cli.options import (
     CHAT_SAMPLING,
     DEFAULT_MODEL,
@@ -253,12 +259,22 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
 
 @main.command(cls=GroupedCommand, short_help="Answer clients of APIs over HTTP.")
 @_model_option
+@_option(
+    "--adapter",
+    "--lora-modules",
+    "adapters",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="LoRA adapter, in PEFT's format, that requests may name in the model's place; may be "
+    "given several times.",
+)
 @server_options
 @engine_options
 def serve(model: str, **options: Any) -> None:
     """Answer OpenAI's clients over HTTP; each answer says how much of its prompt was cached."""
+    adapters = read_adapters(options)
     server, replicas = take_options(options, ServerOptions), take_options(options, ReplicaConfig)
-    run_server(model, sort_options(options).engine, server, replicas)
+    run_server(model, sort_options(options).engine, server, replicas, adapters)
 
 
 main.add_command(models)

@@ -16,9 +16,10 @@ from headstart.cli.options import note_on, open_model, resolve_model
 from headstart.cli.progress import describe_loading, waiting
 from headstart.cli.streams import as_typed, note
 from headstart.engine.config import EngineConfig
-from headstart.errors import ModelError
+from headstart.errors import ConfigError, ModelError
 from headstart.models.files import find_folder, weight_files
 from headstart.models.lora.settings import read_settings
+from headstart.validation import describe
 
 if TYPE_CHECKING:
     from headstart.engine.llm import LLM
@@ -30,6 +31,7 @@ __all__ = [
     "folder_of",
     "load_adapter",
     "read_adapter",
+    "read_adapters",
 ]
 
 
@@ -68,8 +70,24 @@ def read_adapter(options: dict[str, Any]) -> Path | None:
     Raises AdapterError for what is no adapter, before the model is loaded.
     """
     named = options.pop("adapter")
-    if named is None:
-        return None
+    return None if named is None else _adapter_folder(named, options)
+
+
+def read_adapters(options: dict[str, Any]) -> dict[str, Path]:
+    """The folders of the adapters that the options name as NAME=PATH, by name; taken out of them.
+
+    Raises AdapterError as `read_adapter` does, and ConfigError for what is written otherwise.
+    """
+    found: dict[str, Path] = {}
+    for given in options.pop("adapters"):
+        name, _, folder = given.partition("=")
+        if not name or not folder or name in found:
+            raise ConfigError(f"adapter is {describe(given)}; allowed: NAME=PATH, each name once")
+        found[name] = _adapter_folder(folder, options)
+    return found
+
+
+def _adapter_folder(named: str, options: Mapping[str, Any]) -> Path:
     folder = Path(as_typed(named)).expanduser().absolute()
     read_settings(folder, options["max_lora_rank"] or EngineConfig.max_lora_rank)
     return folder

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -36,22 +38,29 @@ def take_options(given: dict[str, Any], kind: type[Options]) -> Options:
 
 
 def run_server(
-    model: str, engine: Mapping[str, Any], options: ServerOptions, replicas: ReplicaConfig
+    model: str,
+    engine: Mapping[str, Any],
+    options: ServerOptions,
+    replicas: ReplicaConfig,
+    adapters: Mapping[str, Path],
 ) -> None:
     """Load a model, or start replicas of it, and serve it until a signal comes.
 
-    Raises ConfigError, ModelError, OutOfMemoryError or EngineError.
+    adapters: folders by the names that requests may give. Raises AdapterError, ConfigError,
+    ModelError, OutOfMemoryError or EngineError.
     """
     launch = _import_optional("headstart.server.launch", "serve")
     if options.public_prefix and replicas.is_wanted:
         raise ConfigError("public_prefix is given; allowed with replicas: none")
+    if adapters and replicas.is_wanted:
+        raise ConfigError("adapter is given; allowed with replicas: none")
     prefixes = launch.read_prefixes(options.public_prefix)
     tracer = launch.open_tracer(options.otlp_traces_endpoint, options.served_model_name or model)
     with closing(launch.listen(options)) as at:  # a port in use is told before seconds of loading
         tenants = launch.open_tenants(options, at.getsockname()[0])
         said = _Address(at, options, model, with_key=tenants.ask_for_keys)
         if _speaks(model):
-            _check_speech(options, replicas)
+            _check_speech(options, replicas, adapters)
             with _open_omni(model, engine) as omni:
                 launch.serve(launch.create_speech_app(omni, model, options, tenants), at, said.tell)
         else:
@@ -62,6 +71,7 @@ def run_server(
                 closing(tracer) if tracer is not None else nullcontext(),
                 opened(model, engine, options, replicas) as (llm, cache_api),
             ):
+                asyncio.run(_load_adapters(llm, adapters))
                 launch.publish(llm, prefixes)
                 app = launch.create_app(llm, model, options, tenants, tracer=tracer, **cache_api)
                 launch.serve(app, at, said.tell)
@@ -77,10 +87,13 @@ def _speaks(model: str) -> bool:
     return False
 
 
-def _check_speech(options: ServerOptions, replicas: ReplicaConfig) -> None:
+def _check_speech(
+    options: ServerOptions, replicas: ReplicaConfig, adapters: Mapping[str, Path]
+) -> None:
     """Raise ConfigError for what a model that speaks does not do."""
     given = {
         "replicas": replicas.is_wanted,
+        "adapter": bool(adapters),
         "public_prefix": bool(options.public_prefix),
         "otlp_traces_endpoint": options.otlp_traces_endpoint is not None,
         "trust_request_chat_template": options.trust_request_chat_template,
@@ -110,6 +123,11 @@ def _open_engine(
         llm = async_llm(resolve_model(model), **engine)
     with closing(llm):
         yield llm, {}
+
+
+async def _load_adapters(llm: Any, adapters: Mapping[str, Path]) -> None:
+    for name, folder in adapters.items():
+        await llm.load_adapter(name, folder)
 
 
 @contextmanager

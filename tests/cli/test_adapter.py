@@ -62,6 +62,27 @@ def test_chat_answers_with_it(adapter: Path, tmp_path: Path) -> None:
     terminal.end()
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["sea"], "adapter is 'sea'; allowed: NAME=PATH, each name once"),
+        (["=x"], "adapter is '=x'; allowed: NAME=PATH, each name once"),
+        (["sea={}", "sea={}"], "allowed: NAME=PATH, each name once"),
+        (["sea=/no/such"], "/no/such"),
+        (["sea={}", "--replicas", "2"], "adapter is given; allowed with replicas: none"),
+    ],
+)
+def test_serve_tells_what_is_wrong_before_the_model(
+    given: list[str], said: str, adapter: Path
+) -> None:
+    flags = [one.format(adapter) for one in given]
+    told = [part for one in flags if "=" in one or one == "sea" for part in ("--adapter", one)]
+    rest = flags[flags.index("--replicas") :] if "--replicas" in flags else []
+    result = call("serve", "--model", "/no/such/model", *told, *rest)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize("command", ["run", "chat"])
 def test_what_is_no_adapter_is_told_before_the_model(command: str, tmp_path: Path) -> None:
     said = "is not an adapter: it has no adapter_config.json"

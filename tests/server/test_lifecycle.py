@@ -9,18 +9,21 @@ import socket
 import ssl
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 from click.testing import CliRunner
 
+from headstart import LLM, SamplingParams
 from headstart.cli.main import main
+from headstart.models.demo.llama import demo_model_path
 from headstart.server.keys import KeyFolder
 from tests.forked import start_headstart
 from tests.house.source import ROOT
 from tests.server.running import running
+from tests.tiny_adapters import make_adapter
 
 SECONDS = 60
 BODY = {"model": "tiny", "prompt": "one two three", "max_tokens": 4, "ignore_eos": True}
@@ -188,6 +191,26 @@ def test_after_a_kill_it_serves_again(tmp_path: Path) -> None:
                 server.signal(signal.SIGKILL)
             assert server.wait() == -signal.SIGKILL
     assert said[0] == said[1]
+
+
+def test_adapters_are_models_that_clients_name(tmp_path: Path) -> None:
+    sea = make_adapter(demo_model_path(), tmp_path / "adapter", lora_alpha=64)
+    with closing(LLM(demo_model_path(), num_blocks=64)) as llm:
+        llm.load_adapter("sea", sea)
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        expected = [
+            llm.generate(BODY["prompt"], params, adapter=name)[0].outputs[0].text
+            for name in (None, "sea")
+        ]
+    assert expected[0] != expected[1]
+    model = ["--model", str(demo_model_path()), "--port", "0", "--lora-modules", f"sea={sea}"]
+    with process(tmp_path / "keys", *model) as server:
+        models = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert [one["id"] for one in models] == ["tiny", "sea"]
+        for name, text in zip(("tiny", "sea"), expected, strict=True):
+            body = BODY | {"model": name, "temperature": 0}
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=SECONDS)
+            assert answer.json()["choices"][0]["text"] == text
 
 
 def test_https_with_a_certificate(tmp_path: Path) -> None:

@@ -70,15 +70,15 @@ def test_chat_answers_with_it(adapter: Path, tmp_path: Path) -> None:
         (["sea={}", "sea={}"], "allowed: NAME=PATH, each name once"),
         (["sea=/no/such"], "/no/such"),
         (["sea={}", "--replicas", "2"], "adapter is given; allowed with replicas: none"),
+        (["sea={}", "--served-model-name", "sea"], "adapter is 'sea', as the model is"),
     ],
 )
 def test_serve_tells_what_is_wrong_before_the_model(
     given: list[str], said: str, adapter: Path
 ) -> None:
-    flags = [one.format(adapter) for one in given]
-    told = [part for one in flags if "=" in one or one == "sea" for part in ("--adapter", one)]
-    rest = flags[flags.index("--replicas") :] if "--replicas" in flags else []
-    result = call("serve", "--model", "/no/such/model", *told, *rest)
+    more = next((at for at, one in enumerate(given) if one.startswith("--")), len(given))
+    told = [part for one in given[:more] for part in ("--adapter", one.format(adapter))]
+    result = call("serve", "--model", "/no/such/model", *told, *given[more:])
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.split())
 

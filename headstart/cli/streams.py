@@ -137,11 +137,11 @@ def hiding_typed() -> Iterator[None]:
 
 
 def _has_keyboard() -> bool:
-    """Whether stdin is a terminal, and this process is the one that reads it.
+    """Whether stdin is the terminal that stdout shows, and this process is the one that reads it.
 
     Any other that changed a terminal's settings would be stopped.
     """
-    if sys.platform == "win32" or not sys.stdin.isatty():
+    if sys.platform == "win32" or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
     try:
         return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()

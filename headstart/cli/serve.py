@@ -20,6 +20,7 @@ from headstart.cli.streams import note
 from headstart.cluster.options import ReplicaConfig
 from headstart.errors import ConfigError, ModelError
 from headstart.imports import load_module
+from headstart.models.files import BUILT_IN
 from headstart.server.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def run_server(
 
 def _speaks(model: str) -> bool:
     """Whether this is a model of several stages; whatever else is wrong with it is told later."""
-    if model == RANDOM_MODEL:
+    if model in (RANDOM_MODEL, BUILT_IN):
         return False
     with waiting(announce(model)), suppress(ModelError):
         return bool(load_module("headstart.models.files").is_omni(model))

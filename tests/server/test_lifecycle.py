@@ -94,7 +94,9 @@ def test_what_runs_is_answered_before_the_end(kind: signal.Signals, tmp_path: Pa
             *_, last = filter(None, lines)
             assert last == "data: [DONE]"
         assert server.wait() == 0
-        assert server.errors().endswith("Stopped.\n")
+        said = server.errors()
+        assert said.endswith("Stopped.\n")
+        assert said.count("8 million parameters") == 1
 
 
 def test_while_it_drains_it_says_so_and_takes_nothing(tmp_path: Path) -> None:

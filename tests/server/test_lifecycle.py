@@ -101,7 +101,7 @@ def test_what_runs_is_answered_before_the_end(kind: signal.Signals, tmp_path: Pa
 
 def test_while_it_drains_it_says_so_and_takes_nothing(tmp_path: Path) -> None:
     with process(tmp_path, "--port", "0", "--drain-seconds", "600") as server:
-        with server.stream(1000) as lines:
+        with server.stream(300) as lines:
             assert httpx.get(f"{server.url}/ready").status_code == 200
             server.signal(signal.SIGTERM)
             while (ready := httpx.get(f"{server.url}/ready")).status_code == 200:

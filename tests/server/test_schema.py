@@ -77,6 +77,10 @@ def test_no_request_fails_the_server(server: Running) -> None:
 
     for found in description.get_all_operations():
         operation = found.ok()
+        if operation.path == "/cache/live":  # which has no end
+            with httpx.stream("GET", f"{server.url}/cache/live") as answer:
+                assert answer.status_code == 200 and next(answer.iter_lines())
+            continue
         for mode in schemathesis.GenerationMode:
             if mode == schemathesis.GenerationMode.POSITIVE or operation.method == "post":
                 strategy = operation.as_strategy(generation_mode=mode)

@@ -13,6 +13,7 @@ import pytest
 from headstart import SamplingParams
 from headstart.errors import EngineError
 from headstart.tiers import DeadlineStore, DiskStore, Faults, Loader, ObjectStore, Pause, Saver
+from headstart.tiers.deadline import _Call
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, blocks, name, names
 from tests.tiers.test_threads import FOREVER, Gate, Store, arrived, everything
@@ -108,8 +109,9 @@ def test_what_came_before_a_store_fell_silent_is_there(
     inner = Store(lambda method: gate(next(begun)) if method == "block" else None)
     found = DeadlineStore(inner, pause).load(names(range(9)))
     next(found)
-    monkeypatch.setattr("headstart.tiers.deadline.DEADLINE", 0.01)
     assert gate.reached.wait(FOREVER)
+    take = _Call.take
+    monkeypatch.setattr(_Call, "take", lambda call, seconds: take(call, 0.01))
     assert len(list(found)) == 2
     with pytest.raises(StopIteration):
         next(found)
@@ -304,6 +306,7 @@ def test_a_server_that_never_replies_costs_no_answer(
     monkeypatch.setattr("headstart.engine.tiering.tiers._LAST_SAVES", 0.1)
     for module in ("loader", "deadline"):
         monkeypatch.setattr(f"headstart.tiers.{module}.DEADLINE", 0.5)
+    monkeypatch.setattr("headstart.tiers.deadline._CLEARING", 0.5)
     with closing(Listener(server)) as listener:
         llm = make_llm(model, remote_cache=listener.url)
         assert [ask(llm) for _ in range(3)] == [alone] * 3

@@ -89,10 +89,25 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The demo model, written to a folder of this test run and not to the user's cache."""
-    from headstart.models.demo.llama import demo_model_path
-
+def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the demo models of this run are, in place of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HEADSTART_DEMO_DIR", str(tmp_path_factory.mktemp("headstart-cache")))
-        yield demo_model_path()
+        folder = tmp_path_factory.mktemp("headstart-cache")
+        patch.setenv("HEADSTART_DEMO_DIR", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def demo_model(demo_folder: Path) -> Path:
+    """The demo model, with small layers."""
+    from tests.small_demos import make_small_demo
+
+    return make_small_demo("llama", demo_folder)
+
+
+@pytest.fixture(scope="session")
+def demo_vision(demo_folder: Path) -> Path:
+    """The demo model that sees, with small layers."""
+    from tests.small_demos import make_small_demo
+
+    return make_small_demo("vision", demo_folder)

@@ -11,7 +11,6 @@ import pytest
 from headstart import LLM
 from headstart.cli.demo.images import make_picture
 from headstart.models.demo.adapter import write_adapter
-from headstart.models.demo.vision import demo_vision_path
 from tests.house.source import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -42,9 +41,7 @@ SHOWN = {
 
 
 @pytest.fixture
-def arguments(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> list[str]:
+def arguments(request: pytest.FixtureRequest, demo_vision: Path, tmp_path: Path) -> list[str]:
     name: str = request.node.callspec.params["path"].stem
     if name == "lora":
         llm = LLM("headstart-tiny", num_blocks=16)
@@ -53,11 +50,10 @@ def arguments(
         llm.close()
         return [str(tmp_path / "1"), str(tmp_path / "2")]
     if name == "vision_language":
-        monkeypatch.setenv("HEADSTART_DEMO_DIR", str(tmp_path))
         paths = [tmp_path / f"{number}.png" for number in (1, 2)]
         for number, path in enumerate(paths):
             make_picture(number).save(path)
-        return [str(demo_vision_path()), *map(str, paths)]
+        return [str(demo_vision), *map(str, paths)]
     return []
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from headstart import LLM, SamplingParams
-from headstart.models.demo.llama import demo_model_path
 from tests.cli.test_chat_terminal import READY, Terminal, no_child_is_left
 from tests.cli.test_main import call
 from tests.tiny_adapters import make_adapter
@@ -16,15 +15,15 @@ MESSAGE = [{"role": "user", "content": "Tell me of the sea."}]
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters") / "sea"
-    return make_adapter(demo_model_path(), folder, lora_alpha=64)
+    return make_adapter(demo_model, folder, lora_alpha=64)
 
 
 @pytest.fixture(scope="module")
-def replies(adapter: Path) -> tuple[str, str]:
+def replies(demo_model: Path, adapter: Path) -> tuple[str, str]:
     """Of the model, and of the adapter, through the library."""
-    llm = LLM(demo_model_path(), num_blocks=64)
+    llm = LLM(demo_model, num_blocks=64)
     llm.load_adapter("sea", adapter)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     texts = [
@@ -35,7 +34,7 @@ def replies(adapter: Path) -> tuple[str, str]:
     return texts[0], texts[1]
 
 
-def test_run_answers_with_it(adapter: Path, replies: tuple[str, str]) -> None:
+def test_run_answers_with_it(demo_model: Path, adapter: Path, replies: tuple[str, str]) -> None:
     flags = [
         "run",
         "Tell me of the sea.",
@@ -45,13 +44,13 @@ def test_run_answers_with_it(adapter: Path, replies: tuple[str, str]) -> None:
         "--cache-dir",
         "off",
     ]
-    flags += ["--model", str(demo_model_path()), "--num-blocks", "64"]
+    flags += ["--model", str(demo_model), "--num-blocks", "64"]
     assert call(*flags).stdout.strip() == replies[0]
     assert call(*flags, "--adapter", str(adapter)).stdout.strip() == replies[1]
 
 
-def test_chat_answers_with_it(adapter: Path, tmp_path: Path) -> None:
-    model = ["--model", str(demo_model_path()), "--temperature", "0", "--max-tokens", "4"]
+def test_chat_answers_with_it(demo_model: Path, adapter: Path, tmp_path: Path) -> None:
+    model = ["--model", str(demo_model), "--temperature", "0", "--max-tokens", "4"]
     terminal = Terminal(tmp_path, *model, "--adapter", str(adapter))
     first, cached = terminal.ask("Tell me of the sea.")
     assert cached == 0

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from headstart.cli.demo.images import make_picture
-from headstart.models.demo.vision import demo_vision_path
 from tests.cli.test_chat_terminal import READY, Terminal, no_child_is_left, number
 from tests.cli.test_main import cached_tokens, call
 
@@ -16,11 +15,6 @@ __all__ = ["no_child_is_left"]
 
 TOKENS = 196
 """Of each image."""
-
-
-@pytest.fixture(scope="module")
-def model() -> str:
-    return str(demo_vision_path())
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +27,11 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_images_go_with_the_next_message_and_are_hit(
-    model: str, pictures: list[Path], tmp_path: Path
+    demo_vision: Path, pictures: list[Path], tmp_path: Path
 ) -> None:
     hills, more = pictures
-    terminal = Terminal(tmp_path, "--model", model, "--max-tokens", "4")
+    model = ["--model", str(demo_vision), "--max-tokens", "4"]
+    terminal = Terminal(tmp_path, *model)
     terminal.send(f"/image {hills}\r")
     told = number(terminal.wait(r"hills.png: about ([\d,]+)\s+tokens, which go with your next")[1])
     assert TOKENS < told < TOKENS + 40
@@ -69,7 +64,9 @@ def test_images_go_with_the_next_message_and_are_hit(
     ]
     assert kinds == [["image_url", "text"]] * 2
     # A saved chat brings its images back.
-    terminal = Terminal(tmp_path, "--model", model, "--max-tokens", "4", "--resume", str(saved))
+    terminal = Terminal(
+        tmp_path, "--model", str(demo_vision), "--max-tokens", "4", "--resume", str(saved)
+    )
     again, cached = terminal.ask("And now?")
     assert cached == 0 and again > third
     terminal.end()
@@ -84,9 +81,11 @@ def test_a_model_that_takes_text_alone_says_so(pictures: list[Path], tmp_path: P
     terminal.end()
 
 
-def test_run_asks_about_images(model: str, pictures: list[Path]) -> None:
+def test_run_asks_about_images(demo_vision: Path, pictures: list[Path]) -> None:
     images = [word for path in pictures for word in ("--image", str(path))]
-    result = call("run", "--model", model, "--max-tokens", "4", *images, "What?", "And what?")
+    result = call(
+        "run", "--model", str(demo_vision), "--max-tokens", "4", *images, "What?", "And what?"
+    )
     assert result.exit_code == 0
     prompts = [line.split()[1] for line in result.stderr.splitlines() if "[prompt" in line]
     assert all(2 * TOKENS < number(prompt) < 2 * TOKENS + 60 for prompt in prompts)

@@ -120,10 +120,7 @@ def test_demo_of_adapters_shows_who_shares_with_whom() -> None:
     assert all(answer.endswith(signs[name]) for name, _, answer in (*lines[:3], *lines[-4:]))
 
 
-def test_demo_of_images_shows_what_is_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HEADSTART_DEMO_DIR", str(tmp_path))
+def test_demo_of_images_shows_what_is_computed(demo_vision: Path) -> None:
     said = call("demo", "--images").stdout
     cards = re.findall(r"│ ([\d,]+) +(\d+) +[\d,]+ \((\d+)%\) +(\d of \d) ", said)
     assert [card[3] for card in cards] == ["1 of 1", "0 of 1", "1 of 2", "0 of 2", "1 of 1"]

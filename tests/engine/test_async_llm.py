@@ -14,7 +14,6 @@ from PIL import Image
 from headstart import LLM, AsyncLLM, SamplingParams
 from headstart.engine.outputs import RequestOutput
 from headstart.errors import EngineError, RequestError
-from headstart.models.demo.llama import demo_model_path
 from tests.tiny_models import save_tiny
 from tests.tiny_vision import make_image, save_tiny_vision
 
@@ -220,10 +219,10 @@ def test_a_stream_that_is_over_stays_so(llm: AsyncLLM) -> None:
 
 @pytest.mark.parametrize("way", ["generate", "chat"])
 def test_prompts_are_tokenised_off_the_event_loop(
-    way: str, monkeypatch: pytest.MonkeyPatch
+    way: str, demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt of 300 KB stood in the way of all other streams for 0.37 s."""
-    llm = AsyncLLM(demo_model_path(), num_blocks=64, num_threads=1)
+    llm = AsyncLLM(demo_model, num_blocks=64, num_threads=1)
     tokenizer = llm.engine.tokenizer
     assert tokenizer is not None
     encode, threads = tokenizer.encode, set[int]()
@@ -249,9 +248,9 @@ def test_prompts_are_tokenised_off_the_event_loop(
     llm.close()
 
 
-def test_a_reply_is_remembered_off_the_event_loop() -> None:
+def test_a_reply_is_remembered_off_the_event_loop(demo_model: Path) -> None:
     """The loop waited for a lock under which another thread tokenised a whole conversation."""
-    llm = AsyncLLM(demo_model_path(), num_blocks=64, num_threads=1)
+    llm = AsyncLLM(demo_model, num_blocks=64, num_threads=1)
 
     async def ask() -> None:
         stream = llm.chat([{"role": "user", "content": "Hello"}], PARAMS)

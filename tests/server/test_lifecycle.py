@@ -18,7 +18,6 @@ from click.testing import CliRunner
 
 from headstart import LLM, SamplingParams
 from headstart.cli.main import main
-from headstart.models.demo.llama import demo_model_path
 from headstart.server.keys import KeyFolder
 from tests.forked import start_headstart
 from tests.house.source import ROOT
@@ -195,9 +194,9 @@ def test_after_a_kill_it_serves_again(tmp_path: Path) -> None:
     assert said[0] == said[1]
 
 
-def test_adapters_are_models_that_clients_name(tmp_path: Path) -> None:
-    sea = make_adapter(demo_model_path(), tmp_path / "adapter", lora_alpha=64)
-    with closing(LLM(demo_model_path(), num_blocks=64)) as llm:
+def test_adapters_are_models_that_clients_name(demo_model: Path, tmp_path: Path) -> None:
+    sea = make_adapter(demo_model, tmp_path / "adapter", lora_alpha=64)
+    with closing(LLM(demo_model, num_blocks=64)) as llm:
         llm.load_adapter("sea", sea)
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         expected = [
@@ -205,7 +204,7 @@ def test_adapters_are_models_that_clients_name(tmp_path: Path) -> None:
             for name in (None, "sea")
         ]
     assert expected[0] != expected[1]
-    model = ["--model", str(demo_model_path()), "--port", "0", "--lora-modules", f"sea={sea}"]
+    model = ["--model", str(demo_model), "--port", "0", "--lora-modules", f"sea={sea}"]
     with process(tmp_path / "keys", *model) as server:
         models = httpx.get(f"{server.url}/v1/models").json()["data"]
         assert [one["id"] for one in models] == ["tiny", "sea"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,14 @@ from transformers import AutoTokenizer
 from headstart.errors import ModelError
 from headstart.models.demo.llama import demo_model_path
 from tests.forked import FORKS
+
+
+@pytest.fixture(scope="module")
+def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """As it is, where the other tests have one with small layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEADSTART_DEMO_DIR", str(tmp_path_factory.mktemp("headstart-cache")))
+        yield demo_model_path()
 
 
 def test_it_is_the_same_model_every_time(

@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from headstart.models.demo.vision import demo_vision_path
 from headstart.server.keys import KeyFolder
 from tests.server.running import Running, running
 
@@ -161,12 +160,9 @@ def test_a_group_shares_and_its_salts_divide_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "open"])
-def test_images_of_another_tenant(
-    keys: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_of_another_tenant(keys: bool, demo_vision: Path, tmp_path: Path) -> None:
     """Neither what of the prompt was cached, nor whether the image was encoded anew."""
-    monkeypatch.setenv("HEADSTART_DEMO_DIR", str(tmp_path))
-    with serving(tmp_path / "keys", demo_vision_path(), keys=keys) as (server, headers):
+    with serving(tmp_path / "keys", demo_vision, keys=keys) as (server, headers):
         assert server.llm.engine.images is not None
         encoder = server.llm.engine.images.cache
         encoded: list[int] = []

@@ -1,12 +1,19 @@
-"""The demo models with small layers: the same tokens, chats and images for little arithmetic."""
+"""Demo models with small or few layers: the same tokens, chats and images for little arithmetic."""
 
+import functools
+import json
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-__all__ = ["make_small_demo"]
+__all__ = ["ASSETS", "make_small_demo", "shallow_built_in"]
+
+ASSETS = Path(__file__).parents[1] / "headstart" / "assets" / "headstart_tiny"
 
 _LLAMA = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2} | {
     "num_attention_heads": 4,
@@ -35,3 +42,21 @@ def make_small_demo(kind: str, folder: Path) -> Path:
 
 def _with(config: Callable[..., Any], sizes: dict[str, int]) -> Callable[..., Any]:
     return lambda **given: config(**{**given, **sizes})
+
+
+@functools.cache
+def shallow_built_in() -> Path:
+    """headstart-tiny with two of its six layers, whose answers are noise; one for a process."""
+    folder = Path(_KEPT.name)
+    for file in ASSETS.iterdir():
+        shutil.copy(file, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: w for name, w in weights.items() if not name.startswith(_LEFT_OUT)}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+_KEPT = tempfile.TemporaryDirectory(prefix="headstart-tests-")
+_LEFT_OUT = tuple(f"model.layers.{number}." for number in range(2, 6))

@@ -71,7 +71,7 @@ OPTIONS = {
 def test_answers_are_right_cold_and_warm(name: str, engines: Any) -> None:
     llm = engines(**OPTIONS[name])
     # Where nothing is cached each prompt is read whole, twice, and more often when preempted.
-    count = len(PROMPTS) if llm.engine.config.enable_prefix_caching else 3
+    count = len(PROMPTS) if llm.engine.config.enable_prefix_caching else 2
     for _ in range(2):
         outputs = llm.generate(PROMPTS[:count], GREEDY, use_tqdm=False)
         assert [output.outputs[0].text for output in outputs] == list(ANSWERS.values())[:count]

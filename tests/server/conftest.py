@@ -8,6 +8,7 @@ import pytest
 
 from tests.server.running import Running, running
 from tests.server.templates import HERMES, THINKING, model_with
+from tests.small_demos import ASSETS
 from tests.tiny_vision import save_tiny_vision
 
 
@@ -28,14 +29,15 @@ def server() -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Of a model whose template has tools, in Hermes' format."""
-    with running(model_with(HERMES, tmp_path_factory.mktemp("hermes"))) as server:
+    with running(model_with(HERMES, tmp_path_factory.mktemp("hermes"), source=ASSETS)) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def thinking_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Of a model whose prompts begin its reasoning."""
-    with running(model_with(THINKING, tmp_path_factory.mktemp("thinking"))) as server:
+    folder = tmp_path_factory.mktemp("thinking")
+    with running(model_with(THINKING, folder, source=ASSETS)) as server:
         yield server
 
 

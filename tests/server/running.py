@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from headstart import AsyncLLM
 from headstart.server.app import create_app
+from headstart.server.launch import listen
 from headstart.server.options import ServerOptions
 from headstart.server.service import Service
 
@@ -79,7 +80,7 @@ def serving(
 @contextmanager
 def listening(app: FastAPI, *, send_buffer: int = 0) -> Iterator[str]:
     """The address of an application, which answers there in a thread of its own."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listen(ServerOptions(port=0))
     if send_buffer:  # connections have the listener's
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     runner = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))

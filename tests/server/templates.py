@@ -8,11 +8,11 @@ import shutil
 from io import BytesIO
 from pathlib import Path
 
+from tests.small_demos import shallow_built_in
 from tests.tiny_vision import make_image
 
 __all__ = ["HERMES", "LLAMA", "MISTRAL", "THINKING", "model_with", "png_of"]
 
-ASSETS = Path(__file__).parents[2] / "headstart" / "assets" / "headstart_tiny"
 
 _TURNS = (
     "{%- for message in messages -%}{{- '<|' + message['role'] + '|>' -}}"
@@ -58,9 +58,14 @@ THINKING = _template(_HERMES_CALLS, "<think>\\n")
 """Of a model whose prompts begin its reasoning."""
 
 
-def model_with(template: str, folder: Path, special: tuple[str, ...] = ()) -> Path:
-    """A copy of the model; `special` are texts that become special tokens in place of others."""
-    for file in ASSETS.iterdir():
+def model_with(
+    template: str, folder: Path, special: tuple[str, ...] = (), source: Path | None = None
+) -> Path:
+    """A copy of a model, the shallow one unless another is given.
+
+    special: texts that become special tokens in place of others.
+    """
+    for file in (source or shallow_built_in()).iterdir():
         shutil.copy(file, folder)
     (folder / "chat_template.jinja").write_text(template)
     if special:

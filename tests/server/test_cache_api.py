@@ -13,6 +13,7 @@ import pytest
 from headstart.cache import Stretch
 from tests.server.running import Running, running
 from tests.server.templates import png_of
+from tests.small_demos import shallow_built_in
 
 PEOPLE = "Anna is 31 years old. Ben is 45 years old. Carl is 60 years old.\n" * 10
 
@@ -20,7 +21,7 @@ PEOPLE = "Anna is 31 years old. Ben is 45 years old. Carl is 60 years old.\n" * 
 @pytest.fixture
 def client() -> Iterator[httpx.Client]:
     with (
-        running(num_blocks=128) as server,
+        running(shallow_built_in(), num_blocks=128) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,
     ):
         yield client
@@ -153,7 +154,7 @@ def test_images_and_turns_are_forgotten_too(image_server: Running) -> None:
 
 def test_many_questions_cost_few_looks() -> None:
     """All that came before a look share it; none is told what was before its question."""
-    with running(num_blocks=128) as server:
+    with running(shallow_built_in(), num_blocks=128) as server:
         looks, look = [], server.llm.engine.manager.stretches
 
         def count() -> list[Stretch]:

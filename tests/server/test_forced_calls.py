@@ -11,7 +11,7 @@ import pytest
 from headstart import RequestError, StructuredOutputsParams
 from headstart.server.answers.formats import HERMES, LLAMA, MISTRAL, CallFormat
 from headstart.server.tools import Thought, Tool, ToolUse, after_reasoning, force_calls
-from tests.server.templates import ASSETS
+from tests.small_demos import ASSETS
 
 llguidance = pytest.importorskip("llguidance")
 hf = pytest.importorskip("llguidance.hf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -19,6 +20,8 @@ from click.testing import CliRunner
 from headstart import LLM, SamplingParams
 from headstart.cli.main import main
 from headstart.server.keys import KeyFolder
+from headstart.server.launch import listen
+from headstart.server.options import ServerOptions
 from tests.forked import start_headstart
 from tests.house.source import ROOT
 from tests.server.running import running
@@ -212,6 +215,25 @@ def test_adapters_are_models_that_clients_name(demo_model: Path, tmp_path: Path)
             body = BODY | {"model": name, "temperature": 0}
             answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=SECONDS)
             assert answer.json()["choices"][0]["text"] == text
+
+
+def test_connections_send_each_write_at_once() -> None:
+    """An answer's body waited 40 ms for the client to acknowledge its head."""
+
+    async def run() -> int:
+        found = asyncio.get_running_loop().create_future()
+
+        def note(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            found.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        async with await asyncio.start_server(note, sock=listen(ServerOptions(port=0))) as server:
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.close()
+            return int(await found)
+
+    assert asyncio.run(run()) != 0
 
 
 def test_https_with_a_certificate(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from headstart.server.tokenize import _tell
 from tests.server.running import Running
-from tests.server.templates import ASSETS
+from tests.small_demos import ASSETS
 
 MESSAGES = [{"role": "user", "content": "Who is Ben?"}]
 

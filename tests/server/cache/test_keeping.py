@@ -11,6 +11,7 @@ import pytest
 
 from tests.clients import anthropic, openai
 from tests.server.running import Running, running
+from tests.small_demos import shallow_built_in
 
 PEOPLE = "Anna is 31 years old. Ben is 45 years old. Carl is 27 years old. " * 6
 MODEL: dict[str, Any] = {"model": "tiny", "max_tokens": 1}
@@ -18,8 +19,10 @@ MODEL: dict[str, Any] = {"model": "tiny", "max_tokens": 1}
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Running]:
-    with running(num_blocks=32, max_model_len=512) as server:
-        yield server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headstart.server.cache.live._SHARE", 0)  # or each look waits for its time
+        with running(shallow_built_in(), num_blocks=32, max_model_len=512) as server:
+            yield server
 
 
 @pytest.fixture

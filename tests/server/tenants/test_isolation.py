@@ -23,6 +23,7 @@ from PIL import Image
 
 from headstart.server.keys import KeyFolder
 from tests.server.running import Running, running
+from tests.small_demos import shallow_built_in
 
 PROMPTS = 8
 GUESSING, CERTAIN = 0.55, 0.95
@@ -73,7 +74,7 @@ def texts(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Running, Headers]]:
     folder = tmp_path_factory.mktemp("keys")
-    with serving(folder, "headstart-tiny", keys=request.param) as server:
+    with serving(folder, shallow_built_in(), keys=request.param) as server:
         yield server
 
 
@@ -135,7 +136,7 @@ def test_prompts_of_another_tenant_behind_a_public_prefix(keys: bool, tmp_path: 
     rng = random.Random(3)
     prefix = [rng.randrange(40, 240) for _ in range(37)]
     prompts = {n: [rng.randrange(40, 240) for _ in range(50)] for n in range(-1, 2 * PROMPTS)}
-    with serving(tmp_path, "headstart-tiny", keys=keys) as (server, headers):
+    with serving(tmp_path, shallow_built_in(), keys=keys) as (server, headers):
         assert server.llm.publish(prefix) == 2
 
         def ask(name: str, number: int) -> int:
@@ -148,7 +149,7 @@ def test_prompts_of_another_tenant_behind_a_public_prefix(keys: bool, tmp_path: 
 
 
 def test_a_group_shares_and_its_salts_divide_it(tmp_path: Path) -> None:
-    with serving(tmp_path, "headstart-tiny", keys=True) as (server, headers):
+    with serving(tmp_path, shallow_built_in(), keys=True) as (server, headers):
         prompt = list(range(40, 90))
 
         def ask(name: str, **body: object) -> int:

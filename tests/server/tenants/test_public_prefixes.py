@@ -13,6 +13,7 @@ from headstart.server.keys import KeyFolder
 from headstart.server.public_prefixes import publish, read_prefixes
 from tests.engine.tiny_llm import save_smallest
 from tests.server.running import Running, running
+from tests.small_demos import shallow_built_in
 
 SYSTEM = "You look things up in tables, and say nothing of what the tables do not have. " * 2
 
@@ -37,7 +38,7 @@ def test_two_tenants_share_the_system_prompt_of_chats_and_the_head_of_prompts(
     file.write_text(SYSTEM + "\n", encoding="utf-8")
     kept = KeyFolder(tmp_path / "keys")
     alice, bob = kept.add("alice"), kept.add("bob")
-    with running(api_keys=True, keys_folder=str(tmp_path / "keys")) as server:
+    with running(shallow_built_in(), api_keys=True, keys_folder=str(tmp_path / "keys")) as server:
         publish(server.llm, read_prefixes([str(file)]))
 
         def chat(key: str, question: str) -> tuple[int, int]:

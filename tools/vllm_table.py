@@ -8,7 +8,7 @@ What stands above the first heading of a table stays.
 from collections.abc import Mapping
 from pathlib import Path
 
-from headstart.engine.vllm_api import calls, members, modules, sampling
+from headstart.engine.vllm_api import calls, configs, members, modules, sampling
 from headstart.engine.vllm_api.options import ENGINE
 from headstart.engine.vllm_api.rows import Names, Row, Verdict
 
@@ -33,9 +33,11 @@ SECTIONS: Mapping[str, Names] = {
     "AsyncLLM": members.ASYNC_LLM,
     "LLMEngine": members.LLM_ENGINE,
     "LLM.llm_engine": members.ENGINE_VIEW,
-    **members.CONFIGS,
+    **configs.CONFIGS,
     "RequestOutput": members.REQUEST_OUTPUT,
+    "RequestOutput.metrics": members.REQUEST_METRICS,
     "CompletionOutput": members.COMPLETION_OUTPUT,
+    "Logprob": members.LOGPROB,
     "Imports": members.EXPORTS,
     "Modules": modules.MODULES,
 }

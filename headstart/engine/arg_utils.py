@@ -1,7 +1,7 @@
 """The options of an engine in one object, as in `vllm.engine.arg_utils`."""
 
 from argparse import ArgumentParser, Namespace
-from dataclasses import Field, fields, make_dataclass
+from dataclasses import Field, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +12,9 @@ from headstart.engine.vllm_api.command_line import (
     default_of,
     read_flags,
 )
+from headstart.engine.vllm_api.earlier import ENGINE_ARGS_MEMBERS_REFUSED
 from headstart.engine.vllm_api.options import ENGINE, read_options
+from headstart.engine.vllm_api.rows import Names, refused
 from headstart.engine.vllm_api.signatures import check_calls
 from headstart.errors import ConfigError
 from headstart.validation import check_flag, describe
@@ -21,6 +23,23 @@ from headstart.vllm_imports import find_names
 __all__ = ["AsyncEngineArgs", "EngineArgs", "require_engine_args"]
 
 __getattr__ = find_names(__name__, __all__)
+
+_MEMBERS = {**ENGINE.rows, **refused(ENGINE_ARGS_MEMBERS_REFUSED)}
+
+
+class _Fields:
+    """The fields of an `EngineArgs`: the model and the options that were given, so that
+    `LLM(**asdict(args))` works. Those of the class: every option of vLLM's."""
+
+    def __get__(self, args: "EngineArgs | None", kind: type) -> dict[str, Field[Any]]:
+        names = FLAGS if args is None else ("model", *args.options)
+        made = make_dataclass(kind.__name__, [(name, Any, _field_of(name)) for name in names])
+        return {one.name: one for one in fields(made)}
+
+
+def _field_of(name: str) -> Field[Any]:
+    made: Field[Any] = field(default_factory=lambda: default_of(name))
+    return made
 
 
 @check_calls(ConfigError)
@@ -45,18 +64,14 @@ class EngineArgs:
         """Those that a parser with these flags read; flags of the program's own are left alone."""
         return cls(**read_flags(args))
 
-    @property
-    def __dataclass_fields__(self) -> dict[str, Field[Any]]:
-        """The model and the options that were given, so that `LLM(**asdict(args))` works."""
-        made = make_dataclass("EngineArgs", ["model", *self.options])
-        return {field.name: field for field in fields(made)}
+    __dataclass_fields__ = _Fields()
 
     def __getattr__(self, name: str) -> Any:
         options = self.__dict__.get("options", {})
         if name in options:
             return options[name]
         if not ENGINE.knows(name):
-            raise ENGINE.missing(name)
+            raise Names(type(self).__name__, _MEMBERS, ConfigError, ENGINE.own).missing(name)
         return default_of(name)
 
     def __setattr__(self, name: str, value: Any) -> None:

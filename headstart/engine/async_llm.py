@@ -27,8 +27,9 @@ from headstart.engine.vllm_api.call_options import (
 from headstart.engine.vllm_api.calls import ASYNC_CHAT, ASYNC_GENERATE
 from headstart.engine.vllm_api.members import ASYNC_LLM
 from headstart.engine.vllm_api.metrics import Metric, read_metrics
-from headstart.engine.vllm_api.signatures import check_calls
+from headstart.engine.vllm_api.signatures import OfOneProcess, check_calls
 from headstart.engine.vllm_api.views import (
+    PARTS,
     ModelView,
     SchedulerView,
     VllmView,
@@ -51,7 +52,7 @@ Answer = TypeVar("Answer")
 
 
 @check_calls(ConfigError)
-class AsyncLLM:
+class AsyncLLM(OfOneProcess):
     """Streams token by token for many callers at once.
 
     `async for output in llm.generate(prompt, params)`: each output has all of the text so far.
@@ -303,7 +304,9 @@ class AsyncLLM:
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        raise ASYNC_LLM.missing(name)
+        if name in PARTS:
+            return getattr(self.vllm_config, name)
+        raise ASYNC_LLM.missing(name, dir(type(self)))
 
 
 AsyncLLMEngine = AsyncLLM  # the older of vLLM's two names

@@ -33,7 +33,7 @@ from headstart.engine.vllm_api.call_options import (
 from headstart.engine.vllm_api.calls import BEAM_SEARCH_CALL, CHAT, GENERATE, STREAM, STREAM_CHAT
 from headstart.engine.vllm_api.members import LLM as MEMBERS
 from headstart.engine.vllm_api.metrics import Metric, read_metrics
-from headstart.engine.vllm_api.signatures import check_calls
+from headstart.engine.vllm_api.signatures import OfOneProcess, check_calls
 from headstart.engine.vllm_api.views import EngineView, ModelView, read_config
 from headstart.errors import ConfigError
 from headstart.validation import check_flag
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 @check_calls(ConfigError, generate=GENERATE, chat=CHAT)
-class LLM:
+class LLM(OfOneProcess):
     """A model that answers prompts and keeps what it computed for the next one.
 
     May be called from several threads, and while streams are open: all requests share the steps of
@@ -268,7 +268,7 @@ class LLM:
         self._driver.close()
 
     def __getattr__(self, name: str) -> Any:
-        raise MEMBERS.missing(name)
+        raise MEMBERS.missing(name, dir(type(self)))
 
     def _load(self, adapters: Sequence[str | LoRARequest | None]) -> list[str | None]:
         """The adapters' names; those of a LoRARequest are loaded if need be."""

@@ -1,15 +1,22 @@
 """The outputs of a request, in vLLM's names."""
 
+import time
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from headstart.cache import MissExplanation
 from headstart.engine.adapters.request import LoRARequest
 from headstart.engine.params import RequestOutputKind
-from headstart.engine.vllm_api.members import COMPLETION_OUTPUT, REQUEST_OUTPUT
+from headstart.engine.vllm_api.members import (
+    COMPLETION_OUTPUT,
+    LOGPROB,
+    REQUEST_METRICS,
+    REQUEST_OUTPUT,
+)
 from headstart.engine.vllm_api.rows import Names, Verdict
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Logprob:
     """A token's log-probability, its rank (1 is the likeliest), and its text.
 
@@ -20,27 +27,91 @@ class Logprob:
     rank: int
     decoded_token: str | None = None
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise LOGPROB.missing(name)
+
+
+_EPOCH = time.time() - time.perf_counter()
+
+
+def _wall_time(seconds: float | None) -> float | None:
+    return None if seconds is None else _EPOCH + seconds
+
 
 Logprobs = dict[int, Logprob]
 """By token id: the chosen token's first, then those of the likeliest."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestMetrics:
     """When things happened to a request, in seconds from its arrival.
 
     queue: until its first step began. time_to_first_token: until its first token.
     time_per_token: mean seconds between later tokens, None before there are two. total: until
-    its last token so far.
+    its last token so far. queued_ts: its arrival on the clock of `time.perf_counter`.
+    num_generation_tokens: of its first answer, so far.
     """
 
     queue: float | None
     time_to_first_token: float | None
     time_per_token: float | None
     total: float | None
+    queued_ts: float | None = None
+    num_generation_tokens: int = 0
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """As `queue`."""
+        return self.queue
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """As `time_to_first_token`."""
+        return self.time_to_first_token
+
+    @property
+    def scheduled_ts(self) -> float | None:
+        """When its first step began, on the clock of `queued_ts`."""
+        return self._moment(self.queue)
+
+    @property
+    def first_token_ts(self) -> float | None:
+        """When it had its first token, on the clock of `queued_ts`."""
+        return self._moment(self.time_to_first_token)
+
+    @property
+    def last_token_ts(self) -> float | None:
+        """When it had its last token so far, on the clock of `queued_ts`."""
+        return self._moment(self.total)
+
+    @property
+    def arrival_time(self) -> float | None:
+        """When it came, on the clock of `time.time`."""
+        return _wall_time(self.queued_ts)
+
+    @property
+    def first_scheduled_time(self) -> float | None:
+        """As `scheduled_ts`, on the clock of `time.time`."""
+        return _wall_time(self.scheduled_ts)
+
+    @property
+    def first_token_time(self) -> float | None:
+        """As `first_token_ts`, on the clock of `time.time`."""
+        return _wall_time(self.first_token_ts)
+
+    @property
+    def last_token_time(self) -> float | None:
+        """As `last_token_ts`, on the clock of `time.time`."""
+        return _wall_time(self.last_token_ts)
+
+    def _moment(self, seconds: float | None) -> float | None:
+        return None if seconds is None or self.queued_ts is None else self.queued_ts + seconds
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise REQUEST_METRICS.missing(name)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class CompletionOutput:
     """One answer to a prompt.
 
@@ -81,7 +152,7 @@ class ImageUse:
     is_similar: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class RequestOutput:
     """A request and its answers so far; of a stream with `output_kind=DELTA`, what is new.
 
@@ -146,7 +217,7 @@ class ShownOutputs:
     def _new_part(self, output: CompletionOutput) -> CompletionOutput | None:
         shown = self._shown.get(output.index)
         if shown is None:
-            return output
+            return replace(output)  # theirs to change
         if shown.finished() or len(shown.token_ids) == len(output.token_ids):
             return None if shown.finish_reason == output.finish_reason else self._cut(output, shown)
         return self._cut(output, shown)

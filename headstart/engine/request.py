@@ -140,6 +140,8 @@ class Request:
                 else (last - first) / (tokens - 1)
             ),
             total=None if last is None else last - arrival,
+            queued_ts=arrival,
+            num_generation_tokens=tokens,
         )
 
 

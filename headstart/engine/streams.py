@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from headstart.engine.outputs import ShownOutputs
+from headstart.engine.vllm_api.signatures import OfOneProcess
 from headstart.errors import RequestError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _MOST_UPDATES = 256  # in one mailbox; each has all the text so far, so one more
 Output = TypeVar("Output")
 
 
-class OutputStream(Generator[Output, None, None]):
+class OutputStream(OfOneProcess, Generator[Output, None, None]):
     """The outputs of one request, which is submitted when the first of them is asked for.
 
     No generator function: the garbage collector would close it as a reader does, in whatever
@@ -171,7 +172,7 @@ class RequestStream(OutputStream["RequestOutput"]):
         self._updates.receive(StopIteration())  # another thread may wait for one
 
 
-class AsyncRequestStream(AsyncGenerator["RequestOutput", None]):
+class AsyncRequestStream(OfOneProcess, AsyncGenerator["RequestOutput", None]):
     """One request's outputs for asyncio, prepared and submitted when the first is asked for.
 
     No generator function: the event loop closes one that nobody holds any more some turns later,

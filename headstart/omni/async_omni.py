@@ -14,7 +14,7 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headstart.engine.vllm_api.signatures import check_calls
+from headstart.engine.vllm_api.signatures import OfOneProcess, check_calls
 from headstart.errors import ConfigError, EngineError, HeadstartError
 from headstart.omni.omni import Omni
 from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt
@@ -26,7 +26,7 @@ Answer = TypeVar("Answer")
 
 
 @check_calls(ConfigError)
-class AsyncOmni:
+class AsyncOmni(OfOneProcess):
     """An `Omni` whose answers are awaited; any number of tasks of any event loop may ask."""
 
     def __init__(self, model: str | Path, **options: Any) -> None:

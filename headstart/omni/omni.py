@@ -16,7 +16,7 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.streams import OutputStream
 from headstart.engine.text.max_length import TextLimit
-from headstart.engine.vllm_api.signatures import check_calls
+from headstart.engine.vllm_api.signatures import OfOneProcess, check_calls
 from headstart.errors import ConfigError, RequestError, UnsupportedModelError
 from headstart.models.files import OMNI_TYPES, find_folder, read_json
 from headstart.models.omni.qwen2_5 import Qwen25Omni
@@ -66,7 +66,7 @@ class _Stages(Protocol):
 
 
 @check_calls(ConfigError)
-class Omni:
+class Omni(OfOneProcess):
     """A pipeline of a thinker, a talker and a vocoder that cache each stage's work.
 
     Call it from one thread at a time.

@@ -127,3 +127,97 @@ CHAT_REFUSED: Refused = {
     'give `chat_template_kwargs={"documents": ...}`': {"documents": ()},
     **_CALL,
 }
+
+
+def _none(text: str) -> dict[str, tuple[Any, ...]]:
+    return dict.fromkeys(text.split(), ())
+
+
+_VIEW = "read it of `vllm_config`"
+_CONFIGS = _none(
+    "device_config decoding_config load_config lora_config compilation_config "
+    "structured_outputs_config prompt_adapter_config get_model_config get_vllm_config "
+    "get_scheduler_config get_parallel_config get_cache_config get_decoding_config "
+    "get_lora_config"
+)
+_PARTS = _none(
+    "scheduler cache_engine block_manager seq_counter driver_worker workers processor "
+    "input_preprocessor get_input_preprocessor create_trace_span do_tracing "
+    "use_cached_outputs cached_scheduler_outputs"
+)
+_TOKENIZER = _none("tokenizer_group get_tokenizer_group init_tokenizer get_tokenizer_async")
+_LOGS = _none("stat_loggers add_logger remove_logger stats")
+_OF_THE_MODEL = {"`model_config` tells of the model": _none("model dtype max_model_len")}
+
+ENGINE_MEMBERS_REFUSED: Refused = {
+    _VIEW: _CONFIGS,
+    "`engine` is the engine here; its parts are not vLLM's": _PARTS,
+    "`get_tokenizer()` is transformers' tokenizer": _TOKENIZER,
+    "nothing is logged: read the outputs' `metrics`": _LOGS,
+    "`LLM.generate` and `LLM.chat` answer": {"generate": (), "chat": ()},
+    "models here generate; for embeddings or scores use transformers": {"encode": ()},
+    "a call of an engine that is closed raises": {"check_health": (), "errored": ()},
+    "`close()` frees the memory": {"shutdown": ()},
+    "one engine runs in one process on one device": {
+        "has_unfinished_requests_for_virtual_engine": (),
+        "stop_remote_worker_execution_loop": (),
+    },
+    **_OF_THE_MODEL,
+}
+"""Attributes of `LLM.llm_engine` and of `LLMEngine`."""
+
+ASYNC_MEMBERS_REFUSED: Refused = {
+    _VIEW: _CONFIGS,
+    "`engine` is the engine here; its parts are not vLLM's": _PARTS,
+    "`await get_tokenizer()` is transformers' tokenizer": _TOKENIZER,
+    "nothing is logged: read the outputs' `metrics`": _LOGS,
+    "the engine runs from the start until `shutdown()`": _none(
+        "start_background_loop background_loop shutdown_background_loop run_engine_loop "
+        "engine_step stop_remote_worker_execution_loop"
+    ),
+    "give `LLM.beam_search` the prompts": {"beam_search": ()},
+    "bound the requests in the program": {"limit_concurrency": ()},
+    **_OF_THE_MODEL,
+}
+
+LLM_MEMBERS_REFUSED: Refused = {
+    "models here generate; for embeddings or scores use transformers": {"reward": ()},
+    "`chat` takes the messages": {"preprocess_chat": ()},
+    "`llm_engine.get_metrics()`, or `get_metrics()`, tells them": {"metrics": ()},
+    "`model_config` tells of the model": {
+        "dtype": (),
+        "max_model_len": (),
+        "vllm_config": (),
+    },
+    "`llm_engine.has_unfinished_requests()` says it": {"has_unfinished_requests": ()},
+    "`get_tokenizer()` is transformers' tokenizer": {"tokenizer": ()},
+    "`engine.model` is the model": {"model": ()},
+}
+
+ENGINE_ARGS_MEMBERS_REFUSED: Refused = {
+    "options are read where an engine is made: `LLM(**asdict(engine_args))`": {
+        "create_engine_config": (),
+        "create_model_config": (),
+        "create_load_config": (),
+        "create_speculative_config": (),
+        "create_observability_config": (),
+        "create_diffusion_config": (),
+        "validate_tensorizer_args": (),
+    }
+}
+
+_MEASURED = "`queue`, `time_to_first_token`, `time_per_token` and `total` are measured"
+METRICS_REFUSED: Refused = {
+    "`last_token_time` is that of the last token, once the output is finished": {
+        "finished_time": ()
+    },
+    "an answer that is not finite is an error": {"is_corrupted": ()},
+    _MEASURED: {
+        "scheduler_time": (),
+        "model_forward_time": (),
+        "model_execute_time": (),
+        "spec_token_acceptance_counts": (),
+        "engine_core_timestamp": (),
+        "inter_token_latencies": (),
+    },
+}

@@ -17,8 +17,8 @@ from headstart.engine.vllm_api.call_options import StreamOptions, read_call, spr
 from headstart.engine.vllm_api.calls import ADD_REQUEST
 from headstart.engine.vllm_api.members import LLM_ENGINE
 from headstart.engine.vllm_api.metrics import Metric, read_metrics
-from headstart.engine.vllm_api.signatures import check_calls
-from headstart.engine.vllm_api.views import ModelView, VllmView, read_config
+from headstart.engine.vllm_api.signatures import OfOneProcess, check_calls
+from headstart.engine.vllm_api.views import PARTS, ModelView, VllmView, read_config
 from headstart.errors import ConfigError, EngineError, RequestError
 from headstart.validation import check_flag, describe
 
@@ -36,7 +36,7 @@ Answer = TypeVar("Answer")
 
 
 @check_calls(ConfigError)
-class LLMEngine:
+class LLMEngine(OfOneProcess):
     """Takes requests, and answers all of them step by step as `step` is called.
 
     For one thread: `AsyncLLM`, and `LLM.stream`, have a thread that makes the steps.
@@ -221,7 +221,9 @@ class LLMEngine:
         self._driver.close()
 
     def __getattr__(self, name: str) -> Any:
-        raise LLM_ENGINE.missing(name)
+        if name in PARTS:
+            return getattr(self.vllm_config, name)
+        raise LLM_ENGINE.missing(name, dir(type(self)))
 
 
 def _now(function: Callable[[], Answer]) -> Answer:

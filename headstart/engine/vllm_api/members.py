@@ -1,17 +1,24 @@
 """What becomes of the methods and attributes of vLLM's classes, and of the names it exports."""
 
+from headstart.engine.vllm_api.earlier import (
+    ASYNC_MEMBERS_REFUSED,
+    ENGINE_MEMBERS_REFUSED,
+    LLM_MEMBERS_REFUSED,
+    METRICS_REFUSED,
+)
 from headstart.engine.vllm_api.rows import Names, Verdict, accepted, refused, works
 from headstart.errors import RequestError
 
 __all__ = [
     "ASYNC_LLM",
     "COMPLETION_OUTPUT",
-    "CONFIGS",
     "ENGINE_VIEW",
     "EXPORTS",
     "LLM",
     "LLM_ENGINE",
+    "LOGPROB",
     "PARAMS",
+    "REQUEST_METRICS",
     "REQUEST_OUTPUT",
 ]
 
@@ -70,7 +77,8 @@ LLM = Names(
                 "supported_tasks runner_type chat_template_config"
             ),
         }
-    ),
+    )
+    | refused(LLM_MEMBERS_REFUSED),
     RequestError,
 )
 
@@ -90,7 +98,7 @@ ASYNC_LLM = Names(
             "is_running": "",
             "is_stopped": "",
             "errored": "",
-            "vllm_config": "see `vllm_config`",
+            "vllm_config": "see `vllm_config`; its parts are attributes too",
             "model_config": "",
             "scheduler_config": "",
         }
@@ -134,7 +142,8 @@ ASYNC_LLM = Names(
                 "from_vllm_config"
             ),
         }
-    ),
+    )
+    | refused(ASYNC_MEMBERS_REFUSED),
     RequestError,
 )
 
@@ -153,7 +162,7 @@ LLM_ENGINE = Names(
             "get_metrics": "",
             "reset_prefix_cache": "",
             "add_lora": "",
-            "vllm_config": "see `vllm_config`",
+            "vllm_config": "see `vllm_config`; its parts are attributes too",
             "model_config": "",
         }
     )
@@ -183,7 +192,8 @@ LLM_ENGINE = Names(
                 "from_vllm_config get_supported_tasks"
             ),
         }
-    ),
+    )
+    | refused(ENGINE_MEMBERS_REFUSED),
     RequestError,
 )
 
@@ -208,47 +218,10 @@ ENGINE_VIEW = Names(
             )
         }
     )
-    | {name: row for name, row in LLM_ENGINE.rows.items() if row.verdict is Verdict.REFUSED},
+    | {name: row for name, row in LLM_ENGINE.rows.items() if row.verdict is Verdict.REFUSED}
+    | refused({"`LLM.close()` frees the memory": _none("close shutdown")}),
     RequestError,
 )
-
-CONFIGS = {
-    owner: Names(owner, works(dict.fromkeys(names.split(), "") | notes), RequestError)
-    for owner, (names, notes) in {
-        "vllm_config": (
-            "model_config cache_config scheduler_config parallel_config",
-            {"speculative_config": "None"},
-        ),
-        "model_config": (
-            "model tokenizer dtype max_model_len seed is_multimodal_model vocab_size "
-            "hf_config hf_text_config get_vocab_size",
-            {
-                "model": "the folder that it was read from",
-                "runner_type": '`"generate"`',
-                "quantization": "None",
-            },
-        ),
-        "cache_config": (
-            "block_size cache_dtype enable_prefix_caching",
-            {"num_gpu_blocks": "blocks of the pool, wherever it is"},
-        ),
-        "scheduler_config": (
-            "max_num_batched_tokens max_num_seqs",
-            {"enable_chunked_prefill": "True"},
-        ),
-        "parallel_config": (
-            "",
-            {
-                "tensor_parallel_size": "1",
-                "pipeline_parallel_size": "1",
-                "data_parallel_size": "1",
-                "data_parallel_rank": "0",
-                "world_size": "1",
-            },
-        ),
-    }.items()
-}
-"""The configurations that programs read."""
 
 PARAMS = Names(
     "SamplingParams",
@@ -277,7 +250,7 @@ REQUEST_OUTPUT = Names(
             "outputs": "",
             "finished": "",
             "num_cached_tokens": "",
-            "metrics": "`queue`, `time_to_first_token`, `time_per_token`, `total`",
+            "metrics": "see `RequestOutput.metrics`",
             "lora_request": "",
         }
     )
@@ -315,6 +288,35 @@ COMPLETION_OUTPUT = Names(
         {"None": ["routed_experts", "sampling_mask", "spec_decode_metrics", "weight_versions"]}
     ),
     RequestError,
+)
+
+REQUEST_METRICS = Names(
+    "RequestOutput.metrics",
+    works(
+        {
+            "queue": "seconds until its first step began",
+            "time_to_first_token": "seconds",
+            "time_per_token": "mean seconds between later tokens",
+            "total": "seconds until its last token so far",
+            "num_generation_tokens": "of the first answer",
+            "arrival_time": "in seconds of `time.time()`",
+            "first_scheduled_time": "in seconds of `time.time()`",
+            "first_token_time": "in seconds of `time.time()`",
+            "last_token_time": "in seconds of `time.time()`",
+            "queued_ts": "in seconds of `time.perf_counter()`",
+            "scheduled_ts": "in seconds of `time.perf_counter()`",
+            "first_token_ts": "in seconds of `time.perf_counter()`",
+            "last_token_ts": "in seconds of `time.perf_counter()`",
+            "time_in_queue": "as `queue`",
+            "first_token_latency": "as `time_to_first_token`",
+        }
+    )
+    | refused(METRICS_REFUSED),
+    RequestError,
+)
+
+LOGPROB = Names(
+    "Logprob", works(dict.fromkeys(["logprob", "rank", "decoded_token"], "")), RequestError
 )
 
 EXPORTS = Names(

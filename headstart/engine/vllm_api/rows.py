@@ -6,7 +6,7 @@ refused    only values that ask for nothing are taken; the note says what to do 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -14,11 +14,13 @@ from headstart.errors import HeadstartError, RequestError
 from headstart.validation import describe
 
 __all__ = [
+    "FixedError",
     "MissingImportError",
     "MissingModuleError",
     "MissingNameError",
     "Names",
     "Row",
+    "UncopiedError",
     "Verdict",
     "accepted",
     "refused",
@@ -26,7 +28,8 @@ __all__ = [
 ]
 
 
-_FEW = 8  # names that an error tells all of
+_FEW = 10  # names that an error tells all of
+_ALIKE, _CLASSES_ALIKE, _WORDS_ALIKE = 0.8, 0.65, 0.6  # of `SequenceMatcher`, for a slip
 
 
 class Verdict(Enum):
@@ -47,6 +50,14 @@ class Row(NamedTuple):
 
 class MissingNameError(RequestError, AttributeError):
     """An attribute that is not here; `hasattr` says False."""
+
+
+class FixedError(RequestError, AttributeError):
+    """An attribute that cannot be changed."""
+
+
+class UncopiedError(RequestError, TypeError):
+    """An object that belongs to one process and is neither copied nor pickled."""
 
 
 class MissingImportError(HeadstartError, ImportError):
@@ -89,7 +100,7 @@ class Names:
         self.owner = owner
         self.rows = rows
         self._error = error
-        self._own = frozenset(own)
+        self.own = frozenset(own)
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The values that count. Raises the error of this table for a name or value that cannot."""
@@ -97,7 +108,7 @@ class Names:
 
     def _counts(self, name: str, value: object) -> bool:
         row = self.rows.get(name)
-        if name in self._own or (row is not None and row.verdict is Verdict.WORKS):
+        if name in self.own or (row is not None and row.verdict is Verdict.WORKS):
             return True
         if row is None:
             raise self._error(self._unknown(name))
@@ -108,38 +119,60 @@ class Names:
 
     def knows(self, name: str) -> bool:
         """Whether there is such a name, whatever becomes of it."""
-        return name in self._own or name in self.rows
+        return name in self.own or name in self.rows
 
     def missing_import(self, name: str) -> MissingImportError:
         """The error for an import of a name that is not there."""
         row = self.rows.get(name)
-        has = "; it has " + ", ".join(self.rows) if 0 < len(self.rows) <= _FEW else ""
-        why = f": {row.note}" if row is not None else self._nearest(name) or has
+        why = f": {row.note}" if row is not None else self._instead(name)
         return MissingImportError(
             f"cannot import name {name!r} from {self.owner!r}{why}", name=self.owner
         )
 
-    def missing(self, name: str) -> MissingNameError:
-        """The error for an attribute that is not there."""
+    def missing(self, name: str, has: Iterable[str] = ()) -> MissingNameError:
+        """The error for an attribute that is not there.
+
+        has: names that are there, besides those of the table; private ones do not count.
+        """
         row = self.rows.get(name)
         if row is None:
-            return MissingNameError(self._unknown(name))
+            return MissingNameError(self._unknown(name, has))
         return MissingNameError(f"{self.owner} has no {name}: {row.note}")
 
-    def _unknown(self, name: str) -> str:
-        return f"{self.owner} knows no {name!r}{self._nearest(name)}"
+    def _unknown(self, name: str, has: Iterable[str] = ()) -> str:
+        return f"{self.owner} knows no {name!r}{self._instead(name, has)}"
 
-    def _nearest(self, name: str) -> str:
-        """What to say of the name that is most like this one; empty if none is."""
-        known = [*self._own, *self.rows]
-        # copy and pickle ask for names like __setstate__, a copy of parameters for each request.
-        near = [] if name.startswith("__") else get_close_matches(name, known, 1, 0.5)
-        if not near:
+    def _instead(self, name: str, has: Iterable[str] = ()) -> str:
+        """What to say of a name that is meant, or of all if they are few; empty otherwise."""
+        if name.startswith("__"):  # copy and pickle ask for such, for each request's parameters
             return ""
-        row = self.rows.get(near[0])
-        if row is not None and row.verdict is Verdict.REFUSED and near[0] not in self._own:
-            return f", and refuses {near[0]}: {row.note}"
-        return f"; the nearest is {near[0]}"
+        own = {*self.own, *(one for one in has if not one.startswith("_"))}
+        near = _nearest(name, [*own, *self.rows])
+        row = self.rows.get(near) if near is not None and near not in own else None
+        if row is not None and row.verdict is Verdict.REFUSED:
+            return f", and refuses {near}: {row.note}"
+        if near is not None:
+            return f"; the nearest is {near}"
+        there = [one for one, row in self.rows.items() if row.verdict is not Verdict.REFUSED]
+        there += sorted(own - self.rows.keys())
+        return f"; it has {', '.join(there)}" if 0 < len(there) <= _FEW else ""
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    """The name that is written like this one but for a slip; None if there is none.
+
+    Names of as many words are compared word by word, too: lora_config is no slip for load_config.
+    """
+    spelled = {one.lower(): one for one in known}
+    alike = _CLASSES_ALIKE if name[:1].isupper() else _ALIKE
+    for near in get_close_matches(name.lower(), spelled, 3, alike):
+        pairs = list(zip(name.lower().split("_"), near.split("_"), strict=False))
+        is_word_by_word = name.count("_") != near.count("_") or all(
+            SequenceMatcher(None, *pair).ratio() >= _WORDS_ALIKE for pair in pairs
+        )
+        if is_word_by_word:
+            return spelled[near]
+    return None
 
 
 def _is_in(value: object, allowed: tuple[Any, ...]) -> bool:

@@ -1,16 +1,38 @@
-"""Calls that do not fit a method's signature, as errors of our own in place of TypeError."""
+"""What Python would refuse with an error of its own: calls, copies, assignments."""
 
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, NoReturn, SupportsIndex, TypeVar
 
-from headstart.engine.vllm_api.rows import Names
+from headstart.engine.vllm_api.rows import FixedError, Names, UncopiedError
 from headstart.errors import HeadstartError, RequestError
 
-__all__ = ["check_calls"]
+__all__ = ["OfOneProcess", "check_calls"]
 
 Owner = TypeVar("Owner", bound=type)
+
+
+class OfOneProcess:
+    """An object with a model's memory, or a thread, behind it: not copied, and not pickled.
+
+    Its properties are not set either.
+    """
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        name = type(self).__name__
+        raise UncopiedError(
+            f"{name} belongs to the process that made it, and is neither copied nor pickled: "
+            "hand over its arguments and make one where it is used"
+        )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if isinstance(getattr(type(self), name, None), property):
+            raise FixedError(
+                f"{type(self).__name__}.{name} tells what holds and cannot be set: make another "
+                "with other arguments"
+            )
+        super().__setattr__(name, value)
 
 
 def check_calls(making: type[HeadstartError], **tables: Names) -> Callable[[Owner], Owner]:

@@ -6,12 +6,14 @@ All of it may be read, nothing changed. What is missing says what to do instead.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, dataclass_transform
 
 from headstart.engine.adapters.request import LoRARequest
-from headstart.engine.vllm_api.members import CONFIGS, ENGINE_VIEW
+from headstart.engine.vllm_api.configs import CONFIGS
+from headstart.engine.vllm_api.members import ENGINE_VIEW
 from headstart.engine.vllm_api.metrics import Metric, read_metrics
-from headstart.engine.vllm_api.signatures import check_calls
+from headstart.engine.vllm_api.rows import FixedError
+from headstart.engine.vllm_api.signatures import OfOneProcess, check_calls
 from headstart.errors import ConfigError, RequestError
 from headstart.imports import load_module
 from headstart.validation import check_flag, describe
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from headstart.engine.engine import Engine
 
 __all__ = [
+    "PARTS",
     "CacheView",
     "EngineView",
     "ModelView",
@@ -34,14 +37,33 @@ __all__ = [
 ]
 
 
+Kind = TypeVar("Kind", bound="_View")
+
+
 class _View:
     _name: ClassVar[str]
 
     def __getattr__(self, name: str) -> Any:
         raise CONFIGS[self._name].missing(name)
 
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise FixedError(
+            f"{self._name}.{name} tells what holds and cannot be set: give options to `LLM(...)`"
+        )
 
-@dataclass(frozen=True)
+    def __delattr__(self, name: str) -> NoReturn:
+        raise FixedError(f"{self._name}.{name} tells what holds and cannot be deleted")
+
+
+@dataclass_transform(frozen_default=True)
+def _view(kind: type[Kind]) -> type[Kind]:
+    """A frozen dataclass whose errors are those of `_View`."""
+    made = dataclass(frozen=True)(kind)
+    del made.__setattr__, made.__delattr__
+    return made
+
+
+@_view
 class ModelView(_View):
     """The model. `model` and `tokenizer` are the folder that it was read from."""
 
@@ -81,7 +103,7 @@ class ModelView(_View):
         return self.vocab_size
 
 
-@dataclass(frozen=True)
+@_view
 class CacheView(_View):
     """The pool of KV blocks."""
 
@@ -92,7 +114,7 @@ class CacheView(_View):
     enable_prefix_caching: bool
 
 
-@dataclass(frozen=True)
+@_view
 class SchedulerView(_View):
     """What bounds a step."""
 
@@ -102,7 +124,7 @@ class SchedulerView(_View):
     enable_chunked_prefill: bool = True
 
 
-@dataclass(frozen=True)
+@_view
 class ParallelView(_View):
     """One process on one device."""
 
@@ -114,7 +136,7 @@ class ParallelView(_View):
     world_size: int = 1
 
 
-@dataclass(frozen=True)
+@_view
 class VllmView(_View):
     """All configurations."""
 
@@ -124,6 +146,14 @@ class VllmView(_View):
     scheduler_config: SchedulerView
     parallel_config: ParallelView = field(default_factory=ParallelView)
     speculative_config: None = None
+    quant_config: None = None
+    kv_transfer_config: None = None
+    kv_events_config: None = None
+    ec_transfer_config: None = None
+
+
+PARTS = frozenset(field.name for field in fields(VllmView))
+"""What is an attribute of an engine too, as programs of earlier versions ask."""
 
 
 def read_config(engine: Engine) -> VllmView:
@@ -151,7 +181,7 @@ def read_config(engine: Engine) -> VllmView:
 
 
 @check_calls(ConfigError)
-class EngineView:
+class EngineView(OfOneProcess):
     """The engine of an `LLM`, as far as programs look into it; its steps are the `LLM`'s own."""
 
     def __init__(self, engine: Engine, driver: Driver) -> None:
@@ -199,6 +229,6 @@ class EngineView:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name in {one.name for one in fields(VllmView)}:  # as programs of earlier versions ask
+        if name in PARTS:
             return getattr(self.vllm_config, name)
         raise ENGINE_VIEW.missing(name)

@@ -1,14 +1,24 @@
 """A program's command line with vLLM's engine options, as vLLM's own examples write it."""
 
 import argparse
+import copy
 import json
+import pickle
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
 
-from headstart import LLM, AsyncEngineArgs, ConfigError, EngineArgs, RequestError, SamplingParams
+from headstart import (
+    LLM,
+    AsyncEngineArgs,
+    ConfigError,
+    EngineArgs,
+    HeadstartError,
+    RequestError,
+    SamplingParams,
+)
 from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.vllm_api.engine_args import LISTS, SWITCHES, TEXTS
 from headstart.engine.vllm_api.options import ENGINE, read_options
@@ -150,3 +160,16 @@ def test_a_parser_that_has_the_flags_is_told_so(kind: type[EngineArgs]) -> None:
     assert vars(program.parse_args([])) == {"seed": "own"}
     program.conflict_handler = "resolve"
     assert kind.add_cli_args(program).parse_args(["--seed", "3"]).seed == 3
+
+
+def test_what_arguments_have_and_what_they_have_not() -> None:
+    """`fields(EngineArgs)` was a bare AttributeError, and hints were for names of an `LLM`."""
+    assert {one.name for one in fields(EngineArgs)} >= set(DEFAULTS)
+    args = AsyncEngineArgs("headstart-tiny", seed=3)
+    assert replace(args, seed=4).seed == 4
+    assert copy.deepcopy(args).seed == pickle.loads(pickle.dumps(args)).seed == 3
+    with pytest.raises(HeadstartError, match=r"^AsyncEngineArgs has no create_engine_config: options"):
+        args.create_engine_config()
+    for name in ("abort", "close", "cache_config"):
+        with pytest.raises(HeadstartError, match=f"^AsyncEngineArgs knows no '{name}'$"):
+            getattr(args, name)

@@ -68,7 +68,7 @@ def test_a_module_that_is_not_here_says_what_to_do(name: str) -> None:
         ("lora.request", "Unheard", "; it has LoRARequest"),
         ("engine.arg_utils", "EngineArg", "; the nearest is EngineArgs"),
         ("utils", "Counter", "; it has FlexibleArgumentParser, random_uuid"),
-        ("utils.argparse_utils", "ArgParser", "; the nearest is FlexibleArgumentParser"),
+        ("utils.argparse_utils", "ArgParser", "; it has FlexibleArgumentParser"),
         ("v1.engine.async_llm", "AsyncLM", "; the nearest is AsyncLLM"),
         ("v1.engine.llm_engine", "Engine", "; the nearest is LLMEngine"),
         ("entrypoints.llm", "LLm", "; the nearest is LLM"),

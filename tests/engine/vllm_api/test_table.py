@@ -2,7 +2,10 @@
 
 import ast
 import asyncio
+import copy
 import json
+import pickle
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,11 @@ from headstart.engine.vllm_api.rows import Names, Verdict
 from headstart.engine.vllm_api.signatures import check_calls
 from headstart.lora.request import LoRARequest
 from headstart.outputs import CompletionOutput, RequestOutput
-from headstart.sampling_params import BeamSearchParams, StructuredOutputsParams
+from headstart.sampling_params import (
+    BeamSearchParams,
+    RequestOutputKind,
+    StructuredOutputsParams,
+)
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.house.source import ROOT
 from tests.tiny_tokenizers import TINY_TOKENIZERS
@@ -51,6 +58,7 @@ TABLES: dict[str, list[Names]] = {
 }
 NO_TABLE = {"Logprob", "RequestOutputKind", "inputs", "modules"}  # see below, and test_imports
 MISSING = object()
+DELTA = RequestOutputKind.DELTA
 
 
 class Anything:
@@ -306,19 +314,48 @@ def test_members_of_parameters() -> None:
 
 def test_fields_of_outputs(output: RequestOutput) -> None:
     completion: CompletionOutput = output.outputs[0]
+    assert completion.logprobs is not None
+    entry = completion.logprobs[0][completion.token_ids[0]]
     for table, value in (
         (members.REQUEST_OUTPUT, output),
         (members.COMPLETION_OUTPUT, completion),
+        (members.REQUEST_METRICS, output.metrics),
+        (members.LOGPROB, entry),
     ):
         for name in names_of(table, Verdict.WORKS):
             assert getattr(value, name, MISSING) is not MISSING, name
         for name in names_of(table, Verdict.ACCEPTED):
             assert getattr(value, name) is None
-        assert not hasattr(value, "txt")
+        for name in [*names_of(table, Verdict.REFUSED), "txt"]:
+            with pytest.raises(RequestError, match=f"^{table.owner} (has|knows) no '?{name}"):
+                getattr(value, name)
+            assert not hasattr(value, name)
+        assert copy.copy(value) == pickle.loads(pickle.dumps(value)) == value
     assert completion.finished()
-    assert completion.logprobs is not None
-    entry = completion.logprobs[0][completion.token_ids[0]]
     assert {name: getattr(entry, name) for name in SURFACE["Logprob"]}["rank"] >= 1
+
+
+def test_times_of_an_output(output: RequestOutput) -> None:
+    """`metrics.first_token_time` was a bare AttributeError."""
+    metrics = output.metrics
+    assert metrics.queued_ts <= metrics.scheduled_ts < metrics.first_token_ts
+    assert metrics.last_token_ts == metrics.queued_ts + metrics.total
+    assert metrics.first_token_time - metrics.arrival_time == pytest.approx(
+        metrics.time_to_first_token, abs=1e-5
+    )
+    assert metrics.first_scheduled_time <= metrics.last_token_time < time.time() + 1
+    assert (metrics.time_in_queue, metrics.num_generation_tokens) == (metrics.queue, 2)
+
+
+def test_outputs_are_the_program_s_own(llm: LLM) -> None:
+    """Setting a field was a bare FrozenInstanceError; what was told of a stream stays told."""
+    params = SamplingParams(max_tokens=3, temperature=0, detokenize=False, output_kind=DELTA)
+    ids = []
+    for output in llm.stream([5, 6], params):
+        ids += output.outputs[0].token_ids
+        output.outputs[0].token_ids, output.outputs[0].text = [], "changed"
+        output.score = 3  # type: ignore[attr-defined]
+    assert len(ids) == 3
 
 
 def test_imports() -> None:

@@ -168,7 +168,9 @@ def test_what_arguments_have_and_what_they_have_not() -> None:
     args = AsyncEngineArgs("headstart-tiny", seed=3)
     assert replace(args, seed=4).seed == 4
     assert copy.deepcopy(args).seed == pickle.loads(pickle.dumps(args)).seed == 3
-    with pytest.raises(HeadstartError, match=r"^AsyncEngineArgs has no create_engine_config: options"):
+    with pytest.raises(
+        HeadstartError, match=r"^AsyncEngineArgs has no create_engine_config: options"
+    ):
         args.create_engine_config()
     for name in ("abort", "close", "cache_config"):
         with pytest.raises(HeadstartError, match=f"^AsyncEngineArgs knows no '{name}'$"):

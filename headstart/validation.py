@@ -60,9 +60,9 @@ _REPR = _Repr()
 
 
 def describe(value: Any) -> str:
-    """A value for the text of an error: short and printable whatever the value is."""
+    """A value for the text of an error: short and printable whatever the value is, on one line."""
     try:
-        return shorten(_REPR.repr(value))
+        return shorten(" ".join(line.strip() for line in _REPR.repr(value).splitlines()))
     except Exception:  # a class may raise anything when it is asked for its `repr`
         return f"a {type(value).__name__}"
 

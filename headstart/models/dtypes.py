@@ -13,6 +13,7 @@ from headstart.models.config_values import find_values
 from headstart.models.files import read_json, weight_files
 from headstart.models.half_weight import can_halve
 from headstart.native import avx2_library
+from headstart.validation import describe
 
 __all__ = ["computes_wider", "fast_dtype", "find_device", "find_dtype", "own_dtype"]
 
@@ -29,8 +30,8 @@ _DTYPES = {
 
 def find_dtype(name: str) -> str | torch.dtype:
     """The dtype of this name, or "auto" for the checkpoint's own; raises `ConfigError`."""
-    if name != "auto" and name not in _DTYPES:
-        raise ConfigError(f"dtype is {name!r}; it may be auto, {', '.join(_DTYPES)}")
+    if not isinstance(name, str) or (name != "auto" and name not in _DTYPES):
+        raise ConfigError(f"dtype is {describe(name)}; it may be auto, {', '.join(_DTYPES)}")
     return _DTYPES.get(name, name)
 
 
@@ -82,9 +83,14 @@ def _slow_dtypes(folder: Path, device: torch.device) -> set[str]:
 
 def find_device(name: str) -> torch.device:
     """The device of this name, if torch can use it here; raises `ConfigError`."""
+    if not isinstance(name, str | torch.device):
+        raise ConfigError(f"device is {describe(name)}; allowed: a text such as cpu or cuda")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device is {name!r}, which torch cannot use here: {error}") from error
+        why = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"device is {describe(name)}, which torch cannot use here: {why}"
+        ) from error
     return device

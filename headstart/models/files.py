@@ -78,7 +78,8 @@ def find_folder(model: str | Path) -> Path:
         if path.exists() and not is_gguf:
             raise ModelNotFoundError(f"{model} is a file; a model is a folder with a config.json")
     except (OSError, RuntimeError) as error:  # the name is too long, or ~user does not exist
-        raise ModelNotFoundError(f"there is no folder {shorten(str(model))}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ModelNotFoundError(f"there is no folder {shorten(str(model))}: {why}") from error
     if is_gguf:
         made: Path = load_module("headstart.models.gguf.folder").gguf_folder(path)
         return made

@@ -12,13 +12,15 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from headstart.engine.vllm_api.signatures import OfOneProcess, check_calls
-from headstart.errors import ConfigError, EngineError, HeadstartError
+from headstart.errors import ConfigError, EngineError, HeadstartError, RequestError
+from headstart.omni.members import ASYNC_OMNI
 from headstart.omni.omni import Omni
 from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt
 from headstart.omni.pipeline import Progress
+from headstart.validation import describe
 
 __all__ = ["AsyncOmni", "OmniStream"]
 
@@ -82,8 +84,10 @@ class AsyncOmni(OfOneProcess):
     async def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function` in the pipeline's thread; returns or raises what it does.
 
-        Raises EngineError after `close`.
+        Raises EngineError after `close`, RequestError for what cannot be called.
         """
+        if not callable(function):
+            raise RequestError(f"function is {describe(function)}; allowed: a function")
         return await asyncio.wrap_future(self._submit(function))
 
     def close(self) -> None:
@@ -131,6 +135,9 @@ class AsyncOmni(OfOneProcess):
         It may run while its thread has the pool's lock, so it takes none.
         """
         self._dropped.append(progress)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ASYNC_OMNI.missing(name, dir(type(self)))
 
     # In the pipeline's thread
 

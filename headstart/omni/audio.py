@@ -7,6 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headstart.errors import RequestError
+from headstart.validation import describe
+
 __all__ = ["pcm16", "save_wav", "wav_bytes"]
 
 
@@ -32,5 +35,7 @@ def wav_bytes(samples: Tensor, sample_rate: int) -> bytes:
 
 
 def save_wav(path: str | Path, samples: Tensor, sample_rate: int) -> None:
-    """Write a mono WAV file."""
+    """Write a mono WAV file. Raises RequestError for what is no path; OSError."""
+    if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
+        raise RequestError(f"path is {describe(path)}; allowed: the path of a file to write")
     Path(path).write_bytes(wav_bytes(samples, sample_rate))

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -25,12 +25,13 @@ from headstart.omni.engine_stage import EngineStage
 from headstart.omni.families.qwen2_5 import Qwen25Stages
 from headstart.omni.families.qwen3 import Qwen3Stages
 from headstart.omni.graph import Factory, read_graph
+from headstart.omni.members import OMNI
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt, SpokenPrompt
 from headstart.omni.pipeline import Pipeline, Progress
 from headstart.omni.stage import TOKENS, Input, OmniRequest
 from headstart.omni.stage_options import check_options
-from headstart.validation import describe
+from headstart.validation import check_fields, describe
 
 __all__ = ["DEFAULT_CACHE_BYTES", "Omni"]
 
@@ -228,6 +229,7 @@ class Omni(OfOneProcess):
         params = OmniParams() if params is None else params
         if not isinstance(params, OmniParams):
             raise RequestError(f"the parameters are {describe(params)}; allowed: an OmniParams")
+        check_fields(params, RequestError)
         media: dict[str, Any] = {}
         if isinstance(prompt, Mapping):
             _check_keys(prompt)
@@ -248,7 +250,11 @@ class Omni(OfOneProcess):
         )
 
     def output(self, progress: Progress) -> OmniOutput:
-        """What a request of the pipeline has by now."""
+        """What a request of the pipeline has by now. Raises RequestError."""
+        if not isinstance(progress, Progress):
+            raise RequestError(
+                f"progress is {describe(progress)}; allowed: what `pipeline.submit` returns"
+            )
         text, reason = "", progress.finish_reason
         request_id = progress.request.request_id
         result = progress.results.get("thinker") or self._thinker.peek(request_id)
@@ -268,6 +274,9 @@ class Omni(OfOneProcess):
             metrics=dict(progress.metrics),
             prompt_token_ids=progress.request.prompt.prepared.token_ids,
         )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise OMNI.missing(name, dir(type(self)))
 
 
 class _Stream(OutputStream[OmniOutput]):

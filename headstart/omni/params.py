@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.vllm_api.signatures import check_calls
 from headstart.errors import RequestError
 from headstart.omni.audio import pcm16, save_wav, wav_bytes
+from headstart.omni.members import OUTPUT, PARAMS
 from headstart.omni.stage import StageMetrics
 from headstart.validation import check_fields, option
 
@@ -25,13 +26,13 @@ OmniPrompt = str | Sequence[int] | Mapping[str, Any]
 
 
 @check_calls(RequestError)
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class OmniParams:
     """The parameters of one request.
 
     text, speech: sampling of the thinker and of the talker; None takes the model's defaults. voice:
     None takes the first. audio: False gives only text. seed: of a vocoder that begins with noise.
-    Raises RequestError for a value outside its range.
+    Raises RequestError for a value outside its range; of one that was set later, the call does.
     """
 
     text: SamplingParams | None = None
@@ -43,6 +44,9 @@ class OmniParams:
     def __post_init__(self) -> None:
         check_fields(self, RequestError)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise PARAMS.missing(name, dir(type(self)))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpokenPrompt:
@@ -52,7 +56,7 @@ class SpokenPrompt:
     features: Mapping[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(eq=False)
 class OmniOutput:
     """A request and its answer so far.
 
@@ -94,3 +98,6 @@ class OmniOutput:
     def save_wav(self, path: str | Path) -> None:
         """Write the waveform to a WAV file."""
         save_wav(path, self.audio, self.sample_rate)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise OUTPUT.missing(name, dir(type(self)))

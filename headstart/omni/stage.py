@@ -9,11 +9,12 @@ the stages that take them; stages know nothing of one another.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, HeadstartError
+from headstart.omni.members import METRICS
 from headstart.omni.outputs import Output
 from headstart.omni.rows import Chunk
 from headstart.validation import check_name
@@ -107,6 +108,9 @@ class StageMetrics:
     tokens: int = 0
     cached_tokens: int = 0
     hit_rows: Counter[str] = field(default_factory=Counter)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise METRICS.missing(name, [one.name for one in fields(self)])
 
 
 class Given(NamedTuple):

@@ -107,3 +107,10 @@ def test_closing_from_within_is_refused_and_waits_outside(folder: Path) -> None:
         omni.close()
     omni.close()
     assert not omni.is_running
+
+
+def test_what_cannot_be_called_is_refused(omni: AsyncOmni) -> None:
+    with pytest.raises(RequestError, match=r"^function is 5; allowed: a function$"):
+        asyncio.run(omni.call(5))  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"^AsyncOmni has no stream: `start` streams$"):
+        omni.stream("a")

@@ -1,7 +1,10 @@
 """What is no prompt, no sound or no parameter is refused in one sentence, before any work."""
 
+import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,7 @@ import torch
 from PIL import Image
 
 from headstart.engine.params import SamplingParams
-from headstart.errors import RequestError
+from headstart.errors import ConfigError, HeadstartError, RequestError
 from headstart.omni.omni import Omni
 from headstart.omni.params import OmniOutput, OmniParams
 from tests.omni.tiny_omni import (
@@ -34,13 +37,18 @@ PICTURE = {"pixel_values": torch.ones(64, 96), "image_grid_thw": GRID}
 
 
 @pytest.fixture(scope="module")
-def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Omni]:
-    made = Omni(save_qwen25(tmp_path_factory.mktemp("qwen25")))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen25(tmp_path_factory.mktemp("qwen25"))
+
+
+@pytest.fixture(scope="module")
+def omni(folder: Path) -> Iterator[Omni]:
+    made = Omni(folder)
     yield made
     made.close()
 
 
-def answer(omni: Omni, prompt: dict[str, Any]) -> OmniOutput:
+def answer(omni: Omni, prompt: Any) -> OmniOutput:
     assert omni.reset_cache()
     [output] = omni.generate(prompt, JUST_TEXT)
     return output
@@ -167,3 +175,55 @@ def test_one_image_needs_no_list(omni: Omni) -> None:
         assert answer(omni, SEEN | {"images": same}).token_ids == wanted.token_ids
     none = {"audio": None, "images": [], "features": None}
     assert answer(omni, {"prompt_token_ids": [5, 6]} | none).token_ids
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (lambda omni: omni.output(None), "progress is None; allowed: what `pipeline.submit`"),
+        (lambda omni: omni.generat("a"), "Omni knows no 'generat'; the nearest is generate"),
+        (lambda omni: omni.get_tokenizer(), "Omni has no get_tokenizer: `tokenizer` is the"),
+        (lambda omni: setattr(omni, "voices", ()), "Omni.voices tells what holds"),
+        (pickle.dumps, "Omni belongs to the process that made it"),
+        (lambda omni: answer(omni, [5]).outputs, "OmniOutput has no outputs: one answer is"),
+        (lambda omni: answer(omni, [5]).save_wav(None), "path is None; allowed: the path of a"),
+        (lambda omni: answer(omni, [5]).save_wav("a\0"), "path is 'a\\x00'; allowed: the path"),
+        (
+            lambda omni: answer(omni, [5]).metrics["thinker"].time,
+            "no 'time'; it has cached_tokens,",
+        ),
+        (lambda omni: JUST_TEXT.max_tokens, "OmniParams has no max_tokens: give it in `text`"),
+        (lambda omni: omni.generate([5], changed("n")), "audio is 'n'; allowed: True or False"),
+    ],
+)
+def test_what_is_not_there_says_what_is(
+    omni: Omni, call: Callable[[Omni], object], complaint: str
+) -> None:
+    """Each was an error of Python's own."""
+    before = answer(omni, [5, 6]).token_ids
+    with pytest.raises(HeadstartError, match=re.escape(complaint)):
+        call(omni)
+    assert not omni.pipeline.has_unfinished
+    omni.cache.check()
+    assert answer(omni, [5, 6]).token_ids == before
+
+
+def changed(audio: Any) -> OmniParams:
+    params = replace(JUST_TEXT)
+    params.audio = audio
+    return params
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"dtype": []}, "dtype is []; it may be auto, float32"),
+        ({"dtype": np.array([[1], [2]])}, "dtype is array([[1], [2]]); it may be auto"),
+        ({"device": None}, "device is None; allowed: a text such as cpu or cuda"),
+        ({"device": "gpu"}, "device is 'gpu', which torch cannot use here"),
+    ],
+)
+def test_options_of_another_kind(folder: Path, options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(complaint)) as caught:
+        Omni(folder, **options)
+    assert "\n" not in str(caught.value)

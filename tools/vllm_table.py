@@ -27,6 +27,7 @@ SECTIONS: Mapping[str, Names] = {
     "LLM.reset_prefix_cache(...)": calls.RESET,
     "AsyncLLM.generate(...)": calls.ASYNC_GENERATE,
     "LLMEngine.add_request(...)": calls.ADD_REQUEST,
+    "AsyncLLM.from_engine_args(...), LLMEngine.from_engine_args(...)": calls.FROM_ENGINE_ARGS,
     "Prompts": calls.PROMPT,
     "LoRARequest(...)": calls.LORA,
     "LLM": members.LLM,

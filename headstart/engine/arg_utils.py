@@ -52,7 +52,12 @@ class EngineArgs:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         read_options(model, options)
-        self.__dict__.update(model=model, options=options)
+        self.__dict__.update(options, model=model)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those that were given, without the model."""
+        return {name: value for name, value in self.__dict__.items() if name != "model"}
 
     @classmethod
     def add_cli_args(cls, parser: ArgumentParser) -> ArgumentParser:
@@ -67,19 +72,23 @@ class EngineArgs:
     __dataclass_fields__ = _Fields()
 
     def __getattr__(self, name: str) -> Any:
-        options = self.__dict__.get("options", {})
-        if name in options:
-            return options[name]
         if not ENGINE.knows(name):
             raise Names(type(self).__name__, _MEMBERS, ConfigError, ENGINE.own).missing(name)
         return default_of(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Change the model or an option. Raises ConfigError; nothing is changed then."""
-        model = value if name == "model" else self.model
-        options = self.options if name == "model" else {**self.options, name: value}
-        read_options(model, options)
-        self.__dict__.update(model=model, options=options)
+        given = {**self.__dict__, name: value}
+        read_options(given.pop("model"), given)
+        self.__dict__[name] = value
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.__dict__ == self.__dict__
+
+    def __repr__(self) -> str:
+        given = {"model": self.model, **self.options}
+        shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        return f"{type(self).__name__}({shown})"
 
 
 class AsyncEngineArgs(EngineArgs):

@@ -24,7 +24,7 @@ from headstart.engine.vllm_api.call_options import (
     read_template,
     spread_params,
 )
-from headstart.engine.vllm_api.calls import ASYNC_CHAT, ASYNC_GENERATE
+from headstart.engine.vllm_api.calls import ASYNC_CHAT, ASYNC_GENERATE, FROM_ENGINE_ARGS
 from headstart.engine.vllm_api.members import ASYNC_LLM
 from headstart.engine.vllm_api.metrics import Metric, read_metrics
 from headstart.engine.vllm_api.signatures import OfOneProcess, check_calls
@@ -80,8 +80,9 @@ class AsyncLLM(OfOneProcess):
         weakref.finalize(self, self._driver.close)
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
-        """As `AsyncLLM(...)`, with vLLM's object of arguments."""
+    def from_engine_args(cls, engine_args: EngineArgs, **options: Any) -> AsyncLLM:
+        """As `AsyncLLM(...)`, with vLLM's object of arguments; its options change nothing here."""
+        FROM_ENGINE_ARGS.read(options)
         given = require_engine_args(engine_args)
         return cls(given.model, **given.options)
 

@@ -1,7 +1,7 @@
 """The outputs of a request, in vLLM's names."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from headstart.cache import MissExplanation
@@ -14,8 +14,11 @@ from headstart.engine.vllm_api.members import (
     REQUEST_OUTPUT,
 )
 from headstart.engine.vllm_api.rows import Names, Verdict
+from headstart.engine.vllm_api.signatures import check_calls
+from headstart.errors import RequestError
 
 
+@check_calls(RequestError)
 @dataclass(slots=True)
 class Logprob:
     """A token's log-probability, its rank (1 is the likeliest), and its text.
@@ -111,6 +114,7 @@ class RequestMetrics:
         raise REQUEST_METRICS.missing(name)
 
 
+@check_calls(RequestError)
 @dataclass
 class CompletionOutput:
     """One answer to a prompt.
@@ -123,10 +127,10 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: str | int | None
-    logprobs: list[Logprobs] | None
     cumulative_logprob: float | None
+    logprobs: list[Logprobs] | None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
     lora_request: LoRARequest | None = None
 
     def finished(self) -> bool:
@@ -152,6 +156,7 @@ class ImageUse:
     is_similar: bool = False
 
 
+@check_calls(RequestError)
 @dataclass
 class RequestOutput:
     """A request and its answers so far; of a stream with `output_kind=DELTA`, what is new.
@@ -165,14 +170,14 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
     prompt_logprobs: list[Logprobs | None] | None
-    num_cached_tokens: int
-    why_missed: MissExplanation | None
-    metrics: RequestMetrics
+    outputs: list[CompletionOutput]
     finished: bool
-    images: tuple[ImageUse, ...] = ()
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(None, None, None, None))
     lora_request: LoRARequest | None = None
+    num_cached_tokens: int = 0
+    why_missed: MissExplanation | None = None
+    images: tuple[ImageUse, ...] = ()
     num_loaded_tokens: int = 0
 
     def __getattr__(self, name: str) -> None:

@@ -137,7 +137,7 @@ class SamplingParams:
     def __getattr__(self, name: str) -> Any:
         if name in SAMPLING.rows:
             return None  # a parameter of vLLM's that is not kept here: see `docs/vllm.md`
-        raise PARAMS.missing(name)
+        raise PARAMS.missing(name, [*SAMPLING.rows, *SAMPLING.own])
 
     @classmethod
     def from_optional(cls, **given: Any) -> Self:

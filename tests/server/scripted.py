@@ -6,13 +6,11 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from headstart.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from headstart.engine.outputs import CompletionOutput, RequestOutput
 from headstart.engine.params import RequestOutputKind
 from tests.server.running import Running
 
 __all__ = ["scripted"]
-
-_NO_TIMES = RequestMetrics(None, None, None, None)
 
 
 @contextmanager
@@ -29,11 +27,9 @@ def scripted(server: Running, pieces: Sequence[str | Exception]) -> Iterator[Non
             reason = "stop" if place == len(pieces) else None
             if streams or reason is not None:
                 ids = [1] if streams else [1] * len(pieces)
-                answer = CompletionOutput(0, told, ids, reason, None, None, None)
+                answer = CompletionOutput(0, told, ids, None, None, reason)
                 name, prompt = request.request_id, request.prompt_token_ids
-                yield RequestOutput(
-                    name, None, prompt, [answer], None, 0, None, _NO_TIMES, reason is not None
-                )
+                yield RequestOutput(name, None, prompt, None, [answer], reason is not None)
 
     server.service.run = run  # type: ignore[method-assign]
     try:

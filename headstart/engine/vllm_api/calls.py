@@ -2,9 +2,14 @@
 
 from typing import Any
 
-from headstart.engine.vllm_api.earlier import CHAT_REFUSED, GENERATE_REFUSED, STREAM_REFUSED
+from headstart.engine.vllm_api.earlier import (
+    CHAT_REFUSED,
+    GENERATE_REFUSED,
+    LORA_REFUSED,
+    STREAM_REFUSED,
+)
 from headstart.engine.vllm_api.rows import Names, Row, accepted, refused, works
-from headstart.errors import RequestError
+from headstart.errors import ConfigError, RequestError
 
 __all__ = [
     "ADD_REQUEST",
@@ -12,6 +17,7 @@ __all__ = [
     "ASYNC_GENERATE",
     "BEAM_SEARCH_CALL",
     "CHAT",
+    "FROM_ENGINE_ARGS",
     "GENERATE",
     "LORA",
     "PROMPT",
@@ -177,8 +183,23 @@ LORA = Names(
             "an adapter is its content: one that changed is another": ["load_inplace"],
         }
     )
-    | refused({"adapters of experts are not run": {"is_3d_lora_weight": (False,)}}),
+    | refused({"adapters of experts are not run": {"is_3d_lora_weight": (False,)}})
+    | refused(LORA_REFUSED),
     RequestError,
+)
+
+FROM_ENGINE_ARGS = Names(
+    "from_engine_args",
+    works({"engine_args": ""})
+    | accepted({"nothing is reported": ["usage_context"]})
+    | refused(
+        {
+            "the engine runs from the start until `shutdown()`": {"start_engine_loop": (True,)},
+            "nothing is logged: read the outputs' `metrics`": {"stat_loggers": ()},
+            "one engine runs in one process": {"enable_multiprocessing": (False,)},
+        }
+    ),
+    ConfigError,
 )
 
 RESET = Names(

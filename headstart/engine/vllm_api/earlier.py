@@ -221,3 +221,9 @@ METRICS_REFUSED: Refused = {
         "inter_token_latencies": (),
     },
 }
+
+LORA_REFUSED: Refused = {
+    "the name is `lora_path`": _none("lora_local_path local_path"),
+    "positions are the model's": {"long_lora_max_len": ()},
+    "the adapter's own configuration has it": {"rank": (), "base_model": ()},
+}

@@ -204,7 +204,7 @@ REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "leave it out; give `prompt_token_ids` and `detokenize=False`": {
         "skip_tokenizer_init": (False,)
     },
-    'give `weights`: `"int8"`, `"int5"` or `"int4"`': {
+    'give `weights`: `"int8"`, `"int5"` or `"int4"`; a GGUF file has its own': {
         "quantization": (),
         "quantization_config": (),
     },

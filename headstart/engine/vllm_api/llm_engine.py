@@ -14,7 +14,7 @@ from headstart.engine.outputs import ShownOutputs
 from headstart.engine.params import SamplingParams
 from headstart.engine.startup.start import start_engine
 from headstart.engine.vllm_api.call_options import StreamOptions, read_call, spread_params
-from headstart.engine.vllm_api.calls import ADD_REQUEST
+from headstart.engine.vllm_api.calls import ADD_REQUEST, FROM_ENGINE_ARGS
 from headstart.engine.vllm_api.members import LLM_ENGINE
 from headstart.engine.vllm_api.metrics import Metric, read_metrics
 from headstart.engine.vllm_api.signatures import OfOneProcess, check_calls
@@ -65,8 +65,9 @@ class LLMEngine(OfOneProcess):
         weakref.finalize(self, self._driver.close)
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
-        """As `LLMEngine(...)`, with vLLM's object of arguments."""
+    def from_engine_args(cls, engine_args: EngineArgs, **options: Any) -> LLMEngine:
+        """As `LLMEngine(...)`, with vLLM's object of arguments; its options change nothing here."""
+        FROM_ENGINE_ARGS.read(options)
         given = require_engine_args(engine_args)
         return cls(given.model, **given.options)
 

@@ -202,6 +202,7 @@ ENGINE_VIEW = Names(
     "LLM.llm_engine",
     works(
         {
+            "engine": "as `LLM.engine`",
             "get_tokenizer": "",
             "tokenizer": "",
             "vllm_config": "see `vllm_config`; its parts are attributes too",

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from headstart.engine.vllm_api.members import EXPORTS
 from headstart.engine.vllm_api.rows import (
     MissingModuleError,
+    MissingNameError,
     Names,
     Row,
     Verdict,
@@ -140,8 +141,8 @@ _NAMES: Mapping[str, Mapping[str, Iterable[str]]] = {
         ),
         "`PromptType` is every prompt that is taken": _all(
             "DataPrompt DecoderOnlyInputs DecoderOnlyPrompt DecoderOnlyEngineInput EngineInput "
-            "ProcessorInputs SingletonInputs SingletonInput SingletonPrompt TokenInputs "
-            "TokensInput token_inputs tokens_input"
+            "ProcessorInputs PromptInputs SingletonInputs SingletonInput SingletonPrompt "
+            "TokenInputs TokensInput token_inputs tokens_input"
         ),
         _IMAGES: _all(
             "ModalityData MultiModalDataBuiltins MultiModalDataDict MultiModalUUIDDict "
@@ -164,9 +165,10 @@ def explain_missing(module: str, name: str, has: Iterable[str], *, imported: boo
     AttributeError, so that `hasattr` says False.
     """
     names = names_in(module, has)
-    if not imported:
-        return names.missing(name)
-    return _refused_module(f"{module}.{name}") or names.missing_import(name)
+    refused_module = _refused_module(f"{module}.{name}")
+    if imported:
+        return refused_module or names.missing_import(name)
+    return names.missing(name) if refused_module is None else MissingNameError(str(refused_module))
 
 
 def names_in(module: str, has: Iterable[str]) -> Names:

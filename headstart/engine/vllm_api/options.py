@@ -94,6 +94,10 @@ def _read_dtype(dtype: object) -> dict[str, Any]:
     return {"dtype": {"half": "float16", "float": "float32"}.get(name, name)}
 
 
+def _read_device(device: object) -> dict[str, Any]:
+    return {} if isinstance(device, str) and device == "auto" else {"device": device}
+
+
 def _read_length(length: object) -> dict[str, Any]:
     is_auto = isinstance(length, int | str) and length in (-1, "auto")
     return {} if is_auto else {"max_model_len": length}
@@ -112,6 +116,7 @@ def _read_limits(limits: object) -> dict[str, Any]:
 
 _CONVERTED: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "dtype": _read_dtype,
+    "device": _read_device,
     "max_model_len": _read_length,
     "limit_mm_per_prompt": _read_limits,
 }

@@ -5,6 +5,7 @@ accepted   any value is taken, and there is nothing to do
 refused    only values that ask for nothing are taken; the note says what to do instead
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from enum import Enum
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 
+_WORD = re.compile(r"[A-Z]*[a-z0-9]+|[A-Z]+")
 _FEW = 10  # names that an error tells all of
 _ALIKE, _CLASSES_ALIKE, _WORDS_ALIKE = 0.8, 0.65, 0.6  # of `SequenceMatcher`, for a slip
 
@@ -166,13 +168,14 @@ def _nearest(name: str, known: Iterable[str]) -> str | None:
     spelled = {one.lower(): one for one in known}
     alike = _CLASSES_ALIKE if name[:1].isupper() else _ALIKE
     for near in get_close_matches(name.lower(), spelled, 3, alike):
-        pairs = list(zip(name.lower().split("_"), near.split("_"), strict=False))
-        is_word_by_word = name.count("_") != near.count("_") or all(
-            SequenceMatcher(None, *pair).ratio() >= _WORDS_ALIKE for pair in pairs
-        )
-        if is_word_by_word:
+        mine, theirs = _WORD.findall(name), _WORD.findall(spelled[near])
+        if len(mine) != len(theirs) or all(map(_is_alike, mine, theirs)):
             return spelled[near]
     return None
+
+
+def _is_alike(word: str, other: str) -> bool:
+    return SequenceMatcher(None, word.lower(), other.lower()).ratio() >= _WORDS_ALIKE
 
 
 def _is_in(value: object, allowed: tuple[Any, ...]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, SupportsIndex, TypeVar
 from headstart.engine.vllm_api.rows import FixedError, Names, UncopiedError
 from headstart.errors import HeadstartError, RequestError
 
-__all__ = ["OfOneProcess", "check_calls"]
+__all__ = ["OfOneProcess", "check_calls", "refuse_changes"]
 
 Owner = TypeVar("Owner", bound=type)
 
@@ -28,11 +28,22 @@ class OfOneProcess:
 
     def __setattr__(self, name: str, value: object) -> None:
         if isinstance(getattr(type(self), name, None), property):
-            raise FixedError(
-                f"{type(self).__name__}.{name} tells what holds and cannot be set: make another "
-                "with other arguments"
-            )
+            _refuse_change(self, name)
         super().__setattr__(name, value)
+
+
+def refuse_changes(kind: Owner) -> Owner:
+    """A frozen dataclass that says in our words that it is one."""
+    setattr(kind, "__setattr__", _refuse_change)  # noqa: B010 (mypy refuses such an assignment)
+    setattr(kind, "__delattr__", _refuse_change)  # noqa: B010
+    return kind
+
+
+def _refuse_change(self: object, name: str, *_: object) -> NoReturn:
+    owner = getattr(type(self), "_name", type(self).__name__)
+    raise FixedError(
+        f"{owner}.{name} tells what holds and cannot be changed: make another with other arguments"
+    )
 
 
 def check_calls(making: type[HeadstartError], **tables: Names) -> Callable[[Owner], Owner]:

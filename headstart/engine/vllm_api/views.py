@@ -6,14 +6,13 @@ All of it may be read, nothing changed. What is missing says what to do instead.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
 
 from headstart.engine.adapters.request import LoRARequest
 from headstart.engine.vllm_api.configs import CONFIGS
 from headstart.engine.vllm_api.members import ENGINE_VIEW
 from headstart.engine.vllm_api.metrics import Metric, read_metrics
-from headstart.engine.vllm_api.rows import FixedError
-from headstart.engine.vllm_api.signatures import OfOneProcess, check_calls
+from headstart.engine.vllm_api.signatures import OfOneProcess, check_calls, refuse_changes
 from headstart.errors import ConfigError, RequestError
 from headstart.imports import load_module
 from headstart.validation import check_flag, describe
@@ -46,21 +45,10 @@ class _View:
     def __getattr__(self, name: str) -> Any:
         raise CONFIGS[self._name].missing(name)
 
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise FixedError(
-            f"{self._name}.{name} tells what holds and cannot be set: give options to `LLM(...)`"
-        )
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise FixedError(f"{self._name}.{name} tells what holds and cannot be deleted")
-
 
 @dataclass_transform(frozen_default=True)
 def _view(kind: type[Kind]) -> type[Kind]:
-    """A frozen dataclass whose errors are those of `_View`."""
-    made = dataclass(frozen=True)(kind)
-    del made.__setattr__, made.__delattr__
-    return made
+    return refuse_changes(dataclass(frozen=True)(kind))
 
 
 @_view
@@ -184,8 +172,15 @@ def read_config(engine: Engine) -> VllmView:
 class EngineView(OfOneProcess):
     """The engine of an `LLM`, as far as programs look into it; its steps are the `LLM`'s own."""
 
+    _name = "LLM.llm_engine"
+
     def __init__(self, engine: Engine, driver: Driver) -> None:
         self._engine, self._driver = engine, driver
+
+    @property
+    def engine(self) -> Engine:
+        """As `LLM.engine`."""
+        return self._engine
 
     @property
     def vllm_config(self) -> VllmView:

@@ -167,7 +167,9 @@ def test_what_arguments_have_and_what_they_have_not() -> None:
     assert {one.name for one in fields(EngineArgs)} >= set(DEFAULTS)
     args = AsyncEngineArgs("headstart-tiny", seed=3)
     assert replace(args, seed=4).seed == 4
-    assert copy.deepcopy(args).seed == pickle.loads(pickle.dumps(args)).seed == 3
+    assert copy.deepcopy(args) == pickle.loads(pickle.dumps(args)) == args != EngineArgs(args.model)
+    assert vars(args) == asdict(args)
+    assert repr(args) == "AsyncEngineArgs(model='headstart-tiny', seed=3)"
     with pytest.raises(
         HeadstartError, match=r"^AsyncEngineArgs has no create_engine_config: options"
     ):

@@ -1,16 +1,30 @@
 """Keywords of earlier versions of vLLM, and of other libraries: each says what to write instead."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from headstart import LLM, ConfigError, RequestError, SamplingParams
+import headstart.inputs
+from headstart import (
+    LLM,
+    AsyncLLM,
+    CompletionOutput,
+    ConfigError,
+    EngineArgs,
+    HeadstartError,
+    LLMEngine,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+)
 from headstart.engine.vllm_api import calls, earlier
 from headstart.engine.vllm_api.command_line import FLAGS
 from headstart.engine.vllm_api.options import ENGINE, read_options
 from headstart.engine.vllm_api.rows import Names, Verdict, accepted, refused
 from headstart.engine.vllm_api.sampling import SAMPLING
+from headstart.lora.request import LoRARequest
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 FEW = SamplingParams(max_tokens=2)
@@ -76,3 +90,46 @@ def test_none_is_a_flag() -> None:
 @pytest.mark.parametrize("table", [calls.GENERATE, calls.CHAT, calls.ASYNC_GENERATE, calls.STREAM])
 def test_every_call_refuses_token_ids_beside_its_prompt(table: Names) -> None:
     assert table.rows["prompt_token_ids"].verdict is Verdict.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (
+            lambda: LORA.lora_local_path,
+            "LoRARequest has no lora_local_path: the name is `lora_path`",
+        ),
+        (lambda: setattr(LORA, "lora_path", "b"), "LoRARequest.lora_path tells what holds"),
+        (lambda: FEW.max_token, "SamplingParams knows no 'max_token'; the nearest is max_tokens"),
+        (lambda: FEW.logits_processor, "no 'logits_processor'; the nearest is logits_processors"),
+        (lambda: headstart.envs, "'headstart.envs': options are arguments of `LLM`"),
+        (
+            lambda: headstart.inputs.PromptInputs,
+            "headstart.inputs has no PromptInputs: `PromptType`",
+        ),
+        (lambda: CompletionOutput(0, "a"), "CompletionOutput: missing a required argument: 'token"),
+    ],
+)
+def test_an_attribute_says_what_to_write(ask: Callable[[], object], said: str) -> None:
+    """Each was an error of Python's own, or named something else."""
+    with pytest.raises(HeadstartError, match=re.escape(said)):
+        ask()
+
+
+LORA = LoRARequest("a", 1, "/a")
+
+
+def test_an_output_is_made_as_in_vllm() -> None:
+    """Programs' tests make their own, without what has a default there."""
+    one = CompletionOutput(index=0, text="a", token_ids=[5], cumulative_logprob=None, logprobs=None)
+    made = RequestOutput("id", "b", [6], None, [one], finished=True)
+    assert (made.num_cached_tokens, made.metrics.total, one.finished()) == (0, None, False)
+
+
+def test_arguments_of_an_engine_that_vllm_s_programs_give() -> None:
+    args = EngineArgs("headstart-tiny", num_blocks=64)
+    engine = LLMEngine.from_engine_args(args, usage_context="ENGINE", stat_loggers=None)
+    engine.close()
+    assert read_options("headstart-tiny", {"device": "auto"}).config == {}
+    with pytest.raises(ConfigError, match="start_engine_loop is False; allowed: None, True; the"):
+        AsyncLLM.from_engine_args(args, start_engine_loop=False)

@@ -2,7 +2,9 @@
 
 llguidance says what is wrong with a schema, not where. Here the schemas within it are tried one by
 one, each alone with the definitions that it refers to. The innermost that is refused for the same
-reason has the fault, in the keyword without which it is not refused for it.
+reason has the fault, in the keyword without which it is not refused for it. Where each schema has
+one other within it, as in a chain of references, the chain is halved: it holds the fault as far as
+to the place of it.
 """
 
 import json
@@ -39,22 +41,25 @@ def find_fault(text: str, reason: str, refuse: Callable[[str], str], *, tries: i
     search = _Search(json.loads(text), reason, refuse, tries)
     if search.is_dialect_s():
         return Fault(reason, "#/$schema")
-    part: _Part | None = _Part("#", search.root)
-    fault = Fault(reason, "#")
-    while part is not None:
-        schema, pointer = part.schema, part.pointer
-        part, found = search.first_refused(_parts(schema, pointer, search.root), pointer)
-        if part is not None:
-            fault = Fault(found, part.pointer)
-    guilty = search.guilty_keys(schema)
+    fault, part = Fault(reason, "#"), _Part(search.root, "#")
+    while True:
+        line = search.line_from(part)
+        part, fault = search.last_refused(line, fault)
+        if part is not line[-1]:
+            break
+        inner, found = search.first_refused(_parts(*part, search.root), part.pointer)
+        if inner is None:
+            break
+        part, fault = inner, Fault(found, inner.pointer)
+    guilty = search.guilty_keys(part.schema)
     if search.is_over or len(guilty) != 1:
         return fault
-    return fault._replace(pointer=_join(pointer, *guilty))
+    return fault._replace(pointer=_join(part.pointer, *guilty))
 
 
 class _Part(NamedTuple):
-    pointer: str
     schema: Any
+    pointer: str
 
 
 class _Search:
@@ -66,6 +71,33 @@ class _Search:
         self._tries, self._bytes = tries, _MAX_BYTES
         self._end = time.thread_time() + _MAX_SECONDS
         self._outer: set[str] = set()
+
+    def line_from(self, part: _Part) -> list[_Part]:
+        """A part that is refused, what is its only part, the only part of that, and so on."""
+        line, seen = [part], {*self._outer, part.pointer}
+        while True:
+            inner = {one.pointer: one for one in _parts(*line[-1], self.root)}
+            left = [one for pointer, one in inner.items() if pointer not in seen]
+            if len(left) != 1 or self.is_over:
+                return line
+            line += left
+            seen.add(left[0].pointer)
+
+    def last_refused(self, line: list[_Part], fault: Fault) -> tuple[_Part, Fault]:
+        """The innermost part of a line that is refused for the same reason, halving the line.
+
+        fault: that of the first part, which is refused.
+        """
+        last, end, outer = 0, len(line), {*self._outer}
+        while end - last > 1:
+            middle = (last + end) // 2
+            self._outer = outer | {one.pointer for one in line[:middle]}
+            if found := self._try(line[middle].schema, self.root):
+                last, fault = middle, Fault(found, line[middle].pointer)
+            else:
+                end = middle
+        self._outer = outer | {one.pointer for one in line[: last + 1]}
+        return line[last], fault
 
     def first_refused(self, parts: Iterable[_Part], outer: str) -> tuple[_Part | None, str]:
         """The first part that is refused for the same reason, and llguidance's words for it.
@@ -138,7 +170,7 @@ def _parts(schema: Any, pointer: str, root: Any) -> Iterator[_Part]:
             is_reference = isinstance(part, Mapping) and [*part] == ["$ref"]
             places = _resolve(part["$ref"], root) if is_reference else []
             if not isinstance(part, bool):
-                yield from (_Part(*place) for place in places or [(at, part)])
+                yield from (_Part(inner, place) for place, inner in places or [(at, part)])
 
 
 def _write_alone(schema: Any, root: Any, outer: Collection[str], most: int) -> str:

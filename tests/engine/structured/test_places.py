@@ -251,3 +251,21 @@ def test_what_the_library_says_in_several_lines_is_one_sentence() -> None:
     )
     panic = 'start: list::0x0\nlist::_: "a" list::set_bit(0)'
     assert "backtrace" not in refusal(grammar=panic)
+
+
+@pytest.mark.parametrize(
+    "hold", [lambda ref: ref, lambda ref: {"properties": {"a": ref, "b": True}, "type": "object"}]
+)
+def test_a_fault_at_the_end_of_a_long_chain_has_its_place(hold: Any) -> None:
+    """Each schema of the chain was tried with the rest of it, until the time was over."""
+    length, tried = 500, []
+
+    def refuse(text: str) -> str:
+        tried.append(text)
+        return "Invalid type" if "strng" in text else ""
+
+    chain = {f"d{at}": hold({"$ref": f"#/$defs/d{at + 1}"}) for at in range(length)}
+    schema = {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{length}": {"type": "strng"}}}
+    fault = find_fault(json.dumps(schema), "Invalid type", refuse, tries=2_000)
+    assert fault.pointer == f"#/$defs/d{length}/type"
+    assert len(tried) < 20

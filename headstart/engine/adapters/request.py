@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from headstart.engine.vllm_api.calls import LORA
 from headstart.engine.vllm_api.sampling import take_vllm_names
-from headstart.engine.vllm_api.signatures import refuse_changes
 from headstart.errors import RequestError
 from headstart.validation import Number, check_name, describe
 
@@ -17,7 +15,6 @@ _IDS = Number(int, 1)
 
 
 @take_vllm_names(LORA, "lora_name", "lora_int_id", "lora_path")
-@refuse_changes
 @dataclass(frozen=True)
 class LoRARequest:
     """vLLM's way to ask for an adapter: it is loaded when first asked for.
@@ -53,9 +50,6 @@ class LoRARequest:
     def path(self) -> str | Path:
         """`lora_path`."""
         return self.lora_path
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise LORA.missing(name, dir(type(self)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,14 @@ in the cache: a step of k beams computes about k tokens instead of k prompts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from heapq import nlargest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from headstart.engine.outputs import Logprobs, RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.vllm_api.call_options import Call
+from headstart.engine.vllm_api.members import BEAM, BEAMS
 from headstart.engine.vllm_api.sampling import BEAM_SEARCH, take_vllm_names
 from headstart.errors import RequestError
 from headstart.validation import Number, check_fields, describe, option
@@ -68,12 +69,18 @@ class BeamSearchSequence:
         count = max(len(self.logprobs), 1)
         return float(self.cum_logprob / count**length_penalty)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise BEAM.missing(name, [one.name for one in fields(self)])
+
 
 @dataclass(slots=True)
 class BeamSearchOutput:
     """The best beams, best first."""
 
     sequences: list[BeamSearchSequence]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise BEAMS.missing(name, ["sequences"])
 
 
 @dataclass(slots=True)

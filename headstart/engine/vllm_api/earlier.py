@@ -227,3 +227,10 @@ LORA_REFUSED: Refused = {
     "positions are the model's": {"long_lora_max_len": ()},
     "the adapter's own configuration has it": {"rank": (), "base_model": ()},
 }
+
+STRUCTURED_REFUSED: Refused = {
+    "a form that is none is refused when it is made": _none(
+        "all_constraints_none all_non_structural_tag_constraints_none"
+    ),
+    "there is one backend": _none("backend disable_fallback"),
+}

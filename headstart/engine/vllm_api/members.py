@@ -11,6 +11,8 @@ from headstart.errors import RequestError
 
 __all__ = [
     "ASYNC_LLM",
+    "BEAM",
+    "BEAMS",
     "COMPLETION_OUTPUT",
     "ENGINE_VIEW",
     "EXPORTS",
@@ -318,6 +320,23 @@ REQUEST_METRICS = Names(
 
 LOGPROB = Names(
     "Logprob", works(dict.fromkeys(["logprob", "rank", "decoded_token"], "")), RequestError
+)
+
+BEAM = Names(
+    "BeamSearchSequence",
+    refused(
+        {
+            "the name is `tokens`": _none("token_ids"),
+            "the name is `cum_logprob`": _none("cumulative_logprob"),
+        }
+    ),
+    RequestError,
+)
+
+BEAMS = Names(
+    "BeamSearchOutput",
+    refused({"each of `sequences` is an answer": _none("outputs text prompt")}),
+    RequestError,
 )
 
 EXPORTS = Names(

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from headstart.cache import AGE_BOUNDS, EvictionAges, MissReason
+from headstart.engine.vllm_api.rows import Names
+from headstart.errors import RequestError
 
 if TYPE_CHECKING:
     from headstart.engine.engine import Engine
@@ -44,36 +46,40 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
 """What each name means."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Metric:
     """A metric's name and labels."""
 
     name: str
     labels: dict[str, str]
 
+    def __getattr__(self, name: str) -> NoReturn:
+        names = Names(type(self).__name__, {}, RequestError)
+        raise names.missing(name, [one.name for one in fields(self)])
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Counter(Metric):
     """A count since the start."""
 
     value: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Gauge(Metric):
     """A value of now."""
 
     value: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Vector(Metric):
     """A list of counts. No metric is one here: programs ask `isinstance` of each."""
 
     values: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Histogram(Metric):
     """Values since the start: how many up to each bound, of which the last is "+Inf"."""
 

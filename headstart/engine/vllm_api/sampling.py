@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from headstart.engine.vllm_api.earlier import SAMPLING_REFUSED
+from headstart.engine.vllm_api.earlier import SAMPLING_REFUSED, STRUCTURED_REFUSED
 from headstart.engine.vllm_api.rows import Names, accepted, refused, works
-from headstart.engine.vllm_api.signatures import check_calls
+from headstart.engine.vllm_api.signatures import check_calls, refuse_changes
 from headstart.errors import RequestError
 from headstart.validation import describe
 
@@ -122,7 +122,8 @@ STRUCTURED = Names(
             "whitespace_pattern": "default: a space, or a line's end and up to 20 of indentation",
             "structural_tag": "`structures` and `triggers`, as a dict or as text",
         }
-    ),
+    )
+    | refused(STRUCTURED_REFUSED),
     RequestError,
 )
 
@@ -130,10 +131,18 @@ STRUCTURED = Names(
 def take_vllm_names(names: Names, *positional: str) -> Callable[[Params], Params]:
     """Let a dataclass be made with any name of vLLM's: those that need nothing are dropped.
 
-    `positional` are the fields that may be given without their names.
+    `positional` are the fields that may be given without their names. One that is frozen says so in
+    our words, and one without a `__getattr__` what it has.
     """
 
+    def missing(self: object, name: str) -> NoReturn:
+        raise names.missing(name, dir(type(self)))
+
     def decorate(kind: Params) -> Params:
+        if kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            refuse_changes(kind)
+        if not hasattr(kind, "__getattr__"):
+            setattr(kind, "__getattr__", missing)  # noqa: B010 (mypy refuses such an assignment)
         make: Callable[..., None] = vars(check_calls(RequestError)(kind))["__init__"]
 
         @wraps(make)

@@ -19,12 +19,15 @@ from headstart import (
     RequestOutput,
     SamplingParams,
 )
+from headstart.engine.sampling.beam_search import BeamSearchOutput, BeamSearchSequence
 from headstart.engine.vllm_api import calls, earlier
 from headstart.engine.vllm_api.command_line import FLAGS
 from headstart.engine.vllm_api.options import ENGINE, read_options
 from headstart.engine.vllm_api.rows import Names, Verdict, accepted, refused
 from headstart.engine.vllm_api.sampling import SAMPLING
 from headstart.lora.request import LoRARequest
+from headstart.sampling_params import BeamSearchParams, StructuredOutputsParams
+from headstart.v1.metrics.reader import Counter
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 FEW = SamplingParams(max_tokens=2)
@@ -107,6 +110,12 @@ def test_every_call_refuses_token_ids_beside_its_prompt(table: Names) -> None:
             lambda: headstart.inputs.PromptInputs,
             "headstart.inputs has no PromptInputs: `PromptType`",
         ),
+        (lambda: FORM.all_constraints_none(), "no all_constraints_none: a form that is none is"),
+        (lambda: setattr(FORM, "regex", "b"), "StructuredOutputsParams.regex tells what holds"),
+        (lambda: BeamSearchParams(1, 1).width, "BeamSearchParams knows no 'width'"),
+        (lambda: BeamSearchSequence([5]).token_ids, "has no token_ids: the name is `tokens`"),
+        (lambda: BeamSearchOutput([]).outputs, "no outputs: each of `sequences` is an answer"),
+        (lambda: Counter("a", {}, 1).values, "Counter knows no 'values'; the nearest is value"),
         (lambda: CompletionOutput(0, "a"), "CompletionOutput: missing a required argument: 'token"),
     ],
 )
@@ -116,7 +125,7 @@ def test_an_attribute_says_what_to_write(ask: Callable[[], object], said: str) -
         ask()
 
 
-LORA = LoRARequest("a", 1, "/a")
+LORA, FORM = LoRARequest("a", 1, "/a"), StructuredOutputsParams(regex="a")
 
 
 def test_an_output_is_made_as_in_vllm() -> None:

@@ -36,6 +36,7 @@ from headstart.replay.plot import draw_bars
 
 __all__ = ["replay"]
 
+_HEADINGS = ("hit %", "ttft s", "p50 s", "p99 s", "imbalance", "load", "evicted", "events/s")
 _LEAST_BLOCK = 16
 _WORKLOAD_REQUESTS = 2000
 _option = partial(click.option, cls=GroupedOption)
@@ -163,7 +164,7 @@ def _print(trace: Trace, fleet: Fleet, results: list[ReplayResult], optimum: Opt
     )
     table = Table(box=None, pad_edge=False, header_style="")
     table.add_column("router")
-    for heading in ("hit %", "ttft", "p50", "p99", "imbalance", "load", "evicted", "events/s"):
+    for heading in _HEADINGS:
         table.add_column(heading, justify="right")
     for result in results:
         table.add_row(

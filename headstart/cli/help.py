@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from headstart.cluster.options import ReplicaConfig
 from headstart.server.options import ServerOptions
 
-__all__ = ["SPEED", "GroupedCommand", "GroupedOption", "group_of"]
+__all__ = ["SPEED", "GroupedCommand", "GroupedOption", "OrderedGroup", "group_of"]
 
 MAIN, SERVER, REPLICAS, SAMPLING, MEMORY, MODELS, SPEED, INTERNALS, OTHER = (
     "Options",
@@ -77,6 +77,14 @@ class GroupedOption(click.Option):
             if ctx.get_parameter_source(self.name) is ParameterSource.ENVIRONMENT:
                 error.param_hint = self.variable
             raise
+
+
+class OrderedGroup(click.Group):
+    """A group whose commands are shown in the order in which they were added."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of the commands, first what people need first."""
+        return list(self.commands)
 
 
 class GroupedCommand(click.Command):

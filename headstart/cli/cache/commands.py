@@ -22,6 +22,7 @@ from rich.progress import (
 
 from headstart.cli.cache.keeping import shorten_home
 from headstart.cli.cache.listing import NAME_DIGITS, in_order, show_models, show_prefixes
+from headstart.cli.help import OrderedGroup
 from headstart.cli.progress import show_bytes
 from headstart.cli.streams import as_typed, columns_of
 from headstart.engine.config import EngineConfig
@@ -48,12 +49,12 @@ _folder = partial(
 )
 
 
-@click.group(short_help="List, check, drop and move what is kept on disk.")
+@click.group(cls=OrderedGroup, short_help="List, check, drop and move what is kept on disk.")
 def cache() -> None:
     """Prefixes that outlive the process: list, check and drop them, or take them elsewhere."""
 
 
-@cache.command(name="ls")
+@cache.command(name="ls", short_help="List models, or a model's prefixes.")
 @click.argument("model", required=False)
 @click.option("--lines", type=click.IntRange(1), default=30, show_default=True, help="At the most.")
 @_folder()
@@ -70,7 +71,7 @@ def list_kept(model: str | None, lines: int, folder: str | None) -> None:
         click.echo(show_prefixes(prefixes, state.model.record, lines, columns))
 
 
-@cache.command()
+@cache.command(short_help="Say how much is kept, and saved.")
 @_folder()
 def stat(folder: str | None) -> None:
     """How much is kept, and what that has saved."""
@@ -85,27 +86,7 @@ def stat(folder: str | None) -> None:
         click.echo(f"saved    {sum(one.saved_seconds for one in states):,.1f} s of computing")
 
 
-@cache.command()
-@click.option("--repair", is_flag=True, help="Forget what is damaged or lost.")
-@_folder()
-def verify(repair: bool, folder: str | None) -> None:
-    """Read every block, and say what is whole; exit status 1 if not all that is listed is."""
-    with _opened(folder) as path, _progress("blocks") as advance:
-        report = verify_folder(path, repair=repair, progress=advance)
-    for model, counts in report.models:
-        told = ", ".join(f"{n:,} {what}" for what, n in counts._asdict().items() if n)
-        click.echo(f"{model.title}  {told or 'nothing'}")
-    if not report.index_is_sound:
-        click.echo("the index is damaged" + (" and was made anew" if repair else ""))
-    if report.is_whole:
-        click.echo("every block that is listed is whole")
-        return
-    if not repair:
-        click.echo("headstart cache verify --repair forgets what is not whole", err=True)
-    click.get_current_context().exit(1)
-
-
-@cache.command()
+@cache.command(short_help="Drop prefixes, a model's, or all.")
 @click.argument("names", nargs=-1)
 @click.option("--model", help="Drop all prefixes of this model.")
 @click.option("--all", "everything", is_flag=True, help="Drop all prefixes of all models.")
@@ -128,7 +109,27 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
         click.echo(f"{dropped:,} blocks dropped")
 
 
-@cache.command()
+@cache.command(short_help="Check that every block is whole.")
+@click.option("--repair", is_flag=True, help="Forget what is damaged or lost.")
+@_folder()
+def verify(repair: bool, folder: str | None) -> None:
+    """Read every block, and say what is whole; exit status 1 if not all that is listed is."""
+    with _opened(folder) as path, _progress("blocks") as advance:
+        report = verify_folder(path, repair=repair, progress=advance)
+    for model, counts in report.models:
+        told = ", ".join(f"{n:,} {what}" for what, n in counts._asdict().items() if n)
+        click.echo(f"{model.title}  {told or 'nothing'}")
+    if not report.index_is_sound:
+        click.echo("the index is damaged" + (" and was made anew" if repair else ""))
+    if report.is_whole:
+        click.echo("every block that is listed is whole")
+        return
+    if not repair:
+        click.echo("headstart cache verify --repair forgets what is not whole", err=True)
+    click.get_current_context().exit(1)
+
+
+@cache.command(short_help="Write a prefix to a file.")
 @click.argument("name")
 @click.argument("file", type=click.Path(path_type=Path))
 @_folder()
@@ -147,7 +148,7 @@ def export(name: str, file: Path, folder: str | None) -> None:
         click.echo(f"{count * size:,} tokens of {state.model.record.title} are in {file}")
 
 
-@cache.command(name="import")
+@cache.command(name="import", short_help="Keep what export wrote.")
 @click.argument("file", type=click.Path(path_type=Path))
 @_folder()
 def import_file(file: Path, folder: str | None) -> None:

@@ -27,6 +27,7 @@ from headstart.cli.keys import keys
 from headstart.cli.models import models
 from headstart.cli.opening import (
     announce_and_open,
+    check_adapter,
     folder_of,
     load_adapter,
     read_adapter,
@@ -213,7 +214,10 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
         note(f"{as_typed(prompts[0])} is asked as a prompt; a model is named by --model")
     questions, adapter = read_questions(prompts, options), read_adapter(options)
     chosen = sort_options(options)
-    questions.check_length(folder_of(model), make_config(chosen.engine))
+    folder = folder_of(model)
+    questions.check_images(folder)
+    questions.check_length(folder, make_config(chosen.engine))
+    check_adapter(adapter, folder)
     with closing(announce_and_open(model, keep_prefixes(chosen.engine))) as llm:
         streams = questions.streams(llm, chosen.sampling, load_adapter(llm, adapter))
         is_text = questions.form is None
@@ -245,6 +249,7 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
         conversation.system = as_typed(system)
     adapter = read_adapter(options)
     chosen = sort_options(options, CHAT_SAMPLING)
+    check_adapter(adapter, folder_of(model))
     with closing(announce_and_open(model, keep_prefixes(chosen.engine))) as llm:
         params = chat_sampling(chosen.said, folder_of(model))
         # Editing lines takes prompt_toolkit, half a second of imports.

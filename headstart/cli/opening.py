@@ -14,10 +14,16 @@ import click
 
 from headstart.cli.options import note_on, open_model, resolve_model
 from headstart.cli.progress import describe_loading, waiting
-from headstart.cli.streams import as_typed, note
+from headstart.cli.streams import as_typed, hiding_typed, note
 from headstart.engine.config import EngineConfig
-from headstart.errors import ConfigError, ModelError
-from headstart.models.files import find_folder, weight_files
+from headstart.errors import ConfigError, ModelError, UnsupportedAdapterError
+from headstart.models.files import (
+    file_shapes,
+    find_folder,
+    read_json,
+    tensor_shapes,
+    weight_files,
+)
 from headstart.models.lora.settings import read_settings
 from headstart.validation import describe
 
@@ -27,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "announce",
     "announce_and_open",
+    "check_adapter",
     "ending_at_once",
     "folder_of",
     "load_adapter",
@@ -40,7 +47,8 @@ def announce_and_open(model: str, options: Mapping[str, Any]) -> LLM:
 
     Raises ModelError, ConfigError or OutOfMemoryError.
     """
-    with waiting(announce(model)):
+    describe = announce(model)
+    with hiding_typed(), waiting(describe):
         return open_model(model, options)
 
 
@@ -91,6 +99,30 @@ def _adapter_folder(named: str, options: Mapping[str, Any]) -> Path:
     folder = Path(as_typed(named)).expanduser().absolute()
     read_settings(folder, options["max_lora_rank"] or EngineConfig.max_lora_rank)
     return folder
+
+
+def check_adapter(adapter: Path | None, model: Path) -> None:
+    """Raise UnsupportedAdapterError if a layer's inputs are not those of the model's layer.
+
+    Both are read from the headers of files, before the model is loaded. What these do not tell
+    (weights in another format, layers of other names) is checked when the adapter is loaded.
+    """
+    if adapter is None:
+        return
+    try:
+        packed = "quantization_config" in read_json(model / "config.json")
+        layers = {} if packed else tensor_shapes(model)
+        matrices = file_shapes(adapter / "adapter_model.safetensors")
+    except ModelError:
+        return
+    for name, shape in matrices.items():
+        layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        base = layers.get(f"{layer}.weight", ())
+        if len(shape) == len(base) == 2 and shape[1] not in base:
+            raise UnsupportedAdapterError(
+                f"{adapter} is for another model: its matrices of {layer} take {shape[1]} inputs, "
+                f"here the layer has {base[1]}"
+            )
 
 
 def load_adapter(llm: LLM, folder: Path | None) -> str | None:

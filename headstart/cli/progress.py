@@ -52,23 +52,30 @@ def describe_loading(name: str, files: Sequence[Path]) -> Callable[[float], str]
     except (OSError, ValueError):  # a system that does not tell, or an empty file
         cached, first = None, 1.0
 
+    began = 0.0  # when the first part was read: before that, modules are imported
+
     def describe(elapsed: float) -> str:
+        nonlocal began
         share = 1.0
         if cached and first < 1:
             with suppress(OSError):
                 share = cached.read()
-        return loading_line(name, size, (first, share), elapsed)
+        if share <= first:
+            began = elapsed
+        return loading_line(name, size, (first, share), elapsed, began)
 
     return describe
 
 
-def loading_line(name: str, size: int, cached: tuple[float, float], elapsed: float) -> str:
+def loading_line(
+    name: str, size: int, cached: tuple[float, float], elapsed: float, began: float = 0.0
+) -> str:
     """What is loaded; while its files are read from the disk, how far and how long still.
 
-    cached: the shares that were in memory at the beginning, and are now.
+    cached: the shares that were in memory at the beginning, and are now. began: when reading did.
 
     >>> loading_line("a/model", 3_000_000_000, (0.0, 0.25), 2.0)
-    'loading a/model: read 750.0 MB of 3.0 GB of weights; 6.00 s to go'
+    'loading a/model: read 750.0 MB of 3.0 GB of weights; about 6 s to go'
     >>> loading_line("a/model", 3_000_000_000, (0.0, 1.0), 8.0)
     'loading a/model, 3.0 GB of weights: 8.00 s'
     """
@@ -77,9 +84,9 @@ def loading_line(name: str, size: int, cached: tuple[float, float], elapsed: flo
         return f"loading {name}: {duration(elapsed)}"
     if now >= 1 or now <= first:
         return f"loading {name}, {show_bytes(size)} of weights: {duration(elapsed)}"
-    left = duration(elapsed * (1 - now) / (now - first))
+    left = _roughly((elapsed - began) * (1 - now) / (now - first))
     read = f"read {show_bytes(now * size)} of {show_bytes(size)} of weights"
-    return f"loading {name}: {read}; {left} to go"
+    return f"loading {name}: {read}; about {left} to go"
 
 
 def describe_reading(stream: RequestStream) -> Callable[[float], str]:
@@ -92,7 +99,7 @@ def reading_line(progress: PromptProgress, elapsed: float) -> str:
 
     >>> from headstart.engine.streams import PromptProgress
     >>> reading_line(PromptProgress(total=7644, read=6600, cached=5600), 2.0)
-    'read 6,600 of 7,644 tokens, 5,600 of them cached; 2.09 s to go'
+    'read 6,600 of 7,644 tokens, 5,600 of them cached; about 2 s to go'
     >>> reading_line(PromptProgress(total=7644, read=0, cached=0), 2.0)
     'reading 7,644 tokens'
     """
@@ -102,7 +109,21 @@ def reading_line(progress: PromptProgress, elapsed: float) -> str:
     line = f"read {read:,} of {total:,} tokens, {cached:,} of them cached"
     if read == cached:
         return line
-    return f"{line}; {duration(elapsed / (read - cached) * (total - read))} to go"
+    return f"{line}; about {_roughly(elapsed / (read - cached) * (total - read))} to go"
+
+
+def describe_blank(elapsed: float) -> str:
+    """For `waiting`: a reply begins with spaces and empty lines."""
+    return f"the reply is empty so far: {duration(elapsed)}"
+
+
+def _roughly(seconds: float) -> str:
+    """How long something takes that is only estimated.
+
+    >>> _roughly(0.2), _roughly(59.8), _roughly(100)
+    ('1 s', '60 s', '2 min')
+    """
+    return f"{max(1, round(seconds))} s" if seconds < 90 else f"{round(seconds / 60)} min"
 
 
 def show_bytes(size: float) -> str:

@@ -13,7 +13,7 @@ import click
 from rich.cells import cell_len
 from rich.console import Console
 
-from headstart.cli.progress import describe_reading, waiting
+from headstart.cli.progress import describe_blank, describe_reading, waiting
 from headstart.cli.reply_metrics import figures
 from headstart.cli.streams import hiding_typed, note
 from headstart.imports import load_module
@@ -52,12 +52,12 @@ def print_reply(
     is_text: it is a text for people, in which lines may be broken.
     """
     with hiding_typed():
-        output = wait_for_first(stream)
+        output = _wait_for_words(stream, wait_for_first(stream))
         with make_writer(plain, is_text=is_text) as writer:
             writer.write(output.outputs[0].text)
             for output in stream:
                 writer.write(output.outputs[0].text)
-    note(figures(output))
+    note(figures(output), " ", in_parts=True)
     return output
 
 
@@ -65,6 +65,14 @@ def wait_for_first(stream: RequestStream) -> RequestOutput:
     """The first output; meanwhile stderr shows how far the prompt is read."""
     with waiting(describe_reading(stream)):
         return next(stream)
+
+
+def _wait_for_words(stream: RequestStream, output: RequestOutput) -> RequestOutput:
+    """The first output whose text can be seen, or the last; stderr shows what is waited for."""
+    with waiting(describe_blank):
+        while not output.outputs[0].text.strip() and not output.finished:
+            output = next(stream)
+    return output
 
 
 def make_writer(plain: bool, *, is_text: bool = True) -> AbstractContextManager[Writer]:

@@ -40,6 +40,8 @@ def figures(output: RequestOutput) -> str:
     """The line below a reply: tokens in, tokens cached, time to first token, time per token."""
     metrics, reason = output.metrics, output.outputs[0].finish_reason
     end = "interrupted" if reason == "abort" else reason
+    if not output.outputs[0].text.strip():
+        end = f"empty reply, {end}"
     loaded = f", {output.num_loaded_tokens:,} loaded" if output.num_loaded_tokens else ""
     return (
         f"[prompt {len(output.prompt_token_ids):,} tokens, cached {cached_share(output)}{loaded} · "

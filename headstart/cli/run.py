@@ -69,6 +69,17 @@ class Questions:
             else:
                 yield llm.stream("".join([*self.documents, text]), params, adapter=adapter)
 
+    def check_images(self, folder: Path) -> None:
+        """Raise RequestError for images where the model in a folder takes none."""
+        settings = folder / "config.json"
+        if not self.images or not settings.is_file():
+            return
+        if (
+            not {"vision_config", "image_token_id", "image_token_index"}
+            & read_json(settings).keys()
+        ):
+            raise RequestError("the model takes text alone: --image needs a model that sees")
+
     def check_length(self, folder: Path, config: EngineConfig) -> None:
         """Raise RequestError for what no context of the model in a folder has room for.
 

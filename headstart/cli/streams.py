@@ -6,10 +6,11 @@ reads bytes that it does not understand as half surrogates.
 
 import io
 import os
+import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TextIO
@@ -21,10 +22,15 @@ from headstart.errors import RequestError
 if sys.platform != "win32":
     import termios
 
+# Spaces that stand neither behind a comma nor behind a middle dot, and what keeps words together.
+_BETWEEN_WORDS = re.compile(r"(?<![,\N{MIDDLE DOT}]) ")
+_GLUE = "\N{NO-BREAK SPACE}"
+
 __all__ = [
     "as_typed",
     "columns_of",
     "hiding_typed",
+    "keeping_typed",
     "note",
     "prepare_streams",
     "reading_stdin",
@@ -77,9 +83,14 @@ def as_typed(argument: str) -> str:
         raise RequestError(f"a prompt is no text: {error.reason}") from error
 
 
-def note(text: str) -> None:
-    """Write a dim line to stderr; in a terminal it is broken between words."""
-    click.secho(_fit(text, sys.stderr), dim=True, err=True)
+def note(text: str, indent: str = "", *, in_parts: bool = False) -> None:
+    """Write a dim line to stderr; in a terminal it is broken between words.
+
+    indent: what further lines begin with. in_parts: it is broken behind commas and dots alone.
+    """
+    if in_parts:
+        text = _BETWEEN_WORDS.sub(_GLUE, text)
+    click.secho(_fit(text, sys.stderr, indent).replace(_GLUE, " "), dim=True, err=True)
 
 
 def tell_error(text: object) -> None:
@@ -123,13 +134,26 @@ def hiding_typed() -> Iterator[None]:
 
     Shown, it would stand within what is printed, and move the lines that are drawn anew.
     """
+    with _changed_terminal(lambda flags: flags & ~termios.ECHO):
+        yield
+
+
+@contextmanager
+def keeping_typed() -> Iterator[None]:
+    """Have the terminal keep what is typed before Ctrl-C; else Ctrl-C throws it away."""
+    with _changed_terminal(lambda flags: flags | termios.NOFLSH):
+        yield
+
+
+@contextmanager
+def _changed_terminal(change: Callable[[int], int]) -> Iterator[None]:
+    """Other local flags for the terminal that is the keyboard, if there is one, meanwhile."""
     if not _has_keyboard():
         yield
         return
     before = termios.tcgetattr(sys.stdin)
-    hiding = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
     try:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, hiding)
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, [*before[:3], change(before[3]), *before[4:]])
         yield
     finally:
         if _has_keyboard():

@@ -220,6 +220,11 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: header.shape for name, header in _read_headers(folder).items()}
 
 
+def file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The same of one safetensors file."""
+    return {name: header.shape for name, header in _read_header(file).items()}
+
+
 def _read_headers(folder: Path) -> dict[str, _Header]:
     headers: dict[str, _Header] = {}
     for file in weight_files(folder):

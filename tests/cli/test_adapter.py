@@ -83,6 +83,16 @@ def test_serve_tells_what_is_wrong_before_the_model(
 
 
 @pytest.mark.parametrize("command", ["run", "chat"])
+def test_an_adapter_for_another_model_is_told_before_the_weights(
+    command: str, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headstart.cli.main.announce_and_open", None)
+    result = call(command, *(["Hi"] if command == "run" else []), "--adapter", str(adapter))
+    assert result.exit_code == 2
+    assert "is for another model: its matrices of" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
 def test_what_is_no_adapter_is_told_before_the_model(command: str, tmp_path: Path) -> None:
     said = "is not an adapter: it has no adapter_config.json"
     prompts = ["Hi"] if command == "run" else []

@@ -81,6 +81,15 @@ def test_a_model_that_takes_text_alone_says_so(pictures: list[Path], tmp_path: P
     terminal.end()
 
 
+def test_run_tells_a_model_that_takes_text_alone_before_its_weights(
+    pictures: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headstart.cli.main.announce_and_open", None)
+    result = call("run", "--image", str(pictures[0]), "What?")
+    assert result.exit_code == 2
+    assert "takes text alone: --image needs a model that sees" in result.stderr
+
+
 def test_run_asks_about_images(demo_vision: Path, pictures: list[Path]) -> None:
     images = [word for path in pictures for word in ("--image", str(path))]
     result = call(

@@ -14,7 +14,7 @@ from headstart.cli.contents import Content
 from headstart.cli.pool_picture import PoolPicture
 from headstart.cli.reply import print_reply
 from headstart.cli.reply_metrics import count
-from headstart.cli.streams import note, tell_error
+from headstart.cli.streams import keeping_typed, note, tell_error
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, RequestError
 
@@ -131,7 +131,7 @@ class Chat:
         try:
             stream = self._fit(question)
             self._asked += 1
-            with _aborted_by_interrupt(stream):
+            with keeping_typed(), _aborted_by_interrupt(stream):
                 output = print_reply(stream, plain=self._plain)
         except (RequestError, EngineError) as error:
             tell_error(error)

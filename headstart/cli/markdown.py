@@ -6,14 +6,16 @@ again while it grows, so that a reply longer than the screen scrolls as any text
 
 from __future__ import annotations
 
-import os
 import re
-from typing import Self
+from typing import Self, cast
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.markdown import Markdown
 from rich.segment import Segment
+from rich.style import Style
+from rich.syntax import ANSISyntaxTheme
+from rich.theme import Theme
 
 from headstart.cli.reply import printable
 
@@ -21,7 +23,25 @@ __all__ = ["MarkdownWriter", "split_finished"]
 
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _SPARE_ROWS = 2
-_LIGHT = ("7", "15")  # of COLORFGBG's sixteen colours
+# Few terminals say their background: these are readable on black and on white alike.
+_BOLD, _BLUE, _GREEN, _PURPLE = "bold", "color(31)", "color(65)", "color(133)"
+_STYLES = {
+    "markdown.code": f"bold {_BLUE}",
+    "markdown.item.bullet": _BOLD,
+    "markdown.item.number": _BOLD,
+    "markdown.hr": "dim",
+    "markdown.block_quote": _PURPLE,
+    "markdown.link": f"underline {_BLUE}",
+    "markdown.link_url": f"underline {_BLUE}",
+}
+_CODE_STYLES = {
+    ("Comment",): "italic dim",
+    ("Keyword",): f"bold {_BLUE}",
+    ("Literal", "String"): _GREEN,
+    ("Literal", "Number"): _PURPLE,
+    ("Name", "Function"): _BOLD,
+    ("Name", "Class"): _BOLD,
+}
 
 
 class MarkdownWriter:
@@ -29,6 +49,7 @@ class MarkdownWriter:
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        console.push_theme(Theme(_STYLES))
         self._printed = 0
         self._text = ""
         self._live = Live(_Tail(""), console=console, transient=True, redirect_stderr=False)
@@ -101,10 +122,10 @@ def split_finished(text: str) -> tuple[str, str]:
 
 
 def _markdown(text: str) -> Markdown:
-    return Markdown(printable(text), code_theme=_code_theme(), hyperlinks=False)
+    markdown = Markdown(printable(text), hyperlinks=False)
+    # Handed on to rich's Syntax, which takes a theme as well as a theme's name.
+    markdown.code_theme = cast("str", _CODE_THEME)
+    return markdown
 
 
-def _code_theme() -> str:
-    """Colours for code, by the background that the terminal says it has."""
-    background = os.environ.get("COLORFGBG", "").rpartition(";")[2]
-    return "ansi_light" if background in _LIGHT else "ansi_dark"
+_CODE_THEME = ANSISyntaxTheme({kind: Style.parse(told) for kind, told in _CODE_STYLES.items()})

@@ -63,6 +63,9 @@ SAMPLING_FLAGS = (
     "frequency_penalty",
 )
 
+# What may be typed for a field whose annotation says all.
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -149,16 +152,25 @@ def parse_sampling(name: str, text: str) -> dict[str, Any]:
     >>> parse_sampling("top-p", "0.9")
     {'top_p': 0.9}
     """
-    name = name.replace("-", "_")
-    if name not in SAMPLING_FLAGS:
-        raise RequestError(f"{describe(name)} cannot be set; allowed: {', '.join(SAMPLING_FLAGS)}")
+    name = check_sampling_name(name)
     if name == "stop":
         return {name: [text]}
     kind = _click_type(get_type_hints(SamplingParams)[name])
     try:
         return {name: click.types.convert_type(kind).convert(text, None, None)}
     except click.BadParameter as error:
-        raise RequestError(f"{name} is {describe(text)}: {error.message}") from error
+        allowed = SamplingParams.__dataclass_fields__[name].metadata["allowed"]
+        raise RequestError(
+            f"{name} is {describe(text)}; allowed: {allowed or _WORDS[kind]}"
+        ) from error
+
+
+def check_sampling_name(name: str) -> str:
+    """The field of SamplingParams that is meant. Raises RequestError."""
+    name = name.replace("-", "_")
+    if name not in SAMPLING_FLAGS:
+        raise RequestError(f"{describe(name)} cannot be set; allowed: {', '.join(SAMPLING_FLAGS)}")
+    return name
 
 
 def open_model(model: str, options: Mapping[str, Any]) -> "LLM":

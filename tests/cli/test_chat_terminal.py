@@ -137,10 +137,14 @@ def test_an_interrupted_reply_stays_and_is_hit(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path, "--ignore-eos", "--max-tokens", "2000", "--max-model-len", "4096")
     terminal.send("Hello\r")
     terminal.wait("The ")
+    terminal.send("/set seed")  # stands at the next prompt, where it once was lost
     terminal.send("\x03")
     first = terminal.wait(COST)
     assert number(first[2]) == 0
     terminal.wait("interrupted: the question and this part of the reply stay")
+    terminal.wait("/set seed")
+    terminal.send("\r")
+    terminal.wait("seed is None")
     terminal.wait(READY)
     terminal.send("/set max_tokens 4\r")
     terminal.wait(READY)

@@ -4,16 +4,17 @@ import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from rich.console import Console
 
-from headstart.cli.chat.commands import COMMANDS, find_command, find_nearest
+from headstart.cli.chat.commands import COMMANDS, find_command, tell_unknown
 from headstart.cli.chat.conversation import Conversation, Turn
 from headstart.cli.markdown import MarkdownWriter, split_finished
 from headstart.cli.options import CHAT_SAMPLING, chat_sampling, parse_sampling
 from headstart.cli.reply import WrappingWriter
+from headstart.cli.reply_metrics import figures
 from headstart.errors import RequestError
 from headstart.models.files import BUILT_IN, find_folder
 
@@ -85,7 +86,12 @@ def test_the_embedded_model_stays_greedy() -> None:
 
 @pytest.mark.parametrize(
     ("name", "text", "says"),
-    [("warp", "9", "cannot be set"), ("top_k", "many", "top_k is 'many'"), ("top-k", "1.5", "1.5")],
+    [
+        ("warp", "9", "cannot be set"),
+        ("top_k", "many", "top_k is 'many'; allowed: "),
+        ("top-k", "1.5", "1.5"),
+        ("ignore_eos", "x", "allowed: true or false"),
+    ],
 )
 def test_a_setting_that_cannot_be_is_one_sentence(name: str, text: str, says: str) -> None:
     with pytest.raises(RequestError, match=says):
@@ -164,19 +170,45 @@ def test_a_conversation_that_is_missing_is_not_called_a_wrong_one(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("message", "meant"),
+    ("message", "hint"),
     [
-        ("/hlep", "/help"),
-        ("/explian", "/explain"),
+        ("/hlep", "did you mean /help?"),
+        ("/explian", "did you mean /explain?"),
+        ("/nope", "/help lists them"),
         ("/help", None),
         ("/usr/bin/python", None),
+        ("/usr/bin/x is what?", None),
         ("/hlep me out", None),
         ("help", None),
-        ("/x", None),
+        ("/", None),
     ],
 )
-def test_the_command_that_was_meant(message: str, meant: str | None) -> None:
-    assert find_nearest(message) == meant
+def test_a_word_like_a_command_is_told_to_be_a_message(message: str, hint: str | None) -> None:
+    told = hint and f"sent as a message: {message} is no command ({hint})"
+    assert tell_unknown(message) == told
+
+
+def test_nothing_said_is_not_saved(tmp_path: Path) -> None:
+    chat = SimpleNamespace(conversation=Conversation(), model="m")
+    path = tmp_path / "chat.json"
+    with pytest.raises(RequestError, match="nothing was said yet"):
+        COMMANDS["/save"].run(cast("Chat", chat), str(path))
+    with pytest.raises(RequestError, match=r"new is no folder$"):
+        Conversation(turns=[Turn("a", "b")]).save(tmp_path / "new" / "chat.json", "m")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_reply_of_spaces_is_called_empty() -> None:
+    metrics = SimpleNamespace(time_to_first_token=1.0, time_per_token=None)
+    answer = SimpleNamespace(text=" \n", finish_reason="stop")
+    output: Any = SimpleNamespace(
+        outputs=[answer],
+        metrics=metrics,
+        prompt_token_ids=[1],
+        num_cached_tokens=0,
+        num_loaded_tokens=0,
+    )
+    assert figures(output).endswith("· empty reply, stop]")
 
 
 def test_documents_that_wait_are_taken_back_before_turns() -> None:

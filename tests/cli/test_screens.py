@@ -13,8 +13,9 @@ from rich.color import Color
 from rich.console import Console
 
 from headstart import SamplingParams
+from headstart.cli import streams
 from headstart.cli.demo.adapters import EVERYBODY, JOHN, Act, ActTable
-from headstart.cli.markdown import _code_theme
+from headstart.cli.markdown import MarkdownWriter
 from headstart.cli.pool_picture import COLOURS
 from tests.cli.test_main import call
 from tests.engine.tiny_llm import make_llm, save_smallest
@@ -36,23 +37,38 @@ def test_colours_stand_out_on_black_and_on_white(name: str) -> None:
     assert 1.05 / (luminance(name) + 0.05) >= 3
 
 
-@pytest.mark.parametrize(
-    ("told", "theme"),
-    [
-        ("0;15", "ansi_light"),
-        ("15;0", "ansi_dark"),
-        ("0;default;7", "ansi_light"),
-        ("", "ansi_dark"),
-    ],
-)
-def test_code_is_coloured_for_the_background(
-    told: str, theme: str, monkeypatch: pytest.MonkeyPatch
+def test_a_reply_is_readable_on_black_and_on_white() -> None:
+    """Bullets were yellow, and code stood on black, whatever the background."""
+    reply = (
+        "- a `word`\n\n1. [x](http://y)\n\n> quote\n\n```python\nclass A:  # b\n    c = 'd', 1\n```"
+    )
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    with MarkdownWriter(console) as writer:
+        writer.write(reply)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    codes = {code for found in re.findall(r"\x1b\[([\d;]+)m", shown) for code in [found]}
+    colours = set(re.findall(r"38;5;(\d+)", ";".join(sorted(codes))))
+    assert {f"color({one})" for one in colours} <= {*COLOURS} and len(colours) == 3
+    plain = [re.sub(r"38;5;\d+", "0", code) for code in codes]
+    assert not any(int(part) >= 30 for code in plain for part in code.split(";"))
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_metrics_are_broken_between_numbers(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLORFGBG", told)
-    assert _code_theme() == theme
+    monkeypatch.setattr(streams, "columns_of", lambda stream: columns)
+    text = (
+        "[prompt 12,345 tokens, cached 12,000 (97%) · first token 417 ms, then 26.6 ms each · stop]"
+    )
+    streams.note(text, " ", in_parts=True)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith(("·", ",")) and second.startswith(" ") and len(first) <= columns
+    assert f"{first}{second}" == text
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["models", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["models", "--help"], ["cache", "--help"]])
 def test_commands_are_told_whole(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     said = call(*arguments).stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,18 +15,21 @@ from headstart.cli.chat.conversation import Conversation
 from headstart.cli.chat.explanation import explain_turn
 from headstart.cli.chat.session import CACHED_LATER, Chat
 from headstart.cli.contents import read_document, read_image
-from headstart.cli.options import SAMPLING_FLAGS, parse_sampling
+from headstart.cli.options import SAMPLING_FLAGS, check_sampling_name, parse_sampling
 from headstart.cli.reply_metrics import count
 from headstart.cli.streams import note
 from headstart.errors import RequestError
 
-__all__ = ["COMMANDS", "PATH_COMMANDS", "Command", "find_command", "find_nearest"]
+__all__ = ["COMMANDS", "PATH_COMMANDS", "Command", "find_command", "tell_unknown"]
 
 
 _KEYS = (
     "Ctrl-C ends a reply, clears a line, and twice ends the chat, as Ctrl-D does. "
     '""" begins and ends a message of several lines; Alt-Enter begins a line, too.'
 )
+
+
+_NAME = re.compile(r"/[A-Za-z][\w-]*")
 
 
 class QuitChat(Exception):
@@ -58,12 +62,14 @@ def find_command(message: str) -> tuple[Command, str] | None:
     return command, argument.strip()
 
 
-def find_nearest(message: str) -> str | None:
-    """The command that a message of one word, which is none, may have been meant for."""
+def tell_unknown(message: str) -> str | None:
+    """What to say of a message that is one word and looks like a command, but is none."""
     word = message.strip()
-    if not word.startswith("/") or word in COMMANDS or " " in word:
+    if not _NAME.fullmatch(word) or word in COMMANDS:
         return None
-    return next(iter(get_close_matches(word, COMMANDS, n=1, cutoff=0.7)), None)
+    nearest = next(iter(get_close_matches(word, COMMANDS, n=1, cutoff=0.7)), None)
+    hint = "/help lists them" if nearest is None else f"did you mean {nearest}?"
+    return f"sent as a message: {word} is no command ({hint})"
 
 
 def _help(chat: Chat, argument: str) -> None:
@@ -71,7 +77,7 @@ def _help(chat: Chat, argument: str) -> None:
     rows = [(f"{name} {command.argument}", command.help) for name, command in shown.items()]
     width = max(len(usage) for usage, _ in rows) + 1
     for usage, text in rows:
-        note(f"{usage:<{width}}{text}")
+        note(f"{usage:<{width}}{text}", " " * width)
     note(_KEYS)
 
 
@@ -119,6 +125,8 @@ def _undo(chat: Chat, argument: str) -> None:
 
 def _save(chat: Chat, argument: str) -> None:
     path = _path(argument)
+    if not chat.conversation.turns:
+        raise RequestError("nothing was said yet, so there is nothing to save")
     chat.conversation.save(path, chat.model)
     note(f"{count(len(chat.conversation.turns), 'turn')} in {path}")
 
@@ -136,14 +144,21 @@ def _set(chat: Chat, argument: str) -> None:
         chat.set(**values)
         note(", ".join(f"{known} is {told}" for known, told in values.items()))
     elif name:
-        raise RequestError(f"/set {name} needs a value, as in /set temperature 0.2")
+        now = getattr(chat.params, check_sampling_name(name))
+        raise RequestError(f"{name} is {now}; /set {name} VALUE changes it")
     else:
-        note(", ".join(f"{name} {getattr(chat.params, name)}" for name in SAMPLING_FLAGS))
+        known = ", ".join(f"{name} {getattr(chat.params, name)}" for name in SAMPLING_FLAGS)
+        note(f"{known}; /set NAME VALUE changes one", in_parts=True)
 
 
 def _pool(chat: Chat, argument: str) -> None:
     console = Console(stderr=True)
     console.print(chat.picture.draw(console.width))
+    size = chat.llm.engine.config.block_size
+    note(
+        f"A block holds the K/V of {size} tokens. What is cached is not computed again when a "
+        "prompt begins with the same tokens; a colour stands for the message that computed it."
+    )
 
 
 def _explain(chat: Chat, argument: str) -> None:
@@ -169,13 +184,17 @@ COMMANDS: Mapping[str, Command] = {
     "/image": Command(_image, "shows the model an image", "PATH"),
     "/system": Command(_system, "sets the system message, or shows it", "[TEXT]"),
     "/retry": Command(_retry, "answers the last question anew"),
-    "/undo": Command(_undo, "takes back documents and images that wait, else the last turn"),
-    "/save": Command(_save, "writes the conversation, as JSON", "PATH"),
+    "/undo": Command(_undo, "takes back documents and images not yet sent, else the last turn"),
+    "/save": Command(_save, "writes the conversation to a file, as JSON", "PATH"),
     "/load": Command(_load, "goes on with a saved conversation", "PATH"),
-    "/set": Command(_set, "sets temperature, top_p, ...", "[NAME VALUE]"),
-    "/pool": Command(_pool, "draws the block pool"),
+    "/set": Command(
+        _set, "changes temperature, top_p, ...; alone, shows all of them", "[NAME VALUE]"
+    ),
+    "/pool": Command(
+        _pool, "draws the memory of the cache: which blocks are cached, and for which message"
+    ),
     "/explain": Command(_explain, "says what of the last prompt was cached, and why not more"),
-    "/reset": Command(_reset, "begins anew, with the system message"),
+    "/reset": Command(_reset, "forgets all turns, but not the system message"),
     "/quit": Command(_quit, "ends the chat; so do /exit and /bye"),
     "/exit": Command(_quit, ""),
     "/bye": Command(_quit, ""),

@@ -89,6 +89,8 @@ class Conversation:
                 Conversation.load(path)
             except RequestError as error:
                 raise RequestError(f"{path} is there, and not replaced: {error}") from error
+        if not path.parent.is_dir():
+            raise RequestError(f"cannot write {path}: {path.parent} is no folder")
         messages = self.messages("", 0)[:-1]
         for place, token_ids in self.reply_token_ids().items():
             messages[place]["token_ids"] = token_ids

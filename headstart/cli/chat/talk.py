@@ -7,7 +7,7 @@ from headstart.cli.chat.commands import (
     PATH_COMMANDS,
     QuitChat,
     find_command,
-    find_nearest,
+    tell_unknown,
 )
 from headstart.cli.chat.messages import piped_messages, terminal_messages
 from headstart.cli.chat.session import Chat
@@ -39,6 +39,6 @@ def _answer(chat: Chat, message: str) -> None:
         command, argument = found
         command.run(chat, argument)
     elif message:
-        if (nearest := find_nearest(message)) is not None:
-            note(f"{message.strip()} is no command, so it is a message; did you mean {nearest}?")
+        if (told := tell_unknown(message)) is not None:
+            note(told)
         chat.say(message)

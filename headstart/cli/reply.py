@@ -57,7 +57,7 @@ def print_reply(
             writer.write(output.outputs[0].text)
             for output in stream:
                 writer.write(output.outputs[0].text)
-    note(figures(output), " ", in_parts=True)
+        note(figures(output), " ", in_parts=True)
     return output
 
 

@@ -13,6 +13,7 @@ from headstart.models.loader import load_model
 from headstart.models.packed import Arena, PackedWeight
 from headstart.models.prefetch import ReadyMemory, read_ahead
 from headstart.native import library
+from tests.models.paged import Paged
 from tests.tiny_models import TINY
 
 needs_kernels = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
@@ -80,8 +81,12 @@ def test_a_model_is_the_same_in_it(folder: Path) -> None:
     assert memory is not None
     one, other = load_model(folder), load_model(folder, ready_memory=memory)
     assert memory._taken
-    rows = torch.arange(6)
-    logits = [model.forward(rows, rows, rows) for model in (one, other)]
+    logits = []
+    for model in (one, other):
+        paged = Paged(model)
+        sequence = paged.add(list(range(6)))
+        paged.step([(sequence, 6)])
+        logits.append(torch.stack(sequence.logits))
     assert torch.equal(*logits)
 
 

@@ -76,6 +76,22 @@ def logged() -> Iterator[list[logging.LogRecord]]:
         logger.removeHandler(KEPT)
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["amx", "avx512"])
+def bf16_products(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Kernels multiply bfloat16 with AMX, where the CPU has it, and without."""
+    from headstart import native
+
+    found, has_amx = native.library(), native.level() >= native.AMX
+    if request.param and not has_amx:
+        pytest.skip("no AMX here")
+    if found is None:
+        yield
+        return
+    found.headstart_native_use_amx(request.param)
+    yield
+    found.headstart_native_use_amx(has_amx)
+
+
 def pytest_collection_finish() -> None:
     if "transformers" in sys.modules:  # not in the process that only spreads the tests
         from transformers import PreTrainedConfig

@@ -61,7 +61,8 @@ def _kernels() -> str:
     if not native.is_built():
         return "not built: torch operations are used"
     if native.library() is not None:
-        return "all: whole layers, attention and the greedy token in bfloat16"
+        amx = ", with AMX" if native.level() == native.AMX else ""
+        return f"all: whole layers, attention and the greedy token in bfloat16{amx}"
     if native.avx2_library() is not None:
         return (
             "attention and products with weights of 16 to 4 bits under float32; "

@@ -17,7 +17,7 @@ from headstart.models.fused import FusionSwitch
 from headstart.models.greedy_head import greedy_tokens, mask_logits
 from headstart.models.linear import QuantizedLinear
 from headstart.models.lora.files import Widths
-from headstart.native import avx2_library, library
+from headstart.native import level
 
 __all__ = ["DecoderModel", "EmbeddingOverlay"]
 
@@ -148,8 +148,7 @@ class DecoderModel(ABC):
     def products(self) -> str:
         """What computes the linear layers here: it decides on the last bits of K and V."""
         kinds = {type(module).__name__ for module in self.module.modules()}
-        compiled = (avx2_library() is not None, library() is not None)
-        return f"{' '.join(sorted(kinds))}, kernels for AVX2 and AVX-512: {compiled}"
+        return f"{' '.join(sorted(kinds))}, kernels of level {level()}"
 
     def recall_fingerprint(self, fingerprint: str) -> None:
         """What `fingerprint` said of the same files before."""

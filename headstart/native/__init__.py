@@ -3,8 +3,9 @@
 One library serves every x86 CPU. Most kernels need AVX-512 with its bf16 and VNNI instructions
 (`library`); attention in float32, and products with weights of 16 to 4 bits under it, need AVX2
 (`avx2_library`). If the library was not built or the CPU lacks these, both are None and callers use
-torch operations instead. In the environment `HEADSTART_NATIVE=0` switches all kernels off,
-`HEADSTART_CPU=avx2` those beyond AVX2.
+torch operations instead. Where the CPU has AMX, products in bf16 use it. In the environment
+`HEADSTART_NATIVE=0` switches all kernels off, `HEADSTART_CPU=avx2` those beyond AVX2,
+`HEADSTART_CPU=avx512` AMX.
 
 Kernels take plain numbers, addresses and structs (ctypes), as `bindings` declares them. They run
 on the threads of torch's own OpenMP library: a second thread pool would compete for the cores.
@@ -21,17 +22,18 @@ from pathlib import Path
 from headstart.machine import cpu_flags
 from headstart.native import bindings
 
-__all__ = ["advise", "avx2_library", "is_built", "is_usable", "library", "pointer"]
+__all__ = ["AMX", "advise", "avx2_library", "is_built", "is_usable", "level", "library", "pointer"]
 
 # The number in native.h; a library with another number is not used.
-INTERFACE = 12
+INTERFACE = 13
 
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
 """The CPU flags that the kernels need, as Linux spells them."""
 
 _NEEDED_FOR_AVX2 = frozenset({"avx2", "fma"})
 # What headstart_native_level() tells.
-_AVX2, _AVX512 = 1, 2
+_AVX2, _AVX512, AMX = 1, 2, 3
+_CAPS = {"avx2": _AVX2, "avx512": _AVX512}  # of HEADSTART_CPU
 
 _FOLDER = Path(__file__).parent
 _log = logging.getLogger(__name__)
@@ -44,12 +46,12 @@ def library() -> ctypes.CDLL | None:
 
 def avx2_library() -> ctypes.CDLL | None:
     """The same, for kernels that need AVX2 only."""
-    return _threaded() if _level() >= _AVX2 else None
+    return _threaded() if level() >= _AVX2 else None
 
 
 def is_usable() -> bool:
     """True if the kernels beyond AVX2 can be used; does not import torch."""
-    return _level() >= _AVX512
+    return level() >= _AVX512
 
 
 def is_built() -> bool:
@@ -57,12 +59,12 @@ def is_built() -> bool:
     return _load(_FOLDER) is not None
 
 
-def _level() -> int:
-    """Which kernels can be used: 0, `_AVX2` or `_AVX512`."""
+def level() -> int:
+    """Which kernels can be used: 0 none, 1 for AVX2, 2 for AVX-512 too, 3 (`AMX`) all."""
     found = None if os.environ.get("HEADSTART_NATIVE", "1") == "0" else _load(_FOLDER)
     if found is None:
         return 0
-    most = _AVX2 if os.environ.get("HEADSTART_CPU", "") == "avx2" else _AVX512
+    most = _CAPS.get(os.environ.get("HEADSTART_CPU", ""), AMX)
     return min(most, int(found.headstart_native_level()))
 
 
@@ -91,6 +93,7 @@ def _threaded() -> ctypes.CDLL | None:
     found, functions = _load(_FOLDER), _openmp()
     if found is not None and functions is not None:
         found.headstart_native_threads(*functions)
+        found.headstart_native_use_amx(level() >= AMX)
     return found
 
 

@@ -149,6 +149,7 @@ _INT4 = (
 # Arguments, then the result. Addresses are c_void_p, which takes integers and `ctypes.byref`.
 _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "native_threads": ((c_void_p, c_void_p, c_void_p), None),
+    "native_use_amx": ((c_int,), None),
     "native_sum": ((c_int64, c_int, c_void_p), c_int64),
     "map_pages": ((c_void_p, c_int64), None),
     "huge_pages": ((c_void_p, c_int64), None),

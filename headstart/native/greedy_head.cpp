@@ -50,7 +50,7 @@ void exact(const Weight& weight, int64_t panel, uint32_t allowed, const uint32_t
            Best* best) {
     alignas(64) float sums[PANEL];
     alignas(64) float logits[PANEL];
-    multiply_tile(pairs, 1, weight.panel(panel), weight.pairs(), sums, false, nullptr, 0);
+    products().multiply(pairs, 1, weight.panel(panel), weight.pairs(), sums, false, nullptr, 0);
     for (int half = 0; half < 2; half++)
         _mm512_store_ps(logits + 16 * half, rounded(_mm512_load_ps(sums + 16 * half)));
     for (int64_t i = 0; i < std::min<int64_t>(PANEL, weight.outputs - panel * PANEL); i++)
@@ -202,7 +202,7 @@ struct Search {
     const uint32_t* pairs_of(int64_t r) const {
         static thread_local Scratch pair_memory;
         uint32_t* pairs = pair_memory.take<uint32_t>(weight->pairs());
-        pack_rows(x + r * weight->inputs, weight->inputs, 1, weight->inputs, pairs);
+        products().pack(x + r * weight->inputs, weight->inputs, 1, weight->inputs, pairs);
         return pairs;
     }
 };
@@ -247,6 +247,7 @@ void headstart_greedy_tokens(const Screen* screen, const Weight* weight, const b
         search.compute_tops(thread, all);
         search.stages.finish(all);
         search.compute_rest(thread, all);
+        release_tiles();
     });
     for (int64_t r = 0; r < rows; r++) {
         Best best = search.tops[r];

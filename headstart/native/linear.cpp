@@ -7,6 +7,8 @@ using namespace headstart;
 
 namespace {
 
+constexpr int TILE = 14;  // rows whose sums fit in registers: 2 x 14 of 32
+
 // TALL rows times one panel, prefetching FETCH cache lines per pair of inputs. A single tile (2)
 // reads the panel from memory: it prefetches its own panel AHEAD pairs ahead, and at its end the
 // beginning of `next`. One of two tiles (1) prefetches its half of the next panel.
@@ -75,20 +77,23 @@ inline void turn(const bf16* x, int64_t stride, int rows, int64_t width, uint32_
            [&](const bf16* from) { return _mm512_maskz_loadu_epi16(left, from); });
 }
 
-}  // namespace
-
-void headstart::pack_rows(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out) {
+// Packs rows as [pair][row].
+void pack(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out) {
     if (rows > 1) return turn(x, stride, rows, width, out, rows);
     std::memcpy(out, x, 2 * width);
     if (width % 2 == 1) out[width / 2] = x[width - 1];
 }
 
-void headstart::multiply_tile(const uint32_t* rows, int count, const uint32_t* panel,
-                              int64_t pairs, float* sums, bool add, const uint32_t* next,
-                              int fetch) {
+void multiply_rows(const uint32_t* rows, int count, const uint32_t* panel, int64_t pairs,
+                   float* sums, bool add, const uint32_t* next, int fetch) {
     tiles.table[fetch][count - 1](rows, panel, pairs, sums, add,
                                   reinterpret_cast<const char*>(next));
 }
+
+}  // namespace
+
+const Products headstart::avx512_products{TILE, 18 * TILE, 640, 400 * 1024, pack,
+                                          multiply_rows};
 
 extern "C" {
 

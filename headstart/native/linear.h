@@ -6,7 +6,7 @@
 //     panel p, pair k:   w[32p][2k] w[32p][2k+1]   w[32p+1][2k] w[32p+1][2k+1]   ...   (128 bytes)
 //
 // so that a product reads a weight once, from its first byte to its last. Missing outputs and an
-// odd last input are zeros. Every tile sums an output in fp32 over its pairs in order: a row's
+// odd last input are zeros. Every tile sums an output in fp32 over its pairs in one order: a row's
 // result has the same bits alone and in any batch, on any thread.
 #pragma once
 
@@ -21,7 +21,6 @@
 namespace headstart {
 
 constexpr int PANEL = 32;  // outputs
-constexpr int TILE = 14;   // rows whose sums fit in registers: 2 x 14 of 32
 constexpr int64_t ALONE = 32768;  // elements; processing fewer is faster than waking a thread
 
 // A packed weight [outputs, inputs], and its bias [outputs] or nullptr.
@@ -57,14 +56,23 @@ class Scratch {
     size_t size_ = 0;
 };
 
-// Packs `rows` rows of `width` elements as [pair][row].
-void pack_rows(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out);
-
-// sums[row][32] = or += products of packed rows with a range of a panel. Meanwhile it prefetches
-// weights, `fetch` cache lines per pair: 2 fetches this range and then from `next` on, 1 only from
-// `next` on, 0 nothing.
-void multiply_tile(const uint32_t* rows, int count, const uint32_t* panel, int64_t pairs,
-                   float* sums, bool add, const uint32_t* next, int fetch);
+// How this CPU multiplies. The kinds differ in the order of a sum, so a process uses one of them.
+struct Products {
+    int tallest;         // rows of a tile
+    int64_t most_rows;   // of a block, at most MOST_ROWS
+    int64_t most_pairs;  // of a range, a multiple of 16
+    int64_t cache;       // bytes of a block of rows, which stay in the L2 cache
+    // Packs `rows` rows of `width` elements, at most `tallest`, in the product's own order.
+    void (*pack)(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out);
+    // sums[row][32] = or += products of packed rows with a range of a panel. Meanwhile it
+    // prefetches weights, `fetch` cache lines per pair: 2 fetches this range and then from `next`
+    // on, 1 only from `next` on, 0 nothing.
+    void (*multiply)(const uint32_t* rows, int count, const uint32_t* panel, int64_t pairs,
+                     float* sums, bool add, const uint32_t* next, int fetch);
+};
+extern const Products avx512_products, amx_products;
+inline const Products& products() { return use_amx ? amx_products : avx512_products; }
+constexpr int64_t MOST_ROWS = 512;
 
 // This thread's part of one stage: a product of `rows` rows with `panels` groups of N panels each.
 //
@@ -78,16 +86,17 @@ void multiply_tile(const uint32_t* rows, int count, const uint32_t* panel, int64
 template <int N, class Source, class Panel, class Finish>
 void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages& stages,
               Source&& source, Panel&& panel, Finish&& finish) {
-    constexpr int64_t L2 = 400 * 1024, MOST_ROWS = 18 * TILE, FEWEST_ROWS = 64, MOST_PAIRS = 640;
-    constexpr int64_t PARTS = 64;
+    constexpr int64_t FEWEST_ROWS = 64, PARTS = 64;
+    const Products& kind = products();
     static thread_local Scratch packed_memory;
     alignas(64) static thread_local float sums[N * MOST_ROWS * PANEL];
     const int64_t pairs = (inputs + 1) / 2;
-    int64_t most = std::clamp<int64_t>(L2 / (pairs * 4) / TILE * TILE, TILE, MOST_ROWS);
+    const int64_t fitting = std::min(kind.cache / (pairs * 4), kind.most_rows);
+    int64_t most = std::max<int64_t>(fitting / kind.tallest, 1) * kind.tallest;
     most = std::min(most, std::max(FEWEST_ROWS, (rows + threads - 1) / threads));
     const int64_t blocks = (rows + most - 1) / most;
-    const int64_t cuts = (pairs + MOST_PAIRS - 1) / MOST_PAIRS;
-    const int64_t length = ((pairs + cuts - 1) / cuts + 3) / 4 * 4;
+    const int64_t cuts = (pairs + kind.most_pairs - 1) / kind.most_pairs;
+    const int64_t length = ((pairs + cuts - 1) / cuts + 15) / 16 * 16;
     uint32_t* packed = packed_memory.take<uint32_t>(most * pairs);
 
     // With few rows the product is memory-bound and each range begins with a cache miss: give each
@@ -102,7 +111,7 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
         const int64_t block = unit / stretches;
         const int64_t row0 = block * rows / blocks;
         const int64_t count = (block + 1) * rows / blocks - row0;
-        const int64_t tiles = (count + TILE - 1) / TILE;
+        const int64_t tiles = (count + kind.tallest - 1) / kind.tallest;
         // For one row, which needs little arithmetic, the hardware prefetcher is fastest.
         const int alone = count == 1 ? 0 : 2;
         const auto edge = [&](int64_t tile) { return count * tile / tiles; };
@@ -112,7 +121,7 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
             const bf16* x = source(row0 + edge(t), tall, &stride);
             for (int64_t k = 0; k < pairs; k += length) {
                 const int64_t some = std::min(length, pairs - k);
-                pack_rows(x + 2 * k, stride, tall, std::min(2 * some, inputs - 2 * k),
+                kind.pack(x + 2 * k, stride, tall, std::min(2 * some, inputs - 2 * k),
                           packed + count * k + edge(t) * some);
             }
         }
@@ -130,7 +139,7 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
                         k + length < pairs ? weights + (k + length) * PANEL : after;
                     for (int64_t t = 0; t < tiles; t++) {
                         const int tall = static_cast<int>(edge(t + 1) - edge(t));
-                        multiply_tile(packed + count * k + edge(t) * some, tall,
+                        kind.multiply(packed + count * k + edge(t) * some, tall,
                                       weights + k * PANEL, some, target + edge(t) * PANEL, k > 0,
                                       next + (t == 1 ? some * PANEL / 2 : 0),
                                       tiles == 1 ? alone : t < 2 ? 1 : 0);
@@ -140,6 +149,7 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
             finish(group, row0, count, sums);
         }
     }
+    release_tiles();
 }
 
 // The 32 sums of a row plus the bias, if any, rounded to bf16; zeros beyond the last output.

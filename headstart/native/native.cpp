@@ -8,12 +8,16 @@
 #ifdef __linux__
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include "layer.h"
 #include "screen.h"
 
 using namespace headstart;
+
+bool headstart::use_amx = false;
 
 namespace {
 
@@ -65,6 +69,19 @@ class Spread {
 
     std::atomic<uint64_t> taken_;
 };
+
+// True if the CPU has AMX and the system lets this process use it: Linux wants to be asked.
+bool has_amx() {
+#if defined(HEADSTART_EMULATED)
+    return true;
+#elif defined(__linux__) && __GNUC__ >= 11
+    constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+           syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
 
 struct Region {
     headstart::Body body;
@@ -137,14 +154,18 @@ const LayoutEntry headstart_layout[] = {
 
 int headstart_native_interface() { return HEADSTART_NATIVE_INTERFACE; }
 
-// Which files this CPU can run: 2 all, 1 those that need AVX2 and FMA, 0 none.
+// Which files this CPU can run: 3 all, 2 those that need AVX-512 with bf16, 1 those that need AVX2
+// and FMA, 0 none.
 int headstart_native_level() {
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
     const bool all = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                      __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-    return all ? 2 : 1;
+    return !all ? 1 : has_amx() ? 3 : 2;
 }
+
+// Multiplies with AMX from now on, or without.
+void headstart_native_use_amx(int use) { headstart::use_amx = use != 0; }
 
 // Sets the addresses of GOMP_parallel, omp_get_thread_num and omp_get_num_threads.
 void headstart_native_threads(void* parallel, void* thread, void* threads) {

@@ -14,11 +14,18 @@
 
 // Changes with any exported signature; headstart/native/__init__.py holds the same number, so that
 // a library built from older sources is not used. bindings.py declares the signatures and structs.
-constexpr int HEADSTART_NATIVE_INTERFACE = 12;
+constexpr int HEADSTART_NATIVE_INTERFACE = 13;
 
 namespace headstart {
 
 using bf16 = uint16_t;
+
+// True if kernels multiply bf16 with AMX. Its sums differ in their last bits from those of AVX-512,
+// so it is set once, before any of them runs.
+extern bool use_amx;
+
+// For a thread that has multiplied: unused tiles need not be saved when the system switches threads.
+void release_tiles();
 
 // Runs body(thread, threads) on `threads` threads at once and waits for all of them. The threads
 // are those of torch's OpenMP library, so that two pools never compete for the cores; without it,

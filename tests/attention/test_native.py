@@ -58,6 +58,7 @@ def fitting(options: AttentionOptions, heads: int, key_dim: int = 16) -> Attenti
 
 
 @each_kernel
+@pytest.mark.usefixtures("bf16_products")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(
     ("layout", "heads"),
@@ -84,13 +85,17 @@ def test_prompts_in_pieces_and_decodes_side_by_side(
 
 
 @each_kernel
+@pytest.mark.usefixtures("bf16_products")
 @settings(max_examples=40)
 @given(data=st.data(), window=st.none() | st.integers(1, 80), seed=st.integers(0, 5))
 def test_any_batch(dtype: torch.dtype, data: st.DataObject, window: int | None, seed: int) -> None:
     lengths = data.draw(st.lists(st.integers(1, 140), min_size=1, max_size=4))
     kv_heads, group = data.draw(st.sampled_from([(1, 1), (2, 3), (1, 17), (3, 2)]))
-    backend, sequences = make(dtype, lengths, LayerLayout(kv_heads, 8, 12), kv_heads * group, seed)
-    options = AttentionOptions(scaling=0.7, sliding_window=window)
+    widths = data.draw(st.sampled_from([(8, 12), (32, 64)]))
+    backend, sequences = make(
+        dtype, lengths, LayerLayout(kv_heads, *widths), kv_heads * group, seed
+    )
+    options = AttentionOptions(scaling=2 / widths[0] ** 0.5, sliding_window=window)
     while waiting := [s for s in sequences if s.done < len(s.q)]:
         work = []
         for sequence in waiting:
@@ -128,13 +133,15 @@ def test_any_strides(dtype: torch.dtype) -> None:
 
 
 @each_kernel
+@pytest.mark.usefixtures("bf16_products")
+@pytest.mark.parametrize("width", [16, 32])
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_rows_are_bitwise_blind_to_block_ids_neighbours_and_threads(
-    dtype: torch.dtype, options: AttentionOptions, gather: bool
+    dtype: torch.dtype, options: AttentionOptions, gather: bool, width: int
 ) -> None:
     """Also to what others left in the memory, and to how a prompt is cut; in bf16 not into rows."""
-    layout = LayerLayout(2, 16, 16)
+    layout = LayerLayout(2, width, width)
     backend, (a,) = make(dtype, [150], layout, 6)
     expected = torch.cat([run_step(backend, [(a, n)], options, gather)[0] for n in (149, 1)])
     pieces = ((8, 3), (80, 0), (61, 8), (1, 1))
@@ -142,7 +149,7 @@ def test_rows_are_bitwise_blind_to_block_ids_neighbours_and_threads(
         pieces = ((1, 2), (7, 3), (80, 0), (1, 0), (60, 8), (1, 1))
     backend, (c, b) = make(dtype, [150, 30], layout, 6)
     memory = backend._memory
-    stale = torch.randn(2, memory.scratch_slot + 1, 2, 16) * 100
+    stale = torch.randn(2, memory.scratch_slot + 1, 2, width) * 100
     memory.write(0, torch.arange(memory.scratch_slot + 1), *stale.to(row_dtype(dtype)))
     c.q, c.k, c.v = a.q, a.k, a.v
     outs: list[Tensor] = []

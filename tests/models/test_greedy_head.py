@@ -13,6 +13,8 @@ from headstart.native import library
 
 needs_kernels = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
+pytestmark = pytest.mark.usefixtures("bf16_products")
+
 BF16 = torch.bfloat16
 NAN, INF = float("nan"), float("inf")
 # Widths beside the kernels' own: fours of inputs, unrolled by 4, panels of 32 outputs.

@@ -19,12 +19,15 @@ from headstart.models.packed import (
 )
 from headstart.native import library
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+pytestmark = [
+    pytest.mark.skipif(library() is None, reason="no compiled kernels here"),
+    pytest.mark.usefixtures("bf16_products"),
+]
 
 BF16 = torch.bfloat16
-# Widths beside the kernels' own: pairs, panels of 32, unrolled by 4 pairs, cut after 640 pairs.
+# Widths beside the kernels' own: pairs, panels of 32, unrolled by 4 pairs, cut after 256 or 640.
 WIDTHS = st.one_of(st.integers(1, 70), st.sampled_from([128, 1279, 1280, 1281, 1288, 2600]))
-ROWS = st.one_of(st.integers(1, 70), st.sampled_from([252, 253, 300]))
+ROWS = st.one_of(st.integers(1, 70), st.sampled_from([252, 253, 300, 520]))
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

@@ -94,6 +94,9 @@ def test_a_missing_library_is_told_once_with_what_to_install(
 @pytest.mark.parametrize(
     ("level", "cap", "usable", "avx2"),
     [
+        (3, "", True, True),
+        (3, "avx512", True, True),
+        (3, "avx2", False, True),
         (2, "", True, True),
         (2, "avx2", False, True),
         (1, "", False, True),

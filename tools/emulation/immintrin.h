@@ -1,4 +1,4 @@
-// The AVX-512 instructions that the kernels use, written out number by number. In place of the
+// The AVX-512 and AMX instructions that the kernels use, written out number by number. In place of the
 // compiler's header of this name they let any CPU run the kernels, and let a sanitizer see every
 // load and store, also those under a mask.
 //
@@ -24,7 +24,7 @@ using __mmask16 = uint16_t;
 using __mmask32 = uint32_t;
 
 enum { _MM_FROUND_TO_NEAREST_INT = 0, _MM_FROUND_NO_EXC = 8 };
-enum { _CMP_NLT_UQ = 21, _CMP_NLE_UQ = 22, _CMP_GE_OQ = 29 };
+enum { _CMP_NEQ_UQ = 4, _CMP_NLT_UQ = 21, _CMP_NLE_UQ = 22, _CMP_GE_OQ = 29 };
 enum { _MM_HINT_T1 = 2, _MM_HINT_T0 = 3 };
 
 namespace emulated {
@@ -116,6 +116,7 @@ inline float larger(float a, float b) { return a > b ? a : b; }
 
 inline bool holds(float a, int predicate, float b) {
     if (predicate == _CMP_GE_OQ) return a >= b;
+    if (predicate == _CMP_NEQ_UQ) return a != b;
     return predicate == _CMP_NLT_UQ ? !(a < b) : !(a <= b);
 }
 
@@ -328,3 +329,72 @@ LANES(Uint16, __m512i, _mm512_permutex2var_epi16, (__m512i a, __m512i from, __m5
 }  // namespace emulated
 
 using namespace emulated::instructions;
+
+// AMX. A tile that was not configured, or that its instruction does not fit, ends the process.
+
+namespace emulated {
+
+struct Tile {
+    int rows, bytes;
+    char data[16][64];
+};
+inline thread_local Tile tiles[8];
+
+inline Tile& tile(int number) {
+    if (tiles[number].rows == 0) __builtin_trap();
+    return tiles[number];
+}
+
+}  // namespace emulated
+
+inline void _tile_release() { std::memset(emulated::tiles, 0, sizeof emulated::tiles); }
+
+inline void _tile_loadconfig(const void* shapes) {
+    const unsigned char* from = static_cast<const unsigned char*>(shapes);
+    if (from[0] != 1) __builtin_trap();
+    _tile_release();
+    for (int i = 0; i < 8; i++) {
+        uint16_t bytes;
+        std::memcpy(&bytes, from + 16 + 2 * i, 2);
+        if (bytes > 64 || from[48 + i] > 16) __builtin_trap();
+        emulated::tiles[i].rows = from[48 + i], emulated::tiles[i].bytes = bytes;
+    }
+}
+
+inline void _tile_zero(int to) {
+    std::memset(emulated::tile(to).data, 0, sizeof emulated::tile(to).data);
+}
+
+inline void _tile_loadd(int to, const void* from, int64_t stride) {
+    emulated::Tile& tile = emulated::tile(to);
+    _tile_zero(to);
+    for (int r = 0; r < tile.rows; r++)
+        std::memcpy(tile.data[r], static_cast<const char*>(from) + r * stride, tile.bytes);
+}
+
+inline void _tile_stored(int from, void* to, int64_t stride) {
+    const emulated::Tile& tile = emulated::tile(from);
+    for (int r = 0; r < tile.rows; r++)
+        std::memcpy(static_cast<char*>(to) + r * stride, tile.data[r], tile.bytes);
+}
+
+// First and second numbers of the pairs are summed apart; their sums are then added to `to`.
+inline void _tile_dpbf16ps(int to, int a, int b) {
+    using namespace emulated;
+    Tile &sums = tile(to), &rows = tile(a), &pairs = tile(b);
+    if (sums.rows != rows.rows || sums.bytes != pairs.bytes || rows.bytes != pairs.rows * 4)
+        __builtin_trap();
+    for (int r = 0; r < rows.rows; r++)
+        for (int n = 0; n < sums.bytes / 4; n++) {
+            float sum[2] = {}, before;
+            for (int k = 0; k < 2 * pairs.rows; k++) {
+                uint16_t x, y;
+                std::memcpy(&x, rows.data[r] + 2 * k, 2);
+                std::memcpy(&y, pairs.data[k / 2] + 4 * n + 2 * (k % 2), 2);
+                sum[k % 2] = add_product(sum[k % 2], x, y);
+            }
+            std::memcpy(&before, sums.data[r] + 4 * n, 4);
+            before = flush(flush(before) + flush(sum[0] + sum[1]));
+            std::memcpy(sums.data[r] + 4 * n, &before, 4);
+        }
+}

@@ -78,14 +78,36 @@ void pair_values(Lanes& s, int count, int value_dim) {
     }
 }
 
+// Older outputs in units of the new maxima.
+template <int VECTORS>
+void shrink_out(Lanes& s, int value_dim, const __m512 shrink[VECTORS]) {
+    for (int v = 0; v < VECTORS; ++v) {
+        if (_mm512_cmp_ps_mask(shrink[v], _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) == 0) continue;
+        for (int d = 0; d < value_dim; ++d)
+            _mm512_store_ps(&s.out[d][v * 16],
+                            _mm512_mul_ps(_mm512_load_ps(&s.out[d][v * 16]), shrink[v]));
+    }
+}
+
 template <int VECTORS>
 void attend_tile(Lanes& s, int tile, int count, const AttentionCall& call,
                  const ScoreOptions& options) {
     // Enough sums at once that latencies overlap and loads are few, within the 32 registers.
     constexpr int KEYS = VECTORS == 4 ? 4 : 8;
     constexpr int LINES = VECTORS == 4 ? 4 : VECTORS == 1 ? 16 : 8;
+    constexpr int EVEN = (VECTORS + 1) / 2 * 2;
     __m512 before[VECTORS], shrink[VECTORS];
     for (int v = 0; v < VECTORS; ++v) before[v] = _mm512_load_ps(&s.maximum[v * 16]);
+    if (options.amx) {
+        multiply_keys(s, count, call.key_dim, EVEN);
+        for (int k = 0; k < count; k += 8)
+            settle<VECTORS, 8>(s, tile, k, call.key_dim, options, [&](int i, int v) {
+                return _mm512_load_ps(&s.scores[k + i][v * 16]);
+            });
+        weigh<VECTORS>(s, count, before, shrink);
+        shrink_out<VECTORS>(s, call.value_dim, shrink);
+        return multiply_values(s, count, call.value_dim, EVEN);
+    }
     for (int k = 0; k < count; k += KEYS)
         score_keys<VECTORS, KEYS>(s, tile, k, call.key_dim, options);
     weigh<VECTORS>(s, count, before, shrink);
@@ -101,17 +123,19 @@ void attend_keys(Lanes& s, const Rows<bf16>& rows) {
     const AttentionCall& call = rows.call;
     Seen seen(s.rows[0]);
     for (int lane = 1; lane < rows.chunk.count; ++lane) seen.add(s.rows[lane]);
-    ScoreOptions options{call.scaling * LOG2_E, call.softcap, false, call.value_dim};
+    const bool amx = use_amx && call.key_dim % 32 == 0 && call.value_dim % 32 == 0;
+    const int step = amx ? 32 : 8;  // a tile is cut short to a multiple of this
+    ScoreOptions options{call.scaling * LOG2_E, call.softcap, false, amx, call.value_dim};
     const int start = seen.start(*rows.chunk.segment), last = seen.last;
     rows.find_tile(s.next, start, last);
     for (int tile = start; tile < last; tile += TILE) {
-        const int count = std::min(TILE, (last - tile + STEP - 1) / STEP * STEP);
+        const int count = std::min(TILE, (last - tile + step - 1) / step * step);
         options.masked = seen.partly(tile, count);
         s.now = s.next;
         rows.find_tile(s.next, tile + TILE, last);
         if (seen.partly(tile, std::min(count, last - tile)))
             isolate_nonfinite(s.now, count, call.value_dim);
-        pair_values(s, count, call.value_dim);
+        if (!amx) pair_values(s, count, call.value_dim);
         attend_tile<VECTORS>(s, tile, count, call, options);
     }
 }
@@ -136,6 +160,7 @@ void attend_rows(Lanes& s, const Rows<bf16>& rows) {
     begin(s, rows, VECTORS * 16);
     load_queries(s, rows, VECTORS);
     attend_keys<VECTORS>(s, rows);
+    release_tiles();
     for (int v = 0; v < VECTORS; ++v) store_rows(s, rows, v);
     for (int lane = 0; rows.partial() && lane < rows.chunk.count; ++lane) {
         float* to = rows.partial_of(s.rows[lane]);

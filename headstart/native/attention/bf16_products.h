@@ -8,8 +8,6 @@
 
 namespace headstart {
 
-constexpr int STEP = 8;  // a tile is cut short to a multiple of this
-
 // A thread's scratch memory for one chunk of rows (bf16_chunk.cpp), reused for every chunk.
 struct alignas(64) Lanes {
     uint32_t query[MAX_DIM / 2][CHUNK_ROWS];  // pairs of dims
@@ -37,8 +35,48 @@ struct ScoreOptions {
     float scale;    // from products to units of log2
     float softcap;  // 0: none
     bool masked;    // true if some row does not see all of the tile
+    bool amx;
     int value_dim;
 };
+
+// Sums become scores of KEYS keys, which are kept; raises the maxima, and prefetches later keys.
+template <int VECTORS, int KEYS, class Sums>
+__attribute__((always_inline)) inline void settle(Lanes& s, int tile, int k, int key_dim,
+                                                  const ScoreOptions& options, Sums&& sums) {
+    for (int i = 0; i < KEYS; ++i) {
+        prefetch(s.next.keys[k + i], key_dim);
+        prefetch(s.next.values[k + i], options.value_dim);
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) {
+        __m512 scores[KEYS];
+#pragma GCC unroll 8
+        for (int i = 0; i < KEYS; ++i)
+            scores[i] = _mm512_mul_ps(sums(i, v), _mm512_set1_ps(options.scale));
+        if (options.softcap > 0.0f) {
+#pragma GCC unroll 8
+            for (int i = 0; i < KEYS; ++i) scores[i] = soft_cap(scores[i], options.softcap);
+        }
+        if (options.masked) {
+            const __m512i first = _mm512_load_si512(&s.first_key[v * 16]);
+            const __m512i last = _mm512_load_si512(&s.last_key[v * 16]);
+#pragma GCC unroll 8
+            for (int i = 0; i < KEYS; ++i) {
+                const __m512i at = _mm512_set1_epi32(tile + k + i);
+                const __mmask16 seen =
+                    _mm512_cmple_epi32_mask(first, at) & _mm512_cmpgt_epi32_mask(last, at);
+                scores[i] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(HIDDEN), scores[i]);
+            }
+        }
+        __m512 maximum = _mm512_load_ps(&s.maximum[v * 16]);
+#pragma GCC unroll 8
+        for (int i = 0; i < KEYS; ++i) {
+            maximum = _mm512_max_ps(maximum, scores[i]);
+            _mm512_store_ps(&s.scores[k + i][v * 16], scores[i]);
+        }
+        _mm512_store_ps(&s.maximum[v * 16], maximum);
+    }
+}
 
 // Scores of KEYS keys from position `tile + k` on for all rows; raises the maxima.
 template <int VECTORS, int KEYS>
@@ -65,39 +103,7 @@ void score_keys(Lanes& s, int tile, int k, int key_dim, const ScoreOptions& opti
                 sums[i][v] = _mm512_dpbf16_ps(sums[i][v], query[v], key);
         }
     }
-    for (int i = 0; i < KEYS; ++i) {
-        prefetch(s.next.keys[k + i], key_dim);
-        prefetch(s.next.values[k + i], options.value_dim);
-    }
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) {
-        __m512 scores[KEYS];
-#pragma GCC unroll 8
-        for (int i = 0; i < KEYS; ++i)
-            scores[i] = _mm512_mul_ps(sums[i][v], _mm512_set1_ps(options.scale));
-        if (options.softcap > 0.0f) {
-#pragma GCC unroll 8
-            for (int i = 0; i < KEYS; ++i) scores[i] = soft_cap(scores[i], options.softcap);
-        }
-        if (options.masked) {
-            const __m512i first = _mm512_load_si512(&s.first_key[v * 16]);
-            const __m512i last = _mm512_load_si512(&s.last_key[v * 16]);
-#pragma GCC unroll 8
-            for (int i = 0; i < KEYS; ++i) {
-                const __m512i at = _mm512_set1_epi32(tile + k + i);
-                const __mmask16 seen =
-                    _mm512_cmple_epi32_mask(first, at) & _mm512_cmpgt_epi32_mask(last, at);
-                scores[i] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(HIDDEN), scores[i]);
-            }
-        }
-        __m512 maximum = _mm512_load_ps(&s.maximum[v * 16]);
-#pragma GCC unroll 8
-        for (int i = 0; i < KEYS; ++i) {
-            maximum = _mm512_max_ps(maximum, scores[i]);
-            _mm512_store_ps(&s.scores[k + i][v * 16], scores[i]);
-        }
-        _mm512_store_ps(&s.maximum[v * 16], maximum);
-    }
+    settle<VECTORS, KEYS>(s, tile, k, key_dim, options, [&](int i, int v) { return sums[i][v]; });
 }
 
 // Turns scores into weights relative to the new maximum; `shrink` is the factor for older weights.
@@ -150,5 +156,10 @@ void add_values(Lanes& s, int count, int line, const __m512 shrink[VECTORS]) {
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v) _mm512_store_ps(&s.out[line + i][v * 16], sums[i][v]);
 }
+
+// The products of a whole tile with AMX, of 16 * `vectors` rows (an even number of vectors): the
+// sums of scores; and the weighted values, added to `out`. Dims and `count` are multiples of 32.
+void multiply_keys(Lanes& s, int count, int key_dim, int vectors);
+void multiply_values(Lanes& s, int count, int value_dim, int vectors);
 
 }  // namespace headstart

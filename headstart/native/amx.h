@@ -1,0 +1,25 @@
+// Comes after avx512.h in files whose functions need AMX: eight tiles of 16 rows of 64 bytes.
+//
+// Kernels use tiles 0 to 3 for sums, 4 and 5 for rows of pairs, 6 and 7 for pairs of rows:
+//
+//     0 1       4
+//     2 3  +=   5  *  6 7
+#pragma once
+
+#include "native.h"
+
+#if __GNUC__ >= 11
+#define HEADSTART_HAS_AMX
+#ifndef HEADSTART_EMULATED
+#pragma GCC target("amx-tile,amx-bf16")
+#endif
+#endif
+
+namespace headstart {
+
+constexpr int DEPTH = 16;  // pairs of a tile
+
+// Declares this thread's tiles, unless they are so already: `rows` (at most 32) of `depth` pairs.
+void configure_tiles(int rows, int depth);
+
+}  // namespace headstart

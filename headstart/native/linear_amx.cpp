@@ -1,0 +1,116 @@
+// Products of packed rows with packed weights on CPUs with AMX: tiles of 16 rows of 16 pairs.
+//
+// 16 pairs of 16 outputs of a panel are a tile as they lie. Rows are packed as [16 pairs][row][pair],
+// the last of them with the pairs that are left. Two tiles of rows times two of weights give four
+// tiles of sums, which are all eight that there are. A tile of fewer rows or pairs is declared so
+// small. For each 16 pairs, the products of first and of second inputs are summed apart, then added
+// to the output's sum: always in this order.
+#include "avx512.h"
+
+#include "amx.h"
+#include "linear.h"
+
+#ifdef HEADSTART_HAS_AMX
+
+using namespace headstart;
+
+namespace {
+
+constexpr int64_t LINE = 64;
+
+struct alignas(64) Shapes {  // as the instruction LDTILECFG reads it
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+thread_local int configured = 0;  // this thread's tiles: DEPTH for each row, and the pairs
+
+// Rows of `depth` pairs, `steps` times, times a panel; `fetch` as in `tile` of linear.cpp.
+template <bool TWO>
+void multiply_steps(const uint32_t* rows, int count, const uint32_t* panel, int64_t steps,
+                    int depth, float* sums, bool add, const char* next, int fetch) {
+    constexpr int64_t AHEAD = 6, SIDE = 4 * PANEL;
+    configure_tiles(count, depth);
+    float* below = sums + 16 * PANEL;
+    if (add) {
+        _tile_loadd(0, sums, SIDE);
+        _tile_loadd(1, sums + 16, SIDE);
+        if (TWO) _tile_loadd(2, below, SIDE);
+        if (TWO) _tile_loadd(3, below + 16, SIDE);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        if (TWO) _tile_zero(2);
+        if (TWO) _tile_zero(3);
+    }
+    const char* ahead = reinterpret_cast<const char*>(panel + AHEAD * DEPTH * PANEL);
+    for (int64_t k = 0; k < steps; k++) {
+        if (k == (fetch == 2 ? std::max<int64_t>(steps - AHEAD, 0) : 0)) ahead = next;
+        for (int line = 0; line < fetch * depth; line++)
+            _mm_prefetch(ahead + LINE * line, _MM_HINT_T0);
+        ahead += LINE * fetch * depth;
+        _tile_loadd(6, panel, SIDE);
+        _tile_loadd(7, panel + 16, SIDE);
+        _tile_loadd(4, rows, depth * 4);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (TWO) _tile_loadd(5, rows + 16 * depth, depth * 4);
+        if (TWO) _tile_dpbf16ps(2, 5, 6);
+        if (TWO) _tile_dpbf16ps(3, 5, 7);
+        rows += count * depth;
+        panel += depth * PANEL;
+    }
+    _tile_stored(0, sums, SIDE);
+    _tile_stored(1, sums + 16, SIDE);
+    if (TWO) _tile_stored(2, below, SIDE);
+    if (TWO) _tile_stored(3, below + 16, SIDE);
+}
+
+void pack(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out) {
+    for (int64_t k = 0; 2 * k < width; k += DEPTH) {
+        const int64_t depth = std::min<int64_t>(DEPTH, (width + 1) / 2 - k);
+        for (int r = 0; r < rows; r++, out += depth)
+            _mm512_mask_storeu_epi32(out, first_lanes(depth),
+                                     load_pairs(x + r * stride + 2 * k, width - 2 * k));
+    }
+}
+
+void multiply_rows(const uint32_t* rows, int count, const uint32_t* panel, int64_t pairs,
+                   float* sums, bool add, const uint32_t* next, int fetch) {
+    const auto run = count > 16 ? multiply_steps<true> : multiply_steps<false>;
+    const int64_t steps = pairs / DEPTH, whole = steps * DEPTH;
+    const char* line = reinterpret_cast<const char*>(next);
+    if (steps > 0) run(rows, count, panel, steps, DEPTH, sums, add, line, fetch);
+    if (whole < pairs)
+        run(rows + count * whole, count, panel + whole * PANEL, 1,
+            static_cast<int>(pairs - whole), sums, add || steps > 0, line, 0);
+}
+
+}  // namespace
+
+void headstart::configure_tiles(int rows, int depth) {
+    if (configured == rows * DEPTH + depth) return;
+    Shapes shapes;
+    for (int tile = 0; tile < 8; tile++) {
+        const int half = tile < 4 ? tile / 2 : tile % 2;
+        shapes.bytes[tile] = static_cast<uint16_t>(tile / 2 == 2 ? depth * 4 : LINE);
+        shapes.rows[tile] =
+            static_cast<uint8_t>(tile >= 6 ? depth : std::clamp(rows - 16 * half, 1, 16));
+    }
+    std::atomic_signal_fence(std::memory_order_seq_cst);  // GCC 12 takes it to read 8 bytes alone
+    _tile_loadconfig(&shapes);
+    configured = rows * DEPTH + depth;
+}
+
+void headstart::release_tiles() {
+    if (configured != 0) _tile_release();
+    configured = 0;
+}
+
+const Products headstart::amx_products{32, 512, 256, 1536 * 1024, pack, multiply_rows};
+
+#else
+const headstart::Products headstart::amx_products{};
+void headstart::release_tiles() {}
+#endif

@@ -16,8 +16,6 @@ using namespace headstart;
 
 namespace {
 
-constexpr int64_t LINE = 64;
-
 struct alignas(64) Shapes {  // as the instruction LDTILECFG reads it
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t bytes[16] = {};
@@ -26,11 +24,11 @@ struct alignas(64) Shapes {  // as the instruction LDTILECFG reads it
 
 thread_local int configured = 0;  // this thread's tiles: DEPTH for each row, and the pairs
 
-// Rows of `depth` pairs, `steps` times, times a panel; `fetch` as in `tile` of linear.cpp.
+// Rows of `depth` pairs, `steps` times, times a panel.
 template <bool TWO>
 void multiply_steps(const uint32_t* rows, int count, const uint32_t* panel, int64_t steps,
-                    int depth, float* sums, bool add, const char* next, int fetch) {
-    constexpr int64_t AHEAD = 6, SIDE = 4 * PANEL;
+                    int depth, float* sums, bool add) {
+    constexpr int64_t SIDE = 4 * PANEL;
     configure_tiles(count, depth);
     float* below = sums + 16 * PANEL;
     if (add) {
@@ -44,12 +42,7 @@ void multiply_steps(const uint32_t* rows, int count, const uint32_t* panel, int6
         if (TWO) _tile_zero(2);
         if (TWO) _tile_zero(3);
     }
-    const char* ahead = reinterpret_cast<const char*>(panel + AHEAD * DEPTH * PANEL);
     for (int64_t k = 0; k < steps; k++) {
-        if (k == (fetch == 2 ? std::max<int64_t>(steps - AHEAD, 0) : 0)) ahead = next;
-        for (int line = 0; line < fetch * depth; line++)
-            _mm_prefetch(ahead + LINE * line, _MM_HINT_T0);
-        ahead += LINE * fetch * depth;
         _tile_loadd(6, panel, SIDE);
         _tile_loadd(7, panel + 16, SIDE);
         _tile_loadd(4, rows, depth * 4);
@@ -76,15 +69,15 @@ void pack(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out)
     }
 }
 
+// Nothing is prefetched: one row reads weights as fast without, and many rows lose a tenth.
 void multiply_rows(const uint32_t* rows, int count, const uint32_t* panel, int64_t pairs,
-                   float* sums, bool add, const uint32_t* next, int fetch) {
+                   float* sums, bool add, const uint32_t*, int) {
     const auto run = count > 16 ? multiply_steps<true> : multiply_steps<false>;
     const int64_t steps = pairs / DEPTH, whole = steps * DEPTH;
-    const char* line = reinterpret_cast<const char*>(next);
-    if (steps > 0) run(rows, count, panel, steps, DEPTH, sums, add, line, fetch);
+    if (steps > 0) run(rows, count, panel, steps, DEPTH, sums, add);
     if (whole < pairs)
         run(rows + count * whole, count, panel + whole * PANEL, 1,
-            static_cast<int>(pairs - whole), sums, add || steps > 0, line, 0);
+            static_cast<int>(pairs - whole), sums, add || steps > 0);
 }
 
 }  // namespace
@@ -94,7 +87,7 @@ void headstart::configure_tiles(int rows, int depth) {
     Shapes shapes;
     for (int tile = 0; tile < 8; tile++) {
         const int half = tile < 4 ? tile / 2 : tile % 2;
-        shapes.bytes[tile] = static_cast<uint16_t>(tile / 2 == 2 ? depth * 4 : LINE);
+        shapes.bytes[tile] = static_cast<uint16_t>(tile / 2 == 2 ? depth * 4 : 64);
         shapes.rows[tile] =
             static_cast<uint8_t>(tile >= 6 ? depth : std::clamp(rows - 16 * half, 1, 16));
     }
@@ -108,7 +101,7 @@ void headstart::release_tiles() {
     configured = 0;
 }
 
-const Products headstart::amx_products{32, 512, 256, 1536 * 1024, pack, multiply_rows};
+const Products headstart::amx_products{32, 512, 128, 1280 * 1024, pack, multiply_rows};
 
 #else
 const headstart::Products headstart::amx_products{};

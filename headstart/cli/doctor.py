@@ -61,7 +61,7 @@ def _kernels() -> str:
     if not native.is_built():
         return "not built: torch operations are used"
     if native.library() is not None:
-        amx = ", with AMX" if native.level() == native.AMX else ""
+        amx = ", with AMX" if _has_amx() else ""
         return f"all: whole layers, attention and the greedy token in bfloat16{amx}"
     if native.avx2_library() is not None:
         return (
@@ -69,6 +69,10 @@ def _kernels() -> str:
             "torch operations for the rest"
         )
     return "built, but none is for this CPU: torch operations are used"
+
+
+def _has_amx() -> bool:
+    return native.level() >= native.AMX
 
 
 def _auto() -> str:
@@ -85,6 +89,7 @@ def _hints(has_gpu: bool) -> Iterator[str]:
     if is_x86 and not native.is_built() and cpu_flags() >= {"avx2", "fma"}:
         yield "install g++, then headstart again: compiled kernels"
     if is_x86 and cpu_flags() >= {"avx2", "fma"}:
-        yield "--weights int8: a token reads half of what it does in bfloat16"
+        prompts = "; prompts take longer: AMX multiplies bfloat16" if _has_amx() else ""
+        yield f"--weights int8: a token reads half of what it does in bfloat16{prompts}"
     if has_gpu:
         yield "--device cuda"

@@ -3,8 +3,9 @@
     python tools/vllm_surface.py .../site-packages/vllm > tests/data/vllm_surface.json
 
 The parameters of its functions and the fields of its classes, each with its default as Python
-source (null if it must be given, "..." if it is computed), the public names of its classes, and its
-modules, to the second level. `docs/vllm.md` has a row for each, or for the package that it is in.
+source (null if it must be given, "..." if it is computed), the public names of its classes, the
+flags of `vllm serve`, and its modules, to the second level. `docs/vllm.md` has a row for each, or
+for the package that it is in.
 """
 
 import ast
@@ -21,9 +22,11 @@ CALLS = {
     "AsyncLLM": ("generate", "reset_prefix_cache"),
     "LLMEngine": ("add_request", "reset_prefix_cache"),
 }
-FIELDS = ("EngineArgs", "SamplingParams", "BeamSearchParams", "LoRARequest", "TextPrompt",
+FIELDS = ("EngineArgs", "FrontendArgs", "ChatCompletionRequest",
+          "CompletionRequest", "SamplingParams", "BeamSearchParams", "LoRARequest", "TextPrompt",
           "TokensPrompt", "CompletionOutput", "Logprob", "RequestOutputKind",
           "StructuredOutputsParams")  # fmt: skip
+FLAGS = ("engine/arg_utils.py", "entrypoints/common/cli_args.py")
 LEVELS = 2
 METHODS = ("LLM", "AsyncLLM", "LLMEngine", "SamplingParams", "CompletionOutput")
 
@@ -166,8 +169,19 @@ def read_surface(package: Path) -> Surface:
     for name in METHODS:
         surface[f"{name}."] = source.public_names(name)
     surface["inputs"] = _exports(package / "inputs" / "__init__.py")
+    surface["flags"] = [flags for path in FLAGS for flags in read_flags(package / path)]
     surface["modules"] = read_modules(package)
     return surface
+
+
+def read_flags(path: Path) -> list[list[str]]:
+    """The names of each flag that is written out where a parser is given it."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
+            names = [one.value for one in node.args if isinstance(one, ast.Constant)]
+            found.append([str(name) for name in names])
+    return [names for names in found if names]
 
 
 def read_modules(package: Path) -> list[str]:

@@ -10,13 +10,18 @@ from pathlib import Path
 
 from headstart.engine.vllm_api import calls, configs, members, modules, sampling
 from headstart.engine.vllm_api.options import ENGINE
-from headstart.engine.vllm_api.rows import Names, Row, Verdict
+from headstart.engine.vllm_api.rows import Flags, Names, Row, Verdict
+from headstart.engine.vllm_api.serve_args import SERVE_ROWS
+from headstart.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "vllm.md"
 START = "## LLM(...), EngineArgs(...)\n"
 
+# Rows of `ENGINE` that hold for a server as they are stand there.
+_OF_A_SERVER = {name: row for name, row in SERVE_ROWS.items() if ENGINE.rows.get(name) != row}
 SECTIONS: Mapping[str, Names] = {
     "LLM(...), EngineArgs(...)": ENGINE,
+    "headstart serve": Flags("headstart serve", _OF_A_SERVER, ConfigError),
     "SamplingParams(...)": sampling.SAMPLING,
     "SamplingParams": members.PARAMS,
     "StructuredOutputsParams(...)": sampling.STRUCTURED,
@@ -49,15 +54,14 @@ def table(names: Names) -> str:
     lines = ["| name | | |", "|---|---|---|"]
     order = list(Verdict)
     for name, row in sorted(names.rows.items(), key=lambda item: order.index(item[1].verdict)):
-        lines.append(f"| `{name}` | {row.verdict.value} | {_note(row)} |")
+        lines.append(f"| `{names.spell(name)}` | {row.verdict.value} | {_note(names, row)} |")
     return "\n".join(lines)
 
 
-def _note(row: Row) -> str:
-    if row.verdict is not Verdict.REFUSED or not row.allowed:
-        return row.note
-    allowed = ", ".join(f"`{value!r}`" for value in row.allowed)
-    return f"taken: {allowed}; {row.note}"
+def _note(names: Names, row: Row) -> str:
+    shown = [names.show(value) for value in row.allowed if row.verdict is Verdict.REFUSED]
+    allowed = ", ".join(f"`{value}`" for value in shown if value)
+    return f"taken: {allowed}; {row.note}" if allowed else row.note
 
 
 def all_tables() -> str:

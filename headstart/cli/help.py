@@ -10,9 +10,19 @@ import click
 from click.core import ParameterSource
 
 from headstart.cluster.options import ReplicaConfig
+from headstart.engine.vllm_api.rows import Flags, Names
+from headstart.errors import ConfigError
 from headstart.server.options import ServerOptions
 
-__all__ = ["SPEED", "GroupedCommand", "GroupedOption", "OrderedGroup", "group_of"]
+__all__ = [
+    "SAMPLING",
+    "SPEED",
+    "GroupedCommand",
+    "GroupedOption",
+    "OrderedGroup",
+    "group_of",
+    "unknown_option",
+]
 
 MAIN, SERVER, REPLICAS, SAMPLING, MEMORY, MODELS, SPEED, INTERNALS, OTHER = (
     "Options",
@@ -42,6 +52,23 @@ _GROUPS = {
         *("enable_lora", "max_loras", "max_lora_rank"),
     ),
 }
+
+
+def unknown_option(command: str, error: click.NoSuchOption, table: Names | None = None) -> str:
+    """What to say of a flag that a command does not have; the nearest only if it is a slip.
+
+    table: of the command's flags; None for those that click knows.
+    """
+    if table is None:
+        params = error.ctx.command.params if error.ctx is not None else []
+        flags = [flag for one in params for flag in (*one.opts, *one.secondary_opts)]
+        own = [_name_of(flag) for flag in flags if flag.startswith("--")]
+        table = Flags(command, {}, ConfigError, own=own)
+    return f"{table.unknown(_name_of(error.option_name))}; see {command} --help"
+
+
+def _name_of(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
 
 
 def group_of(field: str) -> str:
@@ -93,7 +120,7 @@ class GroupedCommand(click.Command):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         options = [one for one in self.params if isinstance(one, GroupedOption)]
-        numbers = [one for one in options if one.group == MAIN and one.type is click.INT]
+        numbers = [one for one in options if one.group == MAIN and one.type.name == click.INT.name]
         if shown := next(iter(numbers), None):
             self.epilog = (
                 f"Every flag may stand in the environment instead: {shown.flag} N is "

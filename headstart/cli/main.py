@@ -22,7 +22,7 @@ from headstart.cli.cache.commands import cache
 from headstart.cli.cache.keeping import keep_prefixes
 from headstart.cli.chat.conversation import Conversation
 from headstart.cli.doctor import doctor
-from headstart.cli.help import GroupedCommand, GroupedOption
+from headstart.cli.help import SAMPLING, GroupedCommand, GroupedOption, unknown_option
 from headstart.cli.keys import keys
 from headstart.cli.models import models
 from headstart.cli.opening import (
@@ -46,7 +46,8 @@ from headstart.cli.options import (
 from headstart.cli.replay import replay
 from headstart.cli.reply import print_reply
 from headstart.cli.run import names_model, read_questions
-from headstart.cli.serve import run_server, take_options
+from headstart.cli.serving.flags import ServeCommand
+from headstart.cli.serving.server import run_server, take_options
 from headstart.cli.show import check_svg
 from headstart.cli.streams import as_typed, note, prepare_streams, tell_error
 from headstart.cluster.options import ReplicaConfig
@@ -99,11 +100,13 @@ def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:
     said = error.format_message().rstrip(".")
     if error.ctx is not None:
         command = error.ctx.command_path
-        takes_model = any(one.name == "model" for one in error.ctx.command.params)
-        if takes_model and "unexpected extra argument" in said:
+        names = {one.name for one in error.ctx.command.params}
+        if "model" in names and "model_tag" not in names and "unexpected extra argument" in said:
             said += "; a model is named by --model"
     else:
         command = f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()
+    if isinstance(error, click.NoSuchOption):
+        return unknown_option(command, error)
     unknown = re.match(r"No such command '(\w+)'", said)
     is_of_models = error.ctx is None or error.ctx.command.name in ("main", "models")
     if unknown and unknown[1] in _ELSEWHERE and is_of_models:
@@ -262,7 +265,8 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
         talk(made)
 
 
-@main.command(cls=GroupedCommand, short_help="Answer clients of APIs over HTTP.")
+@main.command(cls=ServeCommand, short_help="Answer clients of APIs over HTTP.")
+@click.argument("model_tag", metavar="[MODEL]", required=False)
 @_model_option
 @_option(
     "--adapter",
@@ -273,10 +277,28 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
     help="LoRA adapter, in PEFT's format, that requests may name in the model's place; may be "
     "given several times.",
 )
+@_option(
+    "--chat-template",
+    metavar="TEXT",
+    type=click.Path(),
+    group=SAMPLING,
+    help="Template of chats, or a file with one; default: the model's own.",
+)
+@_option(
+    "--generation-config",
+    metavar="PATH",
+    type=click.Path(),
+    group=SAMPLING,
+    help="Sampling of requests that say nothing of it: auto (the model's own), vllm (none), or a "
+    "folder with a generation_config.json.",
+)
 @server_options
 @engine_options
 def serve(model: str, **options: Any) -> None:
-    """Answer OpenAI's clients over HTTP; each answer says how much of its prompt was cached."""
+    """Answer OpenAI's clients over HTTP; each answer says how much of its prompt was cached.
+
+    MODEL is the same as --model.
+    """
     adapters = read_adapters(options)
     server, replicas = take_options(options, ServerOptions), take_options(options, ReplicaConfig)
     run_server(model, sort_options(options).engine, server, replicas, adapters)

@@ -22,6 +22,8 @@ from headstart.cluster.options import ReplicaConfig
 from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.params import SamplingParams
 from headstart.engine.startup.threads import count_cores
+from headstart.engine.vllm_api.command_line import read_value
+from headstart.engine.vllm_api.options import read_config
 from headstart.errors import RequestError
 from headstart.server.options import ServerOptions
 from headstart.validation import OneOf, describe
@@ -109,7 +111,7 @@ def sort_options(given: Mapping[str, Any], defaults: Mapping[str, Any] = RUN_SAM
     engine = {name: value for name, value in said.items() if name not in SAMPLING_FLAGS}
     if "stop" in sampling:
         sampling["stop"] = list(sampling["stop"])
-    cores, threads = count_cores(), make_config(engine).num_threads or 0
+    cores, threads = count_cores(), make_config(read_config(engine)).num_threads or 0
     if threads > cores:
         tell_error(
             f"{threads} threads on {cores} cores wait for one another: "
@@ -218,7 +220,21 @@ def _flag(field: Field[Any], hint: object, default: Any) -> Callable[[Command], 
         told["shell_complete"] = lambda context, parameter, typed: [
             value for value in values if value.startswith(typed)
         ]
+    kind = _COUNT if kind is int else kind
     return click.option(f"--{name}", cls=GroupedOption, type=kind, multiple=is_list, **told)
+
+
+class _Count(click.ParamType):
+    """A whole number; also 4k for 4,000 and 4K for 4,096."""
+
+    name = "integer"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = read_value(value) if isinstance(value, str) else value
+        return found if type(found) is int else click.INT.convert(value, param, ctx)
+
+
+_COUNT = _Count()
 
 
 def _click_type(hint: object) -> Any:

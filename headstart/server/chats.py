@@ -89,6 +89,7 @@ async def prepare_chat(
     is_kept: see `Service.prepare_chat`.
     """
     adapter = service.adapter(call.model)
+    call = replace(call, template=service.template_options(call.template))
     if "chat_template" in call.template and not service.options.trust_request_chat_template:
         raise ApiError(
             400,

@@ -33,7 +33,7 @@ try:
 except ModuleNotFoundError:  # Windows, where two commands at once are not kept apart
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["ApiKey", "KeyFolder", "KeyRing"]
+__all__ = ["ApiKey", "KeyFolder", "KeyRing", "operator_key"]
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
@@ -160,13 +160,19 @@ class KeyFolder:
 class KeyRing:
     """The keys as a server sees them: those that the folder has now, also after a change."""
 
-    def __init__(self, folder: KeyFolder, broken: Callable[[ConfigError], object]) -> None:
-        """`broken` is told when a changed file cannot be read: then no key is good.
+    def __init__(
+        self,
+        folder: KeyFolder,
+        broken: Callable[[ConfigError], object],
+        more: Sequence[ApiKey] = (),
+    ) -> None:
+        """`broken` is told when a changed file cannot be read: then none but `more` are good.
 
         Raises ConfigError if it cannot be read now.
         """
         self._folder = folder
         self._broken = broken
+        self._more = more
         self._seen = self._look()
         self._keys = folder.read()
 
@@ -181,7 +187,7 @@ class KeyRing:
             except ConfigError as error:
                 self._keys = []
                 self._broken(error)
-        return self._keys
+        return [*self._keys, *self._more]
 
     def find(self, key: bytes) -> ApiKey | None:
         """The entry of a key. Its time says nothing of how much of the key is right."""
@@ -195,6 +201,16 @@ class KeyRing:
         except OSError:
             return ()
         return (status.st_mtime_ns, status.st_ino, status.st_size)
+
+
+def operator_key(key: str) -> ApiKey:
+    """The entry of a key that was given on the command line: all such are one administrator."""
+    return ApiKey(
+        name="api-key",
+        group="api-key",
+        digest=_digest(key.encode("utf-8", "surrogateescape")),
+        admin=True,
+    )
 
 
 def _digest(key: bytes) -> str:

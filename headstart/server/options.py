@@ -1,11 +1,13 @@
 """The options of a server; command line flags are made from these fields."""
 
+import json
 from dataclasses import dataclass
+from typing import Any
 
 from headstart.errors import ConfigError
 from headstart.validation import Number, OneOf, check_fields, describe, option
 
-__all__ = ["ServerOptions"]
+__all__ = ["ServerOptions", "read_template_options"]
 
 _COUNTS = Number(int, 1)
 
@@ -40,6 +42,11 @@ class ServerOptions:
         30.0, "seconds that running requests have when the server is stopped", Number(float, 0)
     )
 
+    default_chat_template_kwargs: str | None = option(
+        None,
+        'what chat templates read unless a request says otherwise, in JSON: {"enable_thinking": '
+        "false}",
+    )
     trust_request_chat_template: bool = option(
         False, "let requests bring a chat template, which is a program and may run for long"
     )
@@ -47,12 +54,17 @@ class ServerOptions:
         None, "URL that traces of requests are sent to, such as http://localhost:4318/v1/traces"
     )
     log_format: str = option(
-        "text", "a line for each request: text, or json", OneOf(("text", "json"))
+        "text", "a line for each request: text, json, or off", OneOf(("text", "json", "off"))
     )
 
     api_keys: bool | None = option(
         None,
         "ask for a key; default: if there are keys, and always on addresses that others can reach",
+    )
+    api_key: tuple[str, ...] = option(
+        (),
+        "a key, which may do everything; other users of this machine see it, unless it stands "
+        "in the environment; may be given several times",
     )
     keys_folder: str | None = option(None, "folder of the keys; default: below your data folder")
 
@@ -66,8 +78,25 @@ class ServerOptions:
         check_fields(self, ConfigError)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key are for each other; allowed: both or none")
+        if not all(self.api_key) or (self.api_key and self.api_keys is False):
+            raise ConfigError("api_key is empty, or api_keys is off; allowed: a key, and keys on")
+        read_template_options(self.default_chat_template_kwargs)
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise ConfigError(
                 f"otlp_traces_endpoint is {describe(endpoint)}; allowed: a URL of http or https"
             )
+
+
+def read_template_options(text: str | None) -> dict[str, Any]:
+    """What chat templates read, from JSON. Raises ConfigError."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"default_chat_template_kwargs is {describe(text)}; allowed: an object in JSON, such "
+            'as {"enable_thinking": false}'
+        )
+    return found

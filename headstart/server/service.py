@@ -19,7 +19,7 @@ from headstart.server.calls import Calls, current_call
 from headstart.server.errors import ApiError
 from headstart.server.monitoring.logs import note_output
 from headstart.server.monitoring.watch import Watch
-from headstart.server.options import ServerOptions
+from headstart.server.options import ServerOptions, read_template_options
 from headstart.server.tenants import Tenants, tenant_of
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ class Service(Front):
         super().__init__(name, options, tenants, llm.engine.config.max_num_seqs)
         self.llm = llm
         self.tracer = tracer
+        self._template_options = read_template_options(options.default_chat_template_kwargs)
         self.watch = Watch(llm, self.name)
         self.live = Live(llm, self.watch)
 
@@ -180,6 +181,11 @@ class Service(Front):
                 if output.finished:
                     return output
         raise EngineError("the engine ended a request without an answer")
+
+    def template_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """How a conversation is rendered: what a request says of it, and the server's defaults."""
+        more = self._template_options | (given.get("chat_template_kwargs") or {})
+        return {**given, "chat_template_kwargs": more} if more else dict(given)
 
     def params(self, given: Mapping[str, Any], *, stream: bool) -> SamplingParams:
         """The model's default sampling with what a request says. Raises RequestError.

@@ -27,7 +27,7 @@ from starlette.requests import Request
 
 from headstart.errors import ConfigError
 from headstart.server.errors import ApiError
-from headstart.server.keys import KeyFolder, KeyRing
+from headstart.server.keys import KeyFolder, KeyRing, operator_key
 from headstart.server.options import ServerOptions
 from headstart.validation import check_utf8, describe
 
@@ -106,7 +106,7 @@ class Tenants:
 
 
 def open_tenants(options: ServerOptions, address: str = "127.0.0.1") -> Tenants:
-    """The tenants of a server that listens on an address, by the keys of this machine.
+    """The tenants of a server that listens on an address, by its keys and those of this machine.
 
     Raises ConfigError when others could ask without a key, or a file of keys is damaged.
     """
@@ -117,7 +117,8 @@ def open_tenants(options: ServerOptions, address: str = "127.0.0.1") -> Tenants:
             f"api_keys is off, and others can reach host {describe(options.host)}; allowed: on, or "
             "a loopback address as host"
         )
-    ring = KeyRing(folder, lambda error: _LOG.error("no request is let in: %s", error))
+    given = [operator_key(key) for key in options.api_key]
+    ring = KeyRing(folder, lambda error: _LOG.error("no request is let in: %s", error), given)
     wanted = (is_open or bool(ring.keys)) if options.api_keys is None else options.api_keys
     if not wanted:
         return Tenants()
@@ -125,7 +126,7 @@ def open_tenants(options: ServerOptions, address: str = "127.0.0.1") -> Tenants:
         raise ConfigError(
             f"there are no API keys in {folder.file}, and "
             + (f"others can reach host {describe(options.host)}" if is_open else "api_keys is on")
-            + "; 'headstart keys add NAME' makes one"
+            + "; 'headstart keys add NAME' makes one, --api-key KEY gives one"
         )
     return Tenants(ring, folder.secret())
 

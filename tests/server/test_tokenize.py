@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from headstart.server.tokenize import _tell
-from tests.server.running import Running
+from tests.server.running import Running, running
 from tests.small_demos import ASSETS
 
 MESSAGES = [{"role": "user", "content": "Who is Ben?"}]
@@ -100,3 +100,19 @@ def test_a_conversation_is_the_prompt_of_a_chat(
 def test_bad_input_is_refused(server: Running, path: str, body: Any, status: int) -> None:
     answer = post(server, path, body)
     assert answer.status_code == status and answer.json()["error"]["message"]
+
+
+def test_what_templates_read_unless_a_request_says_otherwise() -> None:
+    """`--default-chat-template-kwargs`, and `--chat-template`."""
+    template = "{{ mood }} {{ style }}: {% for turn in messages %}{{ turn.content }}{% endfor %}"
+    defaults = '{"mood": "sad", "style": "old"}'
+    with running(default_chat_template_kwargs=defaults, chat_template=template) as server:
+
+        def rendered(**more: object) -> str:
+            body = {"messages": [{"role": "user", "content": "Hi"}], **more}
+            tokens = httpx.post(f"{server.url}/tokenize", json=body).json()["tokens"]
+            told = httpx.post(f"{server.url}/detokenize", json={"tokens": tokens}).json()
+            return str(told["prompt"])
+
+        assert rendered() == "sad old: Hi"
+        assert rendered(chat_template_kwargs={"mood": "glad"}) == "glad old: Hi"

@@ -4,19 +4,20 @@ import argparse
 import copy
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
+from functools import partial
 from typing import Any
 
 from headstart.engine.config import EngineConfig
 from headstart.engine.vllm_api.earlier import ENGINE_ACCEPTED, ENGINE_REFUSED
-from headstart.engine.vllm_api.engine_args import LISTS, SHORT, SWITCHES, TEXTS
+from headstart.engine.vllm_api.flags import LISTS, SHORT, SWITCHES, TEXTS
 from headstart.engine.vllm_api.options import ENGINE
 from headstart.engine.vllm_api.rows import Row, Verdict, accepted, refused
 from headstart.errors import ConfigError
 from headstart.validation import describe
 
-__all__ = ["FLAGS", "LOG_FLAGS", "add_flags", "default_of", "read_flags"]
+__all__ = ["FLAGS", "LOG_FLAGS", "add_flags", "default_of", "read_flags", "read_value"]
 
 _NO_FLAGS = {"chat_template", *accepted(ENGINE_ACCEPTED), *refused(ENGINE_REFUSED)}
 FLAGS = tuple(name for name in ENGINE.rows if name not in _NO_FLAGS)
@@ -29,21 +30,47 @@ _BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
 
 
-def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> argparse.ArgumentParser:
-    """The parser, with `--max-model-len` for the option max_model_len. Raises ConfigError."""
+class _Switch(argparse.BooleanOptionalAction):
+    """`--x` and `--no-x`; beside `--enable-x` also `--disable-x`, and the other way round."""
+
+    def __init__(self, option_strings: list[str], dest: str, inverse: str, **more: Any) -> None:
+        super().__init__(option_strings, dest, **more)
+        self._off = {f"--no-{option_strings[0].removeprefix('--')}", inverse}
+        self.option_strings = [*option_strings, *sorted(self._off - {""})]
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: object, flag: Any = None
+    ) -> None:
+        setattr(namespace, self.dest, flag not in self._off)
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    names: Iterable[str],
+    rows: Mapping[str, Row] = ENGINE.rows,
+    *,
+    given_only: bool = False,
+) -> argparse.ArgumentParser:
+    """The parser, with `--max-model-len` for the option max_model_len. Raises ConfigError.
+
+    given_only: flags that are not given have no default, and lists may be given in several parts.
+    """
     if not isinstance(parser, argparse.ArgumentParser):
         raise ConfigError(f"parser is {describe(parser)}; allowed: an argparse.ArgumentParser")
     spellings = {name: _spell(name) for name in names}
-    _refuse_taken(parser, [flag for spelled in spellings.values() for flag in spelled])
+    flags = [flag for spelled in spellings.values() for flag in spelled]
+    _refuse_taken(parser, flags)
     group = parser.add_argument_group("engine")
     for name, spelled in spellings.items():
-        row = ENGINE.rows[name]
-        more: dict[str, Any] = {"type": str if name in TEXTS else _read_value}
+        row = rows[name]
+        more: dict[str, Any] = {"type": str if name in TEXTS else read_value}
         if name in SWITCHES or any(isinstance(value, bool) for value in row.allowed):
-            more = {"action": argparse.BooleanOptionalAction}
+            inverse = _inverse(spelled[0])
+            more = {"action": partial(_Switch, inverse="" if inverse in flags else inverse)}
         elif name in LISTS:
-            more["nargs"] = "+"
-        group.add_argument(*spelled, dest=name, default=default_of(name), help=_help(row), **more)
+            more |= {"nargs": "+", "action": "extend" if given_only else "store"}
+        default = argparse.SUPPRESS if given_only else default_of(name)
+        group.add_argument(*spelled, dest=name, default=default, help=_help(row), **more)
     return parser
 
 
@@ -69,7 +96,15 @@ def default_of(name: str) -> Any:
 
 
 def _spell(name: str) -> list[str]:
-    return [f"--{name.replace('_', '-')}"] + ([SHORT[name]] if name in SHORT else [])
+    return [f"--{name.replace('_', '-')}", *SHORT.get(name, ())]
+
+
+def _inverse(flag: str) -> str:
+    """The other of `--enable-x` and `--disable-x`; "" for any other flag."""
+    for one, other in (("--enable-", "--disable-"), ("--disable-", "--enable-")):
+        if flag.startswith(one):
+            return other + flag.removeprefix(one)
+    return ""
 
 
 def _refuse_taken(parser: argparse.ArgumentParser, flags: Iterable[str]) -> None:
@@ -93,12 +128,14 @@ def _help(row: Row) -> str:
     return says.replace("%", "%%")
 
 
-def _read_value(text: str) -> Any:
-    """A number, a number of thousands or of 1,024s such as 32k and 32K, JSON, or a text.
+def read_value(text: str) -> Any:
+    """A number, a number of thousands or of 1,024s such as 32k and 32K, JSON, None, or a text.
 
-    >>> _read_value("32k"), _read_value("0.9"), _read_value("auto")
+    >>> read_value("32k"), read_value("0.9"), read_value("auto")
     (32000, 0.9, 'auto')
     """
+    if text in ("", "None"):
+        return None
     counted = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT])", text.strip())
     if counted is not None:
         number, unit, whole, binary = counted.groups()

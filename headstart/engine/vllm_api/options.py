@@ -13,7 +13,7 @@ from headstart.errors import ConfigError, RequestError
 from headstart.models.files import find_folder, read_json
 from headstart.validation import describe
 
-__all__ = ["ENGINE", "EngineOptions", "read_options"]
+__all__ = ["ENGINE", "EngineOptions", "read_config", "read_options"]
 
 ENGINE = Names(
     "LLM",
@@ -28,6 +28,10 @@ ENGINE = Names(
 )
 
 _OUR_NAMES = {"kv_cache_memory_bytes": "kv_cache_memory", "num_gpu_blocks_override": "num_blocks"}
+_NO_FIELDS = (
+    *("tokenizer", "generation_config", "override_generation_config", "chat_template"),
+    "scheduling_policy",
+)
 _GENERATION = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -52,24 +56,40 @@ class EngineOptions(NamedTuple):
 
 def read_options(model: str | Path, options: Mapping[str, Any]) -> EngineOptions:
     """The options, sorted. Raises ConfigError for one that cannot be followed; ModelError."""
-    config = ENGINE.read(options)
-    config = {
-        name: value
-        for name, value in config.items()
-        if value is not None or name not in ENGINE.rows
+    given = _read(options)
+    changes = given.get("override_generation_config", {})
+    return EngineOptions(
+        _as_config(given),
+        _read_tokenizer(given.get("tokenizer"), model),
+        _read_sampling(model, given.get("generation_config", "auto"), changes),
+        _read_template(given.get("chat_template")),
+    )
+
+
+def read_config(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `EngineConfig` that are among the options, before there is a model.
+
+    Raises ConfigError.
+    """
+    return _as_config(_read(options))
+
+
+def _read(options: Mapping[str, Any]) -> dict[str, Any]:
+    given = ENGINE.read(options)
+    return {
+        name: value for name, value in given.items() if value is not None or name not in ENGINE.rows
     }
-    tokenizer = _read_tokenizer(config.pop("tokenizer", None), model)
-    source = config.pop("generation_config", "auto")
-    sampling = _read_sampling(model, source, config.pop("override_generation_config", {}))
-    template = _read_template(config.pop("chat_template", None))
-    policy = config.pop("scheduling_policy", "fcfs")
+
+
+def _as_config(given: Mapping[str, Any]) -> dict[str, Any]:
+    policy = given.get("scheduling_policy", "fcfs")
     if not isinstance(policy, str) or policy not in ("fcfs", "priority"):
         raise ConfigError(f"scheduling_policy is {describe(policy)}; allowed: fcfs, priority")
+    config = {name: value for name, value in given.items() if name not in _NO_FIELDS}
     for name, convert in _CONVERTED.items():
         if name in config:
             config |= convert(config.pop(name))
-    config = {_OUR_NAMES.get(name, name): value for name, value in config.items()}
-    return EngineOptions(config, tokenizer, sampling, template)
+    return {_OUR_NAMES.get(name, name): value for name, value in config.items()}
 
 
 def _read_tokenizer(given: object, model: str | Path) -> Path | None:

@@ -5,6 +5,7 @@ accepted   any value is taken, and there is nothing to do
 refused    only values that ask for nothing are taken; the note says what to do instead
 """
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
@@ -16,6 +17,7 @@ from headstart.validation import describe
 
 __all__ = [
     "FixedError",
+    "Flags",
     "MissingImportError",
     "MissingModuleError",
     "MissingNameError",
@@ -113,11 +115,25 @@ class Names:
         if name in self.own or (row is not None and row.verdict is Verdict.WORKS):
             return True
         if row is None:
-            raise self._error(self._unknown(name))
+            raise self._error(self.unknown(name))
         if row.verdict is Verdict.ACCEPTED or value is None or _is_in(value, row.allowed):
             return False
-        allowed = ", ".join(dict.fromkeys(["None", *map(repr, row.allowed)]))
-        raise self._error(f"{name} is {describe(value)}; allowed: {allowed}; {row.note}")
+        told, allowed = self._describe(value), self._allowed(row)
+        raise self._error(f"{self.spell(name)} is {told}; allowed: {allowed}; {row.note}")
+
+    def spell(self, name: str) -> str:
+        """A name as it is told."""
+        return name
+
+    def show(self, value: object) -> str:
+        """A value that is allowed, as it is told."""
+        return repr(value)
+
+    def _describe(self, value: object) -> str:
+        return describe(value)
+
+    def _allowed(self, row: Row) -> str:
+        return ", ".join(dict.fromkeys(["None", *map(self.show, row.allowed)]))
 
     def knows(self, name: str) -> bool:
         """Whether there is such a name, whatever becomes of it."""
@@ -138,11 +154,12 @@ class Names:
         """
         row = self.rows.get(name)
         if row is None:
-            return MissingNameError(self._unknown(name, has))
+            return MissingNameError(self.unknown(name, has))
         return MissingNameError(f"{self.owner} has no {name}: {row.note}")
 
-    def _unknown(self, name: str, has: Iterable[str] = ()) -> str:
-        return f"{self.owner} knows no {name!r}{self._instead(name, has)}"
+    def unknown(self, name: str, has: Iterable[str] = ()) -> str:
+        """What to say of a name that there is not; `has` as for `missing`."""
+        return f"{self.owner} knows no {self.spell(name)!r}{self._instead(name, has)}"
 
     def _instead(self, name: str, has: Iterable[str] = ()) -> str:
         """What to say of a name that is meant, or of all if they are few; empty otherwise."""
@@ -152,12 +169,12 @@ class Names:
         near = _nearest(name, [*own, *self.rows])
         row = self.rows.get(near) if near is not None and near not in own else None
         if row is not None and row.verdict is Verdict.REFUSED:
-            return f", and refuses {near}: {row.note}"
+            return f", and refuses {self.spell(str(near))}: {row.note}"
         if near is not None:
-            return f"; the nearest is {near}"
+            return f"; the nearest is {self.spell(near)}"
         there = [one for one, row in self.rows.items() if row.verdict is not Verdict.REFUSED]
         there += sorted(own - self.rows.keys())
-        return f"; it has {', '.join(there)}" if 0 < len(there) <= _FEW else ""
+        return f"; it has {', '.join(map(self.spell, there))}" if 0 < len(there) <= _FEW else ""
 
 
 def _nearest(name: str, known: Iterable[str]) -> str | None:
@@ -172,6 +189,26 @@ def _nearest(name: str, known: Iterable[str]) -> str | None:
         if len(mine) != len(theirs) or all(map(_is_alike, mine, theirs)):
             return spelled[near]
     return None
+
+
+class Flags(Names):
+    """Names as flags of a command line, where a value that is not given is no value."""
+
+    def spell(self, name: str) -> str:
+        """`max_model_len` as `--max-model-len`, and `h` as `-h`."""
+        return f"{'-' if len(name) == 1 else '--'}{name.replace('_', '-')}"
+
+    def show(self, value: object) -> str:
+        """A value as it is typed; a switch is on or off."""
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        return value if isinstance(value, str) else json.dumps(value)
+
+    def _describe(self, value: object) -> str:
+        return self.show(value) if isinstance(value, bool) else describe(value)
+
+    def _allowed(self, row: Row) -> str:
+        return ", ".join(filter(None, map(self.show, row.allowed))) or "none"
 
 
 def _is_alike(word: str, other: str) -> bool:

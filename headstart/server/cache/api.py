@@ -136,8 +136,7 @@ async def prepare(service: Service, body: PromptBody, request: Request) -> Reque
         return await service.prepare(body.prompt, params, name, **options)
     if body.tools is not None:
         options["tools"] = body.tools
-    if body.chat_template_kwargs is not None:
-        options["chat_template_kwargs"] = body.chat_template_kwargs
+    options |= service.template_options({"chat_template_kwargs": body.chat_template_kwargs})
     options["add_generation_prompt"] = body.add_generation_prompt
     return await service.prepare_chat(body.messages, params, name, **options)
 

@@ -148,7 +148,10 @@ class _AsJson(logging.Formatter):
 
 
 def set_up_logs(kind: str) -> None:
-    """Write the server's lines, and uvicorn's warnings, to stderr. kind: "text" or "json"."""
+    """Write the server's lines, and uvicorn's warnings, to stderr.
+
+    kind: "text" or "json"; "off" leaves out those of requests.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_AsJson() if kind == "json" else _AsText("%(message)s"))
     for name in ("headstart", "uvicorn"):
@@ -157,3 +160,4 @@ def set_up_logs(kind: str) -> None:
         log.setLevel(logging.WARNING)
         log.propagate = False
     logging.getLogger("headstart.server").setLevel(logging.INFO)
+    _LOG.setLevel(logging.WARNING if kind == "off" else logging.NOTSET)

@@ -20,7 +20,7 @@ from headstart import (
     SamplingParams,
 )
 from headstart.engine.config import EngineConfig, make_config
-from headstart.engine.vllm_api.engine_args import LISTS, SWITCHES, TEXTS
+from headstart.engine.vllm_api.flags import LISTS, SWITCHES, TEXTS
 from headstart.engine.vllm_api.options import ENGINE, read_options
 from headstart.utils import FlexibleArgumentParser
 from tests.engine.tiny_llm import save_smallest

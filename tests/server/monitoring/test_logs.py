@@ -36,7 +36,8 @@ class Written:
 @pytest.fixture
 def written() -> Iterator[Callable[[str], Written]]:
     """Sets the form of lines; returns where they are written to."""
-    loggers = [logging.getLogger(name) for name in ("headstart", "uvicorn", "headstart.server")]
+    names = ("headstart", "uvicorn", "headstart.server", "headstart.server.requests")
+    loggers = [logging.getLogger(name) for name in names]
     before = [(log, log.handlers[:], log.level, log.propagate) for log in loggers]
 
     def set_up(kind: str) -> Written:
@@ -69,6 +70,13 @@ def test_a_probe_has_a_line_where_it_is_refused(
     assert httpx.get(f"{server.url}/ready").status_code == 503
     told = json.loads(lines.read())
     assert (told["path"], told["status"]) == ("/ready", 503)
+
+
+def test_lines_of_requests_may_be_left_out(written: Callable[[str], Written]) -> None:
+    lines = written("off")
+    logging.getLogger("headstart.server.requests").info("POST /v1/completions")
+    logging.getLogger("headstart.server").warning("something else")
+    assert lines.read().endswith("something else")
 
 
 @pytest.mark.parametrize("stream", [False, True])

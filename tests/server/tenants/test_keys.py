@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from headstart.cli.main import main
 from headstart.errors import ConfigError
+from headstart.server.errors import ApiError
 from headstart.server.keys import KeyFolder, KeyRing
 from headstart.server.options import ServerOptions
 from headstart.server.tenants import Tenants, open_tenants
@@ -161,6 +162,19 @@ def test_when_keys_are_asked_for(
         folder.add("alice")
     options = ServerOptions(api_keys=given, keys_folder=str(folder.folder))
     assert open_tenants(options, address).ask_for_keys is asked
+
+
+def test_keys_of_the_command_line_are_one_administrator(folder: KeyFolder) -> None:
+    """As `vllm serve --api-key` has it; they are written nowhere."""
+    listed = folder.add("alice")
+    options = ServerOptions(api_key=("one", "two"), keys_folder=str(folder.folder))
+    tenants = open_tenants(options, "0.0.0.0")
+    one, two, alice = (tenants.of({b"x-api-key": k.encode()}) for k in ("one", "two", listed))
+    assert one == two and one.is_admin and not alice.is_admin
+    assert len({one.salt, alice.salt, None}) == 3
+    with pytest.raises(ApiError, match="the API key is not known here"):
+        tenants.of({b"x-api-key": b"three"})
+    assert all("one" not in file.read_text() for file in folder.folder.iterdir())
 
 
 # At a running server

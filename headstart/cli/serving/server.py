@@ -1,4 +1,4 @@
-"""`headstart serve`: from flags to a server that listens, and what a user reads meanwhile."""
+"""From the flags of `headstart serve` to a server that listens, and what a user reads meanwhile."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from headstart.cli.options import RANDOM_MODEL, resolve_model
 from headstart.cli.progress import waiting
 from headstart.cli.streams import note
 from headstart.cluster.options import ReplicaConfig
+from headstart.engine.vllm_api.options import read_config
 from headstart.errors import ConfigError, ModelError
 from headstart.imports import load_module
 from headstart.models.files import BUILT_IN
@@ -64,6 +65,7 @@ def run_server(
         said = _Address(at, options, model, with_key=tenants.ask_for_keys)
         if _speaks(model):
             _check_speech(options, replicas, adapters)
+            engine = _of_stages(engine)
             with _open_omni(model, engine) as omni:
                 launch.serve(launch.create_speech_app(omni, model, options, tenants), at, said.tell)
         else:
@@ -100,9 +102,18 @@ def _check_speech(
         "public_prefix": bool(options.public_prefix),
         "otlp_traces_endpoint": options.otlp_traces_endpoint is not None,
         "trust_request_chat_template": options.trust_request_chat_template,
+        "default_chat_template_kwargs": options.default_chat_template_kwargs is not None,
     }
     for name in (name for name, is_given in given.items() if is_given):
         raise ConfigError(f"{name} is given; allowed with a model that speaks: none")
+
+
+def _of_stages(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `EngineConfig` that are given. Raises ConfigError for what is of one model."""
+    for name in ("tokenizer", "chat_template", "generation_config", "override_generation_config"):
+        if name in engine:
+            raise ConfigError(f"{name} is given; allowed with a model that speaks: none")
+    return read_config(engine)
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""`headstart serve`: a server, and the flags of `vllm serve`."""

@@ -1,0 +1,122 @@
+"""The command line of `headstart serve`: its own flags, and those of `vllm serve`.
+
+vLLM's are read as vLLM reads them (`4k`, JSON, `--no-…`, dots, underscores), ours by click, which
+also reads the environment. What becomes of vLLM's says one table: see `serve_args`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import click
+
+from headstart.cli.help import GroupedCommand, GroupedOption, unknown_option
+from headstart.engine.vllm_api.command_line import add_flags
+from headstart.engine.vllm_api.rows import Flags
+from headstart.engine.vllm_api.serve_args import SERVE_ROWS
+from headstart.errors import ConfigError
+from headstart.utils.argparse_utils import FlexibleArgumentParser
+from headstart.validation import describe
+
+__all__ = ["ServeCommand"]
+
+_OUR_NAMES = {
+    "ssl_keyfile": "tls_key",
+    "ssl_certfile": "tls_cert",
+    "shutdown_timeout": "drain_seconds",
+}
+_HINT = "Flags of `vllm serve` are taken too: docs/vllm.md says what becomes of each."
+
+
+class ServeCommand(GroupedCommand):
+    """A command that takes vLLM's flags beside those that `--help` shows."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.epilog = f"{self.epilog} {_HINT}"
+        names = [one.flag for one in self.params if isinstance(one, GroupedOption)]
+        self._table = Flags(
+            "headstart serve",
+            SERVE_ROWS,
+            ConfigError,
+            own=[flag.removeprefix("--").replace("-", "_") for flag in names],
+        )
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click's; values of vLLM's flags go before the environment's.
+
+        Raises ConfigError for one that cannot be followed, or a flag that there is not.
+        """
+        found, rest = _parser().parse_known_args(args)
+        given = self._table.read(vars(found))
+        try:
+            left = super().parse_args(ctx, rest)
+        except click.NoSuchOption as error:
+            raise ConfigError(unknown_option(ctx.command_path, error, self._table)) from None
+        adapters = tuple(map(_read_module, given.pop("lora_modules", ())))
+        ctx.params |= _as_ours(given)
+        ctx.params["adapters"] = (*ctx.params["adapters"], *adapters)
+        _name_model(ctx.params, given)
+        return left
+
+
+class _Parser(FlexibleArgumentParser):
+    """Of vLLM's flags alone; a wrong call is told as click's are."""
+
+    def error(self, message: str) -> NoReturn:
+        raise click.UsageError(message, click.get_current_context(silent=True))
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = _Parser(add_help=False, allow_abbrev=False)
+    return add_flags(made, SERVE_ROWS, SERVE_ROWS, given_only=True)
+
+
+def _as_ours(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the server and of its engine; those of vLLM's engine as they are."""
+    found = {_OUR_NAMES.get(name, name): value for name, value in given.items()}
+    if (names := found.get("served_model_name")) is not None:
+        if len(names) > 1:
+            raise ConfigError(f"--served-model-name is {describe(names)}; allowed: one name")
+        found["served_model_name"] = names[0]
+    if found.pop("disable_uvicorn_access_log", False):
+        found["log_format"] = "off"
+    if (origins := found.pop("allowed_origins", None)) is not None:
+        if not isinstance(origins, list) or not all(isinstance(one, str) for one in origins):
+            raise ConfigError(
+                f"--allowed-origins is {describe(origins)}; allowed: a list in JSON, such as "
+                """'["https://a.example"]'"""
+            )
+        found["cors_origin"] = ",".join(origins) or None
+    if "api_key" in found:
+        found["api_key"] = tuple(found["api_key"])
+    return found
+
+
+def _read_module(given: str) -> str:
+    """NAME=PATH for that, or for an adapter in JSON. Raises ConfigError."""
+    if not given.lstrip().startswith("{"):
+        return given
+    try:
+        told = json.loads(given)
+        return f"{told['name']}={told['path']}"
+    except (ValueError, RecursionError, KeyError) as error:
+        raise ConfigError(
+            f"--lora-modules is {describe(given)}; allowed: NAME=PATH, or "
+            """'{"name": ..., "path": ...}'"""
+        ) from error
+
+
+def _name_model(params: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Take the model that stands alone, as in `vllm serve MODEL`, or that of --model."""
+    alone = params.pop("model_tag")
+    if alone is None:
+        return
+    if given.get("model", alone) != alone:
+        raise ConfigError(
+            f"the model is {describe(alone)} and --model {describe(given['model'])}; allowed: one"
+        )
+    params["model"] = alone

@@ -1,0 +1,218 @@
+"""`headstart serve` as those type it who come from `vllm serve`."""
+
+import ast
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.cli.main import main
+from headstart.engine.vllm_api.flags import LISTS, SHORT, SWITCHES, TEXTS
+from headstart.engine.vllm_api.options import ENGINE
+from headstart.engine.vllm_api.rows import Verdict
+from headstart.engine.vllm_api.serve_args import SERVE_ROWS
+from headstart.server.options import ServerOptions
+from tests.cli.test_main import call
+from tests.house.source import ROOT
+
+SURFACE = json.loads((ROOT / "tests/data/vllm_surface.json").read_text(encoding="utf-8"))
+FRONT = SURFACE["FrontendArgs"]
+NO_FLAGS = ("mamba_config", "model_weights")  # fields of EngineArgs that vLLM has no flags for
+
+
+class Served:
+    """What a command line asks for, with nothing loaded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("HEADSTART_CACHE_DIR", raising=False)
+        monkeypatch.setattr("headstart.cli.main.run_server", self._take)
+        self.model = ""
+        self.engine: Mapping[str, Any] = {}
+        self.options = ServerOptions()
+        self.adapters: Mapping[str, Path] = {}
+
+    def _take(
+        self, model: str, engine: Mapping[str, Any], options: ServerOptions, *more: Any
+    ) -> None:
+        self.model, self.engine, self.options, self.adapters = model, engine, options, more[1]
+
+    def read(self, line: str) -> "Served":
+        """The command line after `headstart serve`."""
+        result = call("serve", *shlex.split(line))
+        assert result.exit_code == 0, result.stderr
+        return self
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Served:
+    return Served(monkeypatch)
+
+
+def test_every_flag_of_vllm_has_a_row() -> None:
+    assert set(FRONT) <= set(SERVE_ROWS)
+    assert set(SERVE_ROWS) >= SWITCHES | LISTS | TEXTS | set(SHORT)
+    spelled = {f"--{name.replace('_', '-')}": name for name in SERVE_ROWS if name not in NO_FLAGS}
+    spelled |= {short: name for name, shorts in SHORT.items() for short in shorts}
+    for names in SURFACE["flags"]:
+        assert len({spelled[name] for name in names if name != "model_tag"}) <= 1, names
+
+
+def test_the_front_end_s_own_defaults_are_taken(served: Served) -> None:
+    for name, source in FRONT.items():
+        if source in (None, "...", "None", "''"):
+            continue
+        default, flag = ast.literal_eval(source), name.replace("_", "-")
+        if isinstance(default, bool):
+            served.read(f"--{flag}" if default else f"--no-{flag}")
+        else:
+            served.read(f"--{flag} {shlex.quote(str(default))}")
+
+
+def test_switches_are_those_that_vllm_s_are() -> None:
+    for name, default in FRONT.items():
+        if default in ("True", "False"):
+            values = SERVE_ROWS[name].allowed
+            assert name in SWITCHES or any(isinstance(one, bool) for one in values), name
+
+
+@pytest.mark.parametrize(
+    ("line", "model", "engine"),
+    [
+        ("some/model", "some/model", {}),
+        ("--model some/model", "some/model", {}),
+        ("", "headstart-tiny", {}),
+        ("--max-model-len 4k", "headstart-tiny", {"max_model_len": 4000}),
+        ("--max_model_len=4K", "headstart-tiny", {"max_model_len": 4096}),
+        ("--max-model-len auto -tp 1", "headstart-tiny", {"max_model_len": "auto"}),
+        ("a -O3 -cc.mode=NONE --no-enable-prefix-caching", "a", {"enable_prefix_caching": False}),
+        ("a --disable-prefix-caching -q None", "a", {"enable_prefix_caching": False}),
+        ("a --limit-mm-per-prompt.image 2", "a", {"limit_mm_per_prompt": {"image": 2}}),
+        ("a --override-generation-config '{\"top_k\": 3}' --num_threads 1", "a",
+         {"override_generation_config": {"top_k": 3}, "num_threads": 1}),
+        ("a --chat-template '{{ messages }}' --tokenizer b --gpu-memory-utilization 0.9", "a",
+         {"chat_template": "{{ messages }}", "tokenizer": "b"}),
+    ],
+)  # fmt: skip
+def test_the_engine_s_flags(
+    served: Served, line: str, model: str, engine: dict[str, object]
+) -> None:
+    served.read(line)
+    assert (served.model, dict(served.engine)) == (model, engine)
+
+
+@pytest.mark.parametrize(
+    ("line", "changed"),
+    [
+        ("--host localhost --port 9000", {"host": "localhost", "port": 9000}),
+        ("--served-model-name my-model", {"served_model_name": "my-model"}),
+        ("--api-key 123 abc", {"api_key": ("123", "abc")}),
+        ("--ssl-keyfile k --ssl-certfile c", {"tls_key": "k", "tls_cert": "c"}),
+        ('--allowed-origins \'["https://a.example", "*"]\'', {"cors_origin": "https://a.example,*"}),
+        ("--allowed-origins [] --no-allow-credentials", {}),
+        ("--disable-uvicorn-access-log --uvicorn-log-level warning", {"log_format": "off"}),
+        ("--shutdown-timeout 3", {"drain_seconds": 3}),
+        ("--default-chat-template-kwargs '{\"a\": 1}'",
+         {"default_chat_template_kwargs": '{"a": 1}'}),
+        ("--default-chat-template-kwargs.a=1", {"default_chat_template_kwargs": '{"a": 1}'}),
+        ("--enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3", {}),
+        ("--disable-log-requests --max-log-len 10 --no-enable-log-requests --root-path ''", {}),
+        ("--trust-request-chat-template", {"trust_request_chat_template": True}),
+    ],
+)  # fmt: skip
+def test_the_front_end_s_flags(served: Served, line: str, changed: dict[str, object]) -> None:
+    served.read(line)
+    assert served.options == ServerOptions(**changed)  # type: ignore[arg-type]
+
+
+def test_adapters_as_vllm_writes_them(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.cli.opening.read_settings", lambda folder, rank: None)
+    served.read('--lora-modules a=/x \'{"name": "b", "path": "/y=z", "base_model_name": "c"}\'')
+    assert served.adapters == {"a": Path("/x"), "b": Path("/y=z")}
+    assert served.read("--lora-modules a=/x --adapter b=/y --enable-lora").adapters.keys() == {
+        *"ab"
+    }
+
+
+def test_the_environment_goes_behind_the_command_line(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSTART_MAX_MODEL_LEN", "2k")
+    monkeypatch.setenv("HEADSTART_API_KEY", "one two")
+    monkeypatch.setenv("HEADSTART_MODEL", "of/environment")
+    assert served.read("").engine == {"max_model_len": 2000}
+    assert served.options.api_key == ("one", "two")
+    assert served.model == "of/environment"
+    assert served.read("a --max-model-len 3k").engine == {"max_model_len": 3000}
+    assert served.model == "a"
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("-tp 2", "--tensor-parallel-size is 2; allowed: 1; one engine runs on one device; "
+         "`--replicas N` starts several behind one server"),
+        ("--enable-sleep-mode", "--enable-sleep-mode is on; allowed: off; there is no sleep mode: "
+         "stop the server to free the memory"),
+        ("--speculative-config.method ngram", "--speculative-config is {'method': 'ngram'}; "
+         "allowed: none; there is no speculative decoding"),
+        ("--tool-call-parser pythonic", "--tool-call-parser is 'pythonic'; allowed: hermes, "
+         "llama3_json, llama4_json, mistral; the chat template says how a call is written, and "
+         "these ways are read"),
+        ("--tensor-paralel-size 2", "headstart serve knows no '--tensor-paralel-size', and refuses "
+         "--tensor-parallel-size: one engine runs on one device; `--replicas N` starts several "
+         "behind one server; see headstart serve --help"),
+        ("--max-modl-len 2", "headstart serve knows no '--max-modl-len'; the nearest is "
+         "--max-model-len; see headstart serve --help"),
+        ("--flurb", "headstart serve knows no '--flurb'; see headstart serve --help"),
+        ("--max-model-len", "argument --max-model-len: expected one argument; see headstart serve "
+         "--help"),
+        ("a b", "got unexpected extra argument (b); see headstart serve --help"),
+        ("a --model b", "the model is 'a' and --model 'b'; allowed: one"),
+        ("--served-model-name a b", "--served-model-name is ['a', 'b']; allowed: one name"),
+        ("--allowed-origins '*'", "--allowed-origins is '*'; allowed: a list in JSON, such as "
+         """'["https://a.example"]'"""),
+        ("--lora-modules '{}'", "--lora-modules is '{}'; allowed: NAME=PATH, or "
+         """'{"name": ..., "path": ...}'"""),
+        ("--max-model-len x", "max_model_len is 'x'; allowed: a whole number of at least 1 or "
+         "None"),
+        ("--default-chat-template-kwargs x", "default_chat_template_kwargs is 'x'; allowed: an "
+         'object in JSON, such as {"enable_thinking": false}'),
+        ("--api-key k --no-api-keys", "api_key is empty, or api_keys is off; allowed: a key, and "
+         "keys on"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_followed_is_told_before_anything_is_loaded(line: str, says: str) -> None:
+    result = call("serve", *shlex.split(line))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.replace("main serve", "headstart serve") == f"headstart: {says}\n"
+
+
+@pytest.mark.parametrize(
+    "line", ["run --tensor-parallel-size 2 x", "chat --partial-hitz", "keys add a --flurb"]
+)
+def test_a_hint_is_for_a_slip_alone(line: str) -> None:
+    """`run --tensor-parallel-size` was answered with "did you mean '--no-partial-hits'?"."""
+    said = call(*line.split()).stderr
+    assert "knows no '--" in said
+    assert ("the nearest is --partial-hits" in said) == ("hitz" in line)
+    assert "no-partial" not in said
+
+
+def test_flags_that_do_nothing_stay_out_of_the_help() -> None:
+    said = call("serve", "--help").stdout
+    assert "serve [OPTIONS] [MODEL]" in said
+    assert "--chat-template " in said and "docs/vllm.md" in " ".join(said.split())
+    shown = {flag for one in main.commands["serve"].params for flag in one.opts}
+    for name, row in SERVE_ROWS.items():
+        if row.verdict is not Verdict.WORKS:
+            assert f"--{name.replace('_', '-')}" not in shown, name
+
+
+def test_notes_of_a_server_speak_of_no_python() -> None:
+    for name, row in SERVE_ROWS.items():
+        for word in ("`LLM", "SamplingParams", "`close()`", "_fraction", "lora_request"):
+            assert word not in row.note, (name, row.note)
+    assert set(ENGINE.rows) <= set(SERVE_ROWS)

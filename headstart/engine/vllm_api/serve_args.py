@@ -16,7 +16,7 @@ _WORKS: Mapping[str, str] = {
     "port": "0 takes a free one",
     "served_model_name": "one name",
     "dtype": "also `half`, `float`",
-    "max_model_len": "also `4k` (4,000) and `4K` (4,096); `-1`, `auto`: what model and memory allow",
+    "max_model_len": "also `4k` and `4K`; `-1`, `auto`: what model and memory allow",
     "api_key": "also in `HEADSTART_API_KEY`; `headstart keys` keeps keys of several tenants",
     "lora_modules": '`NAME=PATH` or `{"name": ..., "path": ...}`; our name: `--adapter`',
     "chat_template": "a template or a file with one",

@@ -22,6 +22,7 @@ from headstart import (
 from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.vllm_api.flags import LISTS, SWITCHES, TEXTS
 from headstart.engine.vllm_api.options import ENGINE, read_options
+from headstart.engine.vllm_api.serve_args import SERVE_ROWS
 from headstart.utils import FlexibleArgumentParser
 from tests.engine.tiny_llm import save_smallest
 from tests.house.source import ROOT
@@ -79,7 +80,7 @@ def test_switches_are_those_that_vllm_s_defaults_are() -> None:
     assert {n for n, default in DEFAULTS.items() if default in ("True", "False")} <= (
         marked | SWITCHES
     )
-    assert set(rows) >= SWITCHES | LISTS | TEXTS
+    assert set(SERVE_ROWS) >= SWITCHES | LISTS | TEXTS
 
 
 def test_values_are_read_by_their_form() -> None:
@@ -98,6 +99,36 @@ def test_values_are_read_by_their_form() -> None:
         "max_num_seqs": 2048,
         "generation_config": "vllm",
     }
+
+
+def test_flags_are_written_as_vllm_0_33_takes_them() -> None:
+    args = read(
+        *["--model", "headstart-tiny", "--disable-prefix-caching", "-O3", "-cc.mode=NONE"],
+        *["--limit_mm_per_prompt.image=2", "--override-generation-config.top_k", "3", "-q", "None"],
+        *["--cudagraph-capture-sizes", "1", "2", "--device-memory-utilization", "0.5"],
+    )
+    assert asdict(args) == {
+        "model": "headstart-tiny",
+        "enable_prefix_caching": False,
+        "optimization_level": 3,
+        "compilation_config": {"mode": "NONE"},
+        "limit_mm_per_prompt": {"image": 2},
+        "override_generation_config": {"top_k": 3},
+        "cudagraph_capture_sizes": [1, 2],
+        "gpu_memory_utilization": 0.5,
+    }
+
+
+def test_keys_of_json_are_gathered() -> None:
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--some-json")
+    parser.add_argument("rest", nargs="*")
+    given = ["--some_json.a.b", "1", "--some-json.a.c=x.y", "--some-json.d+", "e,f"]
+    known = parser.parse_args([*given, "--some-json.d+=g", "--", "--some-json.a"])
+    assert json.loads(known.some_json) == {"a": {"b": 1, "c": "x.y"}, "d": ["e", "f", "g"]}
+    assert known.rest == ["--some-json.a"]
+    assert parser.parse_args(["a.b=c"]).rest == ["a.b=c"]
+    assert parser.parse_known_args(["--other.a", "1"])[1] == ["--other.a"]
 
 
 def test_what_cannot_be_followed_says_so() -> None:

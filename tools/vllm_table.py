@@ -10,18 +10,23 @@ from pathlib import Path
 
 from headstart.engine.vllm_api import calls, configs, members, modules, sampling
 from headstart.engine.vllm_api.options import ENGINE
-from headstart.engine.vllm_api.rows import Flags, Names, Row, Verdict
+from headstart.engine.vllm_api.rows import Flags, JsonNames, Names, Row, Verdict
 from headstart.engine.vllm_api.serve_args import SERVE_ROWS
-from headstart.errors import ConfigError
+from headstart.errors import ConfigError, RequestError
+from headstart.server.openai.fields import CHAT_ROWS, COMPLETION_ROWS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "vllm.md"
 START = "## LLM(...), EngineArgs(...)\n"
 
 # Rows of `ENGINE` that hold for a server as they are stand there.
 _OF_A_SERVER = {name: row for name, row in SERVE_ROWS.items() if ENGINE.rows.get(name) != row}
+# Of completions: rows that chats have otherwise.
+_OF_COMPLETIONS = {n: row for n, row in COMPLETION_ROWS.items() if CHAT_ROWS.get(n) != row}
 SECTIONS: Mapping[str, Names] = {
     "LLM(...), EngineArgs(...)": ENGINE,
     "headstart serve": Flags("headstart serve", _OF_A_SERVER, ConfigError),
+    "POST /v1/chat/completions": JsonNames("the request", CHAT_ROWS, RequestError),
+    "POST /v1/completions": JsonNames("the request", _OF_COMPLETIONS, RequestError),
     "SamplingParams(...)": sampling.SAMPLING,
     "SamplingParams": members.PARAMS,
     "StructuredOutputsParams(...)": sampling.STRUCTURED,

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from headstart.engine.vllm_api.rows import JsonNames, Row
+from headstart.errors import RequestError
+from headstart.validation import shorten
 
 __all__ = ["Body", "CacheFields", "Real", "Whole", "read_keeping", "read_retention", "read_salt"]
 
@@ -15,9 +21,39 @@ _DAY = 86_400.0
 
 
 class Body(BaseModel):
-    """A body of JSON whose every field is known."""
+    """A body of JSON whose every field is known.
+
+    rows: what becomes of names that are no fields.
+    """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    rows: ClassVar[Mapping[str, Row]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_names(cls, given: Any) -> Any:
+        """The fields; an error names one that is refused, and the nearest of one that is not known.
+
+        What is in the error's `ctx` is for `headstart.server.errors`.
+        """
+        if not isinstance(given, dict):
+            return given
+        fields = {field.alias or name for name, field in cls.model_fields.items()}
+        if not (others := given.keys() - fields):
+            return given
+        names = JsonNames("the request", cls.rows, RequestError, own=fields)
+        for name in sorted(others):
+            try:
+                names.read({name: given[name]})
+            except RequestError as error:
+                known = names.knows(name)
+                told = str(error) if known else names.hint(name)
+                raise PydanticCustomError(
+                    "refused_field" if known else "unknown_field",
+                    "{told}",
+                    {"told": shorten(told), "field": shorten(name)},
+                ) from error
+        return {name: value for name, value in given.items() if name in fields}
 
 
 class CacheFields(Body):

@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI
@@ -24,10 +27,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headstart.engine.vllm_api.sampling import SAMPLING
 from headstart.errors import EngineError, HeadstartError, ReplicaLostError, RequestError
 from headstart.validation import shorten
 
-__all__ = ["ApiError", "JsonResponse", "add_handlers", "as_api_error", "body_of", "headers_of"]
+__all__ = [
+    "ApiError",
+    "JsonResponse",
+    "add_handlers",
+    "as_api_error",
+    "body_of",
+    "headers_of",
+    "telling_form_as",
+]
 
 _LOG = logging.getLogger("headstart.server")
 _TYPES = {
@@ -82,7 +94,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return ApiError(400, str(error))
+        return ApiError(400, str(error), param=_param_of(str(error)))
     if isinstance(error, ReplicaLostError):
         return ApiError(503, str(error), code="replica_lost", retry_after=1)
     if isinstance(error, HTTPException):
@@ -101,11 +113,55 @@ def _read_validation(error: RequestValidationError) -> ApiError:
     A value that may be of several types is wrong for each of them: the one that was read farthest
     is told. Between the fields on the way there stand names of types, which are left out.
     """
-    first = max(error.errors(), key=lambda one: len(one["loc"]))
-    *way, last = [str(part) for part in first["loc"] if part != "body"] or [""]
-    place = [*(part for part in way if "[" not in part), last]
-    param = shorten(".".join(place))
-    return ApiError(400, f"{param or 'the body'}: {first['msg']}", param=param or None)
+    first = max(error.errors(), key=lambda one: len(_way(one)))
+    *way, last = [str(part) for part in _way(first) if part != "body"] or [""]
+    way = [part for part in way if "[" not in part and not part[:1].isupper()]
+    param = shorten(".".join([*way, last]))
+    text = f"{param or 'the body'}: {first['msg']}"
+    if first["type"] == "refused_field":
+        text = first["msg"]
+    elif first["type"] == "unknown_field":
+        text = f"{shorten('.'.join(way)) or 'the request'} knows no '{last}'{first['msg']}"
+    elif first["type"] == "missing":
+        text = f"{param or 'the body'} is missing"
+    return ApiError(400, text, param=param or None)
+
+
+def _way(error: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The fields down to the one that is wrong; a name that is no field stands beside: `Body`."""
+    context = error.get("ctx") or {}
+    return (*error["loc"], context["field"]) if "field" in context else tuple(error["loc"])
+
+
+_FIELD = re.compile(r"([a-z_]+)(\.[a-z_]+)* (is|are|has|needs|cannot)\b")
+_FIELDS = (
+    *("best_of", "cache_salt", "chat_template_kwargs", "continue_final_message", "messages"),
+    *("priority", "prompt", "response_format", "suffix", "tool_choice", "tools"),
+)
+"""Fields beside those of `SamplingParams` that our errors name."""
+
+
+def _param_of(text: str) -> str | None:
+    """The field of a request that an error's text begins with."""
+    found = _FIELD.match(text)
+    if found is None or not (found[1] in _FIELDS or SAMPLING.knows(found[1])):
+        return None
+    return found[1]
+
+
+@contextmanager
+def telling_form_as(name: str | None) -> Iterator[None]:
+    """Have errors of an answer's form name the field that it came by; None if that is its own."""
+    try:
+        yield
+    except RequestError as error:
+        told = _FORM.sub(lambda _: name or "", str(error), count=1)
+        if name is None or told == str(error):
+            raise
+        raise ApiError(400, told, param=name) from error
+
+
+_FORM = re.compile(r"^structured_outputs(\.\w+)?")
 
 
 def body_of(error: ApiError, path: str = "", request_id: str = "") -> dict[str, Any]:

@@ -18,6 +18,7 @@ from headstart.validation import describe
 __all__ = [
     "FixedError",
     "Flags",
+    "JsonNames",
     "MissingImportError",
     "MissingModuleError",
     "MissingNameError",
@@ -33,6 +34,7 @@ __all__ = [
 
 _WORD = re.compile(r"[A-Z]*[a-z0-9]+|[A-Z]+")
 _FEW = 10  # names that an error tells all of
+_LONGEST = 100  # of names that any is compared with: it takes a time that grows with both
 _ALIKE, _CLASSES_ALIKE, _WORDS_ALIKE = 0.8, 0.65, 0.6  # of `SequenceMatcher`, for a slip
 
 
@@ -133,7 +135,7 @@ class Names:
         return describe(value)
 
     def _allowed(self, row: Row) -> str:
-        return ", ".join(dict.fromkeys(["None", *map(self.show, row.allowed)]))
+        return ", ".join(dict.fromkeys(map(self.show, (None, *row.allowed))))
 
     def knows(self, name: str) -> bool:
         """Whether there is such a name, whatever becomes of it."""
@@ -142,7 +144,7 @@ class Names:
     def missing_import(self, name: str) -> MissingImportError:
         """The error for an import of a name that is not there."""
         row = self.rows.get(name)
-        why = f": {row.note}" if row is not None else self._instead(name)
+        why = f": {row.note}" if row is not None else self.hint(name)
         return MissingImportError(
             f"cannot import name {name!r} from {self.owner!r}{why}", name=self.owner
         )
@@ -159,11 +161,12 @@ class Names:
 
     def unknown(self, name: str, has: Iterable[str] = ()) -> str:
         """What to say of a name that there is not; `has` as for `missing`."""
-        return f"{self.owner} knows no {self.spell(name)!r}{self._instead(name, has)}"
+        return f"{self.owner} knows no {self.spell(name)!r}{self.hint(name, has)}"
 
-    def _instead(self, name: str, has: Iterable[str] = ()) -> str:
+    def hint(self, name: str, has: Iterable[str] = ()) -> str:
         """What to say of a name that is meant, or of all if they are few; empty otherwise."""
-        if name.startswith("__"):  # copy and pickle ask for such, for each request's parameters
+        # copy and pickle ask for the former, for each request's parameters
+        if name.startswith("__") or len(name) > _LONGEST:
             return ""
         own = {*self.own, *(one for one in has if not one.startswith("_"))}
         near = _nearest(name, [*own, *self.rows])
@@ -209,6 +212,17 @@ class Flags(Names):
 
     def _allowed(self, row: Row) -> str:
         return ", ".join(filter(None, map(self.show, row.allowed))) or "none"
+
+
+class JsonNames(Names):
+    """Names of JSON's objects, whose values are told as JSON spells them."""
+
+    def show(self, value: object) -> str:
+        """A value that is allowed, in JSON."""
+        return json.dumps(value)
+
+    def _describe(self, value: object) -> str:
+        return json.dumps(value) if value is None or isinstance(value, bool) else describe(value)
 
 
 def _is_alike(word: str, other: str) -> bool:

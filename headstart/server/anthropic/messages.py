@@ -24,7 +24,7 @@ from headstart.server.anthropic.schema import CountRequest, MessageRequest
 from headstart.server.anthropic.usage import Usage, apply_breakpoints
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
-from headstart.server.errors import JsonResponse
+from headstart.server.errors import JsonResponse, telling_form_as
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream
 
@@ -40,8 +40,10 @@ router = APIRouter()
 async def create_message(body: MessageRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
-    call = _read_call(service, body, request, read_sampling(body), body.priority)
-    prepared = await prepare_chat(service, call, service.new_id("msg"), stream=body.stream)
+    with telling_form_as("output_config.format"):
+        call = _read_call(service, body, request, read_sampling(body), body.priority)
+    with telling_form_as("tools" if call.tools.is_forced else "output_config.format"):
+        prepared = await prepare_chat(service, call, service.new_id("msg"), stream=body.stream)
     usage = await apply_breakpoints(service, body, call, prepared)
     name = prepared.request.request_id
     head = {"id": name, "type": "message", "role": "assistant", "model": body.model}

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from headstart.engine.vllm_api.rows import refused
 from headstart.server.bodies import Body, CacheFields, Real, Whole
 
 __all__ = [
@@ -180,6 +181,13 @@ class CountRequest(CacheFields):
 class MessageRequest(CountRequest):
     """`POST /v1/messages`."""
 
+    rows = refused(
+        {
+            "the name is `stop_sequences`": {"stop": ()},
+            "the name is `max_tokens`": {"max_completion_tokens": ()},
+            'give `output_config`: {"format": ...}': {"response_format": ()},
+        }
+    )
     max_tokens: Whole
     temperature: Real | None = None
     top_p: Real | None = None

@@ -15,10 +15,16 @@ from headstart.server.answers.parts import Call, CallBegin, Content, Part, Reaso
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
 from headstart.server.counting import TokenCount
-from headstart.server.errors import ApiError, JsonResponse, as_api_error, body_of
-from headstart.server.openai.reading import read_chat_sampling, read_tools
+from headstart.server.errors import (
+    ApiError,
+    JsonResponse,
+    as_api_error,
+    body_of,
+    telling_form_as,
+)
+from headstart.server.openai.reading import form_field, read_chat_sampling, read_tools
 from headstart.server.openai.schema import ChatRequest
-from headstart.server.openai.usage import chat_logprobs, usage_of
+from headstart.server.openai.usage import chat_logprobs, prompt_logprobs, usage_of
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, frame
 
@@ -43,18 +49,21 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         raise ApiError(
             400, 'the model answers in text alone; allowed: modalities ["text"]', param="modalities"
         )
-    call = ChatCall(
-        model=body.model,
-        messages=body.messages,
-        sampling=read_chat_sampling(body),
-        salt=service.salt(request, read_salt(body)),
-        retention=read_retention(body),
-        priority=body.priority,
-        tools=read_tools(body),
-        template=_read_template(body),
-    )
-    name = service.new_id("chatcmpl")
-    prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
+    body = body.model_copy(update={"model": body.model or service.name})
+    tools = read_tools(body)
+    with telling_form_as(form_field(body, tools)):
+        call = ChatCall(
+            model=body.model,
+            messages=body.messages,
+            sampling=read_chat_sampling(body),
+            salt=service.salt(request, read_salt(body)),
+            retention=read_retention(body),
+            priority=body.priority,
+            tools=tools,
+            template=_read_template(body),
+        )
+        name = service.new_id("chatcmpl")
+        prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
     if body.stream:
         return EventStream(_Chunks(body, prepared).events(service))
     output = await unless_gone(request, service.answer(prepared.request))
@@ -65,8 +74,9 @@ def _read_template(body: ChatRequest) -> dict[str, Any]:
     options = {key: value for key in _TEMPLATE if (value := getattr(body, key)) is not None}
     if options.get("continue_final_message"):
         options.setdefault("add_generation_prompt", False)
-    if body.reasoning_effort is not None:
-        more = {"reasoning_effort": body.reasoning_effort}
+    named = {"reasoning_effort": body.reasoning_effort, "documents": body.documents}
+    more = {key: value for key, value in named.items() if value is not None}
+    if more:
         options["chat_template_kwargs"] = more | options.get("chat_template_kwargs", {})
     return options
 
@@ -82,16 +92,28 @@ def _whole(body: ChatRequest, prepared: PreparedChat, output: RequestOutput) -> 
     for answer in output.outputs:
         parser = prepared.parser()
         parts = [*parser.feed(answer.text), *parser.finish()]
-        choices.append(
-            {
-                "index": answer.index,
-                "message": _message(prepared, parts),
-                "logprobs": chat_logprobs(answer, body.top_logprobs or 0),
-                "finish_reason": _reason(answer.finish_reason, calls=_has_call(parts)),
-            }
-        )
-    head = _head(body, output.request_id, "chat.completion", int(time.time()))
-    return head | {"choices": choices, "usage": usage_of([count])}
+        choice = {
+            "index": answer.index,
+            "message": _message(prepared, parts),
+            "logprobs": _logprobs(body, answer),
+            "finish_reason": _reason(answer.finish_reason, calls=_has_call(parts)),
+            "stop_reason": answer.stop_reason,
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = list(answer.token_ids)
+        choices.append(choice)
+    told = _head(body, output.request_id, "chat.completion", int(time.time()))
+    told |= {"choices": choices, "usage": usage_of([count])}
+    if body.return_token_ids:
+        told["prompt_token_ids"] = list(output.prompt_token_ids)
+    if body.prompt_logprobs is not None:
+        told["prompt_logprobs"] = prompt_logprobs(output)
+    return told
+
+
+def _logprobs(body: ChatRequest, answer: CompletionOutput) -> dict[str, Any] | None:
+    as_ids = bool(body.return_tokens_as_token_ids)
+    return chat_logprobs(answer, body.top_logprobs or 0, as_ids=as_ids)
 
 
 def _message(prepared: PreparedChat, parts: Iterable[Part]) -> dict[str, Any]:
@@ -137,6 +159,9 @@ class _Chunks:
         name = prepared.request.request_id
         self._head = _head(body, name, "chat.completion.chunk", int(time.time()))
         self._wants_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._first: dict[str, Any] = {}  # what the first chunk tells beside its choice
+        if body.return_token_ids:
+            self._first = {"prompt_token_ids": list(prepared.request.prompt_token_ids)}
         self._parsers: dict[int, AnswerParser] = {}  # of the answers that have begun
         self._calling: set[int] = set()  # answers with a call
 
@@ -149,7 +174,7 @@ class _Chunks:
                     count.add(output)
                     for answer in output.outputs:
                         for choice in self._choices(answer):
-                            yield frame(self._chunk([choice]))
+                            yield frame(self._chunk([choice], self._usage_so_far(count)))
         except Exception as error:
             yield frame(body_of(as_api_error(error)))
             return
@@ -157,8 +182,14 @@ class _Chunks:
             yield frame(self._chunk([], usage_of([count])))
         yield frame("[DONE]")
 
+    def _usage_so_far(self, count: TokenCount) -> dict[str, Any] | None:
+        options = self._body.stream_options
+        is_wanted = options is not None and options.continuous_usage_stats
+        return usage_of([count]) if is_wanted else None
+
     def _chunk(self, choices: list[Any], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        told = self._head | {"choices": choices}
+        told = self._head | {"choices": choices} | self._first
+        self._first = {}
         return told | {"usage": usage} if self._wants_usage else told
 
     def _choices(self, answer: CompletionOutput) -> list[dict[str, Any]]:
@@ -174,8 +205,11 @@ class _Chunks:
         if _has_call(parts):
             self._calling.add(answer.index)
         deltas += map(self._delta, parts)
-        logprobs = chat_logprobs(answer, self._body.top_logprobs or 0)
-        if not deltas and (logprobs is not None or answer.finish_reason is not None):
+        logprobs = _logprobs(self._body, answer)
+        told: dict[str, Any] = {"logprobs": logprobs}
+        if self._body.return_token_ids:
+            told["token_ids"] = list(answer.token_ids)
+        if not deltas and (any(told.values()) or answer.finish_reason is not None):
             deltas.append({})
         choices: list[dict[str, Any]] = [
             {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -183,8 +217,10 @@ class _Chunks:
         ]
         if choices:
             is_calling = answer.index in self._calling
-            choices[0]["logprobs"] = logprobs
+            choices[0] |= told
             choices[-1]["finish_reason"] = _reason(answer.finish_reason, calls=is_calling)
+            if answer.finish_reason is not None:
+                choices[-1]["stop_reason"] = answer.stop_reason
         return choices
 
     def _delta(self, part: Part) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from starlette.responses import Response
 from headstart.errors import RequestError
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.counting import TokenCount
-from headstart.server.errors import JsonResponse, as_api_error, body_of
+from headstart.server.errors import JsonResponse, as_api_error, body_of, telling_form_as
 from headstart.server.merging import merge
-from headstart.server.openai.reading import read_completion_sampling
+from headstart.server.openai.reading import form_field, read_completion_sampling
 from headstart.server.openai.schema import CompletionRequest
-from headstart.server.openai.usage import completion_logprobs, usage_of
+from headstart.server.openai.usage import completion_logprobs, prompt_logprobs, usage_of
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, frame
 
@@ -38,21 +38,23 @@ _MAX_PROMPTS = 256
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or several."""
     service = service_of(request)
-    params = service.params(read_completion_sampling(body), stream=bool(body.stream))
+    body = body.model_copy(update={"model": body.model or service.name})
     adapter = service.adapter(body.model)
     salt = service.salt(request, read_salt(body))
     name = service.new_id("cmpl")
-    requests = [
-        await service.prepare(
-            prompt,
-            params,
-            f"{name}-{place}",
-            adapter=adapter,
-            cache_salt=salt,
-            priority=body.priority,
-        )
-        for place, prompt in enumerate(_prompts(body.prompt))
-    ]
+    with telling_form_as(form_field(body)):
+        params = service.params(read_completion_sampling(body), stream=bool(body.stream))
+        requests = [
+            await service.prepare(
+                prompt,
+                params,
+                f"{name}-{place}",
+                adapter=adapter,
+                cache_salt=salt,
+                priority=body.priority,
+            )
+            for place, prompt in enumerate(_prompts(body.prompt))
+        ]
     for prepared in requests if read_retention(body) else ():
         prepared.retain(len(prepared.prompt_token_ids), read_retention(body))
     told = _Told(body, name, service)
@@ -66,7 +68,7 @@ def _prompts(given: Any) -> Sequence[Prompt]:
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         given = [given]
     if not given or len(given) > _MAX_PROMPTS:
-        raise RequestError(f"there are {len(given)} prompts; allowed: 1 to {_MAX_PROMPTS}")
+        raise RequestError(f"prompt has {len(given)} entries; allowed: 1 to {_MAX_PROMPTS}")
     return given  # type: ignore[no-any-return]
 
 
@@ -106,13 +108,19 @@ class _Told:
                 async for place, output in streams:
                     counts[place].add(output)
                     for answer in output.outputs:
-                        yield frame(self._chunk([self._choice(place, output, answer)]))
+                        choice = self._choice(place, output, answer)
+                        yield frame(self._chunk([choice], self._usage_so_far(counts)))
         except Exception as error:
             yield frame(body_of(as_api_error(error)))
             return
         if self._wants_usage:
             yield frame(self._chunk([], self._usage(counts)))
         yield frame("[DONE]")
+
+    def _usage_so_far(self, counts: Sequence[TokenCount]) -> dict[str, Any] | None:
+        options = self._body.stream_options
+        is_wanted = options is not None and options.continuous_usage_stats
+        return self._usage(counts) if is_wanted else None
 
     def _chunk(self, choices: list[Any], usage: dict[str, Any] | None = None) -> dict[str, Any]:
         told = self._head | {"choices": choices}
@@ -133,14 +141,30 @@ class _Told:
         logprobs = None
         if self._body.logprobs is not None:
             start = self._offsets.get(index, 0)
-            logprobs = completion_logprobs(entries, self._body.logprobs, start)
+            as_ids = bool(self._body.return_tokens_as_token_ids)
+            logprobs = completion_logprobs(entries, self._body.logprobs, start, as_ids=as_ids)
         self._offsets[index] = self._offsets.get(index, 0) + len(echoed + text)
-        return {
+        told = {
             "index": index,
             "text": echoed + text,
             "logprobs": logprobs,
             "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
         }
+        return told | self._more(output, answer, is_first=is_first)
+
+    def _more(
+        self, output: RequestOutput, answer: CompletionOutput, *, is_first: bool
+    ) -> dict[str, Any]:
+        """What vLLM's clients ask for beside what OpenAI's have."""
+        more: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            more["token_ids"] = [] if self._body.max_tokens == 0 else list(answer.token_ids)
+            if is_first:
+                more["prompt_token_ids"] = list(output.prompt_token_ids)
+        if self._body.prompt_logprobs is not None:
+            more["prompt_logprobs"] = prompt_logprobs(output)
+        return more
 
     def _usage(self, counts: Sequence[TokenCount]) -> dict[str, Any]:
         if self._body.max_tokens == 0:  # the engine makes one token at least, which is not told

@@ -19,7 +19,7 @@ from headstart.server.openai.schema import (
 )
 from headstart.server.tools import Tool, ToolUse
 
-__all__ = ["as_tools", "read_chat_sampling", "read_completion_sampling", "read_tools"]
+__all__ = ["as_tools", "form_field", "read_chat_sampling", "read_completion_sampling", "read_tools"]
 
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids"),
@@ -35,6 +35,14 @@ def _common(body: SamplingFields) -> dict[str, Any]:
         params["stop"] = None
     params["logit_bias"] = _read_bias(body.logit_bias)
     params["structured_outputs"] = _read_form(body)
+    if body.prompt_logprobs is not None:
+        if body.stream:
+            raise ApiError(
+                400,
+                f"prompt_logprobs is {body.prompt_logprobs} and stream true; allowed: one of them",
+                param="prompt_logprobs",
+            )
+        params["prompt_logprobs"] = body.prompt_logprobs
     return params | read_keeping(body)
 
 
@@ -43,11 +51,13 @@ def read_completion_sampling(body: CompletionRequest) -> dict[str, Any]:
     if body.suffix:
         raise RequestError("suffix is given; allowed: none, models here continue a text")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise RequestError(f"best_of is {body.best_of}; allowed: none, or n; use beam search")
+        raise RequestError(
+            f"best_of is {body.best_of}; allowed: none, or n, which is {body.n or 1}; give n"
+        )
     params = _common(body) | {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
     if body.max_tokens == 0 and body.echo:
         params["max_tokens"] = 1  # of which nothing is told: see `completions`
-    if body.echo and body.logprobs is not None:
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         params["prompt_logprobs"] = body.logprobs
     return params
 
@@ -83,6 +93,13 @@ def read_tools(body: ChatRequest) -> ToolUse:
     return ToolUse(tools, body.tool_choice or "auto", None, parallel)
 
 
+def form_field(body: SamplingFields, use: ToolUse | None = None) -> str | None:
+    """The field by which an answer has its form; None for `structured_outputs`, or none."""
+    if use is not None and use.is_forced:
+        return "tools"
+    return None if body.response_format is None else "response_format"
+
+
 def _read_bias(given: dict[str, float] | None) -> dict[int, float] | None:
     if given is None:
         return None
@@ -107,6 +124,9 @@ def _read_format(given: ResponseFormat | None) -> StructuredOutputsParams | None
         return None
     if given.type == "json_object":
         return StructuredOutputsParams(json_object=True, disable_any_whitespace=True)
+    if given.type == "structural_tag":
+        tag = {"structures": given.structures, "triggers": given.triggers}
+        return StructuredOutputsParams(structural_tag=tag, disable_any_whitespace=True)
     if given.json_schema is None:
         raise ApiError(400, "response_format.json_schema is missing", param="response_format")
     schema = given.json_schema.schema_ or {}

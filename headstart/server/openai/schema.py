@@ -9,14 +9,16 @@ from typing import Any, Literal
 from pydantic import Field
 
 from headstart.server.bodies import Body, CacheFields, Real, Whole
+from headstart.server.openai.fields import CHAT_ROWS, COMPLETION_ROWS
 
 __all__ = ["ChatRequest", "CompletionRequest", "SamplingFields", "StreamOptions"]
 
 
 class StreamOptions(Body):
-    """include_usage: a last event tells the counts of tokens."""
+    """include_usage: a last event tells the counts of tokens; continuous_usage_stats: each does."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -30,10 +32,12 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form of an answer."""
+    """The form of an answer; structures and triggers are those of a structural tag."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
 
 class StructuredOutputs(Body):
@@ -45,13 +49,15 @@ class StructuredOutputs(Body):
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
 
 
 class SamplingFields(CacheFields):
     """How answers are chosen, for completions and chats alike."""
 
-    model: str
+    model: str | None = None
     temperature: Real | None = None
     top_p: Real | None = None
     top_k: Whole | None = None
@@ -72,6 +78,9 @@ class SamplingFields(CacheFields):
     include_stop_str_in_output: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: Whole | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     priority: Whole = 0
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -85,6 +94,7 @@ class SamplingFields(CacheFields):
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`. prompt: a text, token ids, or a list of either."""
 
+    rows = COMPLETION_ROWS
     prompt: str | list[str] | list[Whole] | list[list[Whole]]
     max_tokens: Whole | None = 16
     logprobs: Whole | None = None
@@ -132,6 +142,7 @@ class Speech(Body):
 class ChatRequest(SamplingFields):
     """`POST /v1/chat/completions`."""
 
+    rows = CHAT_ROWS
     messages: list[dict[str, Any]]
     max_tokens: Whole | None = None
     max_completion_tokens: Whole | None = None
@@ -148,3 +159,4 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None

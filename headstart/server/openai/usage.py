@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from headstart.server.counting import TokenCount
 
 if TYPE_CHECKING:
-    from headstart.engine.outputs import CompletionOutput, Logprob, Logprobs
+    from headstart.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
 
-__all__ = ["chat_logprobs", "completion_logprobs", "usage_of"]
+__all__ = ["chat_logprobs", "completion_logprobs", "prompt_logprobs", "usage_of"]
 
 
 def usage_of(counts: Iterable[TokenCount]) -> dict[str, Any]:
@@ -26,21 +27,34 @@ def usage_of(counts: Iterable[TokenCount]) -> dict[str, Any]:
     }
 
 
-def chat_logprobs(answer: CompletionOutput, most: int) -> dict[str, Any] | None:
-    """The log-probabilities of an answer's tokens, each with the `most` likeliest."""
+def chat_logprobs(
+    answer: CompletionOutput, most: int, *, as_ids: bool = False
+) -> dict[str, Any] | None:
+    """The log-probabilities of an answer's tokens, each with the `most` likeliest.
+
+    as_ids: tokens are told as `token_id:5`, which can be told of all.
+    """
     if answer.logprobs is None:
         return None
-    return {"content": [_chat_entry(entry, most) for entry in answer.logprobs]}
+    return {"content": [_chat_entry(entry, most, as_ids) for entry in answer.logprobs]}
 
 
-def _chat_entry(entry: Logprobs, most: int) -> dict[str, Any]:
-    chosen = next(iter(entry.values()))
-    top = sorted(entry.values(), key=lambda one: one.rank)[:most]
-    return _token(chosen) | {"top_logprobs": [_token(one) for one in top]}
+def _chat_entry(entry: Logprobs, most: int, as_ids: bool) -> dict[str, Any]:
+    chosen = next(iter(entry.items()))
+    top = _likeliest(entry, most)
+    return _token(*chosen, as_ids) | {"top_logprobs": [_token(*one, as_ids) for one in top]}
 
 
-def _token(entry: Logprob) -> dict[str, Any]:
-    text = entry.decoded_token or ""
+def _likeliest(entry: Logprobs, most: int) -> list[tuple[int, Logprob]]:
+    return sorted(entry.items(), key=lambda one: one[1].rank)[:most]
+
+
+def _text(token_id: int, entry: Logprob, as_ids: bool) -> str:
+    return f"token_id:{token_id}" if as_ids else entry.decoded_token or ""
+
+
+def _token(token_id: int, entry: Logprob, as_ids: bool) -> dict[str, Any]:
+    text = _text(token_id, entry, as_ids)
     return {
         "token": text,
         "logprob": max(entry.logprob, -9999.0),
@@ -49,7 +63,7 @@ def _token(entry: Logprob) -> dict[str, Any]:
 
 
 def completion_logprobs(
-    entries: Iterable[Logprobs | None], most: int, offset: int = 0
+    entries: Iterable[Logprobs | None], most: int, offset: int = 0, *, as_ids: bool = False
 ) -> dict[str, Any]:
     """The same as completions have them; `offset` is where the first token's text begins."""
     told: dict[str, list[Any]] = {
@@ -59,14 +73,29 @@ def completion_logprobs(
         "text_offset": [],
     }
     for entry in entries:
-        chosen = next(iter(entry.values())) if entry else None
-        text = (chosen.decoded_token or "") if chosen is not None else ""
-        top = sorted((entry or {}).values(), key=lambda one: one.rank)[:most]
-        told["tokens"].append(text)
-        told["token_logprobs"].append(max(chosen.logprob, -9999.0) if chosen else None)
-        told["top_logprobs"].append(
-            {one.decoded_token or "": max(one.logprob, -9999.0) for one in top} if entry else None
-        )
+        chosen = next(iter(entry.items())) if entry else None
+        top = {
+            _text(*one, as_ids): max(one[1].logprob, -9999.0)
+            for one in _likeliest(entry or {}, most)
+        }
+        told["tokens"].append(_text(*chosen, as_ids) if chosen is not None else "")
+        told["token_logprobs"].append(max(chosen[1].logprob, -9999.0) if chosen else None)
+        told["top_logprobs"].append(top if entry else None)
         told["text_offset"].append(offset)
-        offset += len(text)
+        offset += len((chosen[1].decoded_token or "") if chosen is not None else "")
     return told
+
+
+def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None:
+    """The log-probabilities of a prompt's tokens as vLLM tells them; None for the first one."""
+    if output.prompt_logprobs is None:
+        return None
+    return [
+        None
+        if entry is None
+        else {
+            str(token_id): {**asdict(one), "logprob": max(one.logprob, -9999.0)}
+            for token_id, one in entry.items()
+        }
+        for entry in output.prompt_logprobs
+    ]

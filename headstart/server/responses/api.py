@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, prepare_chat
-from headstart.server.errors import ApiError, JsonResponse
+from headstart.server.errors import ApiError, JsonResponse, telling_form_as
 from headstart.server.responses.answer import ResponseAnswer
 from headstart.server.responses.conversation import (
     extend,
@@ -37,17 +37,21 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     before = _find(request, earlier, "previous_response_id").messages if earlier else ()
     messages = read_input(body, before)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    with telling_form_as("text.format"):
+        sampling = read_sampling(body)
     call = ChatCall(
         model=body.model,
         messages=[*system, *messages],
-        sampling=read_sampling(body),
+        sampling=sampling,
         salt=service.salt(request, read_salt(body)),
         retention=read_retention(body),
         priority=body.priority,
         tools=read_tools(body),
         template=read_template(body),
     )
-    prepared = await prepare_chat(service, call, service.new_id("resp"), stream=bool(body.stream))
+    with telling_form_as("tools" if call.tools.is_forced else "text.format"):
+        name = service.new_id("resp")
+        prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
     answer = ResponseAnswer(service, body, prepared)
 
     def keep(response: dict[str, Any]) -> None:

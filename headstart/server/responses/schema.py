@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
+from headstart.engine.vllm_api.rows import refused
 from headstart.server.bodies import Body, CacheFields, Real, Whole
 
 __all__ = [
@@ -182,6 +183,14 @@ class StreamOptions(Body):
 class ResponseRequest(CacheFields):
     """`POST /v1/responses`."""
 
+    rows = refused(
+        {
+            "the name is `max_output_tokens`": {"max_tokens": (), "max_completion_tokens": ()},
+            "the name is `input`": {"messages": (), "prompt": ()},
+            'give `text`: {"format": ...}': {"response_format": ()},
+            'give `reasoning`: {"effort": ...}': {"reasoning_effort": ()},
+        }
+    )
     model: str
     input: str | list[Item]
     instructions: str | None = None

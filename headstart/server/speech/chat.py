@@ -44,6 +44,7 @@ _REFUSED = (
     *("tools", "tool_choice", "response_format", "structured_outputs", "logprobs", "logit_bias"),
     *("bad_words", "allowed_token_ids", "prompt_cache_retention", "no_read", "no_store"),
     *("chat_template", "chat_template_kwargs", "continue_final_message", "reasoning_effort"),
+    *("documents", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
 )
 """Fields of a chat that a speaking model has no use for."""
 
@@ -87,6 +88,7 @@ async def metrics(request: Request) -> Response:
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = speech_service_of(request)
+    body = body.model_copy(update={"model": body.model or service.name})
     asked = _read(service, body, request)
     service.check_ready()
     async with service.in_time():

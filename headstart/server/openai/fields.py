@@ -1,0 +1,142 @@
+"""What becomes of the fields of vLLM's completions and chats, and of those that clients slip into.
+
+Of those that are parameters of `SamplingParams` too the rows of `SAMPLING` hold, in the words of
+HTTP.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headstart.engine.vllm_api.rows import Row, Verdict, accepted, refused, works
+from headstart.engine.vllm_api.sampling import SAMPLING
+
+__all__ = ["CHAT_ROWS", "COMPLETION_ROWS"]
+
+_NONE: tuple[Any, ...] = ()
+
+
+def _plain(text: str) -> dict[str, str]:
+    return dict.fromkeys(text.split(), "")
+
+
+# The schema has these as fields and checks them: the notes are for readers.
+_WORKS = _plain(
+    "model frequency_penalty logit_bias max_tokens n presence_penalty response_format seed stop "
+    "stream stream_options temperature top_p user top_k min_p repetition_penalty stop_token_ids "
+    "include_stop_str_in_output ignore_eos min_tokens skip_special_tokens allowed_token_ids "
+    "bad_words structured_outputs priority cache_salt logprobs prompt_logprobs return_token_ids "
+    "return_tokens_as_token_ids"
+) | {
+    "model": "may be left out",
+    "stream_options": "`include_usage`, `continuous_usage_stats`",
+    "response_format": "`json_object`, `json_schema`, `structural_tag`; without white space",
+    "structured_outputs": "as `StructuredOutputsParams`",
+    "logit_bias": "-100 to 100",
+    "user": "says nothing to one model",
+    "priority": "lower values run first; below 0 is for administrators",
+    "prompt_logprobs": "not in streams",
+    "return_tokens_as_token_ids": "`token_id:5` in log-probabilities",
+}
+
+_CHAT_WORKS = _plain(
+    "messages max_completion_tokens top_logprobs tools tool_choice reasoning_effort "
+    "parallel_tool_calls add_generation_prompt continue_final_message documents chat_template "
+    "chat_template_kwargs"
+) | {
+    "top_logprobs": "0 to 20",
+    "chat_template": "with `--trust-request-chat-template`",
+    "documents": "for templates that read them",
+    "reasoning_effort": "for templates that read it",
+}
+
+_COMPLETION_WORKS = {
+    "prompt": "texts or token ids, one or several",
+    "echo": "",
+    "suffix": "none: models here continue a text",
+}
+
+_ACCEPTED = {
+    "requests have no sessions": ["session_id"],
+    "the header `X-Request-Id` names a request": ["request_id"],
+    "there are no `/render` endpoints": ["return_token_offsets", "mm_payload", "return_mm_kwargs"],
+    "no plugin reads them": ["vllm_xargs"],
+    "nothing is truncated": ["truncation_side"],
+}
+
+_BEAMS = "there is no beam search over HTTP: draw with `n`, or call `LLM.beam_search` in Python"
+
+_REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    _BEAMS: {
+        "use_beam_search": (False,),
+        "length_penalty": (1,),
+        "early_stopping": (False,),
+        "beam_width": (1,),
+        "num_beams": (1,),
+    },
+    'give `structured_outputs`: {"json": ...}': {"guided_json": _NONE},
+    'give `structured_outputs`: {"regex": ...}': {"guided_regex": _NONE},
+    'give `structured_outputs`: {"choice": [...]}': {"guided_choice": _NONE},
+    'give `structured_outputs`: {"grammar": ...}': {"guided_grammar": _NONE},
+    'give `structured_outputs`: {"json_object": true}': {"guided_json_object": (False,)},
+    'give `structured_outputs`: {"json": ..., "whitespace_pattern": ...}': {
+        "guided_whitespace_pattern": _NONE
+    },
+    "give `structured_outputs`": {"guided_decoding": _NONE},
+    "there is one backend for structured outputs": {"guided_decoding_backend": _NONE},
+    "`POST /tokenize` makes token ids, and they are a prompt": {"add_special_tokens": (True,)},
+    "give fewer tokens: `POST /tokenize` counts them": {"truncate_prompt_tokens": _NONE},
+    "K/V of other machines come by `--remote-cache`": {
+        "kv_transfer_params": _NONE,
+        "ec_transfer_params": _NONE,
+    },
+    "prompts are texts, token ids and images": {"prompt_embeds": _NONE},
+    "no code of others runs in the server": {"logits_processors": ([],)},
+    "weights do not change": {"return_weight_versions": (False,)},
+    "no routing data are returned": {"routed_experts_prompt_start": (0,)},
+    "ask for `logprobs` and read those you want": {"logprob_token_ids": ([],)},
+    "every step is told": {"stream_interval": (1,)},
+    "the name is `max_tokens`": {"max_new_tokens": _NONE, "max_length": _NONE},
+    "there is no speculative decoding": {"prediction": _NONE},
+    "its fields stand beside the others; it is a name of Python's client": {"extra_body": _NONE},
+    "give `n`": {"best_of": (1,), "num_return_sequences": (1,)},
+}
+
+_CHAT_REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "the chat template spells the special tokens": {"add_special_tokens": (False,)},
+    "the answer has its own text alone": {"echo": (False,)},
+    "reasoning is told apart, as `reasoning`; leave it unread": {"include_reasoning": (True,)},
+    "`POST /tokenize` and `/detokenize` tell the prompt": {"return_prompt_text": (False,)},
+    "images are read by the model's own processor": {
+        "mm_processor_kwargs": ({},),
+        "media_io_kwargs": ({},),
+    },
+    'give `chat_template_kwargs`, such as {"enable_thinking": false}': {
+        "enable_thinking": _NONE,
+        "thinking": _NONE,
+    },
+    "the names are `tools` and `tool_choice`": {"functions": _NONE, "function_call": _NONE},
+    "the name is `messages`, or ask `/v1/completions`": {"prompt": _NONE},
+}
+
+_COMPLETION_REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "the name is `prompt`, or ask `/v1/chat/completions`": {"messages": _NONE},
+    "the name is `max_tokens`": {"max_completion_tokens": _NONE},
+    "ask `/v1/chat/completions`": {
+        "tools": _NONE,
+        "tool_choice": ("none",),
+        "chat_template": _NONE,
+        "chat_template_kwargs": _NONE,
+    },
+    "the name is `logprobs`": {"top_logprobs": _NONE},
+}
+
+_COMMON: Mapping[str, Row] = (
+    {name: row for name, row in SAMPLING.rows.items() if row.verdict is not Verdict.WORKS}
+    | works(_WORKS)
+    | accepted(_ACCEPTED)
+    | refused(_REFUSED)
+)
+CHAT_ROWS: Mapping[str, Row] = _COMMON | works(_CHAT_WORKS) | refused(_CHAT_REFUSED)
+COMPLETION_ROWS: Mapping[str, Row] = (
+    _COMMON | works(_COMPLETION_WORKS) | refused(_COMPLETION_REFUSED)
+)

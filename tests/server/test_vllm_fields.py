@@ -1,0 +1,203 @@
+"""Bodies as vLLM's users write them: each field works, needs nothing, or says what else to do."""
+
+import ast
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from headstart.engine.vllm_api.rows import Row, Verdict
+from headstart.server.bodies import Body
+from headstart.server.errors import ApiError, as_api_error
+from headstart.server.openai.fields import CHAT_ROWS, COMPLETION_ROWS
+from headstart.server.openai.schema import ChatRequest, CompletionRequest
+from tests.house.source import ROOT
+from tests.server.running import Running, running
+
+SURFACE = json.loads((ROOT / "tests/data/vllm_surface.json").read_text(encoding="utf-8"))
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "How old is Ben?"}]}
+COMPLETION: dict[str, Any] = {"prompt": "Anna is 31. Ben"}
+KINDS = {
+    "ChatCompletionRequest": (ChatRequest, CHAT_ROWS, CHAT),
+    "CompletionRequest": (CompletionRequest, COMPLETION_ROWS, COMPLETION),
+}
+FORM: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 7}}}
+
+
+def refusal(kind: type[Body], given: Mapping[str, Any]) -> ApiError:
+    """The error of a body, as the server tells it."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(given)
+    located = [{**one, "loc": ("body", *one["loc"])} for one in caught.value.errors()]
+    return as_api_error(RequestValidationError(located))
+
+
+@pytest.mark.parametrize("part", KINDS)
+def test_every_field_of_vllm_has_a_row(part: str) -> None:
+    kind, rows, given = KINDS[part]
+    assert set(SURFACE[part]) - {"model_config", "field_names"} <= set(rows)
+    fields = {field.alias or name for name, field in kind.model_fields.items()}
+    working = {name for name, row in rows.items() if row.verdict is Verdict.WORKS}
+    assert working <= fields
+    assert (set(rows) - working) & fields <= {"best_of"}
+    for name, source in SURFACE[part].items():
+        if source not in (None, "...") and name not in (*given, "model_config", "field_names"):
+            kind.model_validate({**given, name: ast.literal_eval(source)})
+
+
+@pytest.mark.parametrize("part", KINDS)
+def test_what_a_row_says_is_what_a_body_gets(part: str) -> None:
+    kind, rows, given = KINDS[part]
+
+    def others(verdict: Verdict) -> list[tuple[str, Row]]:
+        return [one for one in rows.items() if one[1].verdict is verdict and one[0] != "best_of"]
+
+    for name, _ in others(Verdict.ACCEPTED):
+        assert kind.model_validate({**given, name: {"a": [1]}}) == kind.model_validate(given)
+    for name, row in others(Verdict.REFUSED):
+        for taken in (None, *row.allowed):
+            assert kind.model_validate({**given, name: taken}) == kind.model_validate(given)
+        told = refusal(kind, {**given, name: {"a": [1]}})
+        assert (told.status, told.param) == (400, name)
+        assert str(told).startswith(f"{name} is {{'a': [1]}}; allowed: null")
+        assert str(told).endswith(row.note)
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "says"),
+    [
+        ({"min_tokenz": 3}, "min_tokenz", "the request knows no 'min_tokenz'; the nearest is "
+         "min_tokens"),
+        ({"use_beam_serch": True}, "use_beam_serch", "the request knows no 'use_beam_serch', and "
+         "refuses use_beam_search: there is no beam search over HTTP: draw with `n`, or call "
+         "`LLM.beam_search` in Python"),
+        ({"flurb": 3}, "flurb", "the request knows no 'flurb'"),
+        ({"x" * 10**6: 3}, "x" * 297 + "...", "the request knows no"),
+        ({"\ud800": 3}, "\\ud800", "the request knows no '\\ud800'"),
+        ({"use_beam_search": True}, "use_beam_search", "use_beam_search is true; allowed: null, "
+         "false; there is no beam search"),
+        ({"stream_options": {"include_usge": 1}}, "stream_options.include_usge",
+         "stream_options knows no 'include_usge'; the nearest is include_usage"),
+        ({"tools": [{"type": "function", "function": {"nam": 1}}]}, "tools.0.function.nam",
+         "tools.0.function knows no 'nam'; the nearest is name"),
+        ({"tool_choice": {"type": "function", "function": {"name": "a", "b": 1}}},
+         "tool_choice.function.b", "tool_choice.function knows no 'b'; it has name"),
+        ({"messages": 3}, "messages", "messages: "),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_not_known(given: dict[str, Any], param: str, says: str) -> None:
+    """A slip was told that extra inputs are not permitted."""
+    told = refusal(ChatRequest, {**CHAT, **given})
+    assert told.param == param
+    assert str(told).startswith(says)
+
+
+def test_a_body_without_its_prompt() -> None:
+    assert str(refusal(ChatRequest, {})) == "messages is missing"
+
+
+def post(server: Running, path: str, **body: Any) -> httpx.Response:
+    headers = {"Content-Type": "application/json"}
+    content = json.dumps({"max_tokens": 2, "temperature": 0, **body}).encode()
+    return httpx.post(f"{server.url}/v1/{path}", content=content, headers=headers, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "says"),
+    [
+        ("chat/completions", CHAT | {"response_format": FORM}, "response_format",
+         "response_format cannot be followed: type must be a string or array of strings, at #/"),
+        ("completions", COMPLETION | {"response_format": FORM}, "response_format",
+         "response_format cannot be followed: type must be"),
+        ("chat/completions", CHAT | {"structured_outputs": {"regex": "("}}, "structured_outputs",
+         "structured_outputs.regex cannot be followed: unclosed group"),
+        ("chat/completions", CHAT | {"tool_choice": "required", "tools": [
+            {"type": "function", "function": {"name": "a", "parameters": {"type": 7}}}]},
+         "tools", "tools cannot be followed: "),
+        ("chat/completions", CHAT | {"temperature": -1}, "temperature", "temperature is -1"),
+        ("chat/completions", CHAT | {"min_tokens": 5}, "min_tokens", "min_tokens is 5; allowed: "),
+        ("completions", COMPLETION | {"best_of": 3}, "best_of",
+         "best_of is 3; allowed: none, or n, which is 1; give n"),
+        ("completions", {"prompt": []}, "prompt", "prompt has 0 entries"),
+        ("completions", COMPLETION | {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs",
+         "prompt_logprobs is 1 and stream true"),
+        ("responses", {"input": "a", "model": "tiny"}, "max_tokens",
+         "max_tokens is 2; allowed: null; the name is `max_output_tokens`"),
+        ("responses", {"input": "a", "model": "tiny", "max_tokens": None,
+                       "text": {"format": {**FORM["json_schema"], "type": "json_schema"}}},
+         "text.format", "text.format cannot be followed: type must be"),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_field_that_it_is_for(
+    server: Running, path: str, body: dict[str, Any], param: str, says: str
+) -> None:
+    answer = post(server, path, **body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert error["message"].startswith(says)
+
+
+def test_token_ids_and_log_probabilities_as_vllm_tells_them(server: Running) -> None:
+    wanted = {"return_token_ids": True, "prompt_logprobs": 1, "return_tokens_as_token_ids": True}
+    text = post(server, "completions", **COMPLETION, **wanted, logprobs=1).json()
+    assert text["model"] == "tiny"  # which the body did not say
+    [choice] = text["choices"]
+    ids = choice["token_ids"]
+    assert (len(ids), choice["stop_reason"]) == (2, None)
+    assert choice["logprobs"]["tokens"] == [f"token_id:{one}" for one in ids]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None and len(others) + 1 == len(choice["prompt_token_ids"])
+    for token_id, entry in zip(choice["prompt_token_ids"][1:], others, strict=True):
+        assert entry[str(token_id)].keys() == {"logprob", "rank", "decoded_token"}
+    chat = post(server, "chat/completions", **CHAT, **wanted, logprobs=True).json()
+    [choice] = chat["choices"]
+    tokens = [one["token"] for one in choice["logprobs"]["content"]]
+    assert tokens == [f"token_id:{one}" for one in choice["token_ids"]]
+    assert len(chat["prompt_logprobs"]) == len(chat["prompt_token_ids"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("chat/completions", CHAT), ("completions", COMPLETION)]
+)
+def test_a_stream_tells_them_bit_by_bit(server: Running, path: str, body: dict[str, Any]) -> None:
+    told = {"include_usage": True, "continuous_usage_stats": True}
+    wanted: dict[str, Any] = {"return_token_ids": True, "max_tokens": 4}
+    whole = post(server, path, **body, **wanted).json()
+    text = post(server, path, **body, **wanted, stream=True, stream_options=told).text
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    ids = [one for chunk in chunks for choice in chunk["choices"]
+           for one in choice.get("token_ids", ())]  # fmt: skip
+    assert ids == whole["choices"][0]["token_ids"]
+    prompts = [chunk.get("prompt_token_ids") or chunk["choices"][0].get("prompt_token_ids")
+               for chunk in chunks if chunk["choices"]]  # fmt: skip
+    expected = whole.get("prompt_token_ids") or whole["choices"][0]["prompt_token_ids"]
+    assert prompts == [expected, *[None] * (len(prompts) - 1)]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == 4
+
+
+def test_forms_as_vllm_takes_them(server: Running) -> None:
+    tag = {"structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}]}
+    form = {"type": "structural_tag", "triggers": ["<a"], **tag}
+    assert post(server, "chat/completions", **CHAT, response_format=form).status_code == 200
+    schema = {"type": "object", "properties": {}}
+    closed = {"disable_additional_properties": True, "disable_any_whitespace": True}
+    body = {**CHAT, "structured_outputs": {"json": schema, **closed}}
+    told = post(server, "chat/completions", **body, max_tokens=9).json()
+    assert json.loads(told["choices"][0]["message"]["content"]) == {}
+
+
+def test_documents_are_for_the_template() -> None:
+    template = "{% for one in documents %}{{ one.text }}. {% endfor %}{{ messages[0].content }}"
+    with running(chat_template=template) as server:
+        documents = [{"title": "a", "text": "Ben is 45"}]
+        told = post(server, "chat/completions", **CHAT, documents=documents, return_token_ids=True)
+        spelled = httpx.post(
+            f"{server.url}/detokenize", json={"tokens": told.json()["prompt_token_ids"]}
+        )
+        assert spelled.json()["prompt"] == "Ben is 45. How old is Ben?"

@@ -2,6 +2,8 @@
 
 The driver of `LLM` runs the same engine in a thread; outputs cross back to the event loop that
 asked for them. Tokenising and reading images happen in other threads, so the loop never waits.
+Requests whose answers have a form have a few threads of their own: compiling a form may take long,
+and only others of the kind wait for it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -16,6 +19,7 @@ from headstart.engine.adapters.request import LoRARequest
 from headstart.engine.arg_utils import EngineArgs, require_engine_args
 from headstart.engine.params import SamplingParams
 from headstart.engine.startup.start import Started, start_engine
+from headstart.engine.startup.threads import count_cores
 from headstart.engine.streams import AsyncRequestStream
 from headstart.engine.vllm_api.call_options import (
     StreamChatOptions,
@@ -77,6 +81,7 @@ class AsyncLLM(OfOneProcess):
 
     def _take(self, started: Started) -> None:
         self.engine, self._chats, self._driver, self._sampling = started
+        self._forms = ThreadPoolExecutor(max(2, count_cores() // 2), "headstart-forms")
         weakref.finalize(self, self._driver.close)
 
     @classmethod
@@ -126,7 +131,8 @@ class AsyncLLM(OfOneProcess):
         call = read_call(ASYNC_GENERATE, options, 1)
         [params] = spread_params(sampling_params, self._sampling, 1)
         name = await self._load(call.adapters[0])
-        return await asyncio.to_thread(
+        return await self._make(
+            params,
             lambda: self.engine.prepare(
                 prompt,
                 params,
@@ -134,7 +140,7 @@ class AsyncLLM(OfOneProcess):
                 salt=call.salt,
                 adapter=name,
                 priority=call.priorities[0],
-            )
+            ),
         )
 
     async def prepare_chat(
@@ -149,7 +155,8 @@ class AsyncLLM(OfOneProcess):
         call, template = read_call(ASYNC_CHAT, options, 1), read_template(ASYNC_CHAT, options)
         [params] = spread_params(sampling_params, self._sampling, 1)
         name = await self._load(call.adapters[0])
-        return await asyncio.to_thread(
+        return await self._make(
+            params,
             lambda: self._chats.prepare(
                 messages,
                 params,
@@ -158,8 +165,19 @@ class AsyncLLM(OfOneProcess):
                 salt=call.salt,
                 adapter=name,
                 priority=call.priorities[0],
-            )
+            ),
         )
+
+    async def _make(self, params: object, make: Callable[[], RequestGroup]) -> RequestGroup:
+        """What `make` returns in another thread; one for forms if the parameters have one."""
+        if not isinstance(params, SamplingParams) or params.structured_outputs is None:
+            return await asyncio.to_thread(make)
+        try:
+            made = asyncio.get_running_loop().run_in_executor(self._forms, make)
+        except RuntimeError:  # it was closed meanwhile
+            self.engine.require_open()
+            raise
+        return await made
 
     def outputs(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:
         """Queue a prepared request and stream its outputs; leaving the loop aborts it.
@@ -297,8 +315,12 @@ class AsyncLLM(OfOneProcess):
         self._driver.abort(request_id)
 
     def close(self) -> None:
-        """Stop the thread; requests under way end with an EngineError. Idempotent."""
+        """Stop the threads; requests under way end with an EngineError. Idempotent.
+
+        A form that is being compiled cannot be stopped: its thread ends when that is done.
+        """
         self._driver.close()
+        self._forms.shutdown(wait=False)  # those that wait there are told that it is closed
 
     def shutdown(self, timeout: float | None = None) -> None:
         """As `close`; the step under way is waited for."""

@@ -1,0 +1,95 @@
+"""Forms that take long to compile: only other forms wait for them."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from headstart import AsyncLLM, EngineError, SamplingParams, StructuredOutputsParams
+from headstart.engine.structured.grammar import GrammarCompiler
+from tests.engine.tiny_llm import save_smallest
+from tests.tiny_tokenizers import TINY_TOKENIZERS
+
+PLAIN = SamplingParams(max_tokens=1)
+PATIENCE = 30.0  # seconds, which only a failing test takes
+
+
+class Gate:
+    """Where the compiler of forms stands still until it is opened."""
+
+    def __init__(self) -> None:
+        self.entered, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        self.opened = threading.Event()
+
+    def wait(self, compile_form: Callable[..., object], *arguments: object) -> object:
+        self._loop.call_soon_threadsafe(self.entered.set)
+        assert self.opened.wait(PATIENCE)
+        return compile_form(*arguments)
+
+
+@asynccontextmanager
+async def held(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, forms: int
+) -> AsyncIterator[tuple[AsyncLLM, Gate, list[asyncio.Task[object]]]]:
+    """An engine that was asked for so many forms, of which those that have a thread compile."""
+    gate = Gate()
+    compile_form = GrammarCompiler.matcher
+    monkeypatch.setattr(GrammarCompiler, "matcher", lambda *given: gate.wait(compile_form, *given))
+    # The loop's own threads, of which there is one here: it is for texts.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    model = save_smallest(folder, layers=1, tokenizer=TINY_TOKENIZERS["byte_level"]())
+    llm = AsyncLLM(model, num_blocks=24, dtype="float32")
+    try:
+        asked: list[asyncio.Task[object]] = []
+        for number in range(forms):
+            form = StructuredOutputsParams(regex=f"a{{{number + 1}}}")
+            params = SamplingParams(max_tokens=1, structured_outputs=form)
+            asked.append(asyncio.create_task(llm.prepare("a", params)))
+        await asyncio.wait_for(gate.entered.wait(), PATIENCE)
+        yield llm, gate, asked
+    finally:
+        gate.opened.set()
+        llm.close()
+
+
+def threads_of_forms() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name.startswith("headstart-forms")]
+
+
+def test_texts_are_tokenised_while_forms_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight slow forms took all threads that tokenise texts and read images."""
+
+    async def run() -> None:
+        async with held(tmp_path, monkeypatch, forms=8) as (llm, gate, asked):
+            group = await asyncio.wait_for(llm.prepare("ab", PLAIN), PATIENCE)
+            assert group.prompt_token_ids and not any(task.done() for task in asked)
+            assert 0 < len(threads_of_forms()) < 8
+            gate.opened.set()
+            assert len(await asyncio.gather(*asked)) == 8
+
+    asyncio.run(run())
+
+
+def test_who_waits_for_a_form_is_told_that_the_engine_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with held(tmp_path, monkeypatch, forms=8) as (llm, gate, asked):
+            threads = threads_of_forms()
+            llm.close()
+            gate.opened.set()
+            ended = await asyncio.gather(*asked, return_exceptions=True)
+            assert sum(isinstance(one, EngineError) for one in ended) == 8 - len(threads)
+            with pytest.raises(EngineError, match="the engine is closed"):
+                await llm.prepare("a", PLAIN)
+            for thread in threads:
+                thread.join(PATIENCE)
+            assert not any(thread.is_alive() for thread in threads)
+
+    asyncio.run(run())

@@ -38,6 +38,7 @@ from headstart.cli.options import (
     DEFAULT_MODEL,
     RUN_SAMPLING,
     chat_sampling,
+    check_engine,
     engine_options,
     sampling_options,
     server_options,
@@ -301,7 +302,7 @@ def serve(model: str, **options: Any) -> None:
     """
     adapters = read_adapters(options)
     server, replicas = take_options(options, ServerOptions), take_options(options, ReplicaConfig)
-    run_server(model, sort_options(options).engine, server, replicas, adapters)
+    run_server(model, check_engine(options), server, replicas, adapters)
 
 
 main.add_command(models)

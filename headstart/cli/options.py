@@ -102,7 +102,7 @@ def sampling_options(defaults: Mapping[str, Any]) -> Callable[[Command], Command
 
 
 def sort_options(given: Mapping[str, Any], defaults: Mapping[str, Any] = RUN_SAMPLING) -> Options:
-    """Tell the engine's options from those for sampling; warns of more threads than cores.
+    """Tell the engine's options from those for sampling; see `check_engine`.
 
     Raises ConfigError or RequestError.
     """
@@ -111,13 +111,22 @@ def sort_options(given: Mapping[str, Any], defaults: Mapping[str, Any] = RUN_SAM
     engine = {name: value for name, value in said.items() if name not in SAMPLING_FLAGS}
     if "stop" in sampling:
         sampling["stop"] = list(sampling["stop"])
+    return Options(check_engine(engine), SamplingParams(**{**defaults, **sampling}), sampling)
+
+
+def check_engine(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's options that were given; warns of more threads than cores.
+
+    Raises ConfigError.
+    """
+    engine = {name: value for name, value in given.items() if value not in (None, ())}
     cores, threads = count_cores(), make_config(read_config(engine)).num_threads or 0
     if threads > cores:
         tell_error(
             f"{threads} threads on {cores} cores wait for one another: "
             f"--num-threads {cores} is faster"
         )
-    return Options(engine, SamplingParams(**{**defaults, **sampling}), sampling)
+    return engine
 
 
 def chat_sampling(said: Mapping[str, Any], folder: Path) -> SamplingParams:

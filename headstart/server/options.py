@@ -21,6 +21,9 @@ class ServerOptions:
     served_model_name: str | None = option(
         None, "the model's name in the API; default: the name that it was loaded by"
     )
+    model_alias: tuple[str, ...] = option(
+        (), "a further name of the model in the API; may be given several times"
+    )
     max_waiting: int = option(
         256, "requests that wait at the most; further ones are refused with status 429", _COUNTS
     )
@@ -77,7 +80,10 @@ class ServerOptions:
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("tls_cert and tls_key are for each other; allowed: both or none")
+            raise ConfigError(
+                "tls_cert (or ssl_certfile) and tls_key (or ssl_keyfile) are for each other; "
+                "allowed: both or none"
+            )
         if not all(self.api_key) or (self.api_key and self.api_keys is False):
             raise ConfigError("api_key is empty, or api_keys is off; allowed: a key, and keys on")
         read_template_options(self.default_chat_template_kwargs)

@@ -43,6 +43,7 @@ class Front(ABC):
     ) -> None:
         """`max_running` requests run at a time, and `options.max_waiting` more may wait."""
         self.name = options.served_model_name or name
+        self.names = (self.name, *options.model_alias)
         self.options = options
         self.tenants = tenants
         self.is_draining = False
@@ -81,7 +82,7 @@ class Front(ABC):
 
         Raises ApiError (404) for any other name.
         """
-        if model is None or model == self.name:
+        if model is None or model in self.names:
             return None
         if model in self.adapters:
             return model

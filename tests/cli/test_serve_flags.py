@@ -89,6 +89,7 @@ def test_switches_are_those_that_vllm_s_are() -> None:
         ("--max-model-len auto -tp 1", "headstart-tiny", {"max_model_len": "auto"}),
         ("a -O3 -cc.mode=NONE --no-enable-prefix-caching", "a", {"enable_prefix_caching": False}),
         ("a --disable-prefix-caching -q None", "a", {"enable_prefix_caching": False}),
+        ("a --seed 42 --max-num-seqs 1K", "a", {"seed": 42, "max_num_seqs": 1024}),
         ("a --limit-mm-per-prompt.image 2", "a", {"limit_mm_per_prompt": {"image": 2}}),
         ("a --override-generation-config '{\"top_k\": 3}' --num_threads 1", "a",
          {"override_generation_config": {"top_k": 3}, "num_threads": 1}),
@@ -108,6 +109,8 @@ def test_the_engine_s_flags(
     [
         ("--host localhost --port 9000", {"host": "localhost", "port": 9000}),
         ("--served-model-name my-model", {"served_model_name": "my-model"}),
+        ("--served-model-name a b c --model-alias d",
+         {"served_model_name": "a", "model_alias": ("d", "b", "c")}),
         ("--api-key 123 abc", {"api_key": ("123", "abc")}),
         ("--ssl-keyfile k --ssl-certfile c", {"tls_key": "k", "tls_cert": "c"}),
         ('--allowed-origins \'["https://a.example", "*"]\'', {"cors_origin": "https://a.example,*"}),
@@ -134,6 +137,30 @@ def test_adapters_as_vllm_writes_them(served: Served, monkeypatch: pytest.Monkey
     assert served.read("--lora-modules a=/x --adapter b=/y --enable-lora").adapters.keys() == {
         *"ab"
     }
+
+
+def test_a_file_of_flags(served: Served, tmp_path: Path) -> None:
+    """`vllm serve --config`: what is typed goes before it."""
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "model: of/file\nport: 9000\nmax-model-len: 2k\nenable-prefix-caching: false\n"
+        "served_model_name: [a, b]\nnum-threads: 1\nlimit-mm-per-prompt: {image: 2}\n"
+        "trust-remote-code: true\nquantization:\n"
+    )
+    served.read(f"--config {file} --max-model-len 3k")
+    assert (served.model, served.options.port) == ("of/file", 9000)
+    assert (served.options.served_model_name, served.options.model_alias) == ("a", ("b",))
+    assert served.engine == {
+        "max_model_len": 3000,
+        "enable_prefix_caching": False,
+        "num_threads": 1,
+        "limit_mm_per_prompt": {"image": 2},
+    }
+    assert served.read(f"typed --config={file} --num-threads 2").model == "typed"
+    assert served.engine["num_threads"] == 2
+    file.write_text("- a")
+    said = call("serve", "--config", str(file)).stderr
+    assert said == f"headstart: --config is {str(file)!r}; it is no mapping of flags\n"
 
 
 def test_the_environment_goes_behind_the_command_line(
@@ -171,7 +198,10 @@ def test_the_environment_goes_behind_the_command_line(
          "--help"),
         ("a b", "got unexpected extra argument (b); see headstart serve --help"),
         ("a --model b", "the model is 'a' and --model 'b'; allowed: one"),
-        ("--served-model-name a b", "--served-model-name is ['a', 'b']; allowed: one name"),
+        ("--config /no/such.yaml", "--config is '/no/such.yaml'; [Errno 2] No such file or "
+         "directory: '/no/such.yaml'"),
+        ("--ssl-keyfile k", "tls_cert (or ssl_certfile) and tls_key (or ssl_keyfile) are for each "
+         "other; allowed: both or none"),
         ("--allowed-origins '*'", "--allowed-origins is '*'; allowed: a list in JSON, such as "
          """'["https://a.example"]'"""),
         ("--lora-modules '{}'", "--lora-modules is '{}'; allowed: NAME=PATH, or "

@@ -192,9 +192,12 @@ def test_forms_as_vllm_takes_them(server: Running) -> None:
     assert json.loads(told["choices"][0]["message"]["content"]) == {}
 
 
-def test_documents_are_for_the_template() -> None:
+def test_documents_are_for_the_template_and_a_model_may_have_further_names() -> None:
     template = "{% for one in documents %}{{ one.text }}. {% endfor %}{{ messages[0].content }}"
-    with running(chat_template=template) as server:
+    with running(chat_template=template, model_alias=("other",)) as server:
+        listed = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert [one["id"] for one in listed] == ["tiny", "other"]
+        assert post(server, "chat/completions", **CHAT, model="other").status_code == 200
         documents = [{"title": "a", "text": "Ben is 45"}]
         told = post(server, "chat/completions", **CHAT, documents=documents, return_token_ids=True)
         spelled = httpx.post(

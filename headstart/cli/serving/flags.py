@@ -6,9 +6,9 @@ also reads the environment. What becomes of vLLM's says one table: see `serve_ar
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -18,8 +18,9 @@ from headstart.engine.vllm_api.command_line import add_flags
 from headstart.engine.vllm_api.rows import Flags
 from headstart.engine.vllm_api.serve_args import SERVE_ROWS
 from headstart.errors import ConfigError
+from headstart.imports import load_module
 from headstart.utils.argparse_utils import FlexibleArgumentParser
-from headstart.validation import describe
+from headstart.validation import describe, shorten
 
 __all__ = ["ServeCommand"]
 
@@ -50,16 +51,19 @@ class ServeCommand(GroupedCommand):
 
         Raises ConfigError for one that cannot be followed, or a flag that there is not.
         """
-        found, rest = _parser().parse_known_args(args)
-        given = self._table.read(vars(found))
+        typed, rest = _read(args)
+        filed, more = _read(_flags_of(typed["config"])) if typed.get("config") else ({}, [])
+        given = self._table.read({**filed, **typed})
         try:
-            left = super().parse_args(ctx, rest)
+            left = super().parse_args(ctx, [*more, *rest])
         except click.NoSuchOption as error:
             raise ConfigError(unknown_option(ctx.command_path, error, self._table)) from None
-        adapters = tuple(map(_read_module, given.pop("lora_modules", ())))
-        ctx.params |= _as_ours(given)
-        ctx.params["adapters"] = (*ctx.params["adapters"], *adapters)
-        _name_model(ctx.params, given)
+        adapters = map(_read_module, given.pop("lora_modules", ()))
+        first, *others = given.pop("served_model_name", [None])
+        ctx.params |= _as_ours(given if first is None else given | {"served_model_name": first})
+        ctx.params["adapters"] += tuple(adapters)
+        ctx.params["model_alias"] += tuple(others)
+        _name_model(ctx.params, typed.get("model"))
         return left
 
 
@@ -70,18 +74,39 @@ class _Parser(FlexibleArgumentParser):
         raise click.UsageError(message, click.get_current_context(silent=True))
 
 
-def _parser() -> argparse.ArgumentParser:
-    made = _Parser(add_help=False, allow_abbrev=False)
-    return add_flags(made, SERVE_ROWS, SERVE_ROWS, given_only=True)
+def _read(args: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The values of vLLM's flags, and the arguments that are none."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    found, rest = add_flags(parser, SERVE_ROWS, SERVE_ROWS, given_only=True).parse_known_args(args)
+    return vars(found), rest
+
+
+def _flags_of(path: str) -> list[str]:
+    """The arguments that a YAML file stands for, as vLLM reads it. Raises ConfigError."""
+    try:
+        content = load_module("yaml").safe_load(Path(path).expanduser().read_text("utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is no mapping of flags")
+    except Exception as error:  # the library's own errors derive from Exception alone
+        raise ConfigError(f"--config is {describe(path)}; {shorten(str(error))}") from error
+    args: list[str] = []
+    for name, value in content.items():
+        if isinstance(value, bool):
+            args.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            values = value if isinstance(value, list) else [value]
+            args += [f"--{name}", *map(_spell, values)]
+    return args
+
+
+def _spell(value: object) -> str:
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)
 
 
 def _as_ours(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the server and of its engine; those of vLLM's engine as they are."""
     found = {_OUR_NAMES.get(name, name): value for name, value in given.items()}
-    if (names := found.get("served_model_name")) is not None:
-        if len(names) > 1:
-            raise ConfigError(f"--served-model-name is {describe(names)}; allowed: one name")
-        found["served_model_name"] = names[0]
+    found.pop("config", None)
     if found.pop("disable_uvicorn_access_log", False):
         found["log_format"] = "off"
     if (origins := found.pop("allowed_origins", None)) is not None:
@@ -110,13 +135,13 @@ def _read_module(given: str) -> str:
         ) from error
 
 
-def _name_model(params: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Take the model that stands alone, as in `vllm serve MODEL`, or that of --model."""
+def _name_model(params: dict[str, Any], named: str | None) -> None:
+    """Take the model that stands alone, as in `vllm serve MODEL`; `named` is that of --model."""
     alone = params.pop("model_tag")
     if alone is None:
         return
-    if given.get("model", alone) != alone:
+    if named not in (None, alone):
         raise ConfigError(
-            f"the model is {describe(alone)} and --model {describe(given['model'])}; allowed: one"
+            f"the model is {describe(alone)} and --model {describe(named)}; allowed: one"
         )
     params["model"] = alone

@@ -56,7 +56,7 @@ def run_server(
         raise ConfigError("public_prefix is given; allowed with replicas: none")
     if adapters and replicas.is_wanted:
         raise ConfigError("adapter is given; allowed with replicas: none")
-    if (name := options.served_model_name or model) in adapters:
+    for name in adapters.keys() & {options.served_model_name or model, *options.model_alias}:
         raise ConfigError(f"adapter is {name!r}, as the model is; allowed: another name")
     prefixes = launch.read_prefixes(options.public_prefix)
     tracer = launch.open_tracer(options.otlp_traces_endpoint, options.served_model_name or model)

@@ -42,7 +42,7 @@ LISTS = _names(
 TEXTS = _names(
     "model tokenizer dtype generation_config served_model_name chat_template host api_key "
     "lora_modules ssl_keyfile ssl_certfile default_chat_template_kwargs tool_call_parser "
-    "reasoning_parser otlp_traces_endpoint root_path"
+    "reasoning_parser config otlp_traces_endpoint root_path"
 )
 """Options whose value is a text, even one that spells a number."""
 

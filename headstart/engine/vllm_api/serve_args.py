@@ -14,7 +14,8 @@ __all__ = ["SERVE_ROWS"]
 _WORKS: Mapping[str, str] = {
     "host": "others than this machine need a key: `--api-key`, or `headstart keys add NAME`",
     "port": "0 takes a free one",
-    "served_model_name": "one name",
+    "served_model_name": "further names are `--model-alias` of ours",
+    "config": "a file of flags in YAML; those of the command line go before",
     "dtype": "also `half`, `float`",
     "max_model_len": "also `4k` and `4K`; `-1`, `auto`: what model and memory allow",
     "api_key": "also in `HEADSTART_API_KEY`; `headstart keys` keeps keys of several tenants",
@@ -116,7 +117,6 @@ _REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "headless": (False,),
     },
     "there are no such paths": {"enable_scale_out": (False,), "tokens_only": (False,)},
-    "give the flags, or `HEADSTART_…` in the environment": {"config": ("",)},
     "one adapter is a LoRA adapter: give `--lora-modules`": {"prompt_adapters": ()},
     "give `--max-waiting`": {"max_num_queued_reqs": (), "max_num_queued_tokens": ()},
 }

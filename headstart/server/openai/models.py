@@ -23,12 +23,14 @@ def _cards(service: Front) -> list[dict[str, Any]]:
         "owned_by": "headstart",
         "max_model_len": service.max_model_len,
     }
-    model = {"id": service.name, **common, "root": service.name, "parent": None}
+    models = [
+        {"id": name, **common, "root": service.name, "parent": None} for name in service.names
+    ]
     adapters = [
         {"id": adapter, **common, "root": service.name, "parent": service.name}
         for adapter in service.adapters
     ]
-    return [model, *adapters]
+    return [*models, *adapters]
 
 
 @router.get("/v1/models")

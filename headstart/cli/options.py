@@ -233,12 +233,12 @@ def _flag(field: Field[Any], hint: object, default: Any) -> Callable[[Command], 
     return click.option(f"--{name}", cls=GroupedOption, type=kind, multiple=is_list, **told)
 
 
-class _Count(click.ParamType):
+class _Count(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no such arguments
     """A whole number; also 4k for 4,000 and 4K for 4,096."""
 
     name = "integer"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         found = read_value(value) if isinstance(value, str) else value
         return found if type(found) is int else click.INT.convert(value, param, ctx)
 

@@ -130,7 +130,7 @@ _COMPLETION_REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "the name is `logprobs`": {"top_logprobs": _NONE},
 }
 
-_COMMON: Mapping[str, Row] = (
+_COMMON: dict[str, Row] = (
     {name: row for name, row in SAMPLING.rows.items() if row.verdict is not Verdict.WORKS}
     | works(_WORKS)
     | accepted(_ACCEPTED)

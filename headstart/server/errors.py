@@ -29,6 +29,7 @@ from starlette.responses import Response
 
 from headstart.engine.vllm_api.sampling import SAMPLING
 from headstart.errors import EngineError, HeadstartError, ReplicaLostError, RequestError
+from headstart.server.openai.paths import tell_missing
 from headstart.validation import shorten
 
 __all__ = [
@@ -187,6 +188,8 @@ def headers_of(error: ApiError) -> dict[str, str]:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code == 404:  # of a path, not a model
+        error = ApiError(404, tell_missing(request.url.path))
     told = request.state.error = as_api_error(error)
     request_id = getattr(request.state, "request_id", "")
     headers = headers_of(told)

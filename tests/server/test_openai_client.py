@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from headstart import LLM, SamplingParams
+from headstart.cli.serving.server import FIRST_QUESTION
 from tests.clients import openai
 from tests.server.running import Running
 
@@ -217,14 +218,25 @@ def test_a_client_that_goes_away_ends_its_request(client: openai.OpenAI, server:
     assert free == blocks
 
 
+def test_a_first_question_is_answered_in_half_the_bits_too() -> None:
+    """With first names alone the model said "not in the document" in bfloat16, the default."""
+    llm = LLM("headstart-tiny", dtype="bfloat16", num_blocks=64)
+    try:
+        params = SamplingParams(max_tokens=16, temperature=0)
+        [output] = llm.chat([{"role": "user", "content": FIRST_QUESTION}], params)
+        assert output.outputs[0].text == "The age of Ben Jones is 45"
+    finally:
+        llm.close()
+
+
 def test_a_first_question_has_a_sensible_answer(client: openai.OpenAI) -> None:
     """The one that `headstart serve` shows, without a word about sampling; asked for, it draws."""
-    turns: Any = [{"role": "user", "content": "Anna is 31. Ben is 45. How old is Ben?"}]
+    turns: Any = [{"role": "user", "content": FIRST_QUESTION}]
 
     def ask(**more: Any) -> str | None:
         answer = client.chat.completions.create(model="tiny", messages=turns, **more)
         return answer.choices[0].message.content
 
-    assert ask() == ask() == "The age of Ben is 45"
+    assert ask() == ask() == "The age of Ben Jones is 45"
     drawn = {ask(temperature=2.0, max_tokens=16, seed=seed) for seed in range(3)}
     assert len(drawn) > 1

@@ -114,6 +114,19 @@ def test_what_is_not_there(server: Running, path: str) -> None:
     assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
 
 
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/v1/embeddings", "there is no /v1/embeddings: models here generate; "),
+        ("/v1/nothing", "there is no /v1/nothing: GET /docs shows what there is"),
+    ],
+)
+def test_a_path_that_is_not_there_says_what_is(server: Running, path: str, says: str) -> None:
+    answer = httpx.post(server.url + path, content=b"{}", headers=JSON)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].startswith(says)
+
+
 @pytest.mark.parametrize("name", ["gpt", "\ud800", "x" * 10_000])
 def test_a_model_that_is_not_there(server: Running, name: str) -> None:
     answer = httpx.post(server.url + CHAT, content=body(model=name), headers=JSON)

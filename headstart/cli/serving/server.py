@@ -27,7 +27,10 @@ from headstart.server.options import ServerOptions
 if TYPE_CHECKING:
     import socket
 
-__all__ = ["run_server", "take_options"]
+__all__ = ["FIRST_QUESTION", "run_server", "take_options"]
+
+FIRST_QUESTION = "Anna Smith is 31. Ben Jones is 45. How old is Ben Jones?"
+"""What a user may ask the embedded model, which answers it right in every dtype."""
 
 Options = TypeVar("Options", ServerOptions, ReplicaConfig)
 
@@ -184,11 +187,7 @@ class _Address:
         scheme = "http" if self.options.tls_cert is None else "https"
         address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         name = self.options.served_model_name or self.model
-        question = (
-            "What is 2 + 2?"
-            if self.model == RANDOM_MODEL
-            else "Anna is 31. Ben is 45. How old is Ben?"
-        )
+        question = "What is 2 + 2?" if self.model == RANDOM_MODEL else FIRST_QUESTION
         body = {"model": name, "messages": [{"role": "user", "content": question}]}
         click.echo(f"Serving {name} at {address}")
         note(f"\ncurl {address}/v1/chat/completions -H 'Content-Type: application/json' \\")

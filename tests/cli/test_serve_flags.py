@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.shell_completion import ShellComplete
 
 from headstart.cli.main import main
 from headstart.engine.vllm_api.flags import LISTS, SHORT, SWITCHES, TEXTS
@@ -246,3 +247,17 @@ def test_notes_of_a_server_speak_of_no_python() -> None:
         for word in ("`LLM", "SamplingParams", "`close()`", "_fraction", "lora_request"):
             assert word not in row.note, (name, row.note)
     assert set(ENGINE.rows) <= set(SERVE_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("typed", "begun", "offered"),
+    [
+        (["--max-model-len"], "", set()),
+        (["a", "--tensor-parallel-size", "2", "--dtype"], "fl", {"float32", "float16"}),
+        (["--unknown"], "--chat-t", {"--chat-template"}),
+    ],
+)
+def test_completion_of_what_is_half_typed(typed: list[str], begun: str, offered: set[str]) -> None:
+    completion = ShellComplete(main, {}, "headstart", "_HEADSTART_COMPLETE")
+    found = completion.get_completions(["serve", *typed], begun)
+    assert {one.value for one in found} == offered

@@ -51,6 +51,8 @@ class ServeCommand(GroupedCommand):
 
         Raises ConfigError for one that cannot be followed, or a flag that there is not.
         """
+        if ctx.resilient_parsing:  # a shell completes what is half typed
+            return super().parse_args(ctx, args)
         typed, rest = _read(args)
         filed, more = _read(_flags_of(typed["config"])) if typed.get("config") else ({}, [])
         given = self._table.read({**filed, **typed})

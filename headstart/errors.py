@@ -2,7 +2,8 @@
 
     HeadstartError
      ├ ConfigError             an option outside its range
-     ├ RequestError            one request cannot be served: empty, too long, bad parameter
+     ├ RequestError            one request cannot be served: empty, bad parameter
+     │  └ PromptTooLongError      the prompt is longer than the model's context
      ├ ModelError              a model cannot be loaded
      │  ├ ModelNotFoundError      wrong path, or a hub name without a network
      │  ├ DamagedModelError       missing shard, truncated weights, broken JSON
@@ -31,6 +32,7 @@ __all__ = [
     "ModelError",
     "ModelNotFoundError",
     "OutOfMemoryError",
+    "PromptTooLongError",
     "ReplicaLostError",
     "RequestError",
     "UnsupportedAdapterError",
@@ -48,6 +50,14 @@ class ConfigError(HeadstartError, ValueError):
 
 class RequestError(HeadstartError, ValueError):
     """One request cannot be served; nothing was allocated for it."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt leaves no room for an answer in `max_model_len` tokens."""
+
+    def __init__(self, text: str, max_model_len: int = 0) -> None:
+        super().__init__(text)
+        self.max_model_len = max_model_len
 
 
 class ModelError(HeadstartError):

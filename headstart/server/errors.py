@@ -28,7 +28,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headstart.engine.vllm_api.sampling import SAMPLING
-from headstart.errors import EngineError, HeadstartError, ReplicaLostError, RequestError
+from headstart.errors import (
+    EngineError,
+    HeadstartError,
+    PromptTooLongError,
+    ReplicaLostError,
+    RequestError,
+)
 from headstart.server.openai.paths import tell_missing
 from headstart.validation import shorten
 
@@ -94,6 +100,9 @@ def as_api_error(error: BaseException) -> ApiError:
     """
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, PromptTooLongError):  # in the words by which clients know it
+        text = f"{error}; this model's maximum context length is {error.max_model_len} tokens"
+        return ApiError(400, text, code="context_length_exceeded")
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=_param_of(str(error)))
     if isinstance(error, ReplicaLostError):

@@ -74,3 +74,10 @@ def test_an_error_has_its_kind(litellm: Any, route: dict[str, Any]) -> None:
         litellm.completion(**{**route, "model": route["model"] + "x"}, messages=QUESTION)
     with pytest.raises(litellm.BadRequestError):
         litellm.completion(**route, messages=QUESTION, temperature=-1)
+
+
+def test_a_prompt_that_is_too_long_is_known_as_such(litellm: Any, route: dict[str, Any]) -> None:
+    """Programs that cut their conversations wait for this error."""
+    for text in ("x " * 5_000, "x" * 1_000_000):
+        with pytest.raises(litellm.ContextWindowExceededError):
+            litellm.completion(**route, messages=[{"role": "user", "content": text}], max_retries=0)

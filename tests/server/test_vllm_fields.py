@@ -142,6 +142,15 @@ def test_an_error_names_the_field_that_it_is_for(
     assert error["message"].startswith(says)
 
 
+def test_a_prompt_that_is_too_long_has_openai_s_code(server: Running) -> None:
+    error = post(server, "completions", prompt=[5] * 5_000).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"] == (
+        "the prompt has 5000 tokens; with room for one more it may have 4095 at the most "
+        "(max_model_len 4096); this model's maximum context length is 4096 tokens"
+    )
+
+
 def test_token_ids_and_log_probabilities_as_vllm_tells_them(server: Running) -> None:
     wanted = {"return_token_ids": True, "prompt_logprobs": 1, "return_tokens_as_token_ids": True}
     text = post(server, "completions", **COMPLETION, **wanted, logprobs=1).json()

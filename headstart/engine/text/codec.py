@@ -6,7 +6,7 @@ from itertools import takewhile
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from headstart.errors import RequestError
+from headstart.errors import PromptTooLongError, RequestError
 from headstart.validation import describe, shorten
 
 __all__ = ["Spelling", "encode_text", "too_many_tokens"]
@@ -15,11 +15,12 @@ _LONG = 1 << 16  # characters
 _ENCODING = ("__call__", "_encode_plus", "encode")
 
 
-def too_many_tokens(count: int, max_model_len: int) -> RequestError:
+def too_many_tokens(count: int, max_model_len: int) -> PromptTooLongError:
     """The error of a prompt that is too long."""
-    return RequestError(
+    return PromptTooLongError(
         f"the prompt has {count} tokens; with room for one more it may have "
-        f"{max_model_len - 1} at the most (max_model_len {max_model_len})"
+        f"{max_model_len - 1} at the most (max_model_len {max_model_len})",
+        max_model_len,
     )
 
 

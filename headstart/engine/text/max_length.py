@@ -13,7 +13,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from headstart.engine.text.codec import encode_text
-from headstart.errors import RequestError
+from headstart.errors import PromptTooLongError, RequestError
 from headstart.models.tokenizer import load_tokenizer
 from headstart.validation import check_utf8
 
@@ -45,9 +45,10 @@ class TextLimit:
         if size <= self.max_model_len * _LEAST_LONGEST:
             return
         if size > self.max_bytes:
-            raise RequestError(
+            raise PromptTooLongError(
                 f"{what} has {size:,} bytes of text; allowed: {self.max_bytes:,} at most "
-                f"(max_model_len {self.max_model_len})"
+                f"(max_model_len {self.max_model_len})",
+                self.max_model_len,
             )
 
     def check_messages(self, count: int) -> None:

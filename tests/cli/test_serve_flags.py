@@ -201,6 +201,8 @@ def test_the_environment_goes_behind_the_command_line(
         ("a --model b", "the model is 'a' and --model 'b'; allowed: one"),
         ("--config /no/such.yaml", "--config is '/no/such.yaml'; [Errno 2] No such file or "
          "directory: '/no/such.yaml'"),
+        ("no/model --chat-template no.jinja", "chat_template is 'no.jinja', no template, and no "
+         "file: [Errno 2] No such file or directory: 'no.jinja'"),
         ("--ssl-keyfile k", "tls_cert (or ssl_certfile) and tls_key (or ssl_keyfile) are for each "
          "other; allowed: both or none"),
         ("--allowed-origins '*'", "--allowed-origins is '*'; allowed: a list in JSON, such as "

@@ -151,15 +151,22 @@ async def _load_adapters(llm: Any, adapters: Mapping[str, Path]) -> None:
 def _open_replicas(
     model: str, engine: Mapping[str, Any], options: ServerOptions, replicas: ReplicaConfig
 ) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    name = resolve_model(model)
-    if os.path.exists(name):  # replicas run in another folder
-        name = os.path.abspath(name)
+    name = _absolute(resolve_model(model))
+    engine = {key: _absolute(value) if key in _PATHS else value for key, value in engine.items()}
     with waiting(announce(model)):
         make = _import_optional("headstart.cluster.serving.cluster", "cluster").ReplicaCluster
         cluster = make(name, engine, replicas, options.drain_seconds)
     with closing(cluster):
         cache_api = load_module("headstart.cluster.serving.cache_api").router
         yield cluster.llm, {"cache_api": cache_api}
+
+
+_PATHS = ("tokenizer", "chat_template", "generation_config")
+
+
+def _absolute(path: str) -> str:
+    """The path of what is there, for replicas, which run in another folder."""
+    return os.path.abspath(path) if os.path.exists(path) else path
 
 
 def _import_optional(module: str, extra: str) -> Any:

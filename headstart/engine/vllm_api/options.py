@@ -69,9 +69,11 @@ def read_options(model: str | Path, options: Mapping[str, Any]) -> EngineOptions
 def read_config(options: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `EngineConfig` that are among the options, before there is a model.
 
-    Raises ConfigError.
+    Raises ConfigError, also for a chat template that cannot be read.
     """
-    return _as_config(_read(options))
+    given = _read(options)
+    _read_template(given.get("chat_template"))
+    return _as_config(given)
 
 
 def _read(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,16 +57,18 @@ def test_replicas_find_a_model_that_is_named_from_here(
 ) -> None:
     """They run in folders of their own."""
     (tmp_path / "model").mkdir()
+    (tmp_path / "a.jinja").write_text("{{ messages }}")
     monkeypatch.chdir(tmp_path)
-    asked: list[str] = []
+    asked: list[object] = []
 
-    def make(model: str, *rest: object) -> object:
-        asked.append(model)
+    def make(model: str, engine: dict[str, object], *rest: object) -> object:
+        asked.extend([model, engine["chat_template"]])
         raise ConfigError("no more is needed")
 
     cluster = ModuleType("headstart.cluster.serving.cluster")
     monkeypatch.setattr(cluster, "ReplicaCluster", make, raising=False)
     monkeypatch.setitem(sys.modules, cluster.__name__, cluster)
-    done = CliRunner().invoke(main, [*QUIET, "--replicas", "2", "--model", "model"])
+    template = ["--chat-template", "a.jinja"]
+    done = CliRunner().invoke(main, [*QUIET, "--replicas", "2", "--model", "model", *template])
     assert "no more is needed" in done.stderr
-    assert asked == [str(tmp_path / "model")]
+    assert asked == [str(tmp_path / "model"), str(tmp_path / "a.jinja")]

@@ -10,8 +10,7 @@ import click
 from click.core import ParameterSource
 
 from headstart.cluster.options import ReplicaConfig
-from headstart.engine.vllm_api.rows import Flags, Names
-from headstart.errors import ConfigError
+from headstart.engine.vllm_api.rows import nearest
 from headstart.server.options import ServerOptions
 
 __all__ = [
@@ -21,7 +20,7 @@ __all__ = [
     "GroupedOption",
     "OrderedGroup",
     "group_of",
-    "unknown_option",
+    "with_slips_alone",
 ]
 
 MAIN, SERVER, REPLICAS, SAMPLING, MEMORY, MODELS, SPEED, INTERNALS, OTHER = (
@@ -54,21 +53,13 @@ _GROUPS = {
 }
 
 
-def unknown_option(command: str, error: click.NoSuchOption, table: Names | None = None) -> str:
-    """What to say of a flag that a command does not have; the nearest only if it is a slip.
-
-    table: of the command's flags; None for those that click knows.
-    """
-    if table is None:
-        params = error.ctx.command.params if error.ctx is not None else []
-        flags = [flag for one in params for flag in (*one.opts, *one.secondary_opts)]
-        own = [_name_of(flag) for flag in flags if flag.startswith("--")]
-        table = Flags(command, {}, ConfigError, own=own)
-    return f"{table.unknown(_name_of(error.option_name))}; see {command} --help"
-
-
-def _name_of(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_")
+def with_slips_alone(error: click.NoSuchOption) -> click.NoSuchOption:
+    """The error with the flag that is written like this one but for a slip; click asks for less."""
+    params = error.ctx.command.params if error.ctx is not None else []
+    near = nearest(error.option_name, [flag for one in params for flag in one.opts])
+    return click.NoSuchOption(
+        error.option_name, possibilities=[] if near is None else [near], ctx=error.ctx
+    )
 
 
 def group_of(field: str) -> str:

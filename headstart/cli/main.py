@@ -22,7 +22,7 @@ from headstart.cli.cache.commands import cache
 from headstart.cli.cache.keeping import keep_prefixes
 from headstart.cli.chat.conversation import Conversation
 from headstart.cli.doctor import doctor
-from headstart.cli.help import SAMPLING, GroupedCommand, GroupedOption, unknown_option
+from headstart.cli.help import SAMPLING, GroupedCommand, GroupedOption, with_slips_alone
 from headstart.cli.keys import keys
 from headstart.cli.models import models
 from headstart.cli.opening import (
@@ -98,6 +98,8 @@ _ELSEWHERE = {"pull": "models pull", "list": "models", "ls": "models", "rm": "mo
 
 def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:
     """A wrong call as headstart's own errors are told; click takes four lines."""
+    if isinstance(error, click.NoSuchOption):
+        error = with_slips_alone(error)
     said = error.format_message().rstrip(".")
     if error.ctx is not None:
         command = error.ctx.command_path
@@ -106,8 +108,6 @@ def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:
             said += "; a model is named by --model"
     else:
         command = f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()
-    if isinstance(error, click.NoSuchOption):
-        return unknown_option(command, error)
     unknown = re.match(r"No such command '(\w+)'", said)
     is_of_models = error.ctx is None or error.ctx.command.name in ("main", "models")
     if unknown and unknown[1] in _ELSEWHERE and is_of_models:

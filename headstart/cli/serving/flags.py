@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
-from headstart.cli.help import GroupedCommand, GroupedOption, unknown_option
+from headstart.cli.help import GroupedCommand, GroupedOption
 from headstart.engine.vllm_api.command_line import add_flags
 from headstart.engine.vllm_api.rows import Flags
 from headstart.engine.vllm_api.serve_args import SERVE_ROWS
@@ -59,7 +59,10 @@ class ServeCommand(GroupedCommand):
         try:
             left = super().parse_args(ctx, [*more, *rest])
         except click.NoSuchOption as error:
-            raise ConfigError(unknown_option(ctx.command_path, error, self._table)) from None
+            name = error.option_name.lstrip("-").replace("-", "_")
+            raise ConfigError(
+                f"{self._table.unknown(name)}; see {ctx.command_path} --help"
+            ) from None
         adapters = map(_read_module, given.pop("lora_modules", ()))
         first, *others = given.pop("served_model_name", [None])
         ctx.params |= _as_ours(given if first is None else given | {"served_model_name": first})

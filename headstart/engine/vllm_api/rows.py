@@ -27,6 +27,7 @@ __all__ = [
     "UncopiedError",
     "Verdict",
     "accepted",
+    "nearest",
     "refused",
     "works",
 ]
@@ -169,7 +170,7 @@ class Names:
         if name.startswith("__") or len(name) > _LONGEST:
             return ""
         own = {*self.own, *(one for one in has if not one.startswith("_"))}
-        near = _nearest(name, [*own, *self.rows])
+        near = nearest(name, [*own, *self.rows])
         row = self.rows.get(near) if near is not None and near not in own else None
         if row is not None and row.verdict is Verdict.REFUSED:
             return f", and refuses {self.spell(str(near))}: {row.note}"
@@ -180,7 +181,7 @@ class Names:
         return f"; it has {', '.join(map(self.spell, there))}" if 0 < len(there) <= _FEW else ""
 
 
-def _nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest(name: str, known: Iterable[str]) -> str | None:
     """The name that is written like this one but for a slip; None if there is none.
 
     Names of as many words are compared word by word, too: lora_config is no slip for load_config.

@@ -238,7 +238,7 @@ def test_a_hint_is_for_a_slip_alone(line: str, says: str) -> None:
 
 
 def test_flags_that_do_nothing_stay_out_of_the_help() -> None:
-    said = call("serve", "--help").stdout
+    said = call("serve", "-tp", "2", "--help").stdout
     assert "serve [OPTIONS] [MODEL]" in said
     assert "--chat-template " in said and "docs/vllm.md" in " ".join(said.split())
     shown = {flag for one in main.commands["serve"].params for flag in one.opts}

@@ -55,14 +55,14 @@ class ServeCommand(GroupedCommand):
             return super().parse_args(ctx, args)
         typed, rest = _read(args)
         filed, more = _read(_flags_of(typed["config"])) if typed.get("config") else ({}, [])
-        given = self._table.read({**filed, **typed})
         try:
-            left = super().parse_args(ctx, [*more, *rest])
+            left = super().parse_args(ctx, [*more, *rest])  # which --help ends
         except click.NoSuchOption as error:
             name = error.option_name.lstrip("-").replace("-", "_")
             raise ConfigError(
                 f"{self._table.unknown(name)}; see {ctx.command_path} --help"
             ) from None
+        given = self._table.read({**filed, **typed})
         adapters = map(_read_module, given.pop("lora_modules", ()))
         first, *others = given.pop("served_model_name", [None])
         ctx.params |= _as_ours(given if first is None else given | {"served_model_name": first})

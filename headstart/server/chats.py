@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from headstart.engine.params import SamplingParams
 from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.errors import RequestError
 from headstart.server.answers.formats import HERMES, CallFormat, choose_format, shows_reasoning
 from headstart.server.answers.parser import AnswerParser
 from headstart.server.answers.reasoning import CLOSE, OPEN, read_reasoning
 from headstart.server.answers.source import Reading, Source
-from headstart.server.errors import ApiError
+from headstart.server.errors import ApiError, telling_form_as
 from headstart.server.service import Service
 from headstart.server.tools import Thought, ToolUse, after_reasoning, force_calls
 
@@ -112,19 +114,39 @@ async def prepare_chat(
     options = dict(call.template)
     if call.tools.tools:
         options["tools"] = [tool.for_template() for tool in call.tools.tools]
-    request = await service.prepare_chat(
-        [_rename_role(message) for message in call.messages],
-        service.params(sampling, stream=stream),
-        request_id,
-        adapter=adapter,
-        cache_salt=call.salt,
-        priority=call.priority,
-        is_kept=is_kept,
-        **options,
-    )
+    async with _naming_tools(service, call):
+        request = await service.prepare_chat(
+            [_rename_role(message) for message in call.messages],
+            service.params(sampling, stream=stream),
+            request_id,
+            adapter=adapter,
+            cache_salt=call.salt,
+            priority=call.priority,
+            is_kept=is_kept,
+            **options,
+        )
     if call.retention:
         request.retain(len(request.prompt_token_ids), call.retention)
     return PreparedChat(request, dialect.calls, call.tools, dialect)
+
+
+@asynccontextmanager
+async def _naming_tools(service: Service, call: ChatCall) -> AsyncIterator[None]:
+    """Have an error of the form of forced calls name the tool whose schema is wrong.
+
+    All tools are one grammar, whose error knows no tools: each schema is tried alone then.
+    """
+    try:
+        yield
+    except RequestError as error:
+        if not call.tools.is_forced or not str(error).startswith("structured_outputs"):
+            raise
+        for place, tool in enumerate(call.tools.tools):
+            if call.tools.name in (None, tool.name):
+                with telling_form_as(f"tools.{place}"):
+                    form = StructuredOutputsParams(json=tool.schema)
+                    await service.llm.prepare([0], SamplingParams(structured_outputs=form))
+        raise
 
 
 def _place_form(

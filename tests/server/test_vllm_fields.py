@@ -116,8 +116,9 @@ def post(server: Running, path: str, **body: Any) -> httpx.Response:
         ("chat/completions", CHAT | {"structured_outputs": {"regex": "("}}, "structured_outputs",
          "structured_outputs.regex cannot be followed: unclosed group"),
         ("chat/completions", CHAT | {"tool_choice": "required", "tools": [
-            {"type": "function", "function": {"name": "a", "parameters": {"type": 7}}}]},
-         "tools", "tools cannot be followed: "),
+            {"type": "function", "function": {"name": "a"}},
+            {"type": "function", "function": {"name": "b", "parameters": {"type": 7}}}]},
+         "tools.1", "tools.1 cannot be followed: type must be a string or array of strings, at #/"),
         ("chat/completions", CHAT | {"temperature": -1}, "temperature", "temperature is -1"),
         ("chat/completions", CHAT | {"min_tokens": 5}, "min_tokens", "min_tokens is 5; allowed: "),
         ("completions", COMPLETION | {"best_of": 3}, "best_of",

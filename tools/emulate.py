@@ -40,6 +40,7 @@ TESTS = (
     *(f"tests/models/test_{name}.py" for name in ("greedy_head", "packed", "fused", "nonfinite")),
     "tests/models/test_half_weight.py",
     "tests/models/linear/test_int4.py",
+    "tests/models/linear/test_int8.py",
 )
 
 

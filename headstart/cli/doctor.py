@@ -89,7 +89,6 @@ def _hints(has_gpu: bool) -> Iterator[str]:
     if is_x86 and not native.is_built() and cpu_flags() >= {"avx2", "fma"}:
         yield "install g++, then headstart again: compiled kernels"
     if is_x86 and cpu_flags() >= {"avx2", "fma"}:
-        prompts = "; prompts take longer: AMX multiplies bfloat16" if _has_amx() else ""
-        yield f"--weights int8: a token reads half of what it does in bfloat16{prompts}"
+        yield "--weights int8: a token reads half of what it does in bfloat16"
     if has_gpu:
         yield "--device cuda"

@@ -11,7 +11,7 @@
 #if __GNUC__ >= 11
 #define HEADSTART_HAS_AMX
 #ifndef HEADSTART_EMULATED
-#pragma GCC target("amx-tile,amx-bf16")
+#pragma GCC target("amx-tile,amx-bf16,amx-int8")
 #endif
 #endif
 

@@ -142,6 +142,7 @@ class Screen(ctypes.Structure):
 _ROWS: tuple[type[NamedTuple], ...] = (Segment, Merger)
 _STRUCTS = (AttentionStep, AttentionCall, Weight, Norm, Layer, LayerRun, Screen)
 
+_INT8 = ((c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int), None)
 _INT4 = (
     (*(c_void_p,) * 3, c_int64, c_int64, c_int, c_void_p, c_int64, c_void_p, c_int),
     None,
@@ -163,10 +164,8 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
         (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
         None,
     ),
-    "int8_linear": (
-        (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
-        None,
-    ),
+    "int8_linear": _INT8,
+    "int8_linear_amx": _INT8,
     "int4_linear": _INT4,
     "int4_linear_avx512": _INT4,
     "rms_norm": ((c_void_p, c_float, c_void_p, c_int64, c_int64, c_void_p, c_int), None),

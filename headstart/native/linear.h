@@ -70,7 +70,7 @@ struct Products {
     void (*multiply)(const uint32_t* rows, int count, const uint32_t* panel, int64_t pairs,
                      float* sums, bool add, const uint32_t* next, int fetch);
 };
-extern const Products avx512_products, amx_products;
+extern const Products avx512_products, amx_products, amx_int8_products;
 inline const Products& products() { return use_amx ? amx_products : avx512_products; }
 constexpr int64_t MOST_ROWS = 512;
 
@@ -80,14 +80,16 @@ constexpr int64_t MOST_ROWS = 512;
 // - panel(group, part) returns a packed panel,
 // - finish(group, first, count, sums) receives sums[part][row - first][32].
 //
+// TOGETHER rows are never cut apart. `amx_int8_products` takes four int8 for a pair of bf16, and
+// gives sums in int32.
+//
 // Rows are cut into blocks that stay in the L2 cache; weights are streamed. A unit of the stage is
 // one group for one block; a thread takes a range of units at a time, whole blocks if there are
 // many.
-template <int N, class Source, class Panel, class Finish>
+template <int N, int TOGETHER = 1, class Source, class Panel, class Finish>
 void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages& stages,
-              Source&& source, Panel&& panel, Finish&& finish) {
+              Source&& source, Panel&& panel, Finish&& finish, const Products& kind = products()) {
     constexpr int64_t FEWEST_ROWS = 64, PARTS = 64;
-    const Products& kind = products();
     static thread_local Scratch packed_memory;
     alignas(64) static thread_local float sums[N * MOST_ROWS * PANEL];
     const int64_t pairs = (inputs + 1) / 2;
@@ -109,8 +111,8 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
     int64_t ready = -1;
     for (int64_t unit = stages.take(1); unit < blocks * stretches; unit = stages.take(1)) {
         const int64_t block = unit / stretches;
-        const int64_t row0 = block * rows / blocks;
-        const int64_t count = (block + 1) * rows / blocks - row0;
+        const auto start = [&](int64_t at) { return at * (rows / TOGETHER) / blocks * TOGETHER; };
+        const int64_t row0 = start(block), count = start(block + 1) - row0;
         const int64_t tiles = (count + kind.tallest - 1) / kind.tallest;
         // For one row, which needs little arithmetic, the hardware prefetcher is fastest.
         const int alone = count == 1 ? 0 : 2;

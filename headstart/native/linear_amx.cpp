@@ -24,8 +24,8 @@ struct alignas(64) Shapes {  // as the instruction LDTILECFG reads it
 
 thread_local int configured = 0;  // this thread's tiles: DEPTH for each row, and the pairs
 
-// Rows of `depth` pairs, `steps` times, times a panel.
-template <bool TWO>
+// Rows of `depth` pairs, `steps` times, times a panel; pairs of bf16, or fours of INTEGERS.
+template <bool TWO, bool INTEGERS>
 void multiply_steps(const uint32_t* rows, int count, const uint32_t* panel, int64_t steps,
                     int depth, float* sums, bool add) {
     constexpr int64_t SIDE = 4 * PANEL;
@@ -42,18 +42,24 @@ void multiply_steps(const uint32_t* rows, int count, const uint32_t* panel, int6
         if (TWO) _tile_zero(2);
         if (TWO) _tile_zero(3);
     }
+#define ADD(to, a, b)               \
+    if (INTEGERS) {                 \
+        _tile_dpbssd(to, a, b);     \
+    } else                          \
+        _tile_dpbf16ps(to, a, b)
     for (int64_t k = 0; k < steps; k++) {
         _tile_loadd(6, panel, SIDE);
         _tile_loadd(7, panel + 16, SIDE);
         _tile_loadd(4, rows, depth * 4);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
+        ADD(0, 4, 6);
+        ADD(1, 4, 7);
         if (TWO) _tile_loadd(5, rows + 16 * depth, depth * 4);
-        if (TWO) _tile_dpbf16ps(2, 5, 6);
-        if (TWO) _tile_dpbf16ps(3, 5, 7);
+        if (TWO) { ADD(2, 5, 6); }
+        if (TWO) { ADD(3, 5, 7); }
         rows += count * depth;
         panel += depth * PANEL;
     }
+#undef ADD
     _tile_stored(0, sums, SIDE);
     _tile_stored(1, sums + 16, SIDE);
     if (TWO) _tile_stored(2, below, SIDE);
@@ -70,9 +76,10 @@ void pack(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out)
 }
 
 // Nothing is prefetched: one row reads weights as fast without, and many rows lose a tenth.
+template <bool INTEGERS>
 void multiply_rows(const uint32_t* rows, int count, const uint32_t* panel, int64_t pairs,
                    float* sums, bool add, const uint32_t*, int) {
-    const auto run = count > 16 ? multiply_steps<true> : multiply_steps<false>;
+    const auto run = count > 16 ? multiply_steps<true, INTEGERS> : multiply_steps<false, INTEGERS>;
     const int64_t steps = pairs / DEPTH, whole = steps * DEPTH;
     if (steps > 0) run(rows, count, panel, steps, DEPTH, sums, add);
     if (whole < pairs)
@@ -101,9 +108,10 @@ void headstart::release_tiles() {
     configured = 0;
 }
 
-const Products headstart::amx_products{32, 512, 128, 1280 * 1024, pack, multiply_rows};
+const Products headstart::amx_products{32, 512, 128, 1280 * 1024, pack, multiply_rows<false>};
+const Products headstart::amx_int8_products{32, 512, 128, 1280 * 1024, pack, multiply_rows<true>};
 
 #else
-const headstart::Products headstart::amx_products{};
+const headstart::Products headstart::amx_products{}, headstart::amx_int8_products{};
 void headstart::release_tiles() {}
 #endif

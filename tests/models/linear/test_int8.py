@@ -10,7 +10,7 @@ from headstart.models.linear.int8 import quantize_int8
 
 SHAPES = [(1, 1), (7, 3), (64, 48), (131, 95), (300, 896), (2100, 512)]
 COUNTS = [1, 2, 5, 16, 128, 129, 200]
-PATHS = pytest.mark.parametrize("path", ["packed", "compiled", "tiles"])
+PATHS = pytest.mark.parametrize("path", ["amx", "packed", "compiled", "tiles"])
 
 
 def make_weight(outputs: int, inputs: int, seed: int = 0) -> Tensor:
@@ -32,6 +32,9 @@ def make_rows(count: int, inputs: int) -> Tensor:
 def make_layer(
     weight: Tensor, bias: Tensor | None, path: str, patch: pytest.MonkeyPatch
 ) -> QuantizedLinear:
+    if path == "amx" and kinds.level() < kinds.AMX:
+        pytest.skip("no AMX here")
+    patch.setattr(kinds, "level", lambda: kinds.AMX if path == "amx" else kinds.AMX - 1)
     patch.setattr(kinds, "_multiplies_integers", lambda: path == "packed")
     if path == "tiles":
         patch.setattr(kinds, "avx2_library", lambda: None)
@@ -73,17 +76,23 @@ def test_products_are_those_of_float64(
         assert_near(layer(rows), rows, layer.unpack())
 
 
+@pytest.mark.parametrize("path", ["amx", "compiled"])
 @pytest.mark.parametrize("inputs", [4864, 20000])
-def test_sums_of_long_rows_do_not_overflow(inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_long_rows_do_not_overflow(
+    inputs: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All weights and inputs are the largest."""
-    layer = make_layer(torch.ones(5, inputs), None, "compiled", monkeypatch)
+    layer = make_layer(torch.ones(5, inputs), None, path, monkeypatch)
     expected = torch.full((3, 5), 7.0 * inputs)
     torch.testing.assert_close(layer(torch.full((3, inputs), 7.0)), expected)
 
 
+@pytest.mark.parametrize("path", ["amx", "compiled"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_any_number_of_rows_and_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = make_layer(make_weight(67, 101), None, "compiled", monkeypatch)
+def test_any_number_of_rows_and_threads(
+    threads: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer(make_weight(67, 101), None, path, monkeypatch)
     rows = make_rows(20, 101)
     alone = torch.cat([layer(row) for row in rows.split(1)])
     before = torch.get_num_threads()
@@ -120,7 +129,9 @@ def test_bias_dtype_and_leading_axes(
     assert layer(rows[:, :0]).shape == (2, 0, 20)
 
 
-@pytest.mark.parametrize(("path", "count"), [("packed", 300), ("compiled", 300)])
+@pytest.mark.parametrize(
+    ("path", "count"), [("amx", 300), ("amx", 1500), ("packed", 300), ("compiled", 300)]
+)
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
     path: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "check_name",
     "check_utf8",
     "describe",
+    "in_one_line",
     "option",
     "shorten",
 ]
@@ -71,6 +72,13 @@ def shorten(text: str) -> str:
     """The text of at most 300 characters, in which half characters are spelled as escapes."""
     short = text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
     return short.encode("utf-8", "backslashreplace").decode()
+
+
+def in_one_line(text: str) -> str:
+    """The same with escapes for line ends, and for all else that cannot be printed."""
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in shorten(text)
+    )
 
 
 def check_utf8(what: str, text: str, refuse: type[HeadstartError] = RequestError) -> int:

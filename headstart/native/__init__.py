@@ -91,9 +91,10 @@ def pointer(function: object) -> int:
 @cache
 def _threaded() -> ctypes.CDLL | None:
     found, functions = _load(_FOLDER), _openmp()
-    if found is not None and functions is not None:
-        found.headstart_native_threads(*functions)
+    if found is not None:
         found.headstart_native_use_amx(level() >= AMX)
+        if functions is not None:
+            found.headstart_native_threads(*functions)
     return found
 
 

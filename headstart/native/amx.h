@@ -6,10 +6,11 @@
 //     2 3  +=   5  *  6 7
 #pragma once
 
+#include <atomic>
+
 #include "native.h"
 
-#if __GNUC__ >= 11
-#define HEADSTART_HAS_AMX
+#ifdef HEADSTART_HAS_AMX
 #ifndef HEADSTART_EMULATED
 #pragma GCC target("amx-tile,amx-bf16,amx-int8")
 #endif
@@ -18,6 +19,10 @@
 namespace headstart {
 
 constexpr int DEPTH = 16;  // pairs of a tile
+
+// GCC 12 does not know that loading tiles reads memory: what was written before a load stays before
+// it by this.
+inline void before_tiles() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
 // Declares this thread's tiles, unless they are so already: `rows` (at most 32) of `depth` pairs.
 void configure_tiles(int rows, int depth);

@@ -30,6 +30,7 @@ void multiply_steps(const uint32_t* rows, int count, const uint32_t* panel, int6
                     int depth, float* sums, bool add, bool fetch) {
     constexpr int64_t SIDE = 4 * PANEL, AHEAD = 8 * DEPTH * PANEL;
     configure_tiles(count, depth);
+    before_tiles();
     float* below = sums + 16 * PANEL;
     if (add) {
         _tile_loadd(0, sums, SIDE);
@@ -100,7 +101,7 @@ void headstart::configure_tiles(int rows, int depth) {
         shapes.rows[tile] =
             static_cast<uint8_t>(tile >= 6 ? depth : std::clamp(rows - 16 * half, 1, 16));
     }
-    std::atomic_signal_fence(std::memory_order_seq_cst);  // GCC 12 takes it to read 8 bytes alone
+    before_tiles();
     _tile_loadconfig(&shapes);
     configured = rows * DEPTH + depth;
 }

@@ -74,7 +74,7 @@ class Spread {
 bool has_amx() {
 #if defined(HEADSTART_EMULATED)
     return true;
-#elif defined(__linux__) && __GNUC__ >= 11
+#elif defined(__linux__) && defined(HEADSTART_HAS_AMX)
     constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
            __builtin_cpu_supports("amx-int8") &&

@@ -16,6 +16,10 @@
 // a library built from older sources is not used. bindings.py declares the signatures and structs.
 constexpr int HEADSTART_NATIVE_INTERFACE = 14;
 
+#if __GNUC__ >= 11  // clang tells of a lower one
+#define HEADSTART_HAS_AMX
+#endif
+
 namespace headstart {
 
 using bf16 = uint16_t;

@@ -36,7 +36,7 @@ from headstart.errors import (
     RequestError,
 )
 from headstart.server.openai.paths import tell_missing
-from headstart.validation import shorten
+from headstart.validation import in_one_line, shorten
 
 __all__ = [
     "ApiError",
@@ -131,7 +131,8 @@ def _read_validation(error: RequestValidationError) -> ApiError:
     if first["type"] == "refused_field":
         text = first["msg"]
     elif first["type"] == "unknown_field":
-        text = f"{shorten('.'.join(way)) or 'the request'} knows no '{last}'{first['msg']}"
+        what = shorten(".".join(way)) or "the request"
+        text = f"{what} knows no '{in_one_line(last)}'{first['msg']}"
     elif first["type"] == "missing":
         text = f"{param or 'the body'} is missing"
     return ApiError(400, text, param=param or None)

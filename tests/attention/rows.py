@@ -28,6 +28,27 @@ each_kernel = pytest.mark.parametrize(
         for dtype, found in LIBRARIES.items()
     ],
 )
+# The same, and in bfloat16 with AMX and without; for tests with the fixture `bf16_products`.
+each_product = pytest.mark.parametrize(
+    ("dtype", "bf16_products"),
+    [
+        pytest.param(
+            dtype,
+            with_amx,
+            id=f"{dtype}{name}",
+            marks=pytest.mark.skipif(
+                LIBRARIES[dtype] is None, reason="no compiled kernels for it here"
+            ),
+        )
+        for dtype, with_amx, name in (
+            (torch.bfloat16, True, "-amx"),
+            (torch.bfloat16, False, "-avx512"),
+            (torch.float32, None, ""),
+            (torch.int8, None, ""),
+        )
+    ],
+    indirect=["bf16_products"],
+)
 # Relative to a value, and absolute: outputs are means of values that are around 1.
 TOLERANCE = {torch.float32: (2e-5, 2e-6), torch.bfloat16: (0.04, 0.02)}
 OPTIONS = {

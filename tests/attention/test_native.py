@@ -29,6 +29,7 @@ from tests.attention.rows import (
     Sequence,
     check,
     each_kernel,
+    each_product,
     kernels,
     row_dtype,
     run_step,
@@ -57,7 +58,7 @@ def fitting(options: AttentionOptions, heads: int, key_dim: int = 16) -> Attenti
     return replace(options, scaling=options.scaling * 4 / key_dim**0.5, sinks=sinks)
 
 
-@each_kernel
+@each_product
 @pytest.mark.usefixtures("bf16_products")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_prompts_in_pieces_and_decodes_side_by_side(
             check(sequence, out, options)
 
 
-@each_kernel
+@each_product
 @pytest.mark.usefixtures("bf16_products")
 @settings(max_examples=40)
 @given(data=st.data(), window=st.none() | st.integers(1, 80), seed=st.integers(0, 5))
@@ -132,7 +133,7 @@ def test_any_strides(dtype: torch.dtype) -> None:
         assert torch.equal(run_step(backend, [(a, 40)], OPTIONS["plain"])[0], expected)
 
 
-@each_kernel
+@each_product
 @pytest.mark.usefixtures("bf16_products")
 @pytest.mark.parametrize("width", [16, 32])
 @pytest.mark.parametrize("gather", [False, True])

@@ -119,6 +119,37 @@ def test_the_kernels_that_the_cpu_can_run_and_the_cap(
     assert (native.avx2_library() is not None) == avx2
 
 
+@pytest.mark.parametrize(
+    ("level", "cap", "expected"), [(3, "", True), (3, "avx512", False), (2, "", False)]
+)
+@pytest.mark.parametrize("openmp", [None, [1, 2, 3]])
+def test_amx_multiplies_where_the_cpu_has_it(
+    level: int, cap: str, expected: bool, openmp: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever torch's threads are: the level says which kernels run."""
+    told: list[bool] = []
+
+    class Library:
+        headstart_native_use_amx = staticmethod(told.append)
+
+        def headstart_native_level(self) -> int:
+            return level
+
+        def headstart_native_threads(self, *addresses: int) -> None:
+            assert list(addresses) == openmp
+
+    monkeypatch.setenv("HEADSTART_NATIVE", "1")
+    monkeypatch.setenv("HEADSTART_CPU", cap)
+    monkeypatch.setattr(native, "_load", lambda folder: Library())
+    monkeypatch.setattr(native, "_openmp", lambda: openmp)
+    native._threaded.cache_clear()
+    try:
+        assert native.library() is not None
+    finally:
+        native._threaded.cache_clear()
+    assert told == [expected]
+
+
 def test_the_baseline_has_no_instruction_that_a_cpu_may_lack() -> None:
     """The functions that ask what the CPU has are compiled without any -mavx flag."""
     settings = tomllib.loads((FOLDER.parent.parent / "pyproject.toml").read_text())

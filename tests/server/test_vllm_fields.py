@@ -126,6 +126,11 @@ def post(server: Running, path: str, **body: Any) -> httpx.Response:
         ("completions", {"prompt": []}, "prompt", "prompt has 0 entries"),
         ("completions", COMPLETION | {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs",
          "prompt_logprobs is 1 and stream true"),
+        ("completions", COMPLETION | {"logprobs": 21}, "logprobs", "logprobs is 21; allowed: from"),
+        ("chat/completions", CHAT | {"prompt_logprobs": -1}, "prompt_logprobs",
+         "prompt_logprobs is -1; allowed: from 0 to 20"),
+        ("chat/completions", CHAT | {"response_format": {"type": "structural_tag"}},
+         "response_format", "response_format.structures is missing"),
         ("responses", {"input": "a", "model": "tiny"}, "max_tokens",
          "max_tokens is 2; allowed: null; the name is `max_output_tokens`"),
         ("responses", {"input": "a", "model": "tiny", "max_tokens": None,
@@ -164,6 +169,10 @@ def test_token_ids_and_log_probabilities_as_vllm_tells_them(server: Running) -> 
     assert first is None and len(others) + 1 == len(choice["prompt_token_ids"])
     for token_id, entry in zip(choice["prompt_token_ids"][1:], others, strict=True):
         assert entry[str(token_id)].keys() == {"logprob", "rank", "decoded_token"}
+    more = {"echo": True, "logprobs": 2, "prompt_logprobs": 0}
+    [choice] = post(server, "completions", **COMPLETION, **more).json()["choices"]
+    assert {len(one) for one in choice["logprobs"]["top_logprobs"][1:]} == {2}
+    assert {len(one) for one in choice["prompt_logprobs"][1:]} == {1}
     chat = post(server, "chat/completions", **CHAT, **wanted, logprobs=True).json()
     [choice] = chat["choices"]
     tokens = [one["token"] for one in choice["logprobs"]["content"]]

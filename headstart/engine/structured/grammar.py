@@ -1,9 +1,9 @@
 """Grammars over tokens: compiled when a request is prepared, followed token by token in a step.
 
 llguidance does both: it reads JSON schemas, regular expressions and context-free grammars, and
-says which tokens may come next. Compiling takes milliseconds, once for a form: in the thread that
-prepares a request, never in a step. Each answer then has a matcher of its own, a copy of the
-compiled one, which takes microseconds.
+says which tokens may come next. Compiling takes milliseconds as a rule and seconds at worst, once
+for a form: in the thread that prepares a request, never in a step. Each answer then has a matcher
+of its own, a copy of the compiled one, which takes microseconds.
 """
 
 import functools

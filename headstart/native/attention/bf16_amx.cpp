@@ -39,6 +39,7 @@ void multiply_keys(Lanes& s, int count, int key_dim, int vectors) {
     for (int k = 0; k < count; k += 32) {
         const KeyRows upper(s.now.keys + k, key_dim, copies[0]);
         const KeyRows lower(s.now.keys + k + 16, key_dim, copies[1]);
+        before_tiles();
         for (int v = 0; v < vectors; v += 2) {
             _tile_zero(0);
             _tile_zero(1);
@@ -79,6 +80,7 @@ void multiply_values(Lanes& s, int count, int value_dim, int vectors) {
                 _mm512_store_si512(&values[d + 16 + i][k / 2], high[i]);
             }
         }
+    before_tiles();
     for (int d = 0; d < value_dim; d += 32)
         for (int v = 0; v < vectors; v += 2) {
             float* upper = &s.out[d][v * 16];

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headstart.validation import shorten
+from headstart.validation import in_one_line
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
@@ -98,12 +98,12 @@ class RequestLog:
                 tenant = state.get("tenant")
                 line.tenant = tenant.name if tenant is not None else None
                 failed = state.get("error")
-                line.error = shorten(str(failed)) if failed is not None else None
+                line.error = in_one_line(str(failed)) if failed is not None else None
 
 
 @contextmanager
 def _line_of(scope: Scope) -> Iterator[_Line]:
-    line = _Line("", scope["method"], shorten(scope["path"]))
+    line = _Line("", scope["method"], in_one_line(scope["path"]))
     token = _LINE.set(line)
     start = time.perf_counter()
     try:

@@ -107,7 +107,7 @@ def _whole(body: ChatRequest, prepared: PreparedChat, output: RequestOutput) -> 
     if body.return_token_ids:
         told["prompt_token_ids"] = list(output.prompt_token_ids)
     if body.prompt_logprobs is not None:
-        told["prompt_logprobs"] = prompt_logprobs(output)
+        told["prompt_logprobs"] = prompt_logprobs(output, body.prompt_logprobs)
     return told
 
 

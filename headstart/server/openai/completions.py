@@ -163,7 +163,7 @@ class _Told:
             if is_first:
                 more["prompt_token_ids"] = list(output.prompt_token_ids)
         if self._body.prompt_logprobs is not None:
-            more["prompt_logprobs"] = prompt_logprobs(output)
+            more["prompt_logprobs"] = prompt_logprobs(output, self._body.prompt_logprobs)
         return more
 
     def _usage(self, counts: Sequence[TokenCount]) -> dict[str, Any]:

@@ -53,6 +53,7 @@ _COMPLETION_WORKS = {
     "prompt": "texts or token ids, one or several",
     "echo": "",
     "suffix": "none: models here continue a text",
+    "best_of": "none, or `n`",
 }
 
 _ACCEPTED = {

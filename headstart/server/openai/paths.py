@@ -1,6 +1,7 @@
 """What becomes of paths that vLLM's server has, and OpenAI's, and this one has not."""
 
 from headstart.engine.vllm_api.rows import refused
+from headstart.validation import in_one_line
 
 __all__ = ["tell_missing"]
 
@@ -46,4 +47,5 @@ _ROWS = refused(
 def tell_missing(path: str) -> str:
     """What to say of a path that is not there."""
     row = _ROWS.get(path.rstrip("/"))
-    return f"there is no {path}: {row.note if row is not None else 'GET /docs shows what there is'}"
+    instead = row.note if row is not None else "GET /docs shows what there is"
+    return f"there is no {in_one_line(path)}: {instead}"

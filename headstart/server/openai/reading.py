@@ -18,6 +18,7 @@ from headstart.server.openai.schema import (
     ToolChoice,
 )
 from headstart.server.tools import Tool, ToolUse
+from headstart.validation import describe
 
 __all__ = ["as_tools", "form_field", "read_chat_sampling", "read_completion_sampling", "read_tools"]
 
@@ -26,7 +27,7 @@ _SAME = (
     *("min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("bad_words", "allowed_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
 )
-_MAX_TOP_LOGPROBS = 20
+_MAX_LOGPROBS = 20  # of a token; a long prompt with more of them is an answer of megabytes
 
 
 def _common(body: SamplingFields) -> dict[str, Any]:
@@ -36,6 +37,7 @@ def _common(body: SamplingFields) -> dict[str, Any]:
     params["logit_bias"] = _read_bias(body.logit_bias)
     params["structured_outputs"] = _read_form(body)
     if body.prompt_logprobs is not None:
+        _check_logprobs("prompt_logprobs", body.prompt_logprobs)
         if body.stream:
             raise ApiError(
                 400,
@@ -54,11 +56,12 @@ def read_completion_sampling(body: CompletionRequest) -> dict[str, Any]:
         raise RequestError(
             f"best_of is {body.best_of}; allowed: none, or n, which is {body.n or 1}; give n"
         )
+    _check_logprobs("logprobs", body.logprobs)
     params = _common(body) | {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
     if body.max_tokens == 0 and body.echo:
         params["max_tokens"] = 1  # of which nothing is told: see `completions`
-    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
-        params["prompt_logprobs"] = body.logprobs
+    if body.echo and body.logprobs is not None:
+        params["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     return params
 
 
@@ -68,14 +71,17 @@ def read_chat_sampling(body: ChatRequest) -> dict[str, Any]:
     params = _common(body) | {"max_tokens": body.max_tokens if most is None else most}
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= _MAX_TOP_LOGPROBS:
-        raise ApiError(
-            400,
-            f"top_logprobs is {body.top_logprobs}; allowed: from 0 to {_MAX_TOP_LOGPROBS}",
-            param="top_logprobs",
-        )
+    _check_logprobs("top_logprobs", body.top_logprobs)
     params["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     return params
+
+
+def _check_logprobs(name: str, value: int | None) -> None:
+    """Raise ApiError for more than an answer may have."""
+    if value is not None and not 0 <= value <= _MAX_LOGPROBS:
+        raise ApiError(
+            400, f"{name} is {describe(value)}; allowed: from 0 to {_MAX_LOGPROBS}", param=name
+        )
 
 
 def as_tools(given: Iterable[FunctionTool] | None) -> tuple[Tool, ...]:
@@ -126,6 +132,8 @@ def _read_format(given: ResponseFormat | None) -> StructuredOutputsParams | None
         return StructuredOutputsParams(json_object=True, disable_any_whitespace=True)
     if given.type == "structural_tag":
         tag = {"structures": given.structures, "triggers": given.triggers}
+        for name in (name for name, value in tag.items() if value is None):
+            raise ApiError(400, f"response_format.{name} is missing", param="response_format")
         return StructuredOutputsParams(structural_tag=tag, disable_any_whitespace=True)
     if given.json_schema is None:
         raise ApiError(400, "response_format.json_schema is missing", param="response_format")

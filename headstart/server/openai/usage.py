@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from headstart.server.counting import TokenCount
@@ -86,16 +85,24 @@ def completion_logprobs(
     return told
 
 
-def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None:
-    """The log-probabilities of a prompt's tokens as vLLM tells them; None for the first one."""
+def prompt_logprobs(output: RequestOutput, most: int) -> list[dict[str, Any] | None] | None:
+    """The log-probabilities of a prompt's tokens as vLLM tells them; None for the first one.
+
+    Each with the `most` likeliest.
+    """
     if output.prompt_logprobs is None:
         return None
     return [
         None
         if entry is None
         else {
-            str(token_id): {**asdict(one), "logprob": max(one.logprob, -9999.0)}
-            for token_id, one in entry.items()
+            str(token_id): {
+                "logprob": max(one.logprob, -9999.0),
+                "rank": one.rank,
+                "decoded_token": one.decoded_token,
+            }
+            for place, (token_id, one) in enumerate(entry.items())
+            if place == 0 or one.rank <= most
         }
         for entry in output.prompt_logprobs
     ]

@@ -22,7 +22,7 @@ from headstart import (
 from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.vllm_api.flags import LISTS, SWITCHES, TEXTS
 from headstart.engine.vllm_api.options import ENGINE, read_options
-from headstart.engine.vllm_api.serve_args import SERVE_ROWS
+from headstart.engine.vllm_api.serve_args import _NOTES, SERVE_ROWS
 from headstart.utils import FlexibleArgumentParser
 from tests.engine.tiny_llm import save_smallest
 from tests.house.source import ROOT
@@ -81,6 +81,7 @@ def test_switches_are_those_that_vllm_s_defaults_are() -> None:
         marked | SWITCHES
     )
     assert set(SERVE_ROWS) >= SWITCHES | LISTS | TEXTS
+    assert set(_NOTES) <= {row.note for row in ENGINE.rows.values()}, "a note has other words now"
 
 
 def test_values_are_read_by_their_form() -> None:

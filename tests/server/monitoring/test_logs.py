@@ -6,6 +6,7 @@ import json
 import logging
 import queue
 from collections.abc import Callable, Iterator
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -103,3 +104,17 @@ def test_a_line_for_people(server: Running, written: Callable[[str], Written]) -
     assert "POST /v1/completions 200" in good and "3 generated" in good
     assert "POST /v1/completions 400" in bad and "temperature is -1" in bad
     assert "treasure" not in good + bad
+
+
+def test_a_client_writes_no_line_of_its_own(
+    server: Running, written: Callable[[str], Written]
+) -> None:
+    """A path and the name of a field went into the log as they came, line ends and escapes too."""
+    lines = written("text")
+    forged = "\n99:99:99 POST /v1/completions 200 forged\x1b[31m"
+    assert ask(server, **{forged: 1}).status_code == 400
+    assert httpx.get(f"{server.url}/nope{quote(forged)}").status_code == 404
+    for expected in ("POST /v1/completions 400", "GET /nope\\n99:99:99 POST"):
+        line = lines.read()
+        assert expected in line and line.isprintable()
+    assert lines.lines.empty()

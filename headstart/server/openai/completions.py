@@ -142,7 +142,10 @@ class _Told:
         if self._body.logprobs is not None:
             start = self._offsets.get(index, 0)
             as_ids = bool(self._body.return_tokens_as_token_ids)
-            logprobs = completion_logprobs(entries, self._body.logprobs, start, as_ids=as_ids)
+            first = self._first_token(output) if echoed and entries else (0, "")
+            logprobs = completion_logprobs(
+                entries, self._body.logprobs, start, as_ids=as_ids, first=first
+            )
         self._offsets[index] = self._offsets.get(index, 0) + len(echoed + text)
         told = {
             "index": index,
@@ -176,6 +179,12 @@ class _Told:
         if output.prompt is not None or self._tokenizer is None:
             return output.prompt or ""
         return str(self._tokenizer.decode(output.prompt_token_ids))
+
+    def _first_token(self, output: RequestOutput) -> tuple[int, str]:
+        """Id and text of a prompt's first token, which has no log-probability."""
+        token_id = output.prompt_token_ids[0]
+        text = str(self._tokenizer.decode([token_id])) if self._tokenizer is not None else ""
+        return token_id, text
 
 
 async def _answer_all(service: Service, requests: Sequence[RequestGroup]) -> list[RequestOutput]:

@@ -62,9 +62,17 @@ def _token(token_id: int, entry: Logprob, as_ids: bool) -> dict[str, Any]:
 
 
 def completion_logprobs(
-    entries: Iterable[Logprobs | None], most: int, offset: int = 0, *, as_ids: bool = False
+    entries: Iterable[Logprobs | None],
+    most: int,
+    offset: int = 0,
+    *,
+    as_ids: bool = False,
+    first: tuple[int, str] = (0, ""),
 ) -> dict[str, Any]:
-    """The same as completions have them; `offset` is where the first token's text begins."""
+    """The same as completions have them; `offset` is where the first token's text begins.
+
+    first: id and text of a prompt's first token, whose entry is None.
+    """
     told: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
@@ -77,11 +85,13 @@ def completion_logprobs(
             _text(*one, as_ids): max(one[1].logprob, -9999.0)
             for one in _likeliest(entry or {}, most)
         }
-        told["tokens"].append(_text(*chosen, as_ids) if chosen is not None else "")
+        text = (chosen[1].decoded_token or "") if chosen is not None else first[1]
+        token_id = chosen[0] if chosen is not None else first[0]
+        told["tokens"].append(f"token_id:{token_id}" if as_ids else text)
         told["token_logprobs"].append(max(chosen[1].logprob, -9999.0) if chosen else None)
         told["top_logprobs"].append(top if entry else None)
         told["text_offset"].append(offset)
-        offset += len((chosen[1].decoded_token or "") if chosen is not None else "")
+        offset += len(text)
     return told
 
 

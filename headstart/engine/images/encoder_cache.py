@@ -41,7 +41,7 @@ from torch import Tensor
 from headstart.cache import MultiModalItem, Shares
 from headstart.engine.prompt import PlacedRows
 from headstart.errors import EngineError
-from headstart.models.vision import ProcessedImage
+from headstart.models.image_encoder import ProcessedImage
 
 __all__ = [
     "EmbeddingStore",

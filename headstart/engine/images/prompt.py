@@ -29,7 +29,7 @@ from headstart.engine.outputs import ImageUse
 from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
 from headstart.engine.text.codec import encode_text
 from headstart.errors import RequestError
-from headstart.models.vision import PlacedImage, VisionModel
+from headstart.models.image_encoder import PlacedImage, VisionModel
 from headstart.validation import describe
 
 __all__ = ["IMAGE_MARK", "ImagePrompts", "make_image_prompts"]

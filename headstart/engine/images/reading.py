@@ -18,7 +18,7 @@ from headstart.engine.images.encoder_cache import EncoderKey
 from headstart.engine.images.files import ImageSource
 from headstart.engine.images.perceptual_hash import Look, look_of
 from headstart.errors import RequestError
-from headstart.models.vision import ProcessedImage, VisionModel
+from headstart.models.image_encoder import ProcessedImage, VisionModel
 from headstart.validation import shorten
 
 if TYPE_CHECKING:

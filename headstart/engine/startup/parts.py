@@ -14,7 +14,7 @@ from headstart.engine.tiering.tiers import Stores
 from headstart.engine.tiering.words import make_spell
 from headstart.imports import load_module
 from headstart.models.decoder import DecoderModel
-from headstart.models.vision import VisionModel
+from headstart.models.image_encoder import VisionModel
 from headstart.tiers import (
     OBJECTS,
     BlockStore,
@@ -91,6 +91,6 @@ def _load_vision(
     """The model's vision part, if it has one; image processors take seconds to import."""
     if not decoder.takes_images:
         return None
-    zoo = load_module("headstart.models.zoo.vision")
+    zoo = load_module("headstart.models.zoo.image_encoder")
     found: VisionModel | None = zoo.load_vision(decoder, tokenizer)
     return found

@@ -15,7 +15,7 @@ from headstart.engine.images.budget import EncoderBudget
 from headstart.engine.images.encoder_cache import EncoderCache, PromptImage, PromptImages
 from headstart.engine.prompt import PromptExtras
 from headstart.engine.request import Request
-from headstart.models.vision import ProcessedImage
+from headstart.models.image_encoder import ProcessedImage
 from tests.engine.test_scheduler import BLOCK, Bench
 
 Shown = tuple[int, int, int]  # tokens before the image, which image, its rows: 1 to 3 times 3

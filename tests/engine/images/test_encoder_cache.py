@@ -22,7 +22,7 @@ from headstart.engine.images.encoder_cache import (
 )
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PromptExtras
-from headstart.models.vision import ProcessedImage
+from headstart.models.image_encoder import ProcessedImage
 from tests.interruptions import Interrupted, Interruption
 
 

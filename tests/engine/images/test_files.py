@@ -19,7 +19,7 @@ from headstart import RequestError
 from headstart.engine.images.decoding import FORMATS
 from headstart.engine.images.files import read_data_url, read_source
 from headstart.engine.images.reading import ImageReader
-from headstart.models.vision import ProcessedImage
+from headstart.models.image_encoder import ProcessedImage
 from tests.tiny_vision import make_image
 
 MAX_PIXELS = 2**25

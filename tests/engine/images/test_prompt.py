@@ -18,8 +18,8 @@ from headstart import LLM, RequestError, SamplingParams
 from headstart.cache import ExtraKey, MultiModalItem, TokenSequence, extra_keys
 from headstart.engine.images.prompt import IMAGE_MARK
 from headstart.models.demo.adapter import write_adapter
-from headstart.models.vision import PlacedImage, ProcessedImage
-from headstart.models.zoo.vision import TransformersVision as VisionModel
+from headstart.models.image_encoder import PlacedImage, ProcessedImage
+from headstart.models.zoo.image_encoder import TransformersVision as VisionModel
 from tests.tiny_vision import IDS, make_image, save_tiny_vision
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

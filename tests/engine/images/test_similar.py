@@ -14,7 +14,7 @@ from headstart.engine.images.encoder_cache import EncoderKey
 from headstart.engine.images.perceptual_hash import look_of
 from headstart.engine.images.reading import LoadedImage
 from headstart.engine.images.similar import ENTRY_BYTES, SimilarImages
-from headstart.models.vision import ProcessedImage
+from headstart.models.image_encoder import ProcessedImage
 from tests.tiny_vision import make_image, save_tiny_vision
 
 ASKED = SamplingParams(temperature=0, max_tokens=4, similar_images=True)

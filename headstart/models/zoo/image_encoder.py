@@ -26,8 +26,8 @@ from transformers import AutoImageProcessor, PreTrainedModel, PreTrainedTokenize
 
 from headstart.errors import DamagedModelError, HeadstartError, UnsupportedModelError
 from headstart.models.decoder import DecoderModel
+from headstart.models.image_encoder import INSTALL, PlacedImage, ProcessedImage
 from headstart.models.silence_transformers import silence_transformers
-from headstart.models.vision import INSTALL, PlacedImage, ProcessedImage
 from headstart.models.zoo.decoder import TransformersDecoder
 
 __all__ = ["VISION_MODELS", "TransformersVision", "load_vision"]

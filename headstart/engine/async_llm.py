@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -21,6 +20,7 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.startup.start import Started, start_engine
 from headstart.engine.startup.threads import count_cores
 from headstart.engine.streams import AsyncRequestStream
+from headstart.engine.structured.threads import FormThreads
 from headstart.engine.vllm_api.call_options import (
     StreamChatOptions,
     StreamOptions,
@@ -81,7 +81,7 @@ class AsyncLLM(OfOneProcess):
 
     def _take(self, started: Started) -> None:
         self.engine, self._chats, self._driver, self._sampling = started
-        self._forms = ThreadPoolExecutor(max(2, count_cores() // 2), "headstart-forms")
+        self._forms = FormThreads(max(2, count_cores() // 2))
         weakref.finalize(self, self._driver.close)
 
     @classmethod
@@ -172,12 +172,7 @@ class AsyncLLM(OfOneProcess):
         """What `make` returns in another thread; one for forms if the parameters have one."""
         if not isinstance(params, SamplingParams) or params.structured_outputs is None:
             return await asyncio.to_thread(make)
-        try:
-            made = asyncio.get_running_loop().run_in_executor(self._forms, make)
-        except RuntimeError:  # it was closed meanwhile
-            self.engine.require_open()
-            raise
-        return await made
+        return await asyncio.wrap_future(self._forms.submit(make))
 
     def outputs(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:
         """Queue a prepared request and stream its outputs; leaving the loop aborts it.
@@ -320,7 +315,7 @@ class AsyncLLM(OfOneProcess):
         A form that is being compiled cannot be stopped: its thread ends when that is done.
         """
         self._driver.close()
-        self._forms.shutdown(wait=False)  # those that wait there are told that it is closed
+        self._forms.close()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """As `close`; the step under way is waited for."""

@@ -11,6 +11,7 @@ request with an error that names it; the engine then serves the next ones.
 """
 
 import asyncio
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from typing import NamedTuple, TypeVar
 from headstart.engine.engine import Engine
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
-from headstart.engine.step import StepResult, Turns
+from headstart.engine.step import StepResult, Turns, explain
 from headstart.errors import EngineError, HeadstartError, RequestError
 from headstart.validation import describe
 
@@ -70,6 +71,7 @@ class Driver:
         # the garbage collector may close a stream while its thread is in here.
         self._starting = threading.RLock()
         self._thread: threading.Thread | None = None
+        self._gone: queue.SimpleQueue[None] = queue.SimpleQueue()  # told once, when it ends
         self._order: _Order | None = None  # that is being carried out
         self._turns = Turns()  # steps and orders
         self._ended: EngineError | None = None  # why no order is taken any more
@@ -183,8 +185,15 @@ class Driver:
 
     @property
     def is_alive(self) -> bool:
-        """True while the engine's thread runs."""
-        return self._thread is not None and self._thread.is_alive()
+        """True while the engine's thread runs.
+
+        After a Ctrl-C that came while it looked, Python 3.11's `Thread.is_alive` is False for ever:
+        then Linux is asked.
+        """
+        thread = self._thread
+        return thread is not None and (
+            thread.is_alive() or os.path.exists(f"/proc/self/task/{thread.native_id}")
+        )
 
     def ended(self) -> EngineError:
         """Why the engine takes no orders any more."""
@@ -202,11 +211,11 @@ class Driver:
         if self._ended is None:
             self._ended = EngineError("the engine is closed")
         self._orders.put(None)
-        thread = self._thread
         if self._is_within():
             return  # to the thread, which closes the engine when it has done what it does
-        if thread is not None and thread.is_alive():
-            thread.join()
+        while self.is_alive:
+            with suppress(queue.Empty):  # or somebody else was told
+                self._gone.get(timeout=_PATIENCE)
         with self._starting:
             self._engine.close(str(self._ended))  # again, if the thread broke before it could
 
@@ -246,7 +255,7 @@ class Driver:
                     target=self._run, name="headstart-engine", daemon=True
                 )
                 self._thread.start()
-            elif not self._thread.is_alive():
+            elif not self.is_alive:
                 raise self.ended()
 
     # In the engine's thread
@@ -260,9 +269,12 @@ class Driver:
             while self._safely(self._take_orders):
                 self._safely(self._step)
         except BaseException as error:  # a fault of the engine itself: nobody may wait for ever
-            reason = _explain(error)
+            reason = explain(error)
         finally:
-            self._end(reason)
+            try:
+                self._end(reason)
+            finally:
+                self._gone.put(None)
 
     def _take_orders(self) -> bool:
         """Carry out what was asked since the last step; wait for it when there is no work."""
@@ -309,7 +321,7 @@ class Driver:
             followed.receive(output)
         except Exception as error:  # such as an event loop that was closed without a word
             self._engine.abort(followed.group.request_id)
-            self._end_one(followed, _explain(error))
+            self._end_one(followed, explain(error))
         else:
             if output.finished:
                 self._followed.pop(output.request_id, None)
@@ -350,7 +362,7 @@ class Driver:
         """
         if self._order is not None:
             with suppress(Exception):  # it may have been carried out
-                self._order.refuse(_explain(error))
+                self._order.refuse(explain(error))
             self._order = None
         stuck: BaseException | None = None
         for name, followed in list(self._followed.items()):
@@ -358,7 +370,7 @@ class Driver:
                 self._engine.abort(name)
             except BaseException as found:
                 stuck = found
-            self._end_one(followed, _explain(error))
+            self._end_one(followed, explain(error))
         if stuck is not None:
             raise stuck
 
@@ -384,12 +396,3 @@ class Driver:
             if order is not None:
                 with suppress(Exception):
                     order.refuse(reason)
-
-
-def _explain(error: BaseException) -> BaseException:
-    """The error that callers get for one that left a step: Ctrl-C and its like as they are."""
-    if not isinstance(error, Exception) or isinstance(error, HeadstartError):
-        return error
-    broke = EngineError(f"the engine broke: {type(error).__name__}: {error}")
-    broke.__cause__ = error
-    return broke

@@ -13,10 +13,19 @@ from headstart.engine.request import RequestGroup
 from headstart.engine.runner import StepLogits
 from headstart.engine.sampling.logprobs import token_logprobs
 from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingState
-from headstart.errors import EngineError
+from headstart.errors import EngineError, HeadstartError
 from headstart.models.greedy_head import greedy_tokens
 
-__all__ = ["Choice", "OpenStep", "Phase", "StepResult", "Turns", "choose_tokens", "engine_error"]
+__all__ = [
+    "Choice",
+    "OpenStep",
+    "Phase",
+    "StepResult",
+    "Turns",
+    "choose_tokens",
+    "engine_error",
+    "explain",
+]
 
 Answer = TypeVar("Answer")
 
@@ -159,3 +168,10 @@ def _add_prompt_logprobs(part: ScheduledTokens, logits: Tensor) -> None:
     top = group.params.prompt_logprobs or 0
     entries = token_logprobs(logits[: len(following)], following, top)
     group.add_prompt_logprobs(part.start + 1, entries)
+
+
+def explain(error: BaseException) -> BaseException:
+    """The error that callers get for one that left a step: Ctrl-C and its like as they are."""
+    if not isinstance(error, Exception) or isinstance(error, HeadstartError):
+        return error
+    return engine_error("the engine broke", error)

@@ -70,8 +70,9 @@ class Spread {
     std::atomic<uint64_t> taken_;
 };
 
-// True if the CPU has AMX and the system lets this process use it: Linux wants to be asked.
-bool has_amx() {
+// True if the CPU has AMX and the system lets this process use it: Linux wants to be asked, and may
+// say something else later.
+bool ask_for_amx() {
 #if defined(HEADSTART_EMULATED)
     return true;
 #elif defined(__linux__) && defined(HEADSTART_HAS_AMX)
@@ -162,7 +163,9 @@ int headstart_native_level() {
     const bool all = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                      __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-    return !all ? 1 : has_amx() ? 3 : 2;
+    if (!all) return 1;
+    static const bool has_amx = ask_for_amx();
+    return has_amx ? 3 : 2;
 }
 
 // Multiplies with AMX from now on, or without.

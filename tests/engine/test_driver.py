@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -260,6 +261,23 @@ def test_a_closed_engine_answers_nothing(llm: LLM) -> None:
     idle = {"chat_template", "default_sampling_params", "from_engine_args", "get_world_size"}
     public -= idle | {"get_default_sampling_params", "model_config"}  # which need no engine
     assert public - {"close"} == set(_later(llm)), "one is not tried here"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_what_python_says_of_the_thread_decides_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a Ctrl-C within `Thread.is_alive` Python 3.11 says False of a thread that runs."""
+    llm = make_llm(folder)
+    before = llm.generate([5, 6], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    thread = llm._driver._thread
+    assert thread is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(thread, "is_alive", lambda: False)
+        patch.setattr(thread, "join", lambda timeout=None: None)
+        assert llm.generate([5, 6], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == before
+        llm.close()
+        assert not llm._driver.is_alive, "the engine was closed under its thread"
 
 
 def test_threads_end_and_memory_is_given_back(folder: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from headstart.engine.logits.vocabulary import Vocabulary
-from headstart.engine.structured.multiples import check_multiples
+from headstart.engine.structured.multiples import check_grammar, check_multiples
 from headstart.engine.structured.params import Form
 from headstart.engine.structured.reasons import MAX_ITEMS_IN_ROW, explain
 from headstart.engine.structured.refusals import Check, refuse_form
@@ -187,6 +187,8 @@ def _grammar(form: Form, special: Mapping[str, int]) -> str:
     library = _library()
     if form.kind in ("json", "structural_tag"):
         check_multiples(form.text)
+    if form.kind == "grammar":
+        check_grammar(form.text)
     if form.kind == "structural_tag":
         return str(library.LLMatcher.grammar_from_lark(write_tags(*form[1:], special)))
     if form.kind == "choice":  # one terminal: as rules, each text would be looked at in every step

@@ -1,28 +1,47 @@
-"""`multipleOf` in a JSON schema: how large it may be.
+"""`multipleOf` in a JSON schema, or in one within a grammar: how large it may be.
 
 llguidance makes a state for each remainder, when a mask is computed and with no limit: 100,003 take
 a second, 982,451,653 would take hours, and nothing can stop it. So they are bounded before that.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from decimal import Decimal
 from math import lcm
 from typing import Any
 
-__all__ = ["MAX_REMAINDERS", "check_multiples"]
+__all__ = ["MAX_REMAINDERS", "check_grammar", "check_multiples"]
 
 MAX_REMAINDERS = 2**16
 _MAX_EXPONENT = 12  # of ten
+_SCHEMA = re.compile(r"%json\s*")  # in a Lark grammar; a schema follows
+_READER = json.JSONDecoder(parse_int=Decimal, parse_float=Decimal)
 
 
 def check_multiples(text: str) -> None:
     """Raise ValueError for a schema, in JSON, whose numbers have too many remainders."""
-    if '"multipleOf"' not in text:
-        return
-    together = '"allOf"' in text or '"$ref"' in text  # a number may have to be a multiple of all
+    if "multipleOf" in text or "\\" in text:  # which may spell any name
+        _check(_READER.decode(text))
+
+
+def check_grammar(text: str) -> None:
+    """The same for the schemas in a Lark grammar."""
+    schemas = []
+    for found in _SCHEMA.finditer(text):
+        try:
+            schemas.append(_READER.raw_decode(text, found.end())[0])
+        except (ValueError, RecursionError):
+            continue  # llguidance refuses it, too
+    if schemas:
+        _check(schemas, together=len(schemas) > 1)
+
+
+def _check(schema: Any, *, together: bool = False) -> None:
+    """together: a number may have to be a multiple of all."""
+    together = together or any("allOf" in part or "$ref" in part for part in _objects(schema))
     most = 1
-    for value in _multiples(json.loads(text, parse_int=Decimal, parse_float=Decimal)):
+    for value in _multiples(schema):
         count = _remainders(value)
         most = lcm(most, count) if together else count
         if most > MAX_REMAINDERS:
@@ -33,13 +52,18 @@ def check_multiples(text: str) -> None:
 
 
 def _multiples(schema: Any) -> Iterator[Decimal]:
+    for part in _objects(schema):
+        found = part.get("multipleOf")
+        if isinstance(found, Decimal) and found.is_finite() and found > 0:
+            yield found
+
+
+def _objects(schema: Any) -> Iterator[dict[str, Any]]:
     pending = [schema]
     while pending:
         part = pending.pop()
         if isinstance(part, dict):
-            found = part.get("multipleOf")
-            if isinstance(found, Decimal) and found.is_finite() and found > 0:
-                yield found
+            yield part
         pending += part.values() if isinstance(part, dict) else ()
         pending += part if isinstance(part, list) else ()
 

@@ -27,6 +27,8 @@ __all__ = ["identify"]
 
 _LAYOUT = "layer by layer K and then V, [tokens, heads, width], 1"
 _MEMORY = "fingerprints.json"
+# Which instructions torch's libraries take: they round in their own ways.
+_CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 _MOST = 256  # models whose fingerprints are remembered
 
 
@@ -75,6 +77,8 @@ def _rounding(decoder: DecoderModel, config: EngineConfig) -> list[str]:
         " ".join(sorted(cpu_flags())),
         f"{config.threads} threads",
         decoder.products(),
+        torch.get_float32_matmul_precision(),
+        *(os.environ.get(name, "") for name in _CAPS),
     ]
 
 

@@ -233,6 +233,22 @@ def test_too_many_remainders_are_refused_at_once(value: float) -> None:
     assert '"multipleOf" is' in refusal(json={"multipleOf": value})
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "a" %json {"type": "integer", "multipleOf": 99999989}',
+        'start: a b\na: %json{"multipleOf":997}\nb: %json {"items": {"multipleOf": 991}}',
+    ],
+)
+def test_schemas_within_a_grammar_are_held_to_the_same(grammar: str) -> None:
+    """Two such requests held all threads for forms, for ever, and took gigabytes."""
+    assert '"multipleOf" is' in refusal(grammar=grammar)
+
+
+def test_a_name_that_is_spelled_in_escapes_is_the_same_name() -> None:
+    assert '"multipleOf" is' in refusal(json='{"multiple\\u004ff": 99999989}')
+
+
 def test_numbers_that_have_to_be_multiples_of_several_are_counted_together() -> None:
     parts = [{"multipleOf": value} for value in (997, 991)]
     assert "with others beside it" in refusal(json={"type": "integer", "allOf": parts})

@@ -91,9 +91,12 @@ def test_who_waits_for_a_form_is_told_that_the_engine_is_closed(
         async with held(tmp_path, monkeypatch, forms=8) as (llm, gate, asked):
             threads = threads_of_forms(before)
             llm.close()
+            ended = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE)
+            assert threads and all(one.daemon for one in threads), (
+                "the process's end waits for them"
+            )
             gate.opened.set()
-            ended = await asyncio.gather(*asked, return_exceptions=True)
-            assert sum(isinstance(one, EngineError) for one in ended) == 8 - len(threads)
+            assert all(isinstance(one, EngineError) for one in ended)
             with pytest.raises(EngineError, match="the engine is closed"):
                 await llm.prepare("a", PLAIN)
             for thread in threads:

@@ -75,6 +75,19 @@ def test_deterministic_blocks_are_those_of_the_same_products(
         assert (found[0] == found[1]) is not deterministic
 
 
+def test_deterministic_blocks_are_those_of_the_same_instructions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefix of oneDNN with AVX2 alone was hit without that cap, and has other bits."""
+    model, found = save_smallest(tmp_path / "model"), []
+    for cap in ("", "AVX2"):
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", cap)
+        found.append(
+            fingerprint(make_llm(model, cache_dir=str(tmp_path / "kept"), deterministic=True))
+        )
+    assert found[0] != found[1]
+
+
 def test_what_is_remembered_may_be_damaged(tmp_path: Path) -> None:
     model, kept = save_smallest(tmp_path / "model"), tmp_path / "kept"
     first = fingerprint(make_llm(model, cache_dir=str(kept)))

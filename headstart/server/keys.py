@@ -65,6 +65,19 @@ class ApiKey:
                     f"{what} is {describe(name)}; allowed: 1 to 64 letters, digits, . _ - @"
                 )
 
+    @property
+    def tenant(self) -> tuple[str, str]:
+        """Kind and name of the tenant whose key it is."""
+        return ("key", self.name) if self.group is None else ("group", self.group)
+
+
+class _OperatorKey(ApiKey):
+    """A key of the command line: its tenant is of a kind that no key of a folder has."""
+
+    @property
+    def tenant(self) -> tuple[str, str]:
+        return ("operator", self.name)
+
 
 class KeyFolder:
     """The keys on disk. Every method raises ConfigError when the folder cannot be used."""
@@ -72,7 +85,9 @@ class KeyFolder:
     def __init__(self, folder: str | Path | None = None) -> None:
         """`folder` is a data folder of this user if it is None."""
         try:
-            self.folder = Path(folder) if folder is not None else data_folder() / "server"
+            self.folder = (
+                Path(folder).expanduser() if folder is not None else data_folder() / "server"
+            )
         except RuntimeError as error:
             raise ConfigError(f"the folder of API keys must be given: {error}") from error
         self.file = self.folder / "keys.json"
@@ -205,9 +220,8 @@ class KeyRing:
 
 def operator_key(key: str) -> ApiKey:
     """The entry of a key that was given on the command line: all such are one administrator."""
-    return ApiKey(
+    return _OperatorKey(
         name="api-key",
-        group="api-key",
         digest=_digest(key.encode("utf-8", "surrogateescape")),
         admin=True,
     )

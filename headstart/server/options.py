@@ -84,8 +84,13 @@ class ServerOptions:
                 "tls_cert (or ssl_certfile) and tls_key (or ssl_keyfile) are for each other; "
                 "allowed: both or none"
             )
-        if not all(self.api_key) or (self.api_key and self.api_keys is False):
-            raise ConfigError("api_key is empty, or api_keys is off; allowed: a key, and keys on")
+        if not all(key and key == key.strip() for key in self.api_key):
+            raise ConfigError(
+                "api_key is empty, or has a space or a line's end around it, which headers lose; "
+                "allowed: a key without"
+            )
+        if self.api_key and self.api_keys is False:
+            raise ConfigError("api_key is given and api_keys is off; allowed: keys that are on")
         read_template_options(self.default_chat_template_kwargs)
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):

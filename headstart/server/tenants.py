@@ -2,10 +2,11 @@
 
 A salt is made on the server, so a request cannot choose whose cache it reads:
 
-    tenant's salt      HMAC(secret, "group" or "key", its name)
-    narrowed by body   tenant's salt / HMAC(secret, "group" or "key", its name, what the body asks)
+    tenant's salt      HMAC(secret, kind, its name)
+    narrowed by body   tenant's salt / HMAC(secret, kind, its name, what the body asks)
 
-Every field is framed by its length, and a group is told from a key of the same name. The salt is
+Every field is framed by its length, and the kind (group, key, operator) tells a group from a key of
+the same name, and the keys of the command line from both. The salt is
 part of the identity of K/V, of image embeddings and their shapes, of remembered chats and of stage
 outputs, so nothing that is kept for one tenant is found by another. The secret is on disk (see
 `keys`): the same tenant has the same salt after a restart.
@@ -37,7 +38,8 @@ _LOG = logging.getLogger("headstart.server")
 
 
 class Tenant(NamedTuple):
-    """Who asks: a group of keys, or one key without a group. `salt` names it in every cache."""
+    """Who asks: a group of keys, one key without a group, or the operator, with any key of the
+    command line. `salt` names it in every cache."""
 
     name: str
     kind: str
@@ -47,7 +49,7 @@ class Tenant(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Tells tenants apart: a group from a key of the same name, too."""
+        """Tells tenants apart: those of one name by their kinds, too."""
         return f"{self.kind} {self.name}"
 
 
@@ -84,9 +86,8 @@ class Tenants:
         key = self._ring.find(given)
         if key is None:
             raise ApiError(401, "the API key is not known here", code="invalid_api_key")
-        kind, name = ("key", key.name) if key.group is None else ("group", key.group)
-        weights = [one.weight for one in self._ring.keys if one.group == key.group]
-        weight = key.weight if key.group is None else sum(weights)
+        kind, name = key.tenant
+        weight = sum(one.weight for one in self._ring.keys if one.tenant == key.tenant)
         return Tenant(name, kind, self._derive(kind, name), weight, key.admin)
 
     def salt(self, tenant: Tenant, asked: str | None) -> str | None:

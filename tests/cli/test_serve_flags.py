@@ -213,8 +213,11 @@ def test_the_environment_goes_behind_the_command_line(
          "None"),
         ("--default-chat-template-kwargs x", "default_chat_template_kwargs is 'x'; allowed: an "
          'object in JSON, such as {"enable_thinking": false}'),
-        ("--api-key k --no-api-keys", "api_key is empty, or api_keys is off; allowed: a key, and "
-         "keys on"),
+        ("--api-key k --no-api-keys", "api_key is given and api_keys is off; allowed: keys that "
+         "are on"),
+        ("--default-chat-template-kwargs.enable_thinking --port 9", "argument "
+         "--default-chat-template-kwargs.enable_thinking: expected one argument; see headstart "
+         "serve --help"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_followed_is_told_before_anything_is_loaded(line: str, says: str) -> None:

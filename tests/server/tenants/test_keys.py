@@ -177,6 +177,33 @@ def test_keys_of_the_command_line_are_one_administrator(folder: KeyFolder) -> No
     assert all("one" not in file.read_text() for file in folder.folder.iterdir())
 
 
+@pytest.mark.parametrize("group", [None, "api-key", "operator"])
+def test_no_key_of_the_folder_is_in_the_operator_s_tenant(
+    folder: KeyFolder, group: str | None
+) -> None:
+    """A group named api-key had the salt of the keys of --api-key, and added to their weight."""
+    guest = folder.add("api-key", group=group)
+    tenants = open_tenants(ServerOptions(api_key=("a",), keys_folder=str(folder.folder)))
+    mine, other = (tenants.of({b"x-api-key": key.encode()}) for key in ("a", guest))
+    assert mine.salt != other.salt and mine.key != other.key
+    assert (mine.weight, other.weight, other.is_admin) == (1, 1, False)
+
+
+@pytest.mark.parametrize("key", ["", " lead", "trail ", "\n", "key\r\n"])
+def test_a_key_that_no_header_carries_is_refused(key: str) -> None:
+    """Blanks around a header's value are dropped, so nobody could show such a key."""
+    with pytest.raises(ConfigError, match=r"^api_key is empty, or has a space") as told:
+        ServerOptions(api_key=("good", key))
+    assert "trail" not in str(told.value) and "lead" not in str(told.value)
+
+
+def test_the_folder_of_keys_may_be_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert KeyFolder("~/keys").folder == tmp_path / "keys"
+
+
 # At a running server
 
 

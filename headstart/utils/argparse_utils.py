@@ -69,7 +69,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
                 found.append(one)
                 continue
             if not equals:
-                value = next(rest, "")
+                value = next(rest, "--")
+                if value.startswith("--") or value in self._option_string_actions:
+                    self.error(f"argument {name}: expected one argument")
             _put(dicts.setdefault(flag, {}), keys, value)
         for flag, keyed in dicts.items():
             found += [flag, json.dumps(keyed)]

@@ -27,6 +27,7 @@ LOG_FLAGS = ("enable_log_requests", "disable_log_requests")
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_COUNTED = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([kmgt])|(\d{1,15})([KMGT])")
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
 
 
@@ -136,7 +137,7 @@ def read_value(text: str) -> Any:
     """
     if text in ("", "None"):
         return None
-    counted = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT])", text.strip())
+    counted = _COUNTED.fullmatch(text.strip())
     if counted is not None:
         number, unit, whole, binary = counted.groups()
         return int(float(number) * _UNITS[unit]) if unit else int(whole) * _BINARY_UNITS[binary]

@@ -178,8 +178,8 @@ def _read_template(given: object) -> str | None:
     if isinstance(given, str) and ("{" in given or "\n" in given):
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"chat_template is {describe(given)}, no template, and no file: {error}"
         ) from error

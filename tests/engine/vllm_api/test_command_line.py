@@ -21,7 +21,7 @@ from headstart import (
 )
 from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.vllm_api.flags import LISTS, SWITCHES, TEXTS
-from headstart.engine.vllm_api.options import ENGINE, read_options
+from headstart.engine.vllm_api.options import ENGINE, read_config, read_options
 from headstart.engine.vllm_api.serve_args import _NOTES, SERVE_ROWS
 from headstart.utils import FlexibleArgumentParser
 from tests.engine.tiny_llm import save_smallest
@@ -130,6 +130,40 @@ def test_keys_of_json_are_gathered() -> None:
     assert known.rest == ["--some-json.a"]
     assert parser.parse_args(["a.b=c"]).rest == ["a.b=c"]
     assert parser.parse_known_args(["--other.a", "1"])[1] == ["--other.a"]
+
+
+@pytest.mark.parametrize("rest", [[], ["--more", "9"], ["-m", "9"], ["--", "9"]])
+def test_a_key_of_json_takes_no_flag_as_its_value(
+    rest: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--some-json")
+    parser.add_argument("-m", "--more")
+    parser.add_argument("rest", nargs="*")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--some-json.a", *rest])
+    assert "argument --some-json.a: expected one argument" in capsys.readouterr().err
+    assert parser.parse_args(["--some-json.a", "-1"]).some_json == '{"a": -1}'
+
+
+@pytest.mark.parametrize("text", ["9" * 400 + "k", "9" * 400 + ".5k", "9" * 5000 + "K", "9" * 5000])
+def test_a_number_of_any_length_is_refused_in_plain_words(text: str) -> None:
+    """400 digits and a unit were an OverflowError, 5,000 an "invalid read_value value"."""
+    args = read("--model", "headstart-tiny", "--max-model-len", text)
+    with pytest.raises(ConfigError, match=r"^max_model_len is '[^ ]{,100}'; allowed: a whole"):
+        make_config(read_config({"max_model_len": args.max_model_len}))
+
+
+def test_a_template_may_lie_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jinja").write_text("{{ messages }}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_options("headstart-tiny", {"chat_template": "~/a.jinja"}).chat_template == (
+        "{{ messages }}"
+    )
+    with pytest.raises(ConfigError, match=r"chat_template is '~nobody.*', no template"):
+        read_config({"chat_template": "~nobody.at.all/a"})
 
 
 def test_what_cannot_be_followed_says_so() -> None:

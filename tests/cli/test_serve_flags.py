@@ -118,6 +118,8 @@ def test_the_engine_s_flags(
         ("--allowed-origins [] --no-allow-credentials", {}),
         ("--disable-uvicorn-access-log --uvicorn-log-level warning", {"log_format": "off"}),
         ("--shutdown-timeout 3", {"drain_seconds": 3}),
+        ("--shutdown-timeout 3 --drain-seconds 3", {"drain_seconds": 3}),
+        ("--log-format json --no-disable-uvicorn-access-log", {"log_format": "json"}),
         ("--default-chat-template-kwargs '{\"a\": 1}'",
          {"default_chat_template_kwargs": '{"a": 1}'}),
         ("--default-chat-template-kwargs.a=1", {"default_chat_template_kwargs": '{"a": 1}'}),
@@ -138,30 +140,6 @@ def test_adapters_as_vllm_writes_them(served: Served, monkeypatch: pytest.Monkey
     assert served.read("--lora-modules a=/x --adapter b=/y --enable-lora").adapters.keys() == {
         *"ab"
     }
-
-
-def test_a_file_of_flags(served: Served, tmp_path: Path) -> None:
-    """`vllm serve --config`: what is typed goes before it."""
-    file = tmp_path / "config.yaml"
-    file.write_text(
-        "model: of/file\nport: 9000\nmax-model-len: 2k\nenable-prefix-caching: false\n"
-        "served_model_name: [a, b]\nnum-threads: 1\nlimit-mm-per-prompt: {image: 2}\n"
-        "trust-remote-code: true\nquantization:\n"
-    )
-    served.read(f"--config {file} --max-model-len 3k")
-    assert (served.model, served.options.port) == ("of/file", 9000)
-    assert (served.options.served_model_name, served.options.model_alias) == ("a", ("b",))
-    assert served.engine == {
-        "max_model_len": 3000,
-        "enable_prefix_caching": False,
-        "num_threads": 1,
-        "limit_mm_per_prompt": {"image": 2},
-    }
-    assert served.read(f"typed --config={file} --num-threads 2").model == "typed"
-    assert served.engine["num_threads"] == 2
-    file.write_text("- a")
-    said = call("serve", "--config", str(file)).stderr
-    assert said == f"headstart: --config is {str(file)!r}; it is no mapping of flags\n"
 
 
 def test_the_environment_goes_behind_the_command_line(
@@ -209,6 +187,20 @@ def test_the_environment_goes_behind_the_command_line(
          """'["https://a.example"]'"""),
         ("--lora-modules '{}'", "--lora-modules is '{}'; allowed: NAME=PATH, or "
          """'{"name": ..., "path": ...}'"""),
+        ("""--lora-modules '{"name":"a","path":["x"]}'""",
+         """--lora-modules is '{"name":"a","path":["x"]}'; allowed: NAME=PATH, or """
+         """'{"name": ..., "path": ...}'"""),
+        ("""--lora-modules '{"name":"a=b","path":"/x"}'""",
+         """--lora-modules is '{"name":"a=b","path":"/x"}'; allowed: NAME=PATH, or """
+         """'{"name": ..., "path": ...}'"""),
+        ("--shutdown-timeout 5 --drain-seconds 9", "--drain-seconds is 9.0, and 5 by "
+         "--shutdown-timeout; allowed: one of the two"),
+        ("--log-format json --disable-uvicorn-access-log", "--log-format is 'json', and 'off' by "
+         "--disable-uvicorn-access-log; allowed: one of the two"),
+        ("--max-images 2 --limit-mm-per-prompt.image 3", "max_images is 2, and 3 by "
+         "limit_mm_per_prompt; allowed: one of the two"),
+        ("--allowed-origins false", "--allowed-origins is False; allowed: a list in JSON, such as "
+         """'["https://a.example"]'"""),
         ("--max-model-len x", "max_model_len is 'x'; allowed: a whole number of at least 1 or "
          "None"),
         ("--default-chat-template-kwargs x", "default_chat_template_kwargs is 'x'; allowed: an "

@@ -27,7 +27,6 @@ ENGINE = Names(
     own=[field.name for field in fields(EngineConfig)],
 )
 
-_OUR_NAMES = {"kv_cache_memory_bytes": "kv_cache_memory", "num_gpu_blocks_override": "num_blocks"}
 _NO_FIELDS = (
     *("tokenizer", "generation_config", "override_generation_config", "chat_template"),
     "scheduling_policy",
@@ -90,8 +89,19 @@ def _as_config(given: Mapping[str, Any]) -> dict[str, Any]:
     config = {name: value for name, value in given.items() if name not in _NO_FIELDS}
     for name, convert in _CONVERTED.items():
         if name in config:
-            config |= convert(config.pop(name))
-    return {_OUR_NAMES.get(name, name): value for name, value in config.items()}
+            _add_as_ours(config, name, convert(config.pop(name)))
+    return config
+
+
+def _add_as_ours(config: dict[str, Any], name: str, found: Mapping[str, Any]) -> None:
+    """Add what vLLM's option stands for. Raises ConfigError if our name has another value."""
+    for ours, value in found.items():
+        other = describe(config[ours]) if config.get(ours) is not None else describe(value)
+        if describe(value) != other:  # as texts, since values may be of any type
+            raise ConfigError(
+                f"{ours} is {other}, and {describe(value)} by {name}; allowed: one of the two"
+            )
+        config[ours] = value
 
 
 def _read_tokenizer(given: object, model: str | Path) -> Path | None:
@@ -141,6 +151,8 @@ _CONVERTED: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "device": _read_device,
     "max_model_len": _read_length,
     "limit_mm_per_prompt": _read_limits,
+    "kv_cache_memory_bytes": lambda size: {"kv_cache_memory": size},
+    "num_gpu_blocks_override": lambda count: {"num_blocks": count},
 }
 
 

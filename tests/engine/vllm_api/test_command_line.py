@@ -154,6 +154,22 @@ def test_a_number_of_any_length_is_refused_in_plain_words(text: str) -> None:
         make_config(read_config({"max_model_len": args.max_model_len}))
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours", "value"),
+    [
+        ("num_gpu_blocks_override", "num_blocks", 7),
+        ("kv_cache_memory_bytes", "kv_cache_memory", 7),
+        ("limit_mm_per_prompt", "max_images", {"image": 7}),
+    ],
+)
+def test_two_names_of_an_option_have_one_value(theirs: str, ours: str, value: object) -> None:
+    """The name that came last in the dict won."""
+    for options in ({theirs: value, ours: 8}, {ours: 8, theirs: value}):
+        with pytest.raises(ConfigError, match=f"^{ours} is 8, and 7 by {theirs}; allowed: one of"):
+            read_config(options)
+        assert read_config(options | {ours: None}) == read_config(options | {ours: 7}) == {ours: 7}
+
+
 def test_a_template_may_lie_in_the_home_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

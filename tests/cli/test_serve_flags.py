@@ -212,7 +212,9 @@ def test_the_environment_goes_behind_the_command_line(
          "serve --help"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_followed_is_told_before_anything_is_loaded(line: str, says: str) -> None:
+def test_what_cannot_be_followed_is_told_before_anything_is_loaded(
+    served: Served, line: str, says: str
+) -> None:
     result = call("serve", *shlex.split(line))
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.replace("main serve", "headstart serve") == f"headstart: {says}\n"

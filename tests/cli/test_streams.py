@@ -1,20 +1,27 @@
 """The command line in any locale: what cannot be shown or read is no traceback."""
 
+import ast
 import io
+import json
 import os
 import re
+import shlex
+import socket
 import subprocess
 import sys
 import termios
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from headstart.cli.main import main
+from headstart.cli.serving.server import _Address
 from headstart.cli.streams import as_typed, note, prepare_streams, tell_error
 from headstart.errors import RequestError
+from headstart.server.options import ServerOptions
 
 C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 LATIN = {"PYTHONIOENCODING": "latin-1"}
@@ -90,17 +97,38 @@ def test_lines_for_a_terminal_are_broken_between_words(
         "the document has 123,456 tokens; the context holds 8,192, which --max-model-len raises; "
         "/a/path/that/is/longer/than/forty/columns/and/is-copied.md stays whole"
     )
+    said = shown_in_terminal(lambda: write(text), columns, monkeypatch)
+    lines = said.rstrip("\r\n").split("\r\n")
+    assert " ".join(lines).removeprefix("headstart: ") == text
+    assert all(len(line) <= columns or " " not in line for line in lines)
+    assert len(lines) > 1
+
+
+def test_commands_for_a_server_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines below 135 columns were broken within the quotes, and the key had an unknown name."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as at:
+        address = _Address(at, ServerOptions(), "a/model", with_key=True)
+        said = shown_in_terminal(address.tell, 40, monkeypatch)
+    command, client = said.strip().replace("\r\n", "\n").split("\n\n")
+    *_, header, _, body = shlex.split(command.replace("\\\n", ""))
+    assert header == "Authorization: Bearer $HEADSTART_API_KEY"
+    assert json.loads(body)["model"] == "a/model"
+    ast.parse(client)
+    assert 'environ["HEADSTART_API_KEY"]' in client
+
+
+def shown_in_terminal(
+    write: Callable[[], object], columns: int, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """What is written to stderr where that is a terminal, without colours."""
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (40, columns))
     monkeypatch.setenv("COLUMNS", "200")  # of another terminal, in which the shell began
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        write(text)
+        write()
         monkeypatch.undo()
         terminal.flush()
         said = re.sub(r"\x1b\[[0-9;]*m", "", os.read(ours, 10_000).decode())
     os.close(ours)
-    lines = said.rstrip("\r\n").split("\r\n")
-    assert " ".join(lines).removeprefix("headstart: ") == text
-    assert all(len(line) <= columns or " " not in line for line in lines)
-    assert len(lines) > 1
+    return said

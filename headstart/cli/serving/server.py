@@ -197,9 +197,11 @@ class _Address:
         question = "What is 2 + 2?" if self.model == RANDOM_MODEL else FIRST_QUESTION
         body = {"model": name, "messages": [{"role": "user", "content": question}]}
         click.echo(f"Serving {name} at {address}")
-        note(f"\ncurl {address}/v1/chat/completions -H 'Content-Type: application/json' \\")
-        if self.with_key:
-            note('  -H "Authorization: Bearer $HEADSTART_KEY" \\')
-        note(f"  -d '{json.dumps(body)}'")
-        key = 'os.environ["HEADSTART_KEY"]' if self.with_key else '"none"'
-        note(f'\nOpenAI(base_url="{address}/v1", api_key={key})   # Ctrl-C stops\n')
+        key = 'os.environ["HEADSTART_API_KEY"]' if self.with_key else '"none"'
+        lines = [
+            f"\ncurl {address}/v1/chat/completions -H 'Content-Type: application/json' \\",
+            *(['  -H "Authorization: Bearer $HEADSTART_API_KEY" \\'] if self.with_key else []),
+            f"  -d '{json.dumps(body)}'",
+            f'\nOpenAI(base_url="{address}/v1", api_key={key})   # Ctrl-C stops\n',
+        ]
+        click.secho("\n".join(lines), dim=True, err=True)  # never broken: they are to be pasted

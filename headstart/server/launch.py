@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import ssl
@@ -92,7 +93,12 @@ def serve(app: FastAPI, at: socket.socket, ready: Callable[[], None] = lambda: N
         ssl_keyfile=options.tls_key,
     )
     server = _Server(config, app.state.service, ready)
-    asyncio.run(server.serve(sockets=[at]))
+    log = logging.getLogger("uvicorn.error")
+    log.addFilter(server.is_news)
+    try:
+        asyncio.run(server.serve(sockets=[at]))
+    finally:
+        log.removeFilter(server.is_news)
 
 
 class _Server(uvicorn.Server):
@@ -106,9 +112,16 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._ready = ready
+        self._is_cutting_off = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # once it listens
+
+    def is_news(self, record: logging.LogRecord) -> bool:
+        """Whether a line of uvicorn's is shown; that answers are cut off on purpose is no news."""
+        return not (self._is_cutting_off and str(record.msg).startswith(_CUT_OFF))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
         self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -118,6 +131,14 @@ class _Server(uvicorn.Server):
         if self.force_exit:
             for kind in _SIGNALS:
                 signal.signal(kind, signal.SIG_DFL)
+        elif self._loop is not None:  # a handler itself may stand amid another line of the log
+            self._loop.call_soon_threadsafe(self._tell_wait)
+
+    def _tell_wait(self) -> None:
+        seconds, running = self._service.options.drain_seconds, self._service.calls.num_places
+        if seconds and running:
+            requests = "1 request" if running == 1 else f"{running} requests"
+            _LOG.info("waiting up to %g s for %s; Ctrl-C again stops now", seconds, requests)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         service = self._service
@@ -125,8 +146,8 @@ class _Server(uvicorn.Server):
         deadline = time.monotonic() + service.options.drain_seconds
         while service.calls.num_places and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(_TICK)
-        is_over = self.force_exit or service.calls.num_places > 0
-        self.config.timeout_graceful_shutdown = 0 if is_over else _LAST_BYTES
+        self._is_cutting_off = self.force_exit or service.calls.num_places > 0
+        self.config.timeout_graceful_shutdown = 0 if self._is_cutting_off else _LAST_BYTES
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
@@ -140,6 +161,8 @@ class _Server(uvicorn.Server):
                 signal.signal(kind, handler)
 
 
+_LOG = logging.getLogger("headstart.server")
+_CUT_OFF = ("ASGI callable returned without completing", "Cancel %s running task(s)")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _TICK = 0.05  # seconds
 _LAST_BYTES = 5  # seconds for what is no call, such as a scrape of metrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import ssl
@@ -174,6 +175,9 @@ def test_a_second_signal_ends_it_at_once(kinds: tuple[signal.Signals, ...], tmp_
             with pytest.raises(httpx.RemoteProtocolError):
                 list(lines)
         assert server.wait() == 0
+        said = server.errors()
+        assert re.search("waiting up to 600 s for [12] requests?; Ctrl-C again stops now", said)
+        assert "ASGI callable" not in said and "running task" not in said
 
 
 def test_after_a_kill_it_serves_again(tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def parse_command(line: str) -> None:
     program, arguments = words[0], words[1:]
     if program == "headstart":
         parse_arguments(main, arguments)
+        assert "0.0.0.0" not in arguments or "--api-key" in arguments, "refused without a key"
     elif program == "make":
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
         for target in arguments:
@@ -178,7 +179,16 @@ def test_examples_in_docstrings_run(name: str, demo_model: Path) -> None:
     assert result.failed == 0
 
 
-@pytest.mark.parametrize("line", ["headstart demo --warp 9", "headstart fly", "make love", "rm -r"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "headstart demo --warp 9",
+        "headstart fly",
+        "headstart serve --host 0.0.0.0",
+        "make love",
+        "rm -r",
+    ],
+)
 def test_a_command_that_is_not_ours_is_found(line: str) -> None:
     with pytest.raises((click.UsageError, AssertionError)):
         parse_command(line)

@@ -124,6 +124,10 @@ def _read_validation(error: RequestValidationError) -> ApiError:
     is told. Between the fields on the way there stand names of types, which are left out.
     """
     first = max(error.errors(), key=lambda one: len(_way(one)))
+    if first["type"] == "json_invalid":  # its way ends in a place of the text, which is no field
+        return ApiError(
+            400, f"the body is no JSON, at character {first['loc'][-1]}: {first['ctx']['error']}"
+        )
     *way, last = [str(part) for part in _way(first) if part != "body"] or [""]
     way = [part for part in way if "[" not in part and not part[:1].isupper()]
     param = shorten(".".join([*way, last]))

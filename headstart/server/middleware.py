@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Mapping
 
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart.server.errors import ApiError, JsonResponse, body_of, headers_of
@@ -134,6 +135,11 @@ def _check_type(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
     """Refuse a body that is not declared to be JSON, which nothing would read as such."""
     size, kind = headers.get(b"content-length"), headers.get(b"content-type", b"").decode("latin-1")
     has_body = b"transfer-encoding" in headers if size is None else size != b"0"
-    if scope["method"] == "POST" and has_body and not _JSON.match(kind):
+    if scope["method"] == "POST" and has_body and not _JSON.match(kind) and _is_there(scope):
         said = f"is {shorten(kind)}" if kind else "is missing"
         raise ApiError(400, f"the header Content-Type {said}; send Content-Type: application/json")
+
+
+def _is_there(scope: Scope) -> bool:
+    """Whether any route has this path; of one that is not there, its type need not be told."""
+    return any(route.matches(scope)[0] is not Match.NONE for route in scope["app"].routes)

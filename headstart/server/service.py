@@ -86,9 +86,11 @@ class Front(ABC):
             return None
         if model in self.adapters:
             return model
+        known = [repr(name) for name in (*self.names, *self.adapters)]
+        verb = "is" if len(known) == 1 else "are"
         raise ApiError(
             404,
-            f"the model {model!r} does not exist; there is {self.name!r}",
+            f"the model {model!r} does not exist; there {verb} {', '.join(known)}",
             param="model",
             code="model_not_found",
         )

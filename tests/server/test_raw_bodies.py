@@ -70,6 +70,14 @@ def test_a_bad_body_is_refused(server: Running, content: bytes, status: int, str
     assert blocks == free
 
 
+def test_a_body_that_is_broken_is_told_where(server: Running) -> None:
+    """The place of the error was told as if it were the name of a field."""
+    answer = httpx.post(server.url + CHAT, content=b'{"model": "tiny",, "n": 1}', headers=JSON)
+    error = answer.json()["error"]
+    assert error["message"].startswith("the body is no JSON, at character 17: ")
+    assert error["param"] is None
+
+
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/completions", "/cache/explain"])
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", "jsonx", None])
 def test_a_body_that_is_not_declared_to_be_json_is_told_so(
@@ -114,6 +122,7 @@ def test_what_is_not_there(server: Running, path: str) -> None:
     assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
 
 
+@pytest.mark.parametrize("kind", [JSON, {"Content-Type": "text/plain"}])
 @pytest.mark.parametrize(
     ("path", "says"),
     [
@@ -121,8 +130,10 @@ def test_what_is_not_there(server: Running, path: str) -> None:
         ("/v1/nothing", "there is no /v1/nothing: GET /docs shows what there is"),
     ],
 )
-def test_a_path_that_is_not_there_says_what_is(server: Running, path: str, says: str) -> None:
-    answer = httpx.post(server.url + path, content=b"{}", headers=JSON)
+def test_a_path_that_is_not_there_says_what_is(
+    server: Running, path: str, says: str, kind: dict[str, str]
+) -> None:
+    answer = httpx.post(server.url + path, content=b"{}", headers=kind)
     assert answer.status_code == 404
     assert answer.json()["error"]["message"].startswith(says)
 
@@ -131,6 +142,12 @@ def test_a_path_that_is_not_there_says_what_is(server: Running, path: str, says:
 def test_a_model_that_is_not_there(server: Running, name: str) -> None:
     answer = httpx.post(server.url + CHAT, content=body(model=name), headers=JSON)
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+
+
+def test_every_name_of_the_model_is_told(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.service, "names", ("tiny", "other"))
+    answer = httpx.post(server.url + CHAT, content=body(model="gpt"), headers=JSON)
+    assert answer.json()["error"]["message"].endswith("there are 'tiny', 'other'")
 
 
 def test_another_method(server: Running) -> None:

@@ -24,6 +24,7 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.startup.threads import count_cores
 from headstart.engine.vllm_api.command_line import read_value
 from headstart.engine.vllm_api.options import read_config
+from headstart.engine.vllm_api.rows import nearest
 from headstart.errors import RequestError
 from headstart.server.options import ServerOptions
 from headstart.validation import OneOf, describe
@@ -165,7 +166,7 @@ def parse_sampling(name: str, text: str) -> dict[str, Any]:
     """
     name = check_sampling_name(name)
     if name == "stop":
-        return {name: [text]}
+        return {name: _read_stop(text)}
     kind = _click_type(get_type_hints(SamplingParams)[name])
     try:
         return {name: click.types.convert_type(kind).convert(text, None, None)}
@@ -178,10 +179,21 @@ def parse_sampling(name: str, text: str) -> dict[str, Any]:
 
 def check_sampling_name(name: str) -> str:
     """The field of SamplingParams that is meant. Raises RequestError."""
-    name = name.replace("-", "_")
-    if name not in SAMPLING_FLAGS:
-        raise RequestError(f"{describe(name)} cannot be set; allowed: {', '.join(SAMPLING_FLAGS)}")
-    return name
+    known = name.replace("-", "_").lower()
+    if known not in SAMPLING_FLAGS:
+        near = nearest(known, SAMPLING_FLAGS)
+        hint = f"did you mean {near}?" if near else f"allowed: {', '.join(SAMPLING_FLAGS)}"
+        raise RequestError(f"{describe(name)} cannot be set; {hint}")
+    return known
+
+
+def _read_stop(text: str) -> list[Any]:
+    """A list of JSON, or one text; the texts of a list are checked with the other parameters."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return [text]
+    return found if isinstance(found, list) else [text]
 
 
 def open_model(model: str, options: Mapping[str, Any]) -> "LLM":

@@ -34,6 +34,14 @@ def test_an_adapter_is_named() -> None:
     assert said.endswith("and the rest is cached without an adapter")
 
 
+def test_one_token_that_was_cached() -> None:
+    said = explain_turn(output(12, 1, MissReason.SHORT))
+    assert said == (
+        "the first of the last prompt's 12 tokens was cached, and the rest is shorter than a "
+        "block: only full blocks are cached"
+    )
+
+
 def test_in_a_chat(demo_model: object) -> None:
     """After a command that changes the conversation it is about the turn before that."""
     lines = [
@@ -49,5 +57,5 @@ def test_in_a_chat(demo_model: object) -> None:
     assert ends[1] == "ere cached, and the rest is new"
     assert found[2] == "before /undo, " + found[1].replace("last prompt", "prompt")
     assert found[3] == found[2].replace("/undo", "/system")
-    assert re.match(r"the first \d of the last .* the rest differs from every", found[4])
+    assert re.match(r"the first (\d )?of the last .* the rest differs from every", found[4])
     assert len(found) == 5 and said[-1] == "headstart: nothing was asked yet"

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -15,6 +16,7 @@ from headstart.cli.markdown import MarkdownWriter, split_finished
 from headstart.cli.options import CHAT_SAMPLING, chat_sampling, parse_sampling
 from headstart.cli.reply import WrappingWriter
 from headstart.cli.reply_metrics import figures
+from headstart.engine.params import SamplingParams
 from headstart.errors import RequestError
 from headstart.models.files import BUILT_IN, find_folder
 
@@ -87,7 +89,8 @@ def test_the_embedded_model_stays_greedy() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("warp", "9", "cannot be set"),
+        ("warp", "9", "'warp' cannot be set; allowed: max_tokens, "),
+        ("temprature", "1", "'temprature' cannot be set; did you mean temperature?"),
         ("top_k", "many", "top_k is 'many'; allowed: "),
         ("top-k", "1.5", "1.5"),
         ("ignore_eos", "x", "allowed: true or false"),
@@ -96,6 +99,21 @@ def test_the_embedded_model_stays_greedy() -> None:
 def test_a_setting_that_cannot_be_is_one_sentence(name: str, text: str, says: str) -> None:
     with pytest.raises(RequestError, match=says):
         parse_sampling(name, text)
+
+
+def test_settings_are_taken_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    """A list was one stop string, `Temperature` was told to be `temperature`, and so was a form."""
+    assert parse_sampling("stop", '["a", "b"]') == {"stop": ["a", "b"]}
+    assert parse_sampling("stop", "[a]") == {"stop": ["[a]"]}
+    assert parse_sampling("Temperature", "1") == {"temperature": 1.0}
+    changed: dict[str, Any] = {}
+    chat: Any = SimpleNamespace(set=changed.update)
+    COMMANDS["/set"].run(chat, "temperature 0.7")
+    assert capsys.readouterr().err == "temperature is now 0.7\n"
+    with pytest.raises(RequestError, match="the form is /set NAME VALUE"):
+        COMMANDS["/set"].run(chat, "temperature=0.7")
+    with pytest.raises(RequestError, match="stop is"):
+        replace(SamplingParams(), **parse_sampling("stop", "[1]"))
 
 
 @pytest.mark.parametrize(

@@ -139,10 +139,12 @@ def _load(chat: Chat, argument: str) -> None:
 
 def _set(chat: Chat, argument: str) -> None:
     name, _, value = argument.partition(" ")
+    if "=" in name:
+        raise RequestError("the form is /set NAME VALUE, as in /set temperature 0.7")
     if value.strip():
         values = parse_sampling(name, value.strip())
         chat.set(**values)
-        note(", ".join(f"{known} is {told}" for known, told in values.items()))
+        note(", ".join(f"{known} is now {told}" for known, told in values.items()))
     elif name:
         now = getattr(chat.params, check_sampling_name(name))
         raise RequestError(f"{name} is {now}; /set {name} VALUE changes it")

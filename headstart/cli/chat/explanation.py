@@ -24,7 +24,7 @@ _REASONS: Mapping[MissReason, str] = MappingProxyType(
         MissReason.TOKEN: "differs from every prompt in the cache",
         MissReason.SALT: "is cached under another salt",
         MissReason.ITEM: "begins with an image or a sound that is not in the cache",
-        MissReason.SHORT: "is shorter than a block",
+        MissReason.SHORT: "is shorter than a block: only full blocks are cached",
         MissReason.IN_PROGRESS: "was just being computed by another request",
         MissReason.OUTPUTS: "is cached without what the next stage needs of it",
     }
@@ -39,7 +39,9 @@ def explain_turn(output: RequestOutput, changed: str = "") -> str:
     """
     total, cached = len(output.prompt_token_ids), output.num_cached_tokens
     whose = "the prompt's" if changed else "the last prompt's"
-    if cached:
+    if cached == 1:
+        told = f"the first of {whose} {count(total, 'token')} was cached"
+    elif cached:
         told = f"the first {cached:,} of {whose} {count(total, 'token')} were cached"
     else:
         told = f"none of {whose} {count(total, 'token')} was cached"

@@ -196,6 +196,14 @@ def test_an_answer_anew_keeps_the_documents_that_wait(demo_model: Path, tmp_path
     assert asked > hello + 100  # the document went with the question after it
 
 
+def test_a_turn_taken_back_names_its_documents(demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "people.txt").write_text("Ann is 31.\n", encoding="utf-8")
+    lines = f"Hello\n/file {tmp_path / 'people.txt'}\nHow old is Ann?\n/retry\n/undo\n/undo\n"
+    said = call("chat", *SMALL, stdin=lines).stderr
+    assert "the last turn is taken back, and with it people.txt (11 tokens); 1 turn left" in said
+    assert "the last turn is taken back; 0 turns left" in said
+
+
 def test_chat_survives_a_turn_that_is_too_long(demo_model: Path) -> None:
     result = call("chat", *SMALL, "--max-model-len", "100", stdin="x" * 200 + "\nHello\n")
     assert result.exit_code == 0

@@ -118,9 +118,10 @@ def _undo(chat: Chat, argument: str) -> None:
         chat.conversation.drop_waiting()
         note("the documents and images that waited are taken back; /undo again takes a turn back")
         return
-    chat.conversation.take_back()
+    turn = chat.conversation.take_back()
     chat.changed = "/undo"
-    note(f"the last turn is taken back; {count(len(chat.conversation.turns), 'turn')} left")
+    shown = f", and with it {', '.join(turn.shown)}" if turn.shown else ""
+    note(f"the last turn is taken back{shown}; {count(len(chat.conversation.turns), 'turn')} left")
 
 
 def _save(chat: Chat, argument: str) -> None:

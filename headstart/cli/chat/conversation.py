@@ -24,11 +24,15 @@ __all__ = ["Conversation", "Turn"]
 
 @dataclass(frozen=True)
 class Turn:
-    """One question, with what was shown before it, and its reply, whose tokens may be known."""
+    """One question, with what was shown before it, and its reply, whose tokens may be known.
+
+    shown: the names of documents and images that came with the question; files do not keep them.
+    """
 
     question: Content
     reply: str
     token_ids: tuple[int, ...] = ()
+    shown: tuple[str, ...] = ()
 
 
 @dataclass

@@ -88,7 +88,8 @@ class Chat:
         """Answer a message of the user's."""
         is_answered = False
         try:
-            is_answered = self._answer(self.conversation.ask(text))
+            shown = tuple(self.conversation.waiting)
+            is_answered = self._answer(self.conversation.ask(text), shown)
         finally:
             if is_answered:
                 self.conversation.drop_waiting()
@@ -99,7 +100,7 @@ class Chat:
     def retry(self) -> None:
         """Answer the last question anew. Raises RequestError if there is none."""
         turn = self.conversation.take_back()
-        if not self._answer(turn.question):
+        if not self._answer(turn.question, turn.shown):
             self.conversation.turns.append(turn)
 
     def set(self, **values: Any) -> None:
@@ -126,8 +127,8 @@ class Chat:
         alone = Conversation(images=[image])
         return len(self._stream(alone, alone.ask(""), 0).prompt_token_ids)
 
-    def _answer(self, question: Content) -> bool:
-        """One turn, kept if it has a reply; tells what went wrong."""
+    def _answer(self, question: Content, shown: tuple[str, ...]) -> bool:
+        """One turn, kept if it has a reply; tells what went wrong. `shown` as in `Turn`."""
         try:
             stream = self._fit(question)
             self._asked += 1
@@ -143,7 +144,8 @@ class Chat:
         if not is_whole:
             note(f"[{_INTERRUPTED if answer.text else _TAKEN_BACK}]")
         if answer.text or is_whole:
-            self.conversation.turns.append(Turn(question, answer.text, tuple(answer.token_ids)))
+            turn = Turn(question, answer.text, tuple(answer.token_ids), shown)
+            self.conversation.turns.append(turn)
         return bool(answer.text or is_whole)
 
     def _fit(self, question: Content) -> RequestStream:

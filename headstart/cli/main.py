@@ -262,7 +262,7 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
         name = load_adapter(llm, adapter)
         made = session.Chat(llm, model, params, conversation, plain=plain, adapter=name)
         if resume is not None:
-            note(f"{as_typed(resume)}: {made.extent()}; {session.CACHED_LATER}")
+            made.tell_taken_up(as_typed(resume))
         talk(made)
 
 

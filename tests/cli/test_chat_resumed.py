@@ -34,3 +34,20 @@ def test_a_resumed_chat_that_does_not_fit_says_so(demo_model: Path, tmp_path: Pa
     assert re.search(r"2 turns, of which not all fit: the prompt has \d+ tokens", result.stderr)
     saved.write_text(json.dumps([]))
     assert f"{saved}: 0 turns; " in call("chat", *few, stdin="").stderr
+
+
+def test_a_resumed_chat_shows_how_it_ended(demo_model: Path, tmp_path: Path) -> None:
+    """The count of turns alone did not say which conversation it was."""
+    saved, image = tmp_path / "chat.json", {"type": "image_url", "image_url": {"url": "data:,"}}
+    for question in ("A table.\n\nWho is it?", [image, {"type": "text", "text": "Who is it?"}, 3]):
+        turn = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": "It is\n\x1b[2J" + "Ann " * 100},
+        ]
+        saved.write_text(json.dumps(turn))
+        said = call("chat", *SMALL, "--resume", str(saved), stdin=f"/load {saved}").stderr
+        lines = said.splitlines()
+        asked = [at for at, line in enumerate(lines) if line == "> Who is it?"]
+        assert len(asked) == 2
+        for at in asked:
+            assert lines[at + 1].startswith("It is \\x1b[2JAnn Ann ") and len(lines[at + 1]) == 80

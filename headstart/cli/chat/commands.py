@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headstart.cli.chat.conversation import Conversation
 from headstart.cli.chat.explanation import explain_turn
-from headstart.cli.chat.session import CACHED_LATER, Chat
+from headstart.cli.chat.session import Chat
 from headstart.cli.contents import read_document, read_image
 from headstart.cli.options import SAMPLING_FLAGS, check_sampling_name, parse_sampling
 from headstart.cli.reply_metrics import count
@@ -135,7 +135,7 @@ def _save(chat: Chat, argument: str) -> None:
 def _load(chat: Chat, argument: str) -> None:
     chat.take_up(Conversation.load(_path(argument)))
     chat.last = None  # for /explain: nothing was asked in this conversation
-    note(f"loaded: {chat.extent()}; {CACHED_LATER}")
+    chat.tell_taken_up("loaded")
 
 
 def _set(chat: Chat, argument: str) -> None:

@@ -34,6 +34,15 @@ class Turn:
     token_ids: tuple[int, ...] = ()
     shown: tuple[str, ...] = ()
 
+    def lines(self) -> tuple[str, str]:
+        """Both in a line each, the question as it was typed: its last paragraph."""
+        question = self.question
+        if not isinstance(question, str):
+            parts = [part.get("text") for part in question if isinstance(part, dict)]
+            question = next((part for part in reversed(parts) if isinstance(part, str)), "")
+        typed = question.rstrip().rpartition("\n\n")[2]
+        return f"> {' '.join(typed.split())}", " ".join(self.reply.split())
+
 
 @dataclass
 class Conversation:

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from headstart.cli.chat.conversation import Conversation, Turn
 from headstart.cli.contents import Content
 from headstart.cli.pool_picture import PoolPicture
 from headstart.cli.reply import print_reply
 from headstart.cli.reply_metrics import count
-from headstart.cli.streams import keeping_typed, note, tell_error
+from headstart.cli.streams import columns_of, keeping_typed, note, tell_error
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, RequestError
+from headstart.validation import in_one_line
 
 if TYPE_CHECKING:
     from headstart.engine.llm import LLM
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.streams import RequestStream
 
-__all__ = ["CACHED_LATER", "Chat"]
+__all__ = ["Chat"]
 
-CACHED_LATER = "the line below the next reply says how many of them are cached"
+_CACHED_LATER = "the line below the next reply says how many of them are cached"
 
 _INTERRUPTED = "interrupted: the question and this part of the reply stay, and both are cached"
 _TAKEN_BACK = (
@@ -72,7 +76,17 @@ class Chat:
         with suppress(RequestError):  # the next turn tells what is wrong with it
             self.llm.recall_chat(conversation.messages("", 0)[:-1], replies)
 
-    def extent(self) -> str:
+    def tell_taken_up(self, name: str) -> None:
+        """Say how long the conversation is, and how it ended: the last question, and its reply."""
+        note(f"{name}: {self._extent()}; {_CACHED_LATER}")
+        if self.conversation.turns:
+            columns = columns_of(sys.stderr) or 80
+            for line in filter(None, self.conversation.turns[-1].lines()):
+                shown = Text(in_one_line(line))
+                shown.truncate(columns, overflow="ellipsis")
+                note(shown.plain)
+
+    def _extent(self) -> str:
         """How long the conversation is: its turns, and their tokens where the context has room."""
         turns = count(len(self.conversation.turns), "turn")
         said = self.conversation.messages("", 0)[:-1]

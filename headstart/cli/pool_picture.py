@@ -81,19 +81,22 @@ class PoolPicture:
     def draw(self, columns: int = 80) -> Text:
         """The picture: rows of cells with the first block's id, then what the signs mean.
 
-        A row has as many cells as fit `columns`, 64 at the most.
+        A row has as many cells as fit `columns`, 64 at the most. Rows of empty blocks alone are
+        left out; the first stands for all of them where nothing is used.
         """
         cells = self._cells()
         per_cell = -(-len(self._states) // len(cells))
         picture = Text()
         width = max(5, len(f"{len(self._states):,}"))
         per_row = next((n for n in CELLS_PER_ROW if width + 2 + n <= columns), CELLS_PER_ROW[-1])
-        for start in range(0, len(cells), per_row):
+        starts = range(0, len(cells), per_row)
+        used = [at for at in starts if any(c.state != EMPTY for c in cells[at : at + per_row])]
+        for start in used or starts[:1]:
             picture.append(f"{start * per_cell:>{width},}  ", style="dim")
             for cell, run in groupby(cells[start : start + per_row]):
                 picture.append(cell.state * len(list(run)), style=_style(cell))
             picture.append("\n")
-        picture.append(self._legend(per_cell, " " * (width + 2)))
+        picture.append(self._legend(per_cell, " " * (width + 2), columns))
         return picture
 
     def _cells(self) -> list[Cell]:
@@ -105,13 +108,15 @@ class PoolPicture:
             cells.append(Cell(state, self._owners[start + states.index(state)]))
         return cells
 
-    def _legend(self, per_cell: int, indent: str) -> Text:
+    def _legend(self, per_cell: int, indent: str, columns: int) -> Text:
         counts = Counter(self._states)
         legend = Text(indent)
         for state, name in ((HELD, "held"), (CACHED, "cached"), (EMPTY, "empty")):
             legend.append(f"{state} {name} {counts[state]:,}   ")
         if per_cell > 1:
-            legend.append(f"({per_cell:,} blocks to a sign)", style="dim")
+            scale = f"({per_cell:,} blocks to a sign)"
+            gap = "" if legend.cell_len + len(scale) <= columns else f"\n{indent}"
+            legend.append(f"{gap}{scale}", style="dim")
         legend.append(f"\n{indent}computed by request")
         for owner, number in sorted(Counter(filter(None, self._owners)).items()):
             legend.append(f"  {owner}", style=f"bold {colour_of(owner)}").append(f": {number:,}")

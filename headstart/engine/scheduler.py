@@ -17,7 +17,7 @@ All of this holds among requests of one priority, and mostly all have 0. One of 
 before all others: it is admitted and computed earlier, and gives up its blocks later. Where owners
 share the engine, requests of one priority are in the order of their turns (`limits/fair_share.py`).
 
-A limit (`engine/limits.py`) may say that fewer tokens of a request can be computed now than there
+A limit (`engine/limits/`) may say that fewer tokens of a request can be computed now than there
 are, or none. A running request then waits where it is; if nothing can run because of limits, the
 request admitted last gives way. A waiting request is bypassed, as above.
 """

@@ -158,8 +158,9 @@ def test_the_environment_goes_behind_the_command_line(
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("-tp 2", "--tensor-parallel-size is 2; allowed: 1; one engine runs on one device; "
-         "`--replicas N` starts several behind one server"),
+        ("-tp 2", "--tensor-parallel-size is 2; allowed: 1; a model must fit one device "
+         "(`--weights int8` or `int4` makes it smaller); `--replicas N` starts several engines "
+         "behind one server"),
         ("--enable-sleep-mode", "--enable-sleep-mode is on; allowed: off; there is no sleep mode: "
          "stop the server to free the memory"),
         ("--speculative-config.method ngram", "--speculative-config is {'method': 'ngram'}; "
@@ -168,8 +169,9 @@ def test_the_environment_goes_behind_the_command_line(
          "llama3_json, llama4_json, mistral; the chat template says how a call is written, and "
          "these ways are read"),
         ("--tensor-paralel-size 2", "headstart serve knows no '--tensor-paralel-size', and refuses "
-         "--tensor-parallel-size: one engine runs on one device; `--replicas N` starts several "
-         "behind one server; see headstart serve --help"),
+         "--tensor-parallel-size: a model must fit one device (`--weights int8` or `int4` makes it "
+         "smaller); `--replicas N` starts several engines behind one server; see headstart serve "
+         "--help"),
         ("--max-modl-len 2", "headstart serve knows no '--max-modl-len'; the nearest is "
          "--max-model-len; see headstart serve --help"),
         ("--flurb", "headstart serve knows no '--flurb'; see headstart serve --help"),

@@ -37,7 +37,8 @@ ENGINE_REFUSED: Refused = {
         "num_speculative_tokens": (),
         "num_lookahead_slots": (0,),
     },
-    "one engine runs in one process on one device: start several": {
+    'a model must fit one device (`weights="int8"` or `"int4"` makes it smaller); several engines '
+    "share load by `headstart serve --replicas N`": {
         "worker_use_ray": (False,),
         "engine_use_ray": (False,),
     },

@@ -150,7 +150,8 @@ EARLIER: Mapping[str, Sequence[str]] = {
 }
 
 REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "one engine runs in one process on one device: start several": {
+    'a model must fit one device (`weights="int8"` or `"int4"` makes it smaller); several engines '
+    "share load by `headstart serve --replicas N`": {
         "pipeline_parallel_size": (1,),
         "nnodes": (1,),
         "node_rank": (0,),
@@ -190,7 +191,7 @@ REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "enable_fault_tolerance": (False,),
         "fault_tolerance_config": (),
     },
-    "give a folder: `huggingface-cli download NAME --revision REVISION` makes one": {
+    "give a folder: `hf download NAME --revision REVISION` makes one": {
         "revision": (),
         "code_revision": (),
         "tokenizer_revision": (),

@@ -122,8 +122,10 @@ _REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 }
 
 _NOTES: Mapping[str, str] = {
-    "one engine runs in one process on one device: start several": (
-        "one engine runs on one device; `--replicas N` starts several behind one server"
+    'a model must fit one device (`weights="int8"` or `"int4"` makes it smaller); several engines '
+    "share load by `headstart serve --replicas N`": (
+        "a model must fit one device (`--weights int8` or `int4` makes it smaller); `--replicas N` "
+        "starts several engines behind one server"
     ),
     "K/V take `kv_cache_fraction` of what is free": "our name: `--kv-cache-fraction`, a share of "
     "what is free",

@@ -183,8 +183,12 @@ def test_a_template_may_lie_in_the_home_folder(
 
 
 def test_what_cannot_be_followed_says_so() -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size is 2; allowed: None, 1; one eng"):
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_size is 2; allowed: None, 1; a model must fit"
+    ):
         read("--model", "headstart-tiny", "-tp", "2")
+    with pytest.raises(ConfigError, match="give a folder: `hf download NAME"):
+        read("--model", "headstart-tiny", "--revision", "main")
     with pytest.raises(ConfigError, match="the arguments name no model; allowed: --model"):
         read("--max-model-len", "100")
     with pytest.raises(ConfigError, match=r"parser is None; allowed: an argparse.ArgumentParser"):

@@ -104,6 +104,7 @@ clean:
 
 $(INSTALLED): requirements.lock pyproject.toml
 	@test -n "$(PYTHON)" || { echo "headstart needs Python 3.11 or newer: make PYTHON=..."; exit 1; }
+	@echo "Installing into .venv what headstart needs: 1.2 GB, a few minutes"
 	$(PYTHON) -m venv .venv
 	$(PIP) $(LOCKED) "$$(grep '^torch==' requirements.lock)" setuptools
 	@touch $@
@@ -111,10 +112,12 @@ $(INSTALLED): requirements.lock pyproject.toml
 # As an entry of sys.path: setuptools' other way, a finder, comes after all entries, so that in the
 # folder above a clone the clone itself, as a namespace package, would hide the package.
 $(READY): Makefile $(INSTALLED) $(wildcard headstart/native/*.cpp headstart/native/*.h headstart/native/*/*.cpp headstart/native/*/*.h)
+	@echo "Installing headstart and compiling its kernels: a minute or two"
 	$(PIP) --quiet $(LOCKED) --no-build-isolation --config-settings editable_mode=compat \
 	  --editable '.[serve,structured,vision]'
 	@touch $@
 
 $(TOOLS): $(INSTALLED) | $(READY)
+	@echo "Installing the tools of make test: 0.6 GB"
 	$(PIP) --quiet --requirement requirements.lock
 	@touch $@

@@ -198,3 +198,12 @@ def test_output_that_differs_from_the_page_is_found(capsys: pytest.CaptureFixtur
     page = "```python\nprint(41)\n```\n\n<!-- output -->\n```text\n42\n```\n"
     wrong = run_python(read_blocks(page), "p", Path(), lambda: capsys.readouterr().out)
     assert wrong == ["p:7 says\n42\nbut it printed\n41\n"]
+
+
+def test_make_says_what_it_installs() -> None:
+    """The first `make demo` was silent for minutes."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    recipes = [part for part in re.split(r"\n(?=\S)", makefile) if "\n\t$(PIP)" in part]
+    assert len(recipes) == 3
+    for recipe in recipes:
+        assert 0 < recipe.find('\n\t@echo "Installing ') < recipe.index("\n\t$(PIP)")

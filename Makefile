@@ -112,7 +112,7 @@ $(INSTALLED): requirements.lock pyproject.toml
 # As an entry of sys.path: setuptools' other way, a finder, comes after all entries, so that in the
 # folder above a clone the clone itself, as a namespace package, would hide the package.
 $(READY): Makefile $(INSTALLED) $(wildcard headstart/native/*.cpp headstart/native/*.h headstart/native/*/*.cpp headstart/native/*/*.h)
-	@echo "Installing headstart and compiling its kernels: a minute or two"
+	@echo "Installing headstart, and compiling its kernels if there is a compiler: about a minute"
 	$(PIP) --quiet $(LOCKED) --no-build-isolation --config-settings editable_mode=compat \
 	  --editable '.[serve,structured,vision]'
 	@touch $@

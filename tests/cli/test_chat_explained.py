@@ -38,7 +38,7 @@ def test_one_token_that_was_cached() -> None:
     said = explain_turn(output(12, 1, MissReason.SHORT))
     assert said == (
         "the first of the last prompt's 12 tokens was cached, and the rest is shorter than a "
-        "block: only full blocks are cached"
+        "block (only full blocks are cached)"
     )
 
 

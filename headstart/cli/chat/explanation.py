@@ -24,7 +24,7 @@ _REASONS: Mapping[MissReason, str] = MappingProxyType(
         MissReason.TOKEN: "differs from every prompt in the cache",
         MissReason.SALT: "is cached under another salt",
         MissReason.ITEM: "begins with an image or a sound that is not in the cache",
-        MissReason.SHORT: "is shorter than a block: only full blocks are cached",
+        MissReason.SHORT: "is shorter than a block (only full blocks are cached)",
         MissReason.IN_PROGRESS: "was just being computed by another request",
         MissReason.OUTPUTS: "is cached without what the next stage needs of it",
     }

@@ -135,7 +135,7 @@ def download_model(name: str) -> Path:
     except Exception as error:
         raise ModelNotFoundError(
             f"there is no folder {name!r}, no model of this name was downloaded before, and the "
-            f"hub cannot be reached: {_first_line(error)}{_meant(name)}"
+            f"hub cannot be reached: {_first_line(error).removeprefix('Got: ')}{_meant(name)}"
         ) from error
 
 

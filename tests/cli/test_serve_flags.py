@@ -161,6 +161,8 @@ def test_the_environment_goes_behind_the_command_line(
         ("-tp 2", "--tensor-parallel-size is 2; allowed: 1; a model must fit one device "
          "(`--weights int8` or `int4` makes it smaller); `--replicas N` starts several engines "
          "behind one server"),
+        ("--offload-params x", "--offload-params is ['x']; allowed: []; the model stays in "
+         "memory whole: take a smaller one, or a narrower dtype"),
         ("--enable-sleep-mode", "--enable-sleep-mode is on; allowed: off; there is no sleep mode: "
          "stop the server to free the memory"),
         ("--speculative-config.method ngram", "--speculative-config is {'method': 'ngram'}; "

@@ -17,6 +17,7 @@ from headstart.validation import describe, shorten
 __all__ = ["Entry", "Kinds", "read_file"]
 
 _NAME = re.compile(r"\w[\w-]*(\.[\w.-]+)?")
+_MOST_VALUES = 10_000
 _PLAIN = re.compile(r"""([^'"]|'(<[a-z ]*>|.)')*""")
 """A parser's message that quotes one character at the most."""
 
@@ -44,12 +45,25 @@ def read_file(path: str, kinds: Kinds) -> list[Entry]:
         content, written = yaml.safe_load(text), yaml.load(text, yaml.BaseLoader)
         if not isinstance(content, dict):
             raise _FileError("it is no mapping of flags")
+        _check_size(content)
         return [
             _read_entry(number, name, value, written.get(name, value), kinds)
             for number, (name, value) in enumerate(content.items(), 1)
         ]
     except Exception as error:  # the library's own errors derive from Exception alone
         raise ConfigError(f"--config is {describe(path)}; {_reason(error)}") from None
+
+
+def _check_size(content: Any) -> None:
+    """Raise _FileError for aliases within themselves, or such as stand for many others."""
+    pending = [content]
+    for _ in range(_MOST_VALUES):
+        if not pending:
+            return
+        part = pending.pop()
+        pending += part.values() if isinstance(part, dict) else ()
+        pending += part if isinstance(part, list) else ()
+    raise _FileError(f"it has more than {_MOST_VALUES:,} values, its aliases written out")
 
 
 class _FileError(Exception):

@@ -206,13 +206,13 @@ class Flags(Names):
         """A value as it is typed; a switch is on or off."""
         if isinstance(value, bool):
             return "on" if value else "off"
-        return value if isinstance(value, str) else json.dumps(value)
+        return value if isinstance(value, str) else json.dumps(value, default=list)  # of a set
 
     def _describe(self, value: object) -> str:
         return self.show(value) if isinstance(value, bool) else describe(value)
 
     def _allowed(self, row: Row) -> str:
-        return ", ".join(filter(None, map(self.show, row.allowed))) or "none"
+        return ", ".join(dict.fromkeys(filter(None, map(self.show, row.allowed)))) or "none"
 
 
 class JsonNames(Names):

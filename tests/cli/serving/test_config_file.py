@@ -94,6 +94,10 @@ def test_a_value_of_a_file_stays_with_its_flag(
         ("9: 9", "entry 1 in it has no name of a flag, such as max-model-len"),
         ("api-key: [SECRET, null]", "an item of api-key in it has no value"),
         ("config: SECRET", "it names another file; allowed: one"),
+        ("a: &a [SECRET]\n" + "".join(
+            f"{one}: &{one} [{', '.join(9 * [f'*{before}'])}]\n"
+            for before, one in zip("abcdefgh", "bcdefghi", strict=True)
+        ), "it has more than 10,000 values, its aliases written out"),
     ],
 )  # fmt: skip
 def test_a_file_s_fault_is_told_without_its_text(tmp_path: Path, text: str, says: str) -> None:

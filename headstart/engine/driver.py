@@ -213,9 +213,10 @@ class Driver:
         self._orders.put(None)
         if self._is_within():
             return  # to the thread, which closes the engine when it has done what it does
-        while self.is_alive:
-            with suppress(queue.Empty):  # or somebody else was told
+        while self._thread is not None and self.is_alive:
+            with suppress(queue.Empty):  # somebody else was told
                 self._gone.get(timeout=_PATIENCE)
+                self._thread.join()  # it has nothing left to do
         with self._starting:
             self._engine.close(str(self._ended))  # again, if the thread broke before it could
 

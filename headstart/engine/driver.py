@@ -71,7 +71,8 @@ class Driver:
         # the garbage collector may close a stream while its thread is in here.
         self._starting = threading.RLock()
         self._thread: threading.Thread | None = None
-        self._gone: queue.SimpleQueue[None] = queue.SimpleQueue()  # told once, when it ends
+        self._has_gone = False
+        self._gone: queue.SimpleQueue[None] = queue.SimpleQueue()  # told once, when it has gone
         self._order: _Order | None = None  # that is being carried out
         self._turns = Turns()  # steps and orders
         self._ended: EngineError | None = None  # why no order is taken any more
@@ -185,15 +186,12 @@ class Driver:
 
     @property
     def is_alive(self) -> bool:
-        """True while the engine's thread runs.
-
-        After a Ctrl-C that came while it looked, Python 3.11's `Thread.is_alive` is False for ever:
-        then Linux is asked.
-        """
+        """True while the engine's thread runs."""
         thread = self._thread
-        return thread is not None and (
-            thread.is_alive() or os.path.exists(f"/proc/self/task/{thread.native_id}")
-        )
+        if thread is None or self._has_gone:
+            return False
+        # After a Ctrl-C that came while it looked, Python 3.11's says False for ever: ask Linux.
+        return thread.is_alive() or os.path.exists(f"/proc/self/task/{thread.native_id}")
 
     def ended(self) -> EngineError:
         """Why the engine takes no orders any more."""
@@ -213,10 +211,11 @@ class Driver:
         self._orders.put(None)
         if self._is_within():
             return  # to the thread, which closes the engine when it has done what it does
-        while self._thread is not None and self.is_alive:
-            with suppress(queue.Empty):  # somebody else was told
+        while self.is_alive:
+            with suppress(queue.Empty):  # or somebody else was told
                 self._gone.get(timeout=_PATIENCE)
-                self._thread.join()  # it has nothing left to do
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()  # it has nothing left to do
         with self._starting:
             self._engine.close(str(self._ended))  # again, if the thread broke before it could
 
@@ -275,6 +274,7 @@ class Driver:
             try:
                 self._end(reason)
             finally:
+                self._has_gone = True
                 self._gone.put(None)
 
     def _take_orders(self) -> bool:

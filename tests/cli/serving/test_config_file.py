@@ -7,6 +7,7 @@ import pytest
 
 from headstart.engine.vllm_api.options import read_config
 from headstart.server.options import ServerOptions
+from headstart.validation import describe
 from tests.cli.test_main import call
 from tests.cli.test_serve_flags import Served
 
@@ -106,7 +107,7 @@ def test_a_file_s_fault_is_told_without_its_text(tmp_path: Path, text: str, says
     result = call("serve", *shlex.split(line))
     path = line.partition(" ")[2]
     assert result.exit_code == 2
-    assert result.stderr == f"headstart: --config is {path!r}; {says}\n"
+    assert result.stderr == f"headstart: --config is {describe(path)}; {says}\n"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from headstart.engine.vllm_api.options import read_config
 from headstart.engine.vllm_api.rows import nearest
 from headstart.errors import RequestError
 from headstart.server.options import ServerOptions
-from headstart.validation import OneOf, describe
+from headstart.validation import OneOf, describe, shorten
 
 if TYPE_CHECKING:
     from headstart.engine.llm import LLM
@@ -252,7 +252,7 @@ class _Count(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no suc
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         found = read_value(value) if isinstance(value, str) else value
-        return found if type(found) is int else click.INT.convert(value, param, ctx)
+        return found if type(found) is int else click.INT.convert(shorten(str(value)), param, ctx)
 
 
 _COUNT = _Count()

@@ -66,3 +66,8 @@ def test_every_flag_has_the_variable_of_its_name(
         assert option.name is not None
         source = context.get_parameter_source(option.name)
     assert source is click.core.ParameterSource.ENVIRONMENT
+
+
+def test_a_number_of_any_length_is_told_shortly() -> None:
+    result = call("run", "--max-model-len", "9" * 5_000 + "K", "hi")
+    assert result.exit_code == 2 and len(result.stderr) < 500

@@ -252,7 +252,9 @@ class _Count(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no suc
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         found = read_value(value) if isinstance(value, str) else value
-        return found if type(found) is int else click.INT.convert(shorten(str(value)), param, ctx)
+        if isinstance(found, str):
+            value = shorten(found)  # which the error tells
+        return found if type(found) is int else click.INT.convert(value, param, ctx)
 
 
 _COUNT = _Count()

@@ -96,6 +96,7 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
     const int64_t fitting = std::min(kind.cache / (pairs * 4), kind.most_rows);
     int64_t most = std::max<int64_t>(fitting / kind.tallest, 1) * kind.tallest;
     most = std::min(most, std::max(FEWEST_ROWS, (rows + threads - 1) / threads));
+    most += most % TOGETHER;  // or a block could have a row more than `most`
     const int64_t blocks = (rows + most - 1) / most;
     const int64_t cuts = (pairs + kind.most_pairs - 1) / kind.most_pairs;
     const int64_t length = ((pairs + cuts - 1) / cuts + 15) / 16 * 16;

@@ -132,6 +132,7 @@ _NOTES: Mapping[str, str] = {
     "our name: `share_attention=False`": "our name: `--no-share-attention`",
     "our name: `encoder_cache_rows`": "our name: `--encoder-cache-rows`",
     "our name: `max_loras`": "our name: `--max-loras`",
+    "up to 1,000 are allowed in any case": "a request may ask for 20 of a token at the most",
     "nothing is logged": "a line for each request is logged",
     "callers tokenise in their own threads": "texts are tokenised beside the event loop",
     "`max_num_batched_tokens` bounds a chunk": "`--max-num-batched-tokens` bounds a chunk",

@@ -14,16 +14,16 @@ import asyncio
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from headstart.engine.engine import Engine
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
-from headstart.engine.step import StepResult, Turns, explain
+from headstart.engine.step import StepResult, Turns, explain, would_wait
 from headstart.errors import EngineError, HeadstartError, RequestError
 from headstart.validation import describe
 
@@ -90,9 +90,9 @@ class Driver:
 
         Raises EngineError when the engine is closed, or in the engine's own thread.
         """
-        self._refuse_own_thread()
-        followed = _Followed(group, receive, every_step)
-        self._post(_Order(lambda: self._follow(followed), receive))
+        with self.awaited():
+            followed = _Followed(group, receive, every_step)
+            self._post(_Order(lambda: self._follow(followed), receive))
 
     def cancel(self, groups: Sequence[RequestGroup], *, wait: bool = True) -> None:
         """Forget those of these requests that are unfinished.
@@ -100,10 +100,10 @@ class Driver:
         wait: return when they hold nothing any more, which takes as long as the step under way.
         """
         with suppress(EngineError):  # closed meanwhile, and they are gone
-            if wait and not self._is_within():
-                self.call(lambda: self._forget(groups))
-            else:
-                self._post(_Order(lambda: self._forget(groups), lambda error: None))
+            if wait:
+                with suppress(EngineError):  # nobody can wait here
+                    return self.call(lambda: self._forget(groups))
+            self._post(_Order(lambda: self._forget(groups), lambda error: None))
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its last update has finish reason "abort". Returns at once.
@@ -117,7 +117,6 @@ class Driver:
 
         Raises EngineError when the engine is closed, or ends before, or in the engine's own thread.
         """
-        self._refuse_own_thread()
         answers: queue.SimpleQueue[tuple[Answer] | BaseException] = queue.SimpleQueue()
 
         def run() -> None:
@@ -126,17 +125,16 @@ class Driver:
             except BaseException as error:  # the caller's to handle
                 answers.put(error)
 
-        self._post(_Order(run, answers.put))
-        answer = self.wait(answers)
+        with self.awaited():
+            self._post(_Order(run, answers.put))
+            answer = self.wait(answers)
         if isinstance(answer, BaseException):
             raise answer
         return answer[0]
 
     async def call_async(self, function: Callable[[], Answer]) -> Answer:
         """As `call`, for a task of the event loop that runs; no thread waits meanwhile."""
-        self._refuse_own_thread()
         answer: Future[Answer] = Future()
-        is_gone = False
 
         def run() -> None:
             if answer.set_running_or_notify_cancel():
@@ -145,16 +143,17 @@ class Driver:
                 except BaseException as error:  # the caller's to handle
                     answer.set_exception(error)
 
-        self._post(_Order(run, answer.set_exception))
-        told = asyncio.wrap_future(answer)
-        try:
-            while not (await asyncio.wait([told], timeout=_PATIENCE))[0]:
-                if is_gone:  # since before the last wait, in which its answer would have come
-                    raise self.ended()
-                is_gone = not self.is_alive
-            return told.result()
-        finally:
-            told.cancel()  # what nobody waits for any more is not begun
+        with self.awaited():
+            self._post(_Order(run, answer.set_exception))
+            told, is_gone = asyncio.wrap_future(answer), False
+            try:
+                while not (await asyncio.wait([told], timeout=_PATIENCE))[0]:
+                    if is_gone:  # since before the last wait, in which its answer would have come
+                        raise self.ended()
+                    is_gone = not self.is_alive
+                return told.result()
+            finally:
+                told.cancel()  # what nobody waits for any more is not begun
 
     def wait(
         self, items: "queue.SimpleQueue[Item]", groups: Sequence[RequestGroup] | None = None
@@ -164,14 +163,14 @@ class Driver:
         Raises EngineError if none will come. A simple queue has no lock that the garbage collector
         could run under: closing a stream, it waits here as well.
         """
-        self._refuse_own_thread()
-        while True:
-            try:
-                return items.get(timeout=_PATIENCE)
-            except queue.Empty:
-                reason = self.explain_silence(groups)
-                if reason is not None and items.empty():
-                    raise reason from None
+        with self.awaited():
+            while True:
+                try:
+                    return items.get(timeout=_PATIENCE)
+                except queue.Empty:
+                    reason = self.explain_silence(groups)
+                    if reason is not None and items.empty():
+                        raise reason from None
 
     def explain_silence(self, groups: Sequence[RequestGroup] | None = None) -> EngineError | None:
         """Why nobody is told anything any more, or nothing of these requests; None if they may be.
@@ -209,11 +208,13 @@ class Driver:
         if self._ended is None:
             self._ended = EngineError("the engine is closed")
         self._orders.put(None)
-        if self._is_within():
+        try:
+            with self.awaited():
+                while self.is_alive:
+                    with suppress(queue.Empty):  # or somebody else was told
+                        self._gone.get(timeout=_PATIENCE)
+        except EngineError:
             return  # to the thread, which closes the engine when it has done what it does
-        while self.is_alive:
-            with suppress(queue.Empty):  # or somebody else was told
-                self._gone.get(timeout=_PATIENCE)
         if self._thread is not None and self._thread.ident is not None:
             self._thread.join()  # it has nothing left to do
         with self._starting:
@@ -224,17 +225,17 @@ class Driver:
         followed = self._followed.get(group.request_id)
         return followed is not None and followed.group is group
 
-    def _refuse_own_thread(self) -> None:
-        """Raise EngineError where whoever asks would keep the engine from answering, for ever."""
-        if self._is_within():
-            raise EngineError(
-                "the engine cannot be asked from within a step, such as by a logits processor: it "
-                "would wait for itself; ask when the step is over, from another thread"
-            )
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Whoever enters this waits for the engine's thread in it.
 
-    def _is_within(self) -> bool:
-        """Whether the engine's thread asks, or a coroutine with its context, which it may await."""
-        return threading.current_thread() is self._thread or self._turns.is_within
+        Raises EngineError on entering where that thread waits for who enters: in itself, in a
+        coroutine that its work began, in a step of another engine that it asked.
+        """
+        if threading.current_thread() is self._thread:
+            raise would_wait()
+        with self._turns.awaited():
+            yield
 
     def _post(self, order: _Order) -> None:
         if self._ended is not None:

@@ -1,6 +1,7 @@
 """The parts of an engine step: its phase, its results, and the choice of tokens."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -25,6 +26,7 @@ __all__ = [
     "choose_tokens",
     "engine_error",
     "explain",
+    "would_wait",
 ]
 
 Answer = TypeVar("Answer")
@@ -84,7 +86,37 @@ class OpenStep:
             self.failed = {part.request: reason for part in self.batch.scheduled}
 
 
-_turn: ContextVar[object] = ContextVar("_turn", default="none")
+_turn: ContextVar["_Turn | None"] = ContextVar("_turn", default=None)
+
+
+class _Turn:
+    """A piece of work, and what those that it called wait for now."""
+
+    def __init__(self) -> None:
+        self._awaited: list[Turns] = []
+
+    @contextmanager
+    def awaiting(self, turns: "Turns") -> Iterator[None]:
+        self._awaited.append(turns)  # first: of two that begin to wait at once, one sees the other
+        try:
+            if self._is_awaited_by(turns):
+                raise would_wait()
+            yield
+        finally:
+            self._awaited.remove(turns)
+
+    def _is_awaited_by(self, turns: "Turns") -> bool:
+        """Whether the work under way there is this, or waits for it, be it through others."""
+        seen: set[_Turn] = set()
+        pending = [turns]
+        while pending:
+            turn = pending.pop().current
+            if turn is self:
+                return True
+            if turn is not None and turn not in seen:
+                seen.add(turn)
+                pending += turn._awaited
+        return False
 
 
 class Turns:
@@ -94,21 +126,33 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._turn: object = None
+        self.current: _Turn | None = None
 
     def take(self, work: Callable[[], Answer]) -> Answer:
         """Do the work; all that it calls is within until it is over."""
-        self._turn = turn = object()
+        self.current = turn = _Turn()
         _turn.set(turn)
         try:
             return work()
         finally:
-            self._turn = None
+            self.current = None
 
-    @property
-    def is_within(self) -> bool:
-        """Whether this is called from work that is under way."""
-        return _turn.get() is self._turn
+    def awaited(self) -> AbstractContextManager[None]:
+        """Whoever enters this waits for the work in it.
+
+        Raises EngineError on entering where neither would ever end: within the work, or within
+        other work that this waits for, as where two engines' logits processors ask one another.
+        """
+        turn = _turn.get()
+        return nullcontext() if turn is None else turn.awaiting(self)
+
+
+def would_wait() -> EngineError:
+    """The error of who waits for an engine that waits for it."""
+    return EngineError(
+        "the engine cannot be asked from within a step, such as by a logits processor: it would "
+        "wait for itself; ask when the step is over, from another thread"
+    )
 
 
 def engine_error(what: str, cause: BaseException) -> EngineError:

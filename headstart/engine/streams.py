@@ -317,8 +317,9 @@ class AsyncMailbox:
         reason = None
         while True:
             try:
-                async with asyncio.timeout(_PATIENCE):
-                    update = await self._updates.get()
+                with self._driver.awaited():
+                    async with asyncio.timeout(_PATIENCE):
+                        update = await self._updates.get()
             except TimeoutError:
                 # Since before the last wait, in which an update on its way would have come.
                 if reason is not None and self._updates.empty():

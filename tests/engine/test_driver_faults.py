@@ -3,7 +3,8 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -316,3 +317,83 @@ os.waitpid(child, 0)
 def test_an_engine_does_not_hang_in_a_forked_process(folder: Path) -> None:
     done = run_program(_FORK, folder)
     assert "forked" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("ask", ["generate", "stream", "reset", "call", "close"])
+def test_engines_whose_logits_processors_ask_one_another_are_told(folder: Path, ask: str) -> None:
+    """Each waited for the other's step for ever, and so did whoever closed one of them."""
+    llms = make_llm(folder), make_llm(folder)
+    both = threading.Barrier(2)
+
+    def begin(own: LLM, other: LLM) -> str | None:
+        calls: dict[str, Callable[[], Any]] = {
+            "generate": lambda: other.generate(A, SHORT),
+            "stream": lambda: list(other.stream(A, SHORT)),
+            "reset": other.reset_prefix_cache,
+            "call": lambda: asyncio.run(other._driver.call_async(int)),
+            "close": other.close,
+        }
+
+        def process(token_ids: list[int], logits: Any) -> Any:
+            if not token_ids:
+                both.wait(LIMIT)
+                calls[ask]()
+            return logits
+
+        params = SamplingParams(temperature=0, max_tokens=2, logits_processors=[process])
+        try:
+            return own.generate(A, params)[0].outputs[0].finish_reason
+        except EngineError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(begin, llms, reversed(llms)))
+    refusal = "was closed" if ask == "close" else "asked from within a step"
+    assert any(refusal in str(answer) for answer in answers), answers
+    assert {a for a in answers if refusal not in str(a)} <= {"length"}
+    for one in llms:
+        if ask != "close":
+            assert one.generate(A, SHORT)[0].finished
+            one.engine.manager.check()
+        one.close()
+
+
+def test_streams_of_engines_whose_logits_processors_ask_one_another_are_told(folder: Path) -> None:
+    llms = [AsyncLLM(folder, dtype="float32", num_blocks=24, num_threads=1) for _ in range(2)]
+    both = threading.Barrier(2)
+
+    async def last(llm: AsyncLLM, params: SamplingParams) -> RequestOutput:
+        return [output async for output in llm.generate(A, params)][-1]
+
+    def begin(own: AsyncLLM, other: AsyncLLM) -> str | None:
+        def process(token_ids: list[int], logits: Any) -> Any:
+            if not token_ids:
+                both.wait(LIMIT)
+                asyncio.run(last(other, SHORT))
+            return logits
+
+        params = SamplingParams(temperature=0, max_tokens=2, logits_processors=[process])
+        try:
+            return asyncio.run(last(own, params)).outputs[0].finish_reason
+        except EngineError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(begin, llms, reversed(llms)))
+    assert any("asked from within a step" in str(answer) for answer in answers), answers
+    for one in llms:
+        assert asyncio.run(last(one, SHORT)).finished
+        one.close()
+
+
+def test_an_engine_may_be_asked_within_a_step_of_another(folder: Path, llm: LLM) -> None:
+    guard = make_llm(folder)
+    asked = []
+
+    def process(token_ids: list[int], logits: Any) -> Any:
+        asked.append(guard.generate(B, SHORT)[0].finished)
+        return logits
+
+    llm.generate(A, SamplingParams(temperature=0, max_tokens=2, logits_processors=[process]))
+    guard.close()
+    assert asked == [True, True]

@@ -22,7 +22,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -75,6 +75,8 @@ class ReplicaDriver:
         self._soon(self._match_feeds)
 
     # As of a driver
+
+    awaited = staticmethod(nullcontext)  # no step runs in this process
 
     def explain_silence(self, groups: Sequence[RequestGroup]) -> EngineError | None:
         """Why nobody is told of these requests any more; None while they may be."""

@@ -54,13 +54,14 @@ class Adviser:
         closest = self._traffic.closest(namespace, tokens)
         if closest is None or not closest.num_common:
             return Explanation(missed, f"{missed}; no answered prompt begins like this one")
-        seconds = self._traffic.now() - closest.seen.time
+        now = self._traffic.now()
+        seconds = now - closest.seen.times.came
         told = f"the closest earlier prompt came {_ago(seconds)} and has the first "
         told += f"{closest.num_common:,} of {len(tokens):,} tokens in common"
         difference = None
         if closest.num_common < len(tokens):
             difference = self._difference(tokens, closest)
-        lost = closest.num_lost(missed.position, missed)
+        lost = closest.num_lost(missed.position, missed, now)
         if lost >= self._block_size:
             missed = MissExplanation(MissReason.EVICTED, missed.position)
             lacking = -(-lost // self._block_size)
@@ -95,14 +96,12 @@ class Adviser:
         forks: dict[tuple[Any, ...], list[Seen]] = defaultdict(list)
         evicted = evicted_tokens = lacking = 0
         for seen in recent:
-            if seen.closest is None:
-                continue
-            lost = seen.closest.num_lost(seen.num_cached, seen.missed)
+            lost = seen.num_lost
             if lost >= self._block_size:
                 evicted += 1
                 evicted_tokens += lost
                 lacking = max(lacking, -(-lost // self._block_size))
-            elif seen.num_again:
+            elif seen.num_again and seen.closest is not None:
                 head = seen.tokens[: seen.closest.num_common].tobytes()
                 forks[seen.namespace, head].append(seen)
         again = [those for those in forks.values() if len(those) > 1]  # once is no habit

@@ -11,21 +11,36 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headstart.cache import MissExplanation, MissReason, Namespace
 
-__all__ = ["Closest", "Seen", "Traffic"]
+__all__ = ["Closest", "Seen", "Times", "Traffic"]
 
 Tokens = NDArray[np.int32]
 _SPAN = 8  # tokens: as many in a row are found again elsewhere in another prompt, or none
 
 
+class Times(NamedTuple):
+    """When a prompt came, was looked up in the cache, and had all its K/V, in seconds.
+
+    On the clock of `Traffic`, or ago.
+    """
+
+    came: float = 0.0
+    looked_up: float = 0.0
+    computed: float = 0.0
+
+
+NOW = Times()
+
+
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Seen:
-    """A prompt that was answered. time: seconds on the clock of `Traffic`.
+    """A prompt that was answered.
 
     num_again: tokens that were computed although the closest earlier prompt has them too, behind
     the first difference: moving what differs to the end would have saved them.
@@ -34,11 +49,18 @@ class Seen:
     request_id: str
     namespace: Namespace
     tokens: Tokens
-    time: float
+    times: Times
     num_cached: int
     missed: MissExplanation | None
     closest: Closest | None
     num_again: int
+
+    @property
+    def num_lost(self) -> int:
+        """See `Closest.num_lost`."""
+        if self.closest is None:
+            return 0
+        return self.closest.num_lost(self.num_cached, self.missed, self.times.looked_up)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,12 +70,13 @@ class Closest:
     seen: Seen
     num_common: int
 
-    def num_lost(self, num_cached: int, missed: MissExplanation | None) -> int:
+    def num_lost(self, num_cached: int, missed: MissExplanation | None, looked_up: float) -> int:
         """Tokens that are common, but of which only `num_cached` were found: the rest was evicted.
 
-        The cache itself remembers few evictions.
+        Unless they were looked up before the earlier prompt had been computed. The cache itself
+        remembers few evictions.
         """
-        if missed is None or missed.reason not in _LOST:
+        if missed is None or missed.reason not in _LOST or self.seen.times.computed > looked_up:
             return 0
         return max(0, self.num_common - num_cached)
 
@@ -94,7 +117,7 @@ class Traffic:
         return list(self._recent)
 
     def now(self) -> float:
-        """Seconds, on the clock of `Seen.time`."""
+        """Seconds, on the clock of `Seen.times`."""
         return self._clock()
 
     def add(
@@ -104,13 +127,13 @@ class Traffic:
         token_ids: list[int],
         num_cached: int,
         missed: MissExplanation | None,
-        seconds_ago: float = 0.0,
+        ago: Times = NOW,
     ) -> Seen:
-        """Remember a prompt that was answered; `seconds_ago` is when it came.
+        """Remember a prompt that was answered; `ago` is when that was, in seconds ago.
 
         Takes time with its length, not with the others.
         """
-        tokens = np.asarray(token_ids, np.int32)
+        now, tokens = self.now(), np.asarray(token_ids, np.int32)
         closest = self.closest(namespace, tokens)
         again = 0
         if closest is not None:
@@ -122,7 +145,7 @@ class Traffic:
             request_id,
             namespace,
             tokens,
-            self.now() - seconds_ago,
+            Times(*(now - seconds for seconds in ago)),
             num_cached,
             missed,
             closest,
@@ -142,7 +165,7 @@ class Traffic:
         at = bisect_left(prompts.keys, key)
         near = [prompts.seen[key] for key in prompts.keys[max(0, at - 1) : at + 1]]
         found = [Closest(seen, count_common(tokens, seen.tokens)) for seen in near]
-        return max(found, key=lambda one: (one.num_common, one.seen.time), default=None)
+        return max(found, key=lambda one: (one.num_common, one.seen.times.came), default=None)
 
     def clear(self) -> None:
         """Forget every prompt."""
@@ -190,7 +213,7 @@ def _without_history(seen: Seen) -> Seen:
         seen.request_id,
         seen.namespace,
         seen.tokens,
-        seen.time,
+        seen.times,
         seen.num_cached,
         seen.missed,
         None,

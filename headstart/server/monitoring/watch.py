@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.cache import MissExplanation, Namespace
 from headstart.server.cache.advice import Adviser, Explanation
-from headstart.server.cache.traffic import Seen, Traffic
+from headstart.server.cache.traffic import Seen, Times, Traffic
 from headstart.server.monitoring.metrics import Metrics
 
 if TYPE_CHECKING:
     from headstart.engine.async_llm import AsyncLLM
-    from headstart.engine.outputs import RequestOutput
+    from headstart.engine.outputs import RequestMetrics, RequestOutput
     from headstart.engine.request import RequestGroup
 
 __all__ = ["Watch"]
@@ -50,9 +50,9 @@ class Watch:
                 output.prompt_token_ids,
                 output.num_cached_tokens,
                 output.why_missed,
-                output.metrics.total or 0.0,
+                _ago(output.metrics),
             )
-            self.metrics.finished(request, output, _age(seen), _count_regretted(seen))
+            self.metrics.finished(request, output, _age(seen), seen.num_lost)
             self._recent.append(_describe(output))
 
     def cut_off(self, request: RequestGroup, reason: str) -> None:
@@ -100,13 +100,16 @@ def _describe(output: RequestOutput) -> dict[str, Any]:
     }
 
 
+def _ago(metrics: RequestMetrics) -> Times:
+    """When a request that has ended just now came, was admitted, and had its first token."""
+    spent = metrics.total or 0.0
+    return Times(
+        spent, spent - (metrics.queue or 0.0), spent - (metrics.time_to_first_token or 0.0)
+    )
+
+
 def _age(seen: Seen) -> float | None:
     """Seconds since the prompt that this one hit came, None if it hit none."""
     if not seen.num_cached or seen.closest is None:
         return None
-    return seen.time - seen.closest.seen.time
-
-
-def _count_regretted(seen: Seen) -> int:
-    """Tokens that were computed although they had been cached once."""
-    return seen.closest.num_lost(seen.num_cached, seen.missed) if seen.closest is not None else 0
+    return seen.times.came - seen.closest.seen.times.came

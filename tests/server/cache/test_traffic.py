@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headstart.cache import MissExplanation, MissReason, Namespace
 from headstart.server.cache.difference import describe_difference
-from headstart.server.cache.traffic import Traffic, count_again, count_common
+from headstart.server.cache.traffic import Times, Traffic, count_again, count_common
 
 MISSED = MissExplanation(MissReason.TOKEN, 0)
 ORDER = "the same entries in another order"
@@ -42,6 +42,21 @@ def test_the_closest_of_the_last_prompts_is_found(
     if found is not None:
         assert found.num_common == max(common(prompt, one) for one in known)
         assert found.num_common == count_common(np.array(prompt), found.seen.tokens)
+
+
+@pytest.mark.parametrize("waited, num_lost", [(4.0, 0), (2.5, 0), (1.5, 6), (0.0, 6)])
+def test_what_was_looked_up_before_it_was_computed_was_not_evicted(
+    waited: float, num_lost: int
+) -> None:
+    """Two requests with one document at once: the page told of an eviction, in an empty pool."""
+    now = 10.0
+    traffic = Traffic(clock=lambda: now)
+    traffic.add("first", PLAIN, [1, 2, 3, 4, 5, 6, 7], 0, MISSED, Times(5.0, 4.0, 1.0))
+    now = 11.0  # the first one's K/V were complete at 9
+    tokens = [1, 2, 3, 4, 5, 6, 8]
+    seen = traffic.add("second", PLAIN, tokens, 0, MISSED, Times(waited + 1, waited, 0.0))
+    assert seen.closest is not None and seen.closest.num_common == 6
+    assert seen.num_lost == num_lost
 
 
 @pytest.mark.parametrize("reason", MissReason)

@@ -68,7 +68,7 @@ def sanitizer() -> dict[str, str]:
     preloaded = [find_library(name) for name in ("libasan.so", "libstdc++.so.6")]
     return {
         "LD_PRELOAD": " ".join(preloaded),
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own are many
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",  # Python's own are many
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
 

@@ -12,6 +12,7 @@ from headstart.machine import X86, available_memory, multiplies_bfloat16
 from headstart.models.config_values import find_values
 from headstart.models.files import read_json, weight_files
 from headstart.models.half_weight import can_halve
+from headstart.models.prequantised.scheme import is_read
 from headstart.native import avx2_library
 from headstart.validation import describe
 
@@ -76,7 +77,7 @@ def _slow_dtypes(folder: Path, device: torch.device) -> set[str]:
         return set()
     content = read_json(folder / "config.json")
     kept = {str(value) for _, value in find_values(content, {"dtype", "torch_dtype"})}
-    if not kept <= {"bfloat16", "float16"} or "quantization_config" in content:
+    if not kept <= {"bfloat16", "float16"} or not is_read(content):
         return set()
     return kept
 

@@ -205,8 +205,12 @@ REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "leave it out; give `prompt_token_ids` and `detokenize=False`": {
         "skip_tokenizer_init": (False,)
     },
-    'give `weights`: `"int8"`, `"int5"` or `"int4"`; a GGUF file has its own': {
-        "quantization": (),
+    "a quantised checkpoint says itself how; to quantise another one, give `weights`: "
+    '`"int8"`, `"int5"` or `"int4"`': {
+        "quantization": (
+            *(None, "awq", "awq_marlin", "gptq", "gptq_marlin"),
+            *("compressed-tensors", "gguf"),
+        ),
         "quantization_config": (),
     },
     "weights are read as the checkpoint has them; choose a dtype": {

@@ -12,7 +12,7 @@ from headstart.errors import DamagedModelError, HeadstartError, OutOfMemoryError
 from headstart.models.context_length import context_length
 from headstart.models.dense.config import DenseConfig, read_config
 from headstart.models.dense.decoder import DenseDecoder, DenseModules, Description
-from headstart.models.dense.quantized import QuantizedReader
+from headstart.models.dense.quantized import OwnBitsReader, QuantizedReader
 from headstart.models.dense.rotary import read_frequencies
 from headstart.models.dense.shape import OtherKind
 from headstart.models.dense.weights import (
@@ -29,11 +29,12 @@ from headstart.models.dtypes import own_dtype
 from headstart.models.families import FAMILIES, read_shape
 from headstart.models.files import read_json, stamp_files
 from headstart.models.gguf.checkpoint import GGUFCheckpoint
-from headstart.models.gguf.reader import GGUFReader
 from headstart.models.half_weight import can_halve
 from headstart.models.linear import WeightKind
 from headstart.models.out_of_memory import is_out_of_memory
 from headstart.models.prefetch import ReadyMemory
+from headstart.models.prequantised.checkpoint import PrequantisedCheckpoint
+from headstart.models.prequantised.scheme import Scheme, read_scheme
 from headstart.native import advise, library
 
 __all__ = ["load_dense"]
@@ -60,7 +61,10 @@ def load_dense(
     """
     files = stamp_files(folder)
     about, kept = _describe(folder)
-    with _opened(folder) as checkpoint:
+    scheme = read_scheme(read_json(folder / "config.json"))
+    if scheme is not None and kept == torch.float16 and device.type == "cpu":
+        kept = torch.bfloat16  # of rows: no kernel is made for float16
+    with _opened(folder, scheme) as checkpoint:
         outline = Outline()
         DenseModules(about.shape, outline)
         _check_tensors(checkpoint, outline, about.shape.tied)
@@ -96,18 +100,19 @@ def load_dense(
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[Checkpoint | GGUFCheckpoint]:
+def _opened(folder: Path, scheme: Scheme | None) -> Iterator[Checkpoint | GGUFCheckpoint]:
     """The checkpoint; what goes wrong with its files meanwhile is a `DamagedModelError`."""
     try:
-        with _open_checkpoint(folder) as checkpoint:
+        with _open_checkpoint(folder, scheme) as checkpoint:
             yield checkpoint
     except (OSError, SafetensorError) as error:
         raise DamagedModelError(f"the weights in {folder} cannot be read: {error}") from error
 
 
-def _open_checkpoint(folder: Path) -> Checkpoint | GGUFCheckpoint:
-    is_gguf = (folder / "model.gguf").is_file()
-    return GGUFCheckpoint(folder) if is_gguf else Checkpoint(folder)
+def _open_checkpoint(folder: Path, scheme: Scheme | None) -> Checkpoint | GGUFCheckpoint:
+    if (folder / "model.gguf").is_file():
+        return GGUFCheckpoint(folder)
+    return Checkpoint(folder) if scheme is None else PrequantisedCheckpoint(folder, scheme)
 
 
 def _quantised_reader(
@@ -116,8 +121,8 @@ def _quantised_reader(
     """Makes layers of the wanted kind, or of the checkpoint's own; None if that is float."""
     if weights is not None:
         return QuantizedReader(floats, weights, tied)
-    if isinstance(checkpoint, GGUFCheckpoint):
-        return GGUFReader(checkpoint, floats, tied)
+    if isinstance(checkpoint, GGUFCheckpoint | PrequantisedCheckpoint):
+        return OwnBitsReader(checkpoint, floats, tied)
     return None
 
 
@@ -128,8 +133,6 @@ def _describe(folder: Path) -> tuple[Description, torch.dtype | None]:
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise OtherKind(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
-    if content.get("quantization_config") is not None:
-        raise OtherKind("its weights are quantised")
     config = read_config(family, content)
     try:
         shape = read_shape(family, config)
@@ -168,7 +171,11 @@ def _check_tensors(checkpoint: Tensors, outline: Outline, tied: bool) -> None:
     for name, shape in needed.items():
         if held.get(name) != shape:
             raise OtherKind(f"{name} has the shape {held.get(name)}, and not {shape}")
-    surplus = {name for name in held.keys() - needed.keys() if not _COMPUTED.fullmatch(name)}
+    surplus = {
+        name
+        for name in held.keys() - needed.keys()
+        if not _COMPUTED.fullmatch(name) and not _adds_nothing(checkpoint, name)
+    }
     if tied and _HEAD in surplus:
         if not torch.equal(checkpoint.tensor(_HEAD), checkpoint.tensor(_EMBEDDING)):
             raise OtherKind("its LM head is said to be its embedding, and is another")
@@ -176,3 +183,8 @@ def _check_tensors(checkpoint: Tensors, outline: Outline, tied: bool) -> None:
         checkpoint.release()
     if surplus:
         raise OtherKind(f"it holds {len(surplus)} other tensors: {min(surplus)}, ...")
+
+
+def _adds_nothing(checkpoint: Tensors, name: str) -> bool:
+    """True for a bias of zeros, as GPTQ's checkpoints have for layers without one."""
+    return name.endswith(".bias") and not checkpoint.tensor(name).any()

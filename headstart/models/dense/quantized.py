@@ -1,12 +1,15 @@
 """Reads a checkpoint's linear layers into 8, 5 or 4 bits."""
 
+from typing import Protocol
+
 from torch import Tensor, nn
 
-from headstart.models.dense.weights import FloatReader
+from headstart.models.dense.weights import FloatReader, Tensors
 from headstart.models.linear import Int8Embedding, WeightKind, make_linear
+from headstart.models.linear.int4 import Int4Linear, Int4Weight, Int5Linear
 from headstart.models.linear.int8 import Int8Linear, Int8Weight, quantize_int8
 
-__all__ = ["QuantizedReader"]
+__all__ = ["OwnBitsReader", "QuantizedReader", "QuantizedTensors"]
 
 
 class QuantizedReader:
@@ -38,3 +41,48 @@ class QuantizedReader:
 
     def release(self) -> None:
         self._floats.release()
+
+
+class QuantizedTensors(Tensors, Protocol):
+    """A checkpoint whose weights are quantised; its `tensor` gives floats all the same."""
+
+    def kind(self, name: str) -> WeightKind | None:
+        """What a weight becomes that is not kept in its own bits; None for a float."""
+        ...
+
+    def packed(self, name: str) -> Int4Weight | Int8Weight | None:
+        """The weight in its own bits; None if no kind of ours holds it."""
+        ...
+
+    def tell(self) -> None:
+        """Log in one line what is read."""
+        ...
+
+
+class OwnBitsReader(QuantizedReader):
+    """Every linear layer in the checkpoint's own bits, or of the kind that is nearest to them."""
+
+    def __init__(self, checkpoint: QuantizedTensors, floats: FloatReader, tied: bool) -> None:
+        quantised = checkpoint.kind("model.embed_tokens.weight") is not None
+        super().__init__(floats, "int8", tied and quantised)
+        self._checkpoint = checkpoint
+        checkpoint.tell()
+
+    def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
+        kind = self._checkpoint.kind(f"{name}.weight")
+        if kind is None:
+            return self._floats.linear(name, inputs, outputs, bias)
+        own = self._floats.tensor(f"{name}.bias") if bias else None
+        packed = self._checkpoint.packed(f"{name}.weight")
+        if isinstance(packed, Int8Weight):
+            return Int8Linear(packed, own)
+        if packed is not None:
+            return (Int5Linear if packed.form.bits == 5 else Int4Linear)(packed, own)
+        return make_linear(self._floats.tensor(f"{name}.weight"), own, kind)
+
+    def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
+        if isinstance(embedding, nn.Embedding) or (
+            embedding is None and self._checkpoint.kind(f"{name}.weight") is None
+        ):
+            return self._floats.head(embedding, name, outputs, inputs)
+        return super().head(embedding, name, outputs, inputs)

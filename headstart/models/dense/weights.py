@@ -25,6 +25,7 @@ from headstart.models.prefetch import ReadyMemory
 __all__ = [
     "FLOATS",
     "Checkpoint",
+    "Entry",
     "FloatReader",
     "HalfReader",
     "Outline",
@@ -82,7 +83,9 @@ class Tensors(Protocol):
         ...
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
+    """Where a tensor lies, and its dtype as safetensors names it."""
+
     file: Path
     shape: tuple[int, ...]
     dtype: str
@@ -97,15 +100,15 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self._files = ExitStack()
         self._open: dict[Path, Any] = {}
-        self._entries: dict[str, _Entry] = {}
+        self.entries: dict[str, Entry] = {}
         for file in weight_files(folder):
             if file.suffix != ".safetensors":
                 raise OtherKind("its weights are not in safetensors files")
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - no mapping, it only has keys()
                     part = opened.get_slice(name)
-                    entry = _Entry(file, tuple(part.get_shape()), part.get_dtype())
-                    self._entries[name] = entry
+                    entry = Entry(file, tuple(part.get_shape()), part.get_dtype())
+                    self.entries[name] = entry
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -121,18 +124,18 @@ class Checkpoint:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor's shape."""
-        return {name: entry.shape for name, entry in self._entries.items()}
+        return {name: entry.shape for name, entry in self.entries.items()}
 
     def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
         """The dtypes of these tensors; raises `OtherKind` unless all are floats."""
-        found = [self._entries[name].dtype for name in names]
+        found = [self.entries[name].dtype for name in names]
         if others := sorted(set(found) - _DTYPES.keys()):
             raise OtherKind(f"its weights are {', '.join(others)}")
         return [_DTYPES[name] for name in found]
 
     def tensor(self, name: str) -> Tensor:
         """The tensor, in memory that is the file's until `release`."""
-        file, shape, _ = self._entries[name]
+        file, shape, _ = self.entries[name]
         if file not in self._open:
             self._open[file] = self._files.enter_context(safe_open(file, framework="pt"))
         found: Tensor = self._open[file].get_tensor(name)

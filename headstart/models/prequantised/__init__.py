@@ -1,0 +1,1 @@
+"""Checkpoints whose weights were quantised before: AWQ, GPTQ, compressed-tensors."""

@@ -1,0 +1,90 @@
+"""The tensors of a checkpoint with quantised weights, as a model of floats would have them."""
+
+import logging
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headstart.errors import DamagedModelError
+from headstart.models.dense.weights import Checkpoint
+from headstart.models.linear import WeightKind
+from headstart.models.linear.int4 import Int4Weight
+from headstart.models.linear.int8 import Int8Weight
+from headstart.models.prequantised.grouped import Grouped, read_grouped
+from headstart.models.prequantised.layout import SCALES, find_modules
+from headstart.models.prequantised.scheme import Scheme
+
+__all__ = ["PrequantisedCheckpoint"]
+
+_log = logging.getLogger(__name__)
+
+
+class PrequantisedCheckpoint(Checkpoint):
+    """As `Checkpoint`; the packed tensors of a module stand for its weight.
+
+    Raises `DamagedModelError` for tensors that do not fit together, and `OtherKind` for those that
+    are kept in a way that is not read here.
+    """
+
+    def __init__(self, folder: Path, scheme: Scheme) -> None:
+        super().__init__(folder)
+        self._folder, self._scheme = folder, scheme
+        self._modules = find_modules(folder, scheme, self.entries, super().tensor)
+
+    @cached_property
+    def _parts(self) -> frozenset[str]:
+        return frozenset(part for module in self._modules.values() for part in module.parts)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's shape, and that of every quantised weight."""
+        plain = {n: shape for n, shape in super().shapes.items() if n not in self._parts}
+        return plain | {name: module.shape for name, module in self._modules.items()}
+
+    def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
+        """The dtypes of these tensors, of a quantised weight that of its scales."""
+        scales = SCALES[self._scheme.method]
+        return super().dtypes(
+            f"{name.removesuffix('weight')}{scales}" if name in self._modules else name
+            for name in names
+        )
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor; a quantised weight in float32, in memory of its own."""
+        return self._read(name).weight() if name in self._modules else super().tensor(name)
+
+    def kind(self, name: str) -> WeightKind | None:
+        """What a weight becomes that is not kept in its own bits; None for a float."""
+        return "int8" if name in self._modules else None
+
+    def packed(self, name: str) -> Int4Weight | Int8Weight | None:
+        """The weight in its own bits; None if no kind of ours holds it."""
+        read = self._read(name)
+        packed = read.as_int4() or read.as_int8()
+        if packed is None:
+            _log.info("%s is rounded again, to int8: its %s", name, read.describe())
+        return packed
+
+    def tell(self) -> None:
+        """Log in one line what is read."""
+        bits = sorted({module.bits for module in self._modules.values()})
+        _log.info(
+            "%d weights of the %s checkpoint have %s bits",
+            len(self._modules),
+            self._scheme.method,
+            " or ".join(map(str, bits)),
+        )
+
+    def _read(self, name: str) -> Grouped:
+        module, prefix = self._modules[name], name.removesuffix("weight")
+        held = {part: super(PrequantisedCheckpoint, self).tensor(part) for part in module.parts}
+        read = read_grouped(self._scheme, module, lambda part: held.get(f"{prefix}{part}"))
+        low, high = (int(end) for end in torch.aminmax(read.groups))
+        if low < 0 or high >= read.steps.shape[1] or not torch.isfinite(read.steps).all():
+            raise DamagedModelError(
+                f"{name} in {self._folder} has scales that are not finite, or inputs of no group"
+            )
+        return read

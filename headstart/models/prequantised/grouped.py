@@ -1,0 +1,150 @@
+"""A quantised weight as checkpoints keep it, and how its integers lie in their tensors.
+
+    AWQ                 qweight int32 [inputs, outputs / 8]: the fields of a word are the outputs
+                        0 2 4 6 1 3 5 7 of eight; qzeros alike [groups, outputs / 8]
+    GPTQ                qweight int32 [inputs / fields, outputs], qzeros [groups, outputs / fields],
+                        the lowest field first; g_idx [inputs]: the group of each input
+    compressed-tensors  weight_packed int32 [outputs, inputs / fields], weight_zero_point
+                        [outputs / fields, groups], of signed values plus half their range; or
+                        weight int8 [outputs, inputs] as it is
+
+Scales are `[groups, outputs]` in the first two, `[outputs, groups]` in the third.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headstart.models.linear.int4 import GROUP, Form, Grid, Int4Weight, pack_int4
+from headstart.models.linear.int8 import Int8Weight
+from headstart.models.prequantised.layout import Module
+from headstart.models.prequantised.scheme import Scheme
+
+__all__ = ["Grouped", "Parts", "read_grouped"]
+
+Parts = Callable[[str], Tensor | None]
+"""The tensor of a module with this suffix, None if it has none."""
+
+_AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word, in the order of the outputs
+
+
+class Grouped(NamedTuple):
+    """weight[o, i] = steps[o, g] * (values[o, i] - zeros[o, g]), where g is the group of input i.
+
+    values uint8 `[outputs, inputs]`; steps and zeros float32 `[outputs, groups]`; groups int64
+    `[inputs]`.
+    """
+
+    values: Tensor
+    steps: Tensor
+    zeros: Tensor
+    groups: Tensor
+    bits: int
+
+    def weight(self) -> Tensor:
+        """The weight in float32."""
+        return (self.values - self.zeros[:, self.groups]).mul_(self.steps[:, self.groups])
+
+    def describe(self) -> str:
+        """Its bits and groups."""
+        return f"values have {self.bits} bits in {self.steps.shape[1]} groups"
+
+    def as_int4(self) -> Int4Weight | None:
+        """The weight, value for value; None if it has other bits, or groups of another shape.
+
+        Steps are kept as they are in units of a power of two, starts are rounded to float16.
+        """
+        inputs = len(self.groups)
+        padded = nn.functional.pad(self.groups, (0, -inputs % GROUP), value=-1).view(-1, GROUP)
+        first = padded[:, :1]
+        if self.bits != 4 or not ((padded == first) | (padded < 0)).all():
+            return None
+        steps, zeros = self.steps[:, first.squeeze(1)], self.zeros[:, first.squeeze(1)]
+        units = torch.frexp(steps.abs().amax(dim=1, keepdim=True).clamp_min_(_TINY))[1]
+        units = torch.ldexp(torch.ones_like(units, dtype=torch.float32), units)
+        steps = steps / units
+        values = nn.functional.pad(self.values, (0, -inputs % GROUP))
+        packed = pack_int4(Grid(values, steps, -zeros * steps), Form(4, in_bytes=False))
+        return packed._replace(scales=units.squeeze(1), inputs=inputs)
+
+    def as_int8(self) -> Int8Weight | None:
+        """The weight, value for value but that -128 becomes -127.
+
+        None if it has other bits, several steps for an output, or a zero point.
+        """
+        if self.bits != 8 or self.steps.shape[1] != 1 or not (self.zeros == _MIDDLE).all():
+            return None
+        values = (self.values ^ _MIDDLE).view(torch.int8).clamp_min_(-127)
+        return Int8Weight(values, self.steps.squeeze(1))
+
+
+_TINY = 1e-30
+_MIDDLE = 128
+
+
+def read_grouped(scheme: Scheme, module: Module, parts: Parts) -> Grouped:
+    """The weight of a module."""
+    read = {"awq": _read_awq, "gptq": _read_gptq, "compressed-tensors": _read_compressed}
+    return read[scheme.method](scheme, module, parts)
+
+
+def _read_awq(scheme: Scheme, module: Module, parts: Parts) -> Grouped:
+    values, zeros = (_in_order(_fields(_need(parts, n), 4)) for n in ("qweight", "qzeros"))
+    steps = _need(parts, "scales").float()
+    return _grouped(values.T, steps.T, zeros.T.float(), scheme.bits)
+
+
+def _read_gptq(scheme: Scheme, module: Module, parts: Parts) -> Grouped:
+    values = _fields(_need(parts, "qweight").T, scheme.bits)
+    zeros = _fields(_need(parts, "qzeros"), scheme.bits).float() + scheme.zeros_less
+    steps = _need(parts, "scales").float()
+    return _grouped(values, steps.T, zeros.T, scheme.bits, parts("g_idx"))
+
+
+def _read_compressed(scheme: Scheme, module: Module, parts: Parts) -> Grouped:
+    outputs, inputs = module.shape
+    steps = _need(parts, "weight_scale").float()
+    words, zeros = parts("weight_packed"), parts("weight_zero_point")
+    if words is None:
+        values = _need(parts, "weight").view(torch.uint8) ^ _MIDDLE
+    else:
+        values = _fields(words, module.bits)[:, :inputs]
+    middle = 1 << (module.bits - 1)
+    if zeros is None:
+        zeros = torch.full_like(steps, middle)
+    elif words is None:
+        zeros = zeros.float() + middle
+    else:
+        zeros = _fields(zeros.T, module.bits)[:, :outputs].T.float()
+    return _grouped(values, steps, zeros, module.bits, parts("weight_g_idx"))
+
+
+def _grouped(
+    values: Tensor, steps: Tensor, zeros: Tensor, bits: int, groups: Tensor | None = None
+) -> Grouped:
+    inputs = values.shape[1]
+    if groups is None:
+        each = -(-inputs // steps.shape[1])
+        groups = torch.arange(inputs) // each
+    return Grouped(values.contiguous(), steps.contiguous(), zeros.contiguous(), groups.long(), bits)
+
+
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """The values in int32 words, the lowest bits of a word first: uint8 `[..., values]`."""
+    # `contiguous` leaves a side of one element with any stride, which no view takes.
+    data = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return data if bits == 8 else torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
+
+
+def _in_order(fields: Tensor) -> Tensor:
+    """The fields of AWQ's words in the order of the outputs."""
+    eights = fields.view(len(fields), -1, 8)
+    return eights[..., list(_AWQ_FIELDS)].flatten(1)
+
+
+def _need(parts: Parts, name: str) -> Tensor:
+    found = parts(name)
+    assert found is not None, "a checkpoint is checked before it is read"
+    return found

@@ -92,6 +92,15 @@ def test_an_adapter_for_another_model_is_told_before_the_weights(
     assert "is for another model: its matrices of" in " ".join(result.stderr.split())
 
 
+def test_serve_tells_of_an_adapter_for_another_model_before_the_weights(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headstart.cli.serving.server._open_engine", None)
+    result = call("serve", "--port", "0", "--adapter", f"sea={adapter}")
+    assert result.exit_code == 2
+    assert "is for another model: its matrices of" in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize("command", ["run", "chat"])
 def test_what_is_no_adapter_is_told_before_the_model(command: str, tmp_path: Path) -> None:
     said = "is not an adapter: it has no adapter_config.json"

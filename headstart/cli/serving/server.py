@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from headstart.cli.opening import announce
+from headstart.cli.opening import announce, check_adapter, folder_of
 from headstart.cli.options import RANDOM_MODEL, resolve_model
 from headstart.cli.progress import waiting
 from headstart.cli.streams import note
@@ -75,6 +75,8 @@ def run_server(
             shared = {"eviction": "fair-lru"} if tenants.ask_for_keys else {}
             engine = {**shared, **engine}
             opened = _open_replicas if replicas.is_wanted else _open_engine
+            for folder in adapters.values():
+                check_adapter(folder, folder_of(model))
             with (
                 closing(tracer) if tracer is not None else nullcontext(),
                 opened(model, engine, options, replicas) as (llm, cache_api),

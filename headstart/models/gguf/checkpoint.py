@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headstart.models.dense.shape import OtherKind
 from headstart.models.gguf.blocks import FORMATS, read_weight
-from headstart.models.gguf.library import import_gguf
+from headstart.models.gguf.library import ROPE_FACTORS, import_gguf
 from headstart.models.linear import WeightKind
 from headstart.models.linear.int4 import Int4Weight
 
@@ -83,7 +83,9 @@ class GGUFCheckpoint:
             raise OtherKind("its file does not say how many heads it has")
         self._heads = int(heads.contents())
         self._kv_heads = self._heads if kv_heads is None else int(kv_heads.contents())
-        self._tensors: dict[str, Any] = {self._name(t.name): t for t in reader.tensors}
+        self._tensors: dict[str, Any] = {
+            self._name(t.name): t for t in reader.tensors if t.name != ROPE_FACTORS
+        }
 
     def __enter__(self) -> "GGUFCheckpoint":
         return self

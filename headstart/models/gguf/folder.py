@@ -17,12 +17,12 @@ from transformers import AutoConfig, AutoTokenizer
 
 from headstart.errors import DamagedModelError, ModelError, UnsupportedModelError
 from headstart.models.files import read_json
-from headstart.models.gguf.library import import_gguf
+from headstart.models.gguf.library import ROPE_FACTORS, import_gguf
 from headstart.models.silence_transformers import silence_transformers
 
 __all__ = ["gguf_folder"]
 
-_FORMAT = 1  # of what is written here; another number makes every folder anew
+_FORMAT = 2  # of what is written here; another number makes every folder anew
 
 
 def gguf_folder(file: Path) -> Path:
@@ -78,7 +78,8 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
         with silence_transformers():
             config = AutoConfig.from_pretrained(file.parent, **given)
             tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
-        changes = _attention(config, gguf.GGUFReader(file))
+        reader = gguf.GGUFReader(file)
+        changes = _attention(config, reader) | _rotation(config, reader)
     # transformers raises KeyError, TypeError, ValueError, OSError; the tokenizers a bare Exception.
     except Exception as error:
         reason = " ".join(str(error).split())
@@ -111,6 +112,28 @@ def _attention(config: Any, reader: Any) -> dict[str, Any]:
     is_27b = config.num_hidden_layers in (46, 62)
     scale = config.hidden_size // config.num_attention_heads if is_27b else width
     return {"head_dim": width, "query_pre_attn_scalar": scale, **caps}
+
+
+def _rotation(config: Any, reader: Any) -> dict[str, Any]:
+    """The factors by which the file divides the frequencies of rotary positions, if it has some.
+
+    llama.cpp's converter makes them of what Llama 3.1 and later have in their configuration. Said
+    in the words of the one type that has a factor for each pair, alike for all lengths.
+    """
+    found = next((t for t in reader.tensors if t.name == ROPE_FACTORS), None)
+    if found is None:
+        return {}
+    factors, length = found.data.reshape(-1).tolist(), config.max_position_embeddings
+    angles = {
+        "rope_type": "longrope",
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "short_factor": factors,
+        "long_factor": factors,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": length,
+    }
+    return {"rope_parameters": angles}
 
 
 def _cache_folder() -> Path:

@@ -1,11 +1,14 @@
-"""The package `gguf`, which is an optional dependency."""
+"""The package `gguf`, which is an optional dependency, and a name that two readers need."""
 
 from pathlib import Path
 from typing import Any
 
 from headstart.errors import UnsupportedModelError
 
-__all__ = ["import_gguf"]
+__all__ = ["ROPE_FACTORS", "import_gguf"]
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor with a factor for each pair of elements that are rotated together."""
 
 
 def import_gguf(file: Path) -> Any:

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from headstart import LLM, SamplingParams
-from headstart.errors import ModelNotFoundError, UnsupportedModelError
+from headstart.errors import HeadstartError, ModelNotFoundError, UnsupportedModelError
 from headstart.models.gguf import library
 from headstart.models.gguf.blocks import FORMATS, read_weight
 from headstart.models.gguf.checkpoint import ARCHITECTURES
@@ -59,18 +59,27 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def make_model(architecture: str) -> Any:
+def make_model(architecture: str, **changes: Any) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[architecture]).eval()
+    config = CONFIGS[architecture] if not changes else LlamaConfig(**BASE, **changes)
+    model = AutoModelForCausalLM.from_config(config).eval()
     for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, 0.5 * ("norm" in name), max(weight.shape[-1], 16) ** -0.5)
     return model
 
 
 def write_gguf(
-    file: Path, architecture: str, model: Any, kind: str, scaling: str | None = None
+    file: Path,
+    architecture: str,
+    model: Any,
+    kind: str,
+    scaling: str | None = None,
+    factors: torch.Tensor | None = None,
 ) -> Path:
-    """The model as llama.cpp converts it, its matrices in one format."""
+    """The model as llama.cpp converts it, its matrices in one format.
+
+    factors: what it divides the frequencies of rotary positions by.
+    """
     config = model.config
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_name("tiny")
@@ -103,6 +112,8 @@ def write_gguf(
     writer.add_eos_token_id(2)
     theirs = {ours: name for name, ours in ARCHITECTURES[architecture].items()}
     wanted = gguf.GGMLQuantizationType[kind]
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors.numpy())
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -236,6 +247,36 @@ def test_scaled_positions_are_refused_and_not_left_out(scaling: str, tmp_path: P
     with pytest.raises(UnsupportedModelError, match=rf"positions are scaled \({scaling}\)"):
         load_model(file)
     load_model(write_gguf(tmp_path / "plain.gguf", "llama", model, "F32", "none"))
+
+
+def test_frequencies_are_the_file_s(tmp_path: Path) -> None:
+    """Files of Llama 3.1 and later were refused. Against transformers' own Llama 3.1."""
+    angles = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0}
+    angles |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    angles["original_max_position_embeddings"] = 16
+    model = make_model("llama", rope_parameters=angles)
+    plain = 10_000.0 ** -(torch.arange(0, 16, 2) / 16)
+    factors = plain / model.model.rotary_emb.inv_freq
+    assert factors.unique().numel() > 2
+    load = load_model(write_gguf(tmp_path / "a.gguf", "llama", model, "F32", factors=factors))
+    assert load.max_model_len == BASE["max_position_embeddings"]
+    file = write_gguf(tmp_path / "tiny.gguf", "llama", model, "F32", factors=factors)
+    places = torch.arange(len(TOKENS))
+    expected = forward_rows(model, TOKENS, places, places)
+    found = logits(load_model(file, "float32"))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    without = logits(load_model(write_gguf(tmp_path / "b.gguf", "llama", model, "F32"), "float32"))
+    assert float((without - expected).abs().max()) > 1e-2, "the factors change nothing"
+
+
+@pytest.mark.parametrize("damage", ["zero", "nan", "short"])
+def test_frequencies_that_cannot_be_are_refused(damage: str, tmp_path: Path) -> None:
+    factors = torch.ones(7 if damage == "short" else 8)
+    if damage != "short":
+        factors[3] = 0.0 if damage == "zero" else float("nan")
+    file = write_gguf(tmp_path / "a.gguf", "llama", make_model("llama"), "F32", factors=factors)
+    with pytest.raises(HeadstartError):
+        load_model(file)
 
 
 def test_a_cache_folder_that_is_damaged_is_made_anew(tmp_path: Path, cache: Path) -> None:

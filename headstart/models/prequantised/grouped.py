@@ -141,7 +141,7 @@ def _fields(words: Tensor, bits: int) -> Tensor:
 def _in_order(fields: Tensor) -> Tensor:
     """The fields of AWQ's words in the order of the outputs."""
     eights = fields.view(len(fields), -1, 8)
-    return eights[..., list(_AWQ_FIELDS)].flatten(1)
+    return eights.index_select(2, torch.tensor(_AWQ_FIELDS)).flatten(1)
 
 
 def _need(parts: Parts, name: str) -> Tensor:

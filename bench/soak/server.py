@@ -3,7 +3,8 @@
     python bench/soak/server.py REPLICAS
 
 It prints its port. Then for each line that it reads: how many blocks it has, how many are free, and
-its memory in MB, after the pool's own check. With 0 replicas the engine is in this process.
+its memory in MB, after the pool's own check. With 0 replicas the engine is in this process; else it
+tells the process ids of those that run: one that still starts answers nothing yet.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def serve(replicas: int) -> None:
             manager = llm.engine.manager
             manager.check()
             told["free"] = manager.num_free_blocks
+        else:
+            told["replicas"] = find_processes(llm.dispatcher.replicas)
         return told
 
     def answer() -> None:
@@ -84,6 +87,14 @@ def start_replicas(engine: Json, replicas: int) -> tuple[Any, Any]:
 
     setattr(dispatcher, "apply", lossy)  # noqa: B010 (a method is not to be assigned to)
     return cluster, router
+
+
+def find_processes(replicas: list[str]) -> list[int]:
+    """Process ids of the replicas that Ray Serve calls so."""
+    from ray._private.state import actors
+
+    found = [one for one in actors().values() if one["State"] == "ALIVE"]
+    return [one["Pid"] for one in found if one["Name"].rpartition("#")[2] in replicas]
 
 
 if __name__ == "__main__":

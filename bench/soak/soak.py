@@ -14,8 +14,9 @@ are too long, bursts beyond the queue; between these the cache is looked into, f
               that is the server's process, without theirs
 
 With --replicas several engines on a Ray of their own answer, each of which checks its pool after
-every step. Every 20 s one is killed, or stopped for some seconds, and 1 in 5 messages of what their
-caches hold is lost. Streams that a killed one had begun may end with an error, no other request.
+every step. Every 20 s one that runs is killed, or stopped for some seconds, and 1 in 5 messages of
+what their caches hold is lost. Streams that a killed one had begun may end with an error, no other
+request.
 
 Ends in one JSON line, and with status 1 if one of these is broken.
 """
@@ -66,6 +67,7 @@ class Soak:
     done: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
+    replicas: list[int] = field(default_factory=list)  # process ids of those that run
 
     async def post(self, path: str, body: Json) -> tuple[int, str]:
         """Status and text of an answer."""
@@ -240,22 +242,19 @@ async def client(soak: Soak, until: float) -> None:
         soak.done[way.__name__] += 1
 
 
-async def harm(soak: Soak, server: Server, until: float) -> None:
-    """Kill a replica, or stop it for a while, every now and then; never the last one."""
+async def harm(soak: Soak, until: float) -> None:
+    """Kill a replica that runs, or stop it for a while, every now and then; never the last one."""
     while time.monotonic() < until - 2 * HARM:
         await asyncio.sleep(HARM)
-        found: list[int] = []
-        for _ in range(50):  # Ray renames their processes as calls come and go
-            found = server.replicas()
-            if len(found) > 1:
-                break
+        while len(soak.replicas) < 2:  # until one is back
+            if time.monotonic() > until:
+                return
             await asyncio.sleep(0.1)
-        else:
-            continue
-        victim = soak.rng.choice(found)
+        victim = soak.rng.choice(soak.replicas)
         kills = soak.rng.random() < 0.5
         soak.done["killed" if kills else "stopped for a while"] += 1
         os.kill(victim, signal.SIGKILL if kills else signal.SIGSTOP)
+        soak.replicas.remove(victim)
         if not kills:
             await asyncio.sleep(soak.rng.uniform(1, 10))
             os.kill(victim, signal.SIGCONT)
@@ -279,27 +278,6 @@ class Server:
         if "error" in told:
             raise RuntimeError(f"the pool's check failed: {told['error']}")
         return told
-
-    def replicas(self) -> list[int]:
-        """Process ids of its replicas."""
-        parents: dict[int, int] = {}
-        found = []
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-            try:
-                stat = Path(f"/proc/{pid}/stat").read_text()
-                line = Path(f"/proc/{pid}/cmdline").read_text()
-            except OSError:  # it ended meanwhile
-                continue
-            parents[pid] = int(stat.rpartition(")")[2].split()[1])
-            if line.startswith("ray::ServeReplica"):
-                found.append(pid)
-
-        def is_ours(pid: int) -> bool:
-            while pid in parents and pid != self.process.pid:
-                pid = parents[pid]
-            return pid == self.process.pid
-
-        return list(filter(is_ours, found))
 
     def close(self) -> int:
         """The exit status, after SIGTERM."""
@@ -325,13 +303,14 @@ async def soak_server(server: Server, options: argparse.Namespace) -> Json:
             await known_answer(soak, name)
         clients = [asyncio.ensure_future(client(soak, until)) for _ in range(options.clients)]
         if options.replicas:
-            clients.append(asyncio.ensure_future(harm(soak, server, until)))
+            clients.append(asyncio.ensure_future(harm(soak, until)))
         with Progress(console=progress) as shown:
             bar = shown.add_task("soaking", total=options.minutes * 60)
             while any(not one.done() for one in clients):
                 await asyncio.sleep(2)
                 told = await asyncio.to_thread(server.ask)
                 memory.append(told["megabytes"])
+                soak.replicas = told.get("replicas", [])
                 about = f"{sum(soak.statuses.values())} answers, {len(soak.faults)} faults"
                 shown.update(bar, completed=time.monotonic() - start, description=about)
         await asyncio.gather(*clients)

@@ -19,7 +19,7 @@ from headstart.engine.arg_utils import EngineArgs, require_engine_args
 from headstart.engine.params import SamplingParams
 from headstart.engine.startup.start import Started, start_engine
 from headstart.engine.startup.threads import count_cores
-from headstart.engine.streams import AsyncRequestStream
+from headstart.engine.streams import AsyncDriver, AsyncRequestStream
 from headstart.engine.structured.threads import FormThreads
 from headstart.engine.vllm_api.call_options import (
     StreamChatOptions,
@@ -80,7 +80,8 @@ class AsyncLLM(OfOneProcess):
         return llm
 
     def _take(self, started: Started) -> None:
-        self.engine, self._chats, self._driver, self._sampling = started
+        self.engine, self._chats, driver, self._sampling = started
+        self._driver: AsyncDriver = driver
         self._forms = FormThreads(max(2, count_cores() // 2))
         weakref.finalize(self, self._driver.close)
 

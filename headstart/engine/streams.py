@@ -6,8 +6,8 @@ import asyncio
 import queue
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from headstart.engine.outputs import ShownOutputs
 from headstart.engine.vllm_api.signatures import OfOneProcess
@@ -15,16 +15,49 @@ from headstart.errors import RequestError
 
 if TYPE_CHECKING:
     from headstart.engine.chat.requests import ChatRequests
-    from headstart.engine.driver import Driver, Update
+    from headstart.engine.driver import Driver, Receiver, Update
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
+    from headstart.errors import EngineError
 
-__all__ = ["AsyncRequestStream", "Mailbox", "OutputStream", "PromptProgress", "RequestStream"]
+__all__ = [
+    "AsyncDriver",
+    "AsyncRequestStream",
+    "Mailbox",
+    "OutputStream",
+    "PromptProgress",
+    "RequestStream",
+]
 
 _PATIENCE = 1.0  # seconds between two looks at whether the engine has anything to tell
 _MOST_UPDATES = 256  # in one mailbox; each has all the text so far, so one more can be left out
 
 Output = TypeVar("Output")
+Answer = TypeVar("Answer")
+
+
+class AsyncDriver(Protocol):
+    """What `AsyncLLM` and its streams ask of a driver: as of `Driver`, or of many replicas."""
+
+    def require_request(self, given: object) -> None: ...
+
+    def awaited(self) -> AbstractContextManager[None]: ...
+
+    def submit(
+        self, group: RequestGroup, receive: Receiver, *, every_step: bool = True
+    ) -> None: ...
+
+    def cancel(self, groups: Sequence[RequestGroup], *, wait: bool = True) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def call(self, function: Callable[[], Answer]) -> Answer: ...
+
+    async def call_async(self, function: Callable[[], Answer]) -> Answer: ...
+
+    def explain_silence(self, groups: Sequence[RequestGroup]) -> EngineError | None: ...
+
+    def close(self) -> None: ...
 
 
 class OutputStream(OfOneProcess, Generator[Output, None, None]):
@@ -182,7 +215,7 @@ class AsyncRequestStream(OfOneProcess, AsyncGenerator["RequestOutput", None]):
 
     def __init__(
         self,
-        driver: Driver,
+        driver: AsyncDriver,
         chats: ChatRequests,
         prepare: Callable[[], Awaitable[RequestGroup]],
         owner: object = None,
@@ -288,7 +321,7 @@ class Mailbox:
 class AsyncMailbox:
     """As `Mailbox`, of one request for the tasks of one event loop: that which runs now."""
 
-    def __init__(self, driver: Driver, group: RequestGroup) -> None:
+    def __init__(self, driver: AsyncDriver, group: RequestGroup) -> None:
         self._driver = driver
         self._group = group
         self._loop = asyncio.get_running_loop()

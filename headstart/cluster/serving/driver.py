@@ -33,7 +33,7 @@ from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.cluster.serving.messages import AnswerRequest, Follow, Part, Report, RequestKey
 from headstart.cluster.serving.ray_errors import read_error
 from headstart.cluster.serving.running import Attempt, Running
-from headstart.engine.driver import Receiver, Update
+from headstart.engine.driver import Driver, Receiver, Update
 from headstart.errors import EngineError, ReplicaLostError, RequestError
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class ReplicaDriver:
     # As of a driver
 
     awaited = staticmethod(nullcontext)  # no step runs in this process
+    require_request = staticmethod(Driver.require_request)
 
     def explain_silence(self, groups: Sequence[RequestGroup]) -> EngineError | None:
         """Why nobody is told of these requests any more; None while they may be."""

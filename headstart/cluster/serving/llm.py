@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headstart.cluster.serving.driver import ReplicaDriver
     from headstart.cluster.serving.front import FrontEngine
     from headstart.engine.params import SamplingParams
+    from headstart.engine.streams import AsyncDriver
 
 __all__ = ["ReplicatedLLM"]
 
@@ -41,7 +42,8 @@ class ReplicatedLLM(AsyncLLM):
         # Half an engine, and a driver that has the other half do the work: they have what
         # `AsyncLLM`, `ChatRequests` and the server ask of whole ones.
         chats = ChatRequests(cast("Any", front), chat_template)
-        self._take(Started(cast("Any", front), chats, cast("Any", driver), sampling))
+        whole: AsyncDriver = driver
+        self._take(Started(cast("Any", front), chats, cast("Any", whole), sampling))
 
     def read_metrics(self) -> list[Metric]:
         """Those of all replicas: sums, and of shares the mean. For any thread."""

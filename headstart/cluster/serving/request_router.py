@@ -49,6 +49,10 @@ class PrefixRouter(RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Called by Ray Serve for each request, again if the choice did not take it."""
+        if pending_request is not None:
+            # Else Ray asks anew at once, for ever, for a request whose caller has just left: the
+            # loop that all calls go through could not even take the word that it is cancelled.
+            pending_request.routing_context.should_backoff = True
         asked = pending_request.args[0] if pending_request and pending_request.args else None
         if isinstance(asked, AnswerRequest) and self._dispatcher is not None:
             chosen = self._dispatcher.choose(asked.request_id)

@@ -12,8 +12,8 @@ from headstart.cluster.serving import gauges
 from headstart.cluster.serving.llm import ReplicatedLLM
 from headstart.engine.adapters.request import LoRARequest
 from headstart.engine.vllm_api.metrics import Counter, Gauge, Histogram, Metric, read_metrics
-from headstart.errors import ConfigError, HeadstartError
-from tests.cluster.serving.scripted import Server
+from headstart.errors import ConfigError, HeadstartError, RequestError
+from tests.cluster.serving.scripted import REPLICA, Server, part
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 LORA = LoRARequest("tables", 1, "/adapters/tables")
@@ -108,3 +108,21 @@ def test_ray_is_told_every_metric(told: list[Metric], monkeypatch: pytest.Monkey
 def test_replicas_take_no_public_prefix(llm: ReplicatedLLM) -> None:
     with pytest.raises(ConfigError, match="replicas take no public prefixes"):
         llm.publish("You look things up.")
+
+
+def test_a_prepared_request_is_answered() -> None:
+    """As the server asks for every answer: the driver had no check of what is prepared."""
+
+    server = Server()
+    server.dispatcher.set_replicas([REPLICA])
+    server.stream().put(part(0, 8), part(1, 9, finished=True))
+    made = ReplicatedLLM(server.front, server.driver, server.dispatcher, SamplingParams())
+
+    async def ask() -> list[int]:
+        request = await made.prepare({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=2))
+        return [len(output.outputs[0].token_ids) async for output in made.outputs(request)]
+
+    assert asyncio.run(ask()) == [1, 2]
+    with pytest.raises(RequestError, match="request is 'text'; allowed: what `prepare`"):
+        made.outputs("text")  # type: ignore[arg-type]
+    made.close()

@@ -8,12 +8,14 @@ even then a prompt would have to hold the one where the other is expected. The i
 in any case: an engine looks up its own blocks, so a lost event or a shared name costs a worse
 choice, never a wrong answer.
 
-A query takes one lookup a block and tier, about 0.05 us.
+An engine evicts a prefix from its end, so who has a block has those before it: a query bisects
+for each depth that the prompt has somewhere, and leaves the blocks between alone. A lookup waits
+for memory, up to 1 us, so asking for every block of 8,192 tokens took a quarter of a millisecond.
+After a lost event, or where a tier has lost a block in the middle, a query may tell too much.
 """
 
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 from typing import NamedTuple, NewType, cast
 
 from headstart.cache import BlockHash
@@ -24,10 +26,6 @@ PrefixKey = NewType("PrefixKey", int)
 
 MAX_BACKLOG = 1024
 """Batches kept of a replica whose snapshot is awaited."""
-
-
-_STRIDE = 64
-"""Blocks that are looked up at once."""
 
 
 class Match(NamedTuple):
@@ -42,15 +40,18 @@ class Match(NamedTuple):
     stored: list[int]
 
 
-def prefix_keys(names: Sequence[BlockHash]) -> list[PrefixKey]:
-    """What the index knows blocks of these names by."""
+def prefix_keys(names: Sequence[BlockHash]) -> Sequence[PrefixKey]:
+    """What the index knows blocks of these names by: an array."""
     return unpack_keys(b"".join(names))
 
 
-def unpack_keys(packed: bytes) -> list[PrefixKey]:
+def unpack_keys(packed: bytes) -> Sequence[PrefixKey]:
     """The same of names that stand one behind the other."""
     words = array("Q", packed)  # in this machine's order of bytes: keys never leave the process
-    return cast("list[PrefixKey]", words[:: NAME_BYTES // words.itemsize].tolist())
+    return cast("Sequence[PrefixKey]", words[:: NAME_BYTES // words.itemsize])
+
+
+_Holders = dict[PrefixKey, int]
 
 
 class _Feed:
@@ -76,8 +77,8 @@ class ReplicaIndex:
             raise ConfigError(f"num_replicas is {num_replicas}; allowed: at least 1")
         self.num_replicas = num_replicas
         self._bits = [1 << replica for replica in range(num_replicas)]
-        self._holders: dict[str, dict[PrefixKey, int]] = {tier: {} for tier in TIERS}
-        self._expected: dict[PrefixKey, int] = {}
+        self._holders: dict[str, _Holders] = {tier: {} for tier in TIERS}
+        self._expected: _Holders = {}
         self._feeds = {(r, tier): _Feed() for r in range(num_replicas) for tier in TIERS}
 
     def __len__(self) -> int:
@@ -160,7 +161,7 @@ class ReplicaIndex:
     def _clear(self, replica: int, tier: str) -> None:
         self._drop(self._holders[tier], replica)
 
-    def _drop(self, holders: dict[PrefixKey, int], replica: int) -> None:
+    def _drop(self, holders: _Holders, replica: int) -> None:
         bit = self._bits[replica]
         for key in [key for key, mask in holders.items() if mask & bit]:
             _take_bit(holders, key, bit, self._bits)
@@ -189,60 +190,47 @@ class ReplicaIndex:
     # Queries
 
     def match(self, keys: Sequence[PrefixKey]) -> Match:
-        """How many of a prompt's blocks, from the first on, each replica has.
+        """How many of a prompt's blocks, from the first on, each replica has."""
+        pool, lower = self._holders[POOL], [self._holders[tier] for tier in TIERS[1:]]
+        cached = self._depths([pool], keys)
+        expected = self._depths([pool, self._expected], keys) if self._expected else cached
+        if not any(lower):
+            return Match(cached, expected, expected)
+        return Match(cached, expected, self._depths([pool, self._expected, *lower], keys))
 
-        Stops soon after the last block that anybody has.
-        """
-        tiers = [self._holders[POOL], self._expected]
-        tiers += [self._holders[tier] for tier in TIERS[1:]]
-        levels: list[list[int]] = [[] for _ in tiers]
-        for start in range(0, len(keys), _STRIDE):
-            part = keys[start : start + _STRIDE]
-            masks = list(map(tiers[0].get, part, repeat(0)))
-            levels[0] += masks
-            for holders, level in zip(tiers[1:], levels[1:], strict=True):
-                if holders:
-                    more = map(holders.get, part, repeat(0))
-                    masks = [mask | bits for mask, bits in zip(masks, more, strict=True)]
-                level += masks
-            if 0 in masks:
-                break
-        cached = self._runs(levels[0])
-        expected = self._runs(levels[1]) if self._expected else cached
-        stored = self._runs(levels[2]) if tiers[2] else expected
-        return Match(cached, expected, stored)
-
-    def _runs(self, masks: Sequence[int]) -> list[int]:
-        """For each replica, the number of masks from the first on that have its bit."""
-        runs = [0] * self.num_replicas
-        held = (1 << self.num_replicas) - 1
-        last = held
-        for depth, mask in enumerate(masks):
-            if mask is last:
-                continue
-            last = mask
-            left = held & mask
-            if left != held:
-                _set_bits(runs, held ^ left, depth)
-                held = left
-                if not held:
-                    return runs
-        _set_bits(runs, held, len(masks))
-        return runs
+    def _depths(self, tables: Sequence[_Holders], keys: Sequence[PrefixKey]) -> list[int]:
+        """For each replica, how many blocks it has in one of these tables."""
+        depths = [0] * self.num_replicas
+        # Of some replicas, the least and the most that they can have.
+        unsure = [((1 << self.num_replicas) - 1, 0, len(keys))]
+        while unsure:
+            replicas, low, high = unsure.pop()
+            while low < high:
+                middle = (low + high) // 2
+                found = 0
+                for table in tables:
+                    found |= table.get(keys[middle], 0)
+                found &= replicas
+                if found == replicas:
+                    low = middle + 1
+                elif found:
+                    unsure.append((found, middle + 1, high))
+                    replicas, high = replicas ^ found, middle
+                else:
+                    high = middle
+            if low:  # they are 0 already, and mostly many
+                _set_bits(depths, replicas, low)
+        return depths
 
 
 def _set_bits(runs: list[int], bits: int, depth: int) -> None:
-    if not depth:
-        return  # they are 0 already, and mostly many
     while bits:
         low = bits & -bits
         runs[low.bit_length() - 1] = depth
         bits ^= low
 
 
-def _take_bit(
-    holders: dict[PrefixKey, int], key: PrefixKey, bit: int, singles: Sequence[int]
-) -> None:
+def _take_bit(holders: _Holders, key: PrefixKey, bit: int, singles: Sequence[int]) -> None:
     mask = holders.get(key, 0)
     if mask & bit:
         left = mask ^ bit

@@ -31,19 +31,24 @@ class RouteRequest:
 
 
 class MeasuredRate:
-    """Tokens a second, of late: `tokens` in `seconds`, of which the older count for less."""
+    """Tokens a second, of late: `tokens` in `seconds`, of which the older count for less.
 
-    __slots__ = ("seconds", "tokens")
+    mean: the one over the other, 0 before anything was measured.
+    """
+
+    __slots__ = ("mean", "seconds", "tokens")
 
     def __init__(self, tokens: float = 0.0, seconds: float = 0.0) -> None:
         self.tokens = tokens
         self.seconds = seconds
+        self.mean = tokens / seconds if seconds else 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
         """So many tokens took so long."""
         keep: float = 0.5 ** (seconds / _HALF_LIFE)
         self.tokens = keep * self.tokens + tokens
         self.seconds = keep * self.seconds + seconds
+        self.mean = self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(slots=True)
@@ -75,8 +80,8 @@ class ReplicaLoad:
     @property
     def rate(self) -> float:
         """Tokens of prompts computed a second."""
-        others = self.all_rate.tokens / self.all_rate.seconds
-        return (self._own_rate.tokens + _TRUST * others) / (self._own_rate.seconds + _TRUST)
+        own = self._own_rate
+        return (own.tokens + _TRUST * self.all_rate.mean) / (own.seconds + _TRUST)
 
     def backlog(self, now: float) -> float:
         """Queued tokens less those that were computed, at the measured rate, since a prompt ended.

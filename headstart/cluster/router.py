@@ -8,6 +8,7 @@
 One thread calls it. Times come from the caller, so that a simulator may have its own clock.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from headstart.cluster.index import PrefixKey, ReplicaIndex
@@ -23,7 +24,7 @@ class _Sent(NamedTuple):
     request: RouteRequest
     replica: int
     num_tokens: int
-    expected: list[PrefixKey]
+    expected: Sequence[PrefixKey]
 
 
 class Router:
@@ -58,7 +59,7 @@ class Router:
         load = self.policy.choose(Choice(request, match, self.loads, self._alive, now))
         held = 0 if match is None else match.expected[load.replica]
         num_tokens = request.num_tokens - request.tokens(held)
-        expected: list[PrefixKey] = []
+        expected: Sequence[PrefixKey] = ()
         if match is not None:
             expected = self.index.expect(load.replica, request.keys[held:])
         load.add(num_tokens, now)

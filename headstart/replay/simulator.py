@@ -9,7 +9,7 @@ the replicas are (an open loop).
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -120,7 +120,7 @@ class _Simulation:
     def _arrive(self, name: str, request: TraceRequest) -> None:
         job = self._job(name, request)
         self.replicas[0].check_fits(job.num_blocks, name)
-        keys: list[PrefixKey] = []
+        keys: Sequence[PrefixKey] = ()
         if self.router.policy.needs_keys:
             keys = prefix_keys(self.replicas[0].manager.block_hashes(job.sequence))
         asked = RouteRequest(name, keys, job.num_tokens, self.fleet.block_size, request.session)

@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 
 from headstart.cluster.events import DISK, EventBatch
-from headstart.cluster.index import MAX_BACKLOG, ReplicaIndex, prefix_keys
+from headstart.cluster.index import MAX_BACKLOG, PrefixKey, ReplicaIndex, prefix_keys
 from headstart.errors import ConfigError
 from tests.cluster.feeds import Engine, cut
 
@@ -47,8 +47,8 @@ def test_what_is_being_computed_is_expected_until_it_is_taken_back() -> None:
     keys = prefix_keys(names(1, 2, 3))
     index.apply(stored(1, 0, 1))
     added = index.expect(1, keys[1:])
-    assert added == keys[1:]
-    assert index.expect(1, keys[1:]) == []
+    assert list(added) == list(keys[1:])
+    assert list(index.expect(1, keys[1:])) == []
     assert index.match(keys).cached == [0, 1]
     assert index.match(keys).expected == [0, 3]
     index.unexpect(1, added)
@@ -101,6 +101,37 @@ def test_a_batch_has_only_what_changed_in_the_end() -> None:
         engine.compute(tokens)
     assert engine.publish() is None
     assert engine.publisher.snapshot().number == batch.number == 1
+
+
+class _Counting(dict[PrefixKey, int]):
+    """A dictionary that counts how often it is asked."""
+
+    asked = 0
+
+    def get(self, key: PrefixKey, default: int = 0) -> int:  # type: ignore[override]
+        self.asked += 1
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize(("depths", "limit"), [([512] * 64, 10), ([256, 0] * 32, 20)])
+def test_a_query_asks_for_few_of_a_prompts_blocks(depths: list[int], limit: int) -> None:
+    """Each that it asks for waits for memory; all of 512 took a quarter of a millisecond."""
+    index, held = ReplicaIndex(64), names(*range(512))
+    for replica, depth in enumerate(depths):
+        index.apply(EventBatch(replica, 0, 0, stored=b"".join(held[:depth])))
+    index._holders["pool"] = counting = _Counting(index._holders["pool"])
+    assert index.match(prefix_keys(held)).cached == depths
+    assert counting.asked <= limit
+
+
+def test_every_replica_may_have_another_depth() -> None:
+    index, held, rng = ReplicaIndex(64), names(*range(100)), random.Random(1)
+    depths = [rng.choice([0, 1, 50, 99, 100, rng.randrange(101)]) for _ in range(64)]
+    for replica, depth in enumerate(depths):
+        index.apply(EventBatch(replica, 0, 0, stored=b"".join(held[:depth])))
+    for count in (0, 1, 2, 63, 99, 100):
+        found = index.match(prefix_keys(held[:count])).cached
+        assert found == [min(depth, count) for depth in depths]
 
 
 @pytest.mark.parametrize("holders", [1, 8, 64])

@@ -47,11 +47,13 @@ class Expected(RoutingPolicy):
         total, size, weight = request.num_tokens, request.block_size, self.weight
         found = []
         for load in choice.alive:
-            held = stored[load.replica]
-            to_compute = max(total - held * size, 1)
-            work = load.backlog(now) + weight * to_compute + DECODE_TOKENS * load.running
+            at = load.replica
+            held = stored[at]
+            work = weight * max(total - held * size, 1) + DECODE_TOKENS * load.running
+            if load.waiting:
+                work += load.backlog(now)
             seconds = work / load.rate
-            if held > expected[load.replica]:
-                seconds += (held - expected[load.replica]) * size / self.load_rate
+            if held > expected[at]:
+                seconds += (held - expected[at]) * size / self.load_rate
             found.append(seconds)
         return found

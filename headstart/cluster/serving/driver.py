@@ -31,7 +31,7 @@ from headstart.cluster.index import prefix_keys
 from headstart.cluster.load import RouteRequest
 from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.cluster.serving.messages import AnswerRequest, Follow, Part, Report, RequestKey
-from headstart.cluster.serving.ray_errors import read_error
+from headstart.cluster.serving.ray_errors import has_died, read_error
 from headstart.cluster.serving.running import Attempt, Running
 from headstart.engine.driver import Driver, Receiver, Update
 from headstart.errors import EngineError, ReplicaLostError, RequestError
@@ -122,13 +122,21 @@ class ReplicaDriver:
             self._loop.close()
 
     def ask_all(self, method: str, *given: Any) -> list[Any]:
-        """Call a method of every replica. Raises what the first that fails raises."""
+        """Call a method of every replica; those that die meanwhile are left out.
+
+        Raises what the first that fails raises.
+        """
 
         async def ask() -> list[Any]:
             try:
-                return list(await self._handle.broadcast(method, *given).results_async())
+                call = self._handle.broadcast(method, *given)
+                told = await call.results_async(return_exceptions=True)
             except Exception as error:
                 raise read_error(error) from error
+            for one in told:
+                if isinstance(one, Exception) and not has_died(one):
+                    raise read_error(one) from one
+            return [one for one in told if not isinstance(one, Exception)]
 
         self._front.require_open()
         return asyncio.run_coroutine_threadsafe(ask(), self._loop).result()

@@ -5,11 +5,16 @@ from __future__ import annotations
 from headstart.errors import EngineError, HeadstartError, ReplicaLostError
 
 try:
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 except ModuleNotFoundError:  # without Ray nothing raises these
-    RayActorError = RayTaskError = ()
+    ActorDiedError = RayActorError = RayTaskError = ()
 
-__all__ = ["read_error"]
+__all__ = ["has_died", "read_error"]
+
+
+def has_died(error: Exception) -> bool:
+    """True for a replica that is gone, with all that it held; one out of reach may be back."""
+    return isinstance(error, ActorDiedError)
 
 
 def read_error(error: Exception) -> HeadstartError:

@@ -15,7 +15,7 @@ from headstart.cache import (
     MultiModalItem,
     TokenSequence,
 )
-from headstart.cache.identity import Namespace, root_hash, sha256
+from headstart.cache.identity import Namespace, chain_hashes, root_hash, sha256
 from headstart.errors import CacheError, ConfigError
 from tests.cache.naming import block_names, digest_of_one_bit
 from tests.cache.steps import finish, make_manager, start
@@ -47,6 +47,27 @@ def test_golden_values() -> None:
     assert names_of(everything, "model") == EVERYTHING
     assert [name.hex() for name in block_names(plain, 4)] == PLAIN
     assert [name.hex() for name in block_names(everything, 4, "model")] == EVERYTHING
+
+
+def test_prompts_that_begin_alike_are_named_as_if_each_was_the_first() -> None:
+    """Stretches of the prompts of late are remembered; the oldest are forgotten."""
+    names = BlockNames(1)
+    long = list(range(1, 400))
+    for tokens in (long, long[:200], [*long[:150], *long], [9, *long], long):
+        sequence = TokenSequence("asked", tokens)
+        keys = sequence.cut(1)
+        expected = chain_hashes(root_hash(sequence.root, 1, ""), keys)
+        assert names.of_keys(sequence.root, keys) == expected
+        other = Namespace(None, "another's salt")
+        assert set(names.of_keys(other, keys)).isdisjoint(expected)
+
+
+def test_few_names_are_remembered() -> None:
+    names = BlockNames(1)
+    for first in range(1000):
+        sequence = TokenSequence("asked", range(first, first + 64))
+        names.of_keys(sequence.root, sequence.cut(1))
+    assert 256 <= len(names._recent) <= 512
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "random"])

@@ -11,7 +11,7 @@ from headstart.cluster.options import ReplicaConfig
 from headstart.cluster.serving.ray_errors import read_error
 from headstart.errors import EngineError, ReplicaLostError, RequestError
 from headstart.version import __version__
-from tests.cluster.serving.scripted import MODEL
+from tests.cluster.serving.scripted import MODEL, Server
 
 pytest.importorskip("ray", reason="replicas need Ray")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Ray warns of is its own
@@ -153,3 +153,23 @@ def test_what_ray_raises_is_read() -> None:
         )
     broken = read_error(RayTaskError("answer", "", KeyError("x")))
     assert str(broken) == "a replica failed: KeyError: 'x'"
+
+
+def test_a_reset_of_all_replicas_leaves_out_those_that_die_meanwhile() -> None:
+    """What they held is gone with them: a client was told that the replica was lost."""
+    from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+    told: list[Any] = [True, ActorDiedError()]
+
+    class Call:
+        async def results_async(self, return_exceptions: bool = False) -> list[Any]:
+            assert return_exceptions, "the first error would be raised"
+            return told
+
+    server = Server()
+    server.handle.broadcast = lambda *given: Call()  # type: ignore[attr-defined]
+    assert server.driver.ask_all("reset", False, False) == [True]
+    told[1] = ActorUnavailableError("it does not answer", None)
+    with pytest.raises(ReplicaLostError):
+        server.driver.ask_all("reset", False, False)
+    server.driver.close()

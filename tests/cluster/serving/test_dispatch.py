@@ -1,5 +1,7 @@
 """The server's books of replicas that come and go."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from headstart.cluster import EventBatch
@@ -15,7 +17,7 @@ NAMES = [bytes([at]) * 32 for at in range(64)]
 KEYS = prefix_keys(NAMES)  # type: ignore[arg-type]
 
 
-def request(name: str, keys: list[PrefixKey] = KEYS) -> RouteRequest:
+def request(name: str, keys: Sequence[PrefixKey] = KEYS) -> RouteRequest:
     return RouteRequest(name, keys, len(keys) * BLOCK + 1, BLOCK)
 
 
@@ -25,7 +27,7 @@ def books(*replicas: str, most: int = 2) -> Dispatcher:
     return made
 
 
-def send(made: Dispatcher, name: str, keys: list[PrefixKey] = KEYS) -> str | None:
+def send(made: Dispatcher, name: str, keys: Sequence[PrefixKey] = KEYS) -> str | None:
     made.expect(request(name, keys))
     return made.choose(name)
 

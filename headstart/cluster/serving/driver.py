@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headstart.cluster.index import prefix_keys
@@ -63,8 +64,9 @@ class ReplicaDriver:
         self._front = front
         self._dispatcher = dispatcher
         self._name = uuid.uuid4().hex  # of this server, to the replicas that it follows
-        self._submitted: deque[Running] = deque()  # that are not started yet
-        self._running: dict[str, Running] = {}
+        self._orders: deque[Callable[[], None]] = deque()  # in the order they were given
+        self._running: dict[str, Running] = {}  # by request id
+        self._started: dict[str, Running] = {}  # by name: those that are forgotten and end, too
         self._attempts: dict[RequestKey, Attempt] = {}
         self._feeds: dict[str, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
@@ -89,18 +91,21 @@ class ReplicaDriver:
         Raises EngineError when this is closed.
         """
         self._front.require_open()
-        self._submitted.append(Running(group, receive, every_step))
-        self._soon(self._start_submitted)
+        running = Running(group, receive, every_step)
+        self._order(lambda: self._start(running))
         if self._front.is_closed:  # meanwhile, and the thread may be gone
-            self._start_submitted()
+            self._take_orders()
 
     def cancel(self, groups: Sequence[RequestGroup], *, wait: bool = True) -> None:
-        """Forget those of these requests that are unfinished; returns at once."""
-        self._soon(lambda: self._forget(groups))
+        """Forget those of these requests that are unfinished; returns at once.
+
+        Their ids are free for what is submitted next.
+        """
+        self._order(lambda: self._forget(groups))
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its last update has finish reason "abort". Returns at once."""
-        self._soon(lambda: self._abort(request_id))
+        self._order(lambda: self._abort(request_id))
 
     def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function`; an engine would between two steps."""
@@ -118,7 +123,7 @@ class ReplicaDriver:
             asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-            self._start_submitted()  # which refuses them now
+            self._take_orders()  # which refuses requests now
             self._loop.close()
 
     def ask_all(self, method: str, *given: Any) -> list[Any]:
@@ -141,44 +146,59 @@ class ReplicaDriver:
         self._front.require_open()
         return asyncio.run_coroutine_threadsafe(ask(), self._loop).result()
 
+    def _order(self, order: Callable[[], None]) -> None:
+        self._orders.append(order)
+        self._soon(self._take_orders)
+
     def _soon(self, function: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # the loop is closed, and nothing is under way there
             self._loop.call_soon_threadsafe(function)
 
     # In the thread
 
-    def _start_submitted(self) -> None:
-        """Start what was submitted; in any thread, refuse it, once this is closed."""
-        while self._submitted:
+    def _take_orders(self) -> None:
+        """Carry out what was asked; in any thread, refuse requests, once this is closed."""
+        while self._orders:
             try:
-                running = self._submitted.popleft()
+                order = self._orders.popleft()
             except IndexError:  # another thread took it
                 return
-            self._start(running)
+            order()
 
     def _start(self, running: Running) -> None:
-        name = running.group.request_id
+        asked = running.group.request_id
         if self._front.is_closed:
             running.tell(EngineError(_CLOSED))
-        elif name in self._running:
-            running.tell(RequestError(f"request id {name!r} is in use"))
+        elif asked in self._running:
+            running.tell(RequestError(f"request id {asked!r} is in use"))
         else:
-            self._running[name] = running
+            running.name = next(
+                name
+                for name in chain([asked], (f"{asked}+{again}" for again in count(1)))
+                if name not in self._started
+            )
+            self._running[asked] = self._started[running.name] = running
             running.task = self._loop.create_task(self._answer(running))
             running.task.add_done_callback(lambda task: self._end(running))
 
     def _end(self, running: Running) -> None:
         """Its task has ended: keep nothing of it, and tell whoever asked."""
-        name = running.group.request_id
-        del self._running[name]  # first: who is told may ask again under this id
-        self._dispatcher.finish(name)
+        del self._started[running.name]
+        self._release(running)  # first: who is told may ask again under this id
+        self._dispatcher.finish(running.name)
         running.tell(running.last_update())
+
+    def _release(self, running: Running) -> None:
+        """Its id may be another's."""
+        if self._running.get(running.group.request_id) is running:
+            del self._running[running.group.request_id]
 
     def _forget(self, groups: Sequence[RequestGroup]) -> None:
         for group in groups:
             running = self._running.get(group.request_id)
             if running is not None and running.group is group:  # and not another of its id
                 running.forget()
+                self._release(running)
 
     def _abort(self, request_id: str) -> None:
         running = self._running.get(request_id)
@@ -190,10 +210,10 @@ class ReplicaDriver:
 
         Returns its last update, which nobody was told.
         """
-        name = running.group.request_id
+        name = running.name
         try:
             asked = self._describe(running)
-            self._dispatcher.expect(self._route(running.group))
+            self._dispatcher.expect(self._route(running))
             for attempt in range(MAX_LOST):
                 try:
                     await self._stream(running, replace(asked, attempt=attempt))
@@ -221,7 +241,7 @@ class ReplicaDriver:
             stream = self._replicas.answer.remote(asked)
             async for part in stream:
                 if not attempt.is_begun:
-                    self._dispatcher.first_token(running.group.request_id)
+                    self._dispatcher.first_token(running.name)
                 # A report may overtake the first tokens.
                 attempt.parts.insert(len(attempt.parts) if attempt.is_begun else 0, part)
                 attempt.is_begun = True
@@ -254,7 +274,7 @@ class ReplicaDriver:
         salt, shares = group.namespace.salt, self._front.manager.shares
         owner = shares.owner(salt)
         return AnswerRequest(
-            request_id=group.request_id,
+            request_id=running.name,
             prompt_token_ids=group.prompt_token_ids,
             params=group.params,
             salt=salt,
@@ -264,9 +284,10 @@ class ReplicaDriver:
             follower=self._name if running.every_step else None,
         )
 
-    def _route(self, group: RequestGroup) -> RouteRequest:
+    def _route(self, running: Running) -> RouteRequest:
+        group = running.group
         return RouteRequest(
-            group.request_id,
+            running.name,
             prefix_keys(self._front.names(group)),
             len(group.prompt_token_ids),
             self._front.manager.block_size,
@@ -314,8 +335,8 @@ class ReplicaDriver:
             _cancel(stream)
 
     async def _end_all(self) -> None:
-        self._start_submitted()
-        running = list(self._running.values())
+        self._take_orders()
+        running = list(self._started.values())
         for one in running:
             one.fail(EngineError(_CLOSED))
         for feed in self._feeds.values():

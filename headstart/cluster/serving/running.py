@@ -25,12 +25,14 @@ class Running:
     """A request under way and who wants its updates: after every step, or only the last.
 
     The result of `task` is the last update, which nobody was told. is_aborted, error: how the
-    request ends if its task is cancelled.
+    request ends if its task is cancelled. name: what it goes by here and in replicas: its id, or
+    another while an earlier request of that id, which was forgotten, has not ended everywhere.
     """
 
     group: RequestGroup
     receive: Receiver
     every_step: bool
+    name: str = ""
     task: asyncio.Task[Update] | None = None
     is_aborted: bool = False
     error: HeadstartError | None = None

@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -152,6 +153,26 @@ def test_a_cancelled_request_is_told_nothing_and_its_stream_is_cancelled(server:
     server.driver.cancel([request])
     assert stream.cancelled.wait(LIMIT)
     server.driver.close()
+    assert told.updates.empty()
+
+
+def test_the_id_of_a_cancelled_request_is_free_at_once(server: Server) -> None:
+    """Also while its task, and the replica, have not heard of it: as with one engine."""
+    server.dispatcher.set_replicas([REPLICA])
+    first, told, again = server.stream().put(part(0, 8)), Told(), Told()
+    request = server.request("a")
+    server.driver.submit(request, told)
+    assert told.tokens() == [8]
+    server.stream().put(part(0, 9, finished=True))
+    held_up = threading.Event()
+    server.driver._soon(lambda: held_up.wait(LIMIT))
+    server.driver.cancel([request])
+    server.driver.submit(server.request("a"), again)
+    held_up.set()
+    assert again.tokens() == [9]
+    assert first.cancelled.wait(LIMIT)
+    names = [server.asked().request_id for _ in range(2)]
+    assert len(set(names)) == 2, "a replica takes the second for the first"
     assert told.updates.empty()
 
 

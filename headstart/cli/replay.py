@@ -36,7 +36,10 @@ from headstart.replay.plot import draw_bars
 
 __all__ = ["replay"]
 
-_HEADINGS = ("hit %", "ttft s", "p50 s", "p99 s", "imbalance", "load", "evicted", "events/s")
+_HEADINGS = (
+    *("hit %", "ttft s", "p50 s", "p99 s", "token ms", "p99 ms"),
+    *("imbalance", "load", "evicted", "events/s"),
+)
 _LEAST_BLOCK = 16
 _WORKLOAD_REQUESTS = 2000
 _option = partial(click.option, cls=GroupedOption)
@@ -68,6 +71,12 @@ def _speed_options(command: Any) -> Any:
     show_default=True,
     help="Who gets a request; may be given several times, all compares them.",
 )
+@_option(
+    "--prefill-replicas",
+    default=0,
+    show_default=True,
+    help="So many of them compute prompts alone, and the others decode.",
+)
 @_option("--kv-tokens", default=2_000_000, show_default=True, help="KV memory of each, in tokens.")
 @_option("--block-size", type=int, help="Tokens in a block; default: those of the trace, or 16.")
 @_option("--requests", type=int, help="Take so many requests of the trace.")
@@ -94,6 +103,7 @@ def replay(trace: str, **options: Any) -> None:
         options["kv_tokens"],
         options["block_size"] or max(found.grain, _LEAST_BLOCK),
         options["eviction"],
+        options["prefill_replicas"],
     )
     routers = options["routers"]
     if "all" in routers:
@@ -158,8 +168,9 @@ def _print(trace: Trace, fleet: Fleet, results: list[ReplayResult], optimum: Opt
         f"{trace.name}: {len(trace.requests):,} requests in {trace.seconds:,.0f} s, "
         f"{mean:,.0f} prompt tokens each"
     )
+    parts = f" ({fleet.prefill_replicas} for prompts)" if fleet.prefill_replicas else ""
     click.echo(
-        f"{fleet.replicas} replicas, {fleet.kv_tokens:,} tokens of KV memory each, "
+        f"{fleet.replicas} replicas{parts}, {fleet.kv_tokens:,} tokens of KV memory each, "
         f"blocks of {fleet.block_size}"
     )
     table = Table(box=None, pad_edge=False, header_style="")
@@ -171,6 +182,7 @@ def _print(trace: Trace, fleet: Fleet, results: list[ReplayResult], optimum: Opt
             result.router,
             f"{100 * result.hit_rate:.1f}",
             *(_seconds(t) for t in (result.ttft_mean, result.ttft_p50, result.ttft_p99)),
+            *(f"{1000 * t:.0f}" for t in (result.tpot_mean, result.tpot_p99)),
             f"{result.imbalance:.2f}",
             f"{result.load:.2f}",
             f"{result.evictions:,}",
@@ -179,7 +191,7 @@ def _print(trace: Trace, fleet: Fleet, results: list[ReplayResult], optimum: Opt
     table.add_row("one engine, all memory", f"{100 * optimum.same_memory:.1f}")
     table.add_row("one engine, no limit", f"{100 * optimum.unlimited:.1f}")
     console = Console(highlight=False)
-    console.width = max(console.width, 100)  # a row stays a row where another program reads it
+    console.width = max(console.width, 120)  # a row stays a row where another program reads it
     console.print(table)
 
 

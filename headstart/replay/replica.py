@@ -4,8 +4,9 @@ Requests wait in the order they came. A step continues prompts that are under wa
 then admits from the head of the line, up to `chunk` tokens; every request that decodes gets one
 token. A request waits while another computes its next block, as in the engine, and while the
 pool has no room for its whole prompt and reply beside those of all that run: nothing is ever
-preempted. A step in which nothing but decoding happens repeats until a reply ends or a request
-comes, and is simulated as one event.
+preempted. A request whose prompt was computed elsewhere decodes as soon as it is admitted. A step
+in which nothing but decoding happens repeats until a reply ends or a request comes, and is
+simulated as one event.
 """
 
 from collections import deque
@@ -26,7 +27,8 @@ class Job:
     """A request on its way: its sequence of units, and when what happened to it.
 
     num_blocks: of prompt and reply. reply: unit ids of the reply beyond the prompt's last unit.
-    computed: units that are computed, or hit. Times are in seconds.
+    is_moved: its prompt was computed elsewhere, and its K/V came here. computed: units that are
+    computed, or hit. Times are in seconds; finished is when the last token was there.
     """
 
     name: str
@@ -36,10 +38,12 @@ class Job:
     num_blocks: int
     reply: list[int] = field(repr=False)
     arrived: float
+    is_moved: bool = False
     replica: int = 0
     computed: int = 0
     hit_tokens: int = 0
     first_token: float = -1.0
+    finished: float = -1.0
 
 
 class StepResult(NamedTuple):
@@ -74,6 +78,11 @@ class Replica:
         self._ticket = 0
         self._reserved = 0  # blocks that those who run will take yet
         self._step: _Step | None = None
+
+    @property
+    def num_active(self) -> int:
+        """Requests here that are not finished."""
+        return len(self.waiting) + len(self._prompts) + len(self._decoding)
 
     def check_fits(self, num_blocks: int, name: str) -> None:
         """Raise ConfigError if a request needs more blocks than there are."""
@@ -136,6 +145,7 @@ class Replica:
             else:
                 finished.append(job)
         for job in finished:
+            job.finished = now
             self.manager.free(job.sequence)
             self._reserved -= job.num_blocks - self._blocks(job.computed)
         return StepResult(started, finished)
@@ -183,13 +193,19 @@ class Replica:
                 continue
             if job.num_blocks > self.manager.num_free_blocks - self._reserved:
                 break
-            start = found.num_tokens
-            count = self._chunk(job, start, budget - num_tokens)
+            start, end = found.num_tokens, len(job.sequence.token_ids)
+            count = end - start
+            if not job.is_moved:
+                count = self._chunk(job, start, budget - num_tokens)
             admitted = self.manager.allocate_slots(job.sequence, count, found)
             assert admitted is not None, "room was seen to"
             self.waiting.popleft()
-            self._prompts.append(job)
             self._reserved += job.num_blocks
+            if job.is_moved:
+                self._advance(job, start, end)
+                self._decode(job)
+                continue
+            self._prompts.append(job)
             job.hit_tokens = self._tokens(job, start)
             num_tokens += self._advance(job, start, start + count)
         self.waiting.extendleft(reversed(skipped))

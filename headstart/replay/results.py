@@ -13,7 +13,8 @@ class ReplayResult:
     """The numbers of one trace, router and fleet.
 
     hit_rate: tokens of prompts that were hit, of all. ttft_*: seconds from a request's arrival
-    to its first token. imbalance: tokens of prompts that the busiest replica computed, over the
+    to its first token. tpot_*: seconds a token after the first, of requests with more than one.
+    imbalance: tokens of prompts that the busiest replica computed, over the
     mean. load: tokens of prompts computed, over what the replicas could compute in that time if
     they did nothing else. evictions: cached blocks whose memory was reused. seconds: simulated.
     events_per_second: requests and steps simulated in a second of this machine.
@@ -27,6 +28,8 @@ class ReplayResult:
     ttft_mean: float
     ttft_p50: float
     ttft_p99: float
+    tpot_mean: float
+    tpot_p99: float
     imbalance: float
     load: float
     evictions: int
@@ -39,11 +42,16 @@ class ReplayResult:
 
 
 def summarise(
-    router: str, jobs: Sequence[Job], replicas: Sequence[Replica], seconds: float
+    router: str, jobs: Sequence[Job], replicas: Sequence[Replica], computing: int, seconds: float
 ) -> ReplayResult:
-    """The result of finished jobs; there is at least one."""
+    """The result of finished jobs; there is at least one. The first replicas compute prompts."""
     waits = sorted(job.first_token - job.arrived for job in jobs)
-    work = [replica.computed_tokens for replica in replicas]
+    paces = sorted(
+        (job.finished - job.first_token) / (job.num_output - 1)
+        for job in jobs
+        if job.num_output > 1
+    ) or [0.0]
+    work = [replica.computed_tokens for replica in replicas[:computing]]
     asked = sum(job.num_tokens for job in jobs)
     return ReplayResult(
         router=router,
@@ -54,6 +62,8 @@ def summarise(
         ttft_mean=mean(waits),
         ttft_p50=_percentile(waits, 0.5),
         ttft_p99=_percentile(waits, 0.99),
+        tpot_mean=mean(paces),
+        tpot_p99=_percentile(paces, 0.99),
         imbalance=max(work) / mean(work),
         load=mean(work) / replicas[0].speed.prefill_rate / seconds,
         evictions=sum(replica.manager.num_evictions for replica in replicas),

@@ -1,17 +1,23 @@
 """The simulator: a trace, a router and many replicas, in discrete events.
 
-There are two kinds of events: a request comes, and a replica's step ends. A request is routed
-the moment it comes. At the end of a step the replica's events reach the router's index, then
-the router is told of first tokens and finished replies. Nothing else takes time: routing, the
-network and a snapshot's way are free. Requests come when the trace says, however far behind
-the replicas are (an open loop).
+There are three kinds of events: a request comes, a replica's step ends, and a prompt's K/V have
+come to another replica. A request is routed the moment it comes. At the end of a step the
+replica's events reach the router's index, then the router is told of first tokens and finished
+replies. Nothing else takes time: routing, the network and a snapshot's way are free. Requests
+come when the trace says, however far behind the replicas are (an open loop).
+
+With prefill replicas the router has these alone. When one has computed a prompt, and with it the
+first token, the least loaded of the others is chosen to decode, and the prompt's K/V are sent
+there, one prompt after another from each replica. The prompt's blocks are free where they were
+computed, and stay cached there.
 """
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from headstart.cache import CacheConfig, TokenSequence
@@ -23,18 +29,28 @@ from headstart.replay.replica import Job, Replica
 from headstart.replay.results import ReplayResult, summarise
 from headstart.replay.speed import SpeedModel
 from headstart.replay.trace import Trace, TraceRequest, private_units
+from headstart.replay.transfers import Transfers
 
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """How many replicas, and how much KV memory each has, in tokens."""
+    """How many replicas, and how much KV memory each has, in tokens.
+
+    prefill_replicas: so many compute prompts alone, and the others decode; 0: each does both.
+    """
 
     replicas: int
     kv_tokens: int
     block_size: int
     eviction: str = "adaptive-lru"
+    prefill_replicas: int = 0
+
+    @property
+    def computing(self) -> int:
+        """Replicas that compute prompts: the first ones."""
+        return self.prefill_replicas or self.replicas
 
     def cache_config(self, grain: int, share: int = 1, *, events: bool = False) -> CacheConfig:
         """The options of a manager with the memory of `share` replicas, in units of a trace.
@@ -68,6 +84,11 @@ def replay(
     """
     if not trace.requests:
         raise ConfigError("the trace has no requests; allowed: at least one")
+    if not 0 <= fleet.prefill_replicas < max(fleet.replicas, 1):
+        raise ConfigError(
+            f"prefill_replicas is {fleet.prefill_replicas}; allowed: 0, or fewer than the "
+            f"{fleet.replicas} replicas"
+        )
     simulation = _Simulation(trace, fleet, policy, speed or SpeedModel())
     with _rare_collections():
         return simulation.run(progress)
@@ -91,11 +112,17 @@ class _Simulation:
     def __init__(self, trace: Trace, fleet: Fleet, policy: str, speed: SpeedModel) -> None:
         self.trace, self.fleet, self.policy = trace, fleet, policy
         chosen = make_policy(policy)
-        self.router = Router(fleet.replicas, chosen, speed.prefill_rate)
+        self.router = Router(fleet.computing, chosen, speed.prefill_rate)
         pool = fleet.cache_config(trace.grain, events=chosen.needs_prefixes)
-        self.replicas = [Replica(pool, trace.grain, speed) for _ in range(fleet.replicas)]
-        self.publishers = [EventPublisher(replica) for replica in range(fleet.replicas)]
+        plain = replace(pool, events=False)
+        self.replicas = [
+            Replica(pool if at < fleet.computing else plain, trace.grain, speed)
+            for at in range(fleet.replicas)
+        ]
+        self.publishers = [EventPublisher(replica) for replica in range(fleet.computing)]
+        self.transfers = Transfers(self.replicas[fleet.computing :], fleet.computing, speed)
         self.jobs: list[Job] = []
+        self._requests: dict[str, TraceRequest] = {}  # that are to be decoded elsewhere
         self._fresh: Iterator[int] = private_units()
         self._ends: list[tuple[float, int, int]] = []  # a heap of (time, replica, version)
         self._versions = [0] * fleet.replicas
@@ -106,35 +133,57 @@ class _Simulation:
         """All events in the order of their times."""
         start, now = time.perf_counter(), 0.0
         for number, request in enumerate(self.trace.requests):
-            while self._ends and self._ends[0][0] <= request.time:
-                now = self._end_step(progress)
+            while self._next_time() <= request.time:
+                now = self._handle_next(progress)
             self._arrive(str(number), request)
-        while self._ends:
-            now = self._end_step(progress)
-        assert all(job.first_token >= 0 for job in self.jobs), "a request was left waiting"
-        result = summarise(self.policy, self.jobs, self.replicas, now)
+        while self._next_time() < math.inf:
+            now = self._handle_next(progress)
+        assert len(self.jobs) == len(self.trace.requests), "a request was left waiting"
+        result = summarise(self.policy, self.jobs, self.replicas, self.fleet.computing, now)
         spent = time.perf_counter() - start
         result.events_per_second = (len(self.jobs) + self._num_steps) / spent
         return result
 
+    def _next_time(self) -> float:
+        step = self._ends[0][0] if self._ends else math.inf
+        return min(step, self.transfers.next_time())
+
+    def _handle_next(self, progress: Progress | None) -> float:
+        if self.transfers.next_time() > self._ends[0][0] if self._ends else False:
+            return self._end_step(progress)
+        now, at, job = self.transfers.take()
+        self._give(self.fleet.computing + at, job, now)
+        return now
+
     def _arrive(self, name: str, request: TraceRequest) -> None:
         job = self._job(name, request)
         self.replicas[0].check_fits(job.num_blocks, name)
+        if self.fleet.prefill_replicas and request.num_output > 1:
+            self._requests[name] = request
+            job = replace(
+                job, num_output=1, reply=[], num_blocks=self._num_blocks(request.num_tokens)
+            )
         keys: Sequence[PrefixKey] = ()
         if self.router.policy.needs_keys:
             keys = prefix_keys(self.replicas[0].manager.block_hashes(job.sequence))
         asked = RouteRequest(name, keys, job.num_tokens, self.fleet.block_size, request.session)
-        at = self.router.route(asked, request.time)
+        self._give(self.router.route(asked, request.time), job, request.time)
+
+    def _give(self, at: int, job: Job, now: float) -> None:
+        """The request waits in line at this replica, from now on."""
         job.replica = at
-        self.jobs.append(job)
         replica = self.replicas[at]
         replica.add(job)
         if self._is_idle[at]:
-            self._schedule(at, replica.begin(request.time))
+            self._schedule(at, replica.begin(now))
         else:
-            sooner = replica.interrupt(request.time)
+            sooner = replica.interrupt(now)
             if sooner is not None:
                 self._schedule(at, sooner)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        units = math.ceil(num_tokens / self.trace.grain)
+        return math.ceil(units * self.trace.grain / self.fleet.block_size)
 
     def _job(self, name: str, request: TraceRequest) -> Job:
         grain = self.trace.grain
@@ -147,7 +196,7 @@ class _Simulation:
             sequence=TokenSequence(name, units),
             num_tokens=request.num_tokens,
             num_output=request.num_output,
-            num_blocks=-(-total * grain // self.fleet.block_size),
+            num_blocks=self._num_blocks(request.num_tokens + request.num_output),
             reply=[next(self._fresh) for _ in range(total - len(units))],
             arrived=request.time,
         )
@@ -166,15 +215,32 @@ class _Simulation:
         replica = self.replicas[at]
         self._num_steps += 1
         result = replica.end(now)
-        self._publish(at)
-        for job in result.started:
-            self.router.first_token(job.name, now)
-        for job in result.finished:
-            self.router.finish(job.name)
-        if progress is not None and result.finished:
-            progress(len(result.finished))
+        if at < self.fleet.computing:
+            self._publish(at)
+            for job in result.started:
+                self.router.first_token(job.name, now)
+            for job in result.finished:
+                self.router.finish(job.name)
+        whole = [job for job in result.finished if not self._send_on(job, now)]
+        self.jobs += whole
+        if progress is not None and whole:
+            progress(len(whole))
         self._schedule(at, replica.begin(now))
         return now
+
+    def _send_on(self, job: Job, now: float) -> bool:
+        """Have a request decoded elsewhere if it is to be; False if its reply is whole."""
+        request = self._requests.pop(job.name, None)
+        if request is None:
+            return False
+        moved = replace(
+            self._job(job.name, request),
+            is_moved=True,
+            hit_tokens=job.hit_tokens,
+            first_token=job.first_token,
+        )
+        self.transfers.send(moved, job.replica, now)
+        return True
 
     def _publish(self, at: int) -> None:
         events = self.replicas[at].manager.take_events()

@@ -17,6 +17,7 @@ class SpeedModel:
     over a long context costs what over a short one.
 
     chunk: tokens of prompts in a step at the most. max_running: requests that run at once.
+    transfer_rate: of each replica that computes prompts for others; 13 GB/s for 128 KB a token.
     Raises ConfigError.
     """
 
@@ -25,6 +26,9 @@ class SpeedModel:
     decode_time: float = option(0.0001, "seconds a decoding request adds", Number(float, 0))
     chunk: int = option(2048, "tokens of prompts in a step", Number(int, 1))
     max_running: int = option(128, "requests that run at once", Number(int, 1))
+    transfer_rate: float = option(
+        100_000.0, "tokens a second whose K/V a prefill replica sends on", Number(float, 1)
+    )
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)

@@ -1,5 +1,6 @@
 """The simulator: times by hand, real managers kept whole, and every router on every workload."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -21,7 +22,9 @@ from headstart.replay import (
     make_workload,
     replay,
 )
+from headstart.replay.simulator import _Simulation
 
+REPLY = st.integers(1, 40)
 SPEED = SpeedModel(prefill_rate=1000, step_time=0.1, decode_time=0.01, chunk=1000, max_running=8)
 
 
@@ -169,3 +172,85 @@ def test_the_same_seed_makes_the_same_workload() -> None:
         make_workload("x", 1)
     with pytest.raises(ConfigError, match="requests is 0"):
         make_workload("chats", 0)
+
+
+APART = SpeedModel(
+    prefill_rate=1000,
+    step_time=0.1,
+    decode_time=0.01,
+    chunk=1000,
+    max_running=8,
+    transfer_rate=100,
+)
+
+
+def test_a_prompt_moves_to_who_decodes_it() -> None:
+    """The first token comes where the prompt is computed; ten more follow when its K/V are there.
+
+    The second prompt is computed meanwhile, waits for the link, and slows no decoding.
+    """
+    trace = trace_of((0.0, [1], 11), (0.1, [2], 11))
+    result = replay(trace, Fleet(2, 16_000, 16, prefill_replicas=1), "expected", APART)
+    step, sending, token = 0.1 + 0.016, 0.16, 0.11
+    assert result.ttft_mean == pytest.approx((step + 2 * step - 0.1) / 2)
+    # The second prompt is sent when the first has arrived, in a step of the first's decoding.
+    arrived = step + 2 * sending
+    begins = step + sending + math.ceil((arrived - step - sending) / token) * token
+    shared = step + sending + 10 * token - begins  # while both decode a token takes 0.12
+    tokens = round(shared / token)
+    ends = begins + tokens * 0.12 + (10 - tokens) * token
+    assert result.seconds == pytest.approx(ends)
+    assert result.load == pytest.approx(32 / 1000 / ends)
+    assert result.imbalance == 1
+
+
+@pytest.mark.parametrize("prefill", [-1, 2, 3])
+def test_some_replicas_must_decode(prefill: int) -> None:
+    fleet = Fleet(2, 16_000, 16, prefill_replicas=prefill)
+    with pytest.raises(ConfigError, match=f"prefill_replicas is {prefill}; allowed: 0, or fewer"):
+        replay(trace_of((0, [1], 1)), fleet, "expected")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 3), st.lists(st.integers(0, 3), min_size=1, max_size=6), REPLY),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(1, 3),
+)
+def test_every_request_is_computed_once_and_decoded_once(
+    asked: list[tuple[float, list[int], int]], prefill: int
+) -> None:
+    trace = trace_of(*sorted(asked, key=lambda request: request[0]))
+    simulation = _Simulation(trace, Fleet(4, 1600, 16, prefill_replicas=prefill), "expected", APART)
+    simulation.run(None)
+    jobs = {job.name: job for job in simulation.jobs}
+    assert len(jobs) == len(simulation.jobs) == len(asked)
+    computing, decoding = simulation.replicas[:prefill], simulation.replicas[prefill:]
+    assert sum(replica.num_requests for replica in computing) == len(asked)
+    moved = [job for job in jobs.values() if job.num_output > 1]
+    assert sum(replica.num_requests for replica in decoding) == len(moved)
+    assert all(job.is_moved == (job.num_output > 1) for job in jobs.values())
+    assert not any(replica.computed_tokens for replica in decoding)
+    computed = sum(replica.computed_tokens for replica in computing)
+    assert computed + sum(job.hit_tokens for job in jobs.values()) == trace.num_tokens
+    for job in jobs.values():
+        sending = job.num_tokens / APART.transfer_rate if job.is_moved else 0
+        least = sending + (job.num_output - 1) * APART.seconds(0, 1)
+        assert job.arrived < job.first_token <= job.finished
+        assert job.finished - job.first_token >= least - 1e-9
+    for replica in simulation.replicas:
+        assert replica.manager.num_free_blocks == replica.manager.config.num_blocks
+        assert not replica.num_active
+        replica.manager.check()
+
+
+def test_the_table_of_a_fleet_apart_is_not_that_of_one_together() -> None:
+    """Prompts of others do not hold up who decodes: tokens come at an even pace."""
+    trace = make_workload("documents", 100)
+    together, apart = (
+        replay(trace, Fleet(4, 200_000, 16, prefill_replicas=count), "expected") for count in (0, 2)
+    )
+    assert apart.tpot_p99 < together.tpot_p99

@@ -26,6 +26,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, ProxyLocation, RequestRouterConfig
+from ray.serve.context import _set_global_client
 from ray.serve.exceptions import RayServeException
 
 from headstart.cluster.options import ReplicaConfig
@@ -218,6 +219,8 @@ class ReplicaCluster:
             _LOG.warning("the replicas may not have saved what they cached: %s", error)
         finally:
             ray.shutdown()
+            # Ray Serve keeps its controller's handle in this process: of a Ray that is gone.
+            _set_global_client(None)
 
 
 def _ask(function: Callable[[], Answer]) -> Answer:

@@ -1,4 +1,9 @@
-"""Two replicas on a Ray of their own: one server to a client, prefixes stay together, one dies."""
+"""Two and four replicas on a Ray of their own: one server to a client, also while one dies.
+
+Prefixes stay together, and replicas come and go while clients stream.
+"""
+
+from __future__ import annotations
 
 import asyncio
 import os
@@ -7,39 +12,66 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
 from headstart import AsyncLLM, SamplingParams
 from headstart.cluster.options import ReplicaConfig
+from headstart.engine.config import make_config
 from headstart.engine.params import RequestOutputKind
+from headstart.engine.vllm_api.options import read_options
 from headstart.errors import ReplicaLostError, RequestError
 from headstart.server.errors import as_api_error
 from tests.server.running import Running, serving
+
+if TYPE_CHECKING:
+    from headstart.cluster.serving.cluster import ReplicaCluster
 
 pytest.importorskip("ray", reason="replicas need Ray")
 # What Ray and its dependencies warn of in this process is theirs.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
 
 MODEL = "headstart-tiny"
-OPTIONS = {"num_blocks": 512, "dtype": "float32"}
+OPTIONS = {"num_blocks": 512, "dtype": "float32", "debug": True}  # each checks its pool
+DRAIN = 30.0
 DOCUMENT = "Anna is 31. Ben is 45. Carl is 28. Dora is 52. " * 8
 LONG = 64
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+class Cluster(NamedTuple):
+    """Replicas behind a server, and how many there are to be."""
+
+    server: Running
+    replicas: ReplicaCluster
+    count: int
+
+    def scale(self, count: int) -> None:
+        """Have so many replicas, and wait until they run."""
+        self.replicas._config = ReplicaConfig(replicas=count, replica_cpus=0.25)
+        read = read_options(MODEL, dict(OPTIONS))
+        self.replicas._deploy(MODEL, OPTIONS, make_config(read.config), DRAIN)
+        dispatcher = self.replicas.llm.dispatcher
+        wait_until(lambda: len(dispatcher.replicas) == count)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     from headstart.cluster.serving.cache_api import router
     from headstart.cluster.serving.cluster import ReplicaCluster
 
-    config = ReplicaConfig(replicas=2, replica_cpus=0.5)
-    cluster = ReplicaCluster(MODEL, OPTIONS, config, drain_seconds=5.0)
+    config = ReplicaConfig(replicas=request.param, replica_cpus=0.25)
+    cluster = ReplicaCluster(MODEL, OPTIONS, config, drain_seconds=DRAIN)
     try:
         with serving(cluster.llm, "tiny", {}, cache_api=router) as server:
-            yield server
+            yield Cluster(server, cluster, request.param)
     finally:
         cluster.close()
+
+
+@pytest.fixture
+def server(cluster: Cluster) -> Running:
+    return cluster.server
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 120.0) -> None:
@@ -153,16 +185,26 @@ async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> Any:
     return found
 
 
-def test_a_dead_replica_ends_only_what_it_was_streaming(server: Running) -> None:
-    """Half of the requests stream, half want their answer as a whole; then one of two dies."""
-    prompts = [f"Row {row}. Anna is 31. Ben is 45. " * 4 for row in range(12)]
+def held_shares(cluster: Cluster) -> dict[str, float]:
+    """Of each replica, the share of its blocks that somebody holds."""
+    told = cluster.replicas.llm.dispatcher.metrics
+    return {
+        name: next(one.value for one in told[name] if one.name == "vllm:kv_cache_usage_perc")  # type: ignore[union-attr]
+        for name in cluster.replicas.llm.dispatcher.replicas
+        if name in told
+    }
+
+
+def test_a_dead_replica_ends_only_what_it_was_streaming(cluster: Cluster) -> None:
+    """Half of the requests stream, half want their answer as a whole; then one replica dies."""
+    server = cluster.server
+    prompts = [f"Row {row}. Anna is 31. Ben is 45. " * 4 for row in range(16)]
+    streams = {row for row in range(16) if row // cluster.count % 2 == 0}
     begun: set[int] = set()
-    kinds = (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY)
 
     async def answer(llm: AsyncLLM, row: int) -> list[int] | ReplicaLostError:
-        params = SamplingParams(
-            max_tokens=LONG, temperature=0, ignore_eos=True, output_kind=kinds[row % 2]
-        )
+        kind = RequestOutputKind.CUMULATIVE if row in streams else RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(max_tokens=LONG, temperature=0, ignore_eos=True, output_kind=kind)
         try:
             async for output in llm.generate(prompts[row], params):  # noqa: B007
                 begun.add(row)
@@ -172,22 +214,60 @@ def test_a_dead_replica_ends_only_what_it_was_streaming(server: Running) -> None
 
     async def kill_one() -> list[list[int] | ReplicaLostError]:
         tasks = [asyncio.ensure_future(answer(server.llm, row)) for row in range(len(prompts))]
-        while len(begun) < len(prompts) // 2:
+        while not streams <= begun:
             await asyncio.sleep(0.005)
         while not (found := replicas()):  # Ray renames them as calls come and go
             await asyncio.sleep(0.005)
         os.kill(found[0], signal.SIGKILL)
         return await asyncio.gather(*tasks)
 
-    known = set(server.llm.dispatcher.replicas)  # type: ignore[attr-defined]
+    known = set(cluster.replicas.llm.dispatcher.replicas)
     told = asyncio.run(kill_one())
     lost = {row for row, found in enumerate(told) if isinstance(found, ReplicaLostError)}
-    assert lost and all(row % 2 == 0 for row in lost), "only what had begun to stream is lost"
+    assert lost and lost <= streams, "only what had begun to stream is lost"
     alone = AsyncLLM(MODEL, **OPTIONS)
     for row in sorted(set(range(len(prompts))) - lost):
         assert told[row] == asyncio.run(answer(alone, row))
     alone.close()
     error = as_api_error(told[min(lost)])  # type: ignore[arg-type]
     assert (error.status, error.code) == (503, "replica_lost")
-    wait_until(lambda: len(set(server.llm.dispatcher.replicas) - known) == 1)  # type: ignore[attr-defined]
+    dispatcher = cluster.replicas.llm.dispatcher
+    wait_until(lambda: len(set(dispatcher.replicas) - known) == 1)
+    assert len(set(dispatcher.replicas) & known) == cluster.count - 1, "another one died"
     assert ask(server, "How old is Ben?").choices[0].finish_reason in ("stop", "length")
+    wait_until(lambda: not any(held_shares(cluster).values()))
+
+
+def test_32_clients_stream_while_replicas_go_and_come(cluster: Cluster) -> None:
+    """Half of the replicas go, then there is one more than before: every answer is whole."""
+    counts = (cluster.count // 2, cluster.count + 1)
+    prompts = [f"Row {row}. Anna is 31. Ben is 45. " * 4 for row in range(32)]
+    first: dict[int, list[int]] = {}
+    answers = 0
+    is_over = asyncio.Event()
+
+    async def stream(row: int) -> None:
+        nonlocal answers
+        params = SamplingParams(max_tokens=LONG, temperature=0, ignore_eos=True)
+        while not is_over.is_set():
+            async for output in cluster.server.llm.generate(prompts[row], params):  # noqa: B007
+                pass
+            tokens = list(output.outputs[0].token_ids)
+            assert len(tokens) == LONG and first.setdefault(row, tokens) == tokens
+            answers += 1
+
+    async def scale() -> None:
+        for count in counts:
+            await asyncio.to_thread(cluster.scale, count)
+        is_over.set()
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for row in range(len(prompts)):
+                tasks.create_task(stream(row))
+            tasks.create_task(scale())
+
+    asyncio.run(run())
+    assert len(cluster.replicas.llm.dispatcher.replicas) == counts[-1]
+    assert answers >= len(prompts)
+    wait_until(lambda: not any(held_shares(cluster).values()))

@@ -1,6 +1,7 @@
 """Portable names of prefixes, computed only where somebody asks for one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from headstart.cache.block import PrefixNode, RootNode
 from headstart.cache.config import CacheConfig
@@ -40,15 +41,17 @@ class _RecentNames:
     def __len__(self) -> int:
         return len(self._young.keys() | self._old.keys())
 
-    def of_keys(self, parent: BlockHash, keys: Sequence[BlockKey]) -> list[BlockHash]:
-        """As `chain_hashes`."""
-        names: list[BlockHash] = []
+    def stretches(
+        self, parent: BlockHash, keys: Sequence[BlockKey]
+    ) -> Iterator[Sequence[BlockHash]]:
+        """As `chain_hashes`, a stretch at a time: the last may be short."""
         whole = len(keys) - len(keys) % _STRETCH
         for start in range(0, whole, _STRETCH):
-            stretch = self._of_stretch(parent, tuple(keys[start : start + _STRETCH]))
-            names += stretch
-            parent = stretch[-1]
-        return names + chain_hashes(parent, keys[whole:], self._digest)
+            names = self._of_stretch(parent, tuple(keys[start : start + _STRETCH]))
+            yield names
+            parent = names[-1]
+        if whole < len(keys):
+            yield chain_hashes(parent, keys[whole:], self._digest)
 
     def _of_stretch(self, parent: BlockHash, keys: tuple[BlockKey, ...]) -> list[BlockHash]:
         asked = parent, keys
@@ -102,7 +105,13 @@ class BlockNames:
 
     def of_keys(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[BlockHash]:
         """The names of a prompt's full blocks, whether or not they are cached anywhere."""
-        return self._recent.of_keys(self._root(namespace), keys)
+        return list(chain.from_iterable(self.stretches(namespace, keys)))
+
+    def stretches(
+        self, namespace: Namespace, keys: Sequence[BlockKey]
+    ) -> Iterator[Sequence[BlockHash]]:
+        """As `of_keys`, some names at a time, for who may not need all of them."""
+        return self._recent.stretches(self._root(namespace), keys)
 
     def _root(self, namespace: Namespace) -> BlockHash:
         return root_hash(namespace, self.block_size, self.model, self._digest)

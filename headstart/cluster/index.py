@@ -53,6 +53,9 @@ def unpack_keys(packed: bytes) -> Sequence[PrefixKey]:
 
 _Holders = dict[PrefixKey, int]
 
+_STRIDE = 64
+"""Blocks from one that is asked for to the next, until nobody has one."""
+
 
 class _Feed:
     """How far the events of one replica and tier have come."""
@@ -202,7 +205,7 @@ class ReplicaIndex:
         """For each replica, how many blocks it has in one of these tables."""
         depths = [0] * self.num_replicas
         # Of some replicas, the least and the most that they can have.
-        unsure = [((1 << self.num_replicas) - 1, 0, len(keys))]
+        unsure = [((1 << self.num_replicas) - 1, 0, _reach(tables, keys))]
         while unsure:
             replicas, low, high = unsure.pop()
             while low < high:
@@ -221,6 +224,15 @@ class ReplicaIndex:
             if low:  # they are 0 already, and mostly many
                 _set_bits(depths, replicas, low)
         return depths
+
+
+def _reach(tables: Sequence[_Holders], keys: Sequence[PrefixKey]) -> int:
+    """How many of a prompt's first blocks somebody may hold; those behind are not named for it."""
+    for at in range(_STRIDE - 1, len(keys), _STRIDE):
+        key = keys[at]
+        if not any(key in table for table in tables):
+            return at
+    return len(keys)
 
 
 def _set_bits(runs: list[int], bits: int, depth: int) -> None:

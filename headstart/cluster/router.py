@@ -1,15 +1,18 @@
 """The router: sends each request to one of many replicas, and keeps the books for that.
 
-    route         choose a replica; its blocks are expected there from now on
+    route         choose a replica; its blocks are expected there for the next request
+    catch_up      note these blocks, once the request is on its way
     first_token   the prompt is computed: the replica's rate is measured
     finish        the reply is whole, or the request is given up
     index.apply   what the replicas' caches hold, as they say in events
 
-One thread calls it. Times come from the caller, so that a simulator may have its own clock.
+A request need not wait for its own blocks to be noted: they are before anything else happens here,
+if nobody asks for it earlier. One thread calls all of this. Times come from the caller, so that a
+simulator may have its own clock.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from headstart.cluster.index import PrefixKey, ReplicaIndex
 from headstart.cluster.load import Choice, MeasuredRate, ReplicaLoad, RouteRequest
@@ -20,11 +23,13 @@ FIRST_RATE = 15_000.0
 """Tokens of prompts a second that replicas are thought to compute before any was measured."""
 
 
-class _Sent(NamedTuple):
+@dataclass(slots=True)
+class _Sent:
     request: RouteRequest
     replica: int
     num_tokens: int
-    expected: Sequence[PrefixKey]
+    held: int | None  # blocks that are there or expected; None if prefixes are not looked at
+    expected: Sequence[PrefixKey] = ()
 
 
 class Router:
@@ -43,9 +48,11 @@ class Router:
         self._alive = list(self.loads)
         self._waiting: dict[str, _Sent] = {}
         self._running: dict[str, _Sent] = {}
+        self._last: _Sent | None = None  # whose blocks are not noted yet
 
     def set_alive(self, replica: int, is_alive: bool) -> None:
         """Send requests to this replica, or no longer. What it holds is forgotten when it dies."""
+        self.catch_up()
         self.loads[replica].is_alive = is_alive
         self._alive = [load for load in self.loads if load.is_alive]
         if not is_alive:
@@ -55,20 +62,27 @@ class Router:
         """The replica to send the request to. Raises RequestError if none is alive."""
         if not self._alive:
             raise RequestError(f"none of {len(self.loads)} replicas is alive; start one")
+        self.catch_up()
         match = self.index.match(request.keys) if self.policy.needs_prefixes else None
         load = self.policy.choose(Choice(request, match, self.loads, self._alive, now))
-        held = 0 if match is None else match.expected[load.replica]
-        num_tokens = request.num_tokens - request.tokens(held)
-        expected: Sequence[PrefixKey] = ()
-        if match is not None:
-            expected = self.index.expect(load.replica, request.keys[held:])
+        held = None if match is None else match.expected[load.replica]
+        num_tokens = request.num_tokens - request.tokens(held or 0)
         load.add(num_tokens, now)
-        self._waiting[request.request_id] = _Sent(request, load.replica, num_tokens, expected)
-        self.policy.sent(request, load.replica)
+        self._last = _Sent(request, load.replica, num_tokens, held)
+        self._waiting[request.request_id] = self._last
         return load.replica
+
+    def catch_up(self) -> None:
+        """Note what the last request will compute where it was sent."""
+        sent, self._last = self._last, None
+        if sent is not None:
+            if sent.held is not None:
+                sent.expected = self.index.expect(sent.replica, sent.request.keys[sent.held :])
+            self.policy.sent(sent.request, sent.replica)
 
     def first_token(self, request_id: str, now: float) -> None:
         """The request's prompt is computed. Unknown requests are none of the router's."""
+        self.catch_up()
         sent = self._waiting.pop(request_id, None)
         if sent is None:
             return
@@ -79,6 +93,7 @@ class Router:
 
     def finish(self, request_id: str) -> None:
         """The request is finished, or given up at any time before."""
+        self.catch_up()
         sent = self._running.pop(request_id, None)
         if sent is not None:
             self.loads[sent.replica].finish()

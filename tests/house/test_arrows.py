@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "utils": set(),
     "v1": {"engine"},
 }
-CLUSTER_CORE = ("events", "index", "load", "policies", "router")
+CLUSTER_CORE = ("events", "index", "load", "policies", "prompt_keys", "router")
 CORE_MODULES = {"headstart.cluster", *(f"headstart.cluster.{name}" for name in CLUSTER_CORE)}
 EVERYONE_MAY_IMPORT = {"errors", "validation", "version", "imports", "machine", "vllm_imports"}
 WITHOUT_TORCH = ("cache", "tiers", "replay", *(f"cluster.{name}" for name in CLUSTER_CORE))

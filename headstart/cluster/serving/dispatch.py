@@ -52,10 +52,15 @@ class Dispatcher:
         self._waiting: dict[str, RouteRequest] = {}
         self._metrics: dict[str, list[Metric]] = {}
         self._on_change: Callable[[], object] = lambda: None
+        self._on_route: Callable[[], object] = lambda: None
 
     def call_on_change(self, function: Callable[[], object]) -> None:
         """Call `function`, in any thread, when there are other replicas than before."""
         self._on_change = function
+
+    def call_on_route(self, function: Callable[[], object]) -> None:
+        """Call `function`, in any thread, when a replica is chosen: to have `catch_up` called."""
+        self._on_route = function
 
     @property
     def replicas(self) -> list[str]:
@@ -98,7 +103,14 @@ class Dispatcher:
                 return None
             self._router.finish(request_id)  # it was sent somewhere, and did not get there
             number = self._router.route(request, time.monotonic())
-            return next(name for name, of in self._numbers.items() if of == number)
+            chosen = next(name for name, of in self._numbers.items() if of == number)
+        self._on_route()
+        return chosen
+
+    def catch_up(self) -> None:
+        """Note what the last request will compute, which it need not wait for."""
+        with self._lock:
+            self._router.catch_up()
 
     def first_token(self, request_id: str) -> None:
         """The request's prompt is computed."""

@@ -28,7 +28,6 @@ from functools import partial
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from headstart.cluster.index import prefix_keys
 from headstart.cluster.load import RouteRequest
 from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.cluster.serving.messages import AnswerRequest, Follow, Part, Report, RequestKey
@@ -74,6 +73,7 @@ class ReplicaDriver:
         self._thread.daemon = True
         self._thread.start()
         dispatcher.call_on_change(lambda: self._soon(self._match_feeds))
+        dispatcher.call_on_route(lambda: self._soon(dispatcher.catch_up))
         self._soon(self._match_feeds)
 
     # As of a driver
@@ -288,7 +288,7 @@ class ReplicaDriver:
         group = running.group
         return RouteRequest(
             running.name,
-            prefix_keys(self._front.names(group)),
+            self._front.keys(group),
             len(group.prompt_token_ids),
             self._front.manager.block_size,
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headstart.cache import BlockHash, BlockNames, Shares
+from headstart.cluster.prompt_keys import PromptKeys
 from headstart.engine.inputs import InputProcessor, Prompt, RequestOptions, check_request
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.request_maker import RequestMaker
@@ -124,6 +125,10 @@ class FrontEngine:
         sequence = request.requests[0].sequence
         keys = sequence.cut(self.manager.block_size)
         return self.manager.names.of_keys(sequence.root, keys)
+
+    def keys(self, request: RequestGroup) -> PromptKeys:
+        """What the router's index knows these blocks by."""
+        return PromptKeys(self.manager.names, request.requests[0].sequence)
 
     def require_open(self) -> None:
         """Raise EngineError after `close`."""

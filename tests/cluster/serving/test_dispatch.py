@@ -111,3 +111,13 @@ def test_options_that_cannot_be_are_told(given: dict[str, object], text: str) ->
 def test_there_are_no_replicas_unless_asked_for() -> None:
     assert not ReplicaConfig().is_wanted
     assert (ReplicaConfig(max_replicas=4).least, ReplicaConfig(max_replicas=4).most) == (1, 4)
+
+
+def test_a_request_is_on_its_way_before_what_it_computes_is_noted() -> None:
+    made = books("a", "b")
+    noted: list[bool] = []
+    made.call_on_route(lambda: noted.append(bool(made._router.index._expected)))
+    assert send(made, "one") is not None
+    assert noted == [False]
+    made.catch_up()
+    assert len(made._router.index._expected) == len(KEYS)

@@ -1,0 +1,46 @@
+"""What the index knows a prompt's blocks by, computed as far as somebody asks.
+
+A digest takes most of a request's time in a router, and where a prompt's first blocks are held by
+nobody, the names of those behind them can wait until the request is sent.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import cast, overload
+
+from headstart.cache import BlockNames, TokenSequence
+from headstart.cluster.index import PrefixKey, prefix_keys
+
+
+class PromptKeys(Sequence[PrefixKey]):
+    """The keys of a prompt's full blocks."""
+
+    def __init__(self, names: BlockNames, prompt: TokenSequence) -> None:
+        blocks = prompt.cut(names.block_size)
+        self._count = len(blocks)
+        self._rest = names.stretches(prompt.root, blocks)
+        self._known = array("Q")
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, at: int) -> PrefixKey: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[PrefixKey]: ...
+
+    def __getitem__(self, at: int | slice) -> PrefixKey | Sequence[PrefixKey]:
+        if isinstance(at, slice):
+            start, stop, step = at.indices(self._count)
+            self._reach(max(start, stop))
+            return cast("Sequence[PrefixKey]", self._known[start:stop:step])
+        self._reach(range(self._count)[at] + 1)
+        return cast("PrefixKey", self._known[at % self._count])
+
+    def __iter__(self) -> Iterator[PrefixKey]:
+        return iter(self[:])
+
+    def _reach(self, count: int) -> None:
+        while len(self._known) < count:
+            self._known += cast("array[int]", prefix_keys(next(self._rest)))

@@ -1,0 +1,63 @@
+"""Keys of a prompt are those of its blocks' names, and computed as far as they are needed."""
+
+import hashlib
+import random
+
+import pytest
+
+from headstart.cache import BlockNames, TokenSequence
+from headstart.cluster import Router, make_policy
+from headstart.cluster.events import EventBatch
+from headstart.cluster.index import prefix_keys
+from headstart.cluster.load import RouteRequest
+from headstart.cluster.prompt_keys import PromptKeys
+
+BLOCK = 4
+TOKENS = list(range(1, 300 * BLOCK + 3))
+
+
+class Digests:
+    """SHA-256 that counts."""
+
+    count = 0
+
+    def __call__(self, data: bytes) -> bytes:
+        self.count += 1
+        return hashlib.sha256(data).digest()
+
+
+def prompt() -> TokenSequence:
+    return TokenSequence("one", TOKENS)
+
+
+def test_they_are_the_keys_of_the_names() -> None:
+    sequence = prompt()
+    names = BlockNames(BLOCK).of_keys(sequence.root, sequence.cut(BLOCK))
+    expected, rng = list(prefix_keys(names)), random.Random(0)
+    for _ in range(20):
+        keys = PromptKeys(BlockNames(BLOCK), prompt())
+        assert len(keys) == len(expected) == 300
+        for at in rng.sample(range(-300, 300), 5):
+            assert keys[at] == expected[at]
+        start, stop = rng.randrange(-310, 310), rng.randrange(-310, 310)
+        assert list(keys[start:stop]) == expected[start:stop]
+        assert list(keys[start:]) == expected[start:]
+        assert list(keys) == expected
+    with pytest.raises(IndexError):
+        PromptKeys(BlockNames(BLOCK), prompt())[300]
+
+
+@pytest.mark.parametrize(("held", "most"), [(0, 70), (100, 140), (300, 310)])
+def test_what_lies_behind_the_blocks_that_somebody_holds_is_named_later(
+    held: int, most: int
+) -> None:
+    sequence, digests = prompt(), Digests()
+    names = BlockNames(BLOCK).of_keys(sequence.root, sequence.cut(BLOCK))
+    router = Router(4, make_policy("expected"))
+    router.index.apply(EventBatch(2, 0, 0, stored=b"".join(names[:held])))
+    keys = PromptKeys(BlockNames(BLOCK, digest=digests), prompt())
+    chosen = router.route(RouteRequest("one", keys, len(TOKENS), BLOCK), 0.0)
+    assert digests.count <= most
+    router.catch_up()
+    assert digests.count == 301  # the root's, too
+    assert router.index.match(keys).expected[chosen] == 300

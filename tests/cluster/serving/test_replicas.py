@@ -48,9 +48,9 @@ class Cluster(NamedTuple):
 
     def scale(self, count: int) -> None:
         """Have so many replicas, and wait until they run."""
-        self.replicas._config = ReplicaConfig(replicas=count, replica_cpus=0.25)
-        read = read_options(MODEL, dict(OPTIONS))
-        self.replicas._deploy(MODEL, OPTIONS, make_config(read.config), DRAIN)
+        setattr(self.replicas, "_number", lambda: {"num_replicas": count})  # noqa: B010
+        engine = make_config(read_options(MODEL, dict(OPTIONS)).config)
+        self.replicas._deploy(MODEL, OPTIONS, engine, DRAIN)
         dispatcher = self.replicas.llm.dispatcher
         wait_until(lambda: len(dispatcher.replicas) == count)
 

@@ -15,14 +15,15 @@ After a lost event, or where a tier has lost a block in the middle, a query may 
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, NewType, cast
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import NamedTuple, NewType, TypeVar, cast
 
 from headstart.cache import BlockHash
 from headstart.cluster.events import NAME_BYTES, POOL, TIERS, EventBatch
 from headstart.errors import ConfigError
 
 PrefixKey = NewType("PrefixKey", int)
+Outcome = TypeVar("Outcome")
 
 MAX_BACKLOG = 1024
 """Batches kept of a replica whose snapshot is awaited."""
@@ -53,6 +54,9 @@ def unpack_keys(packed: bytes) -> Sequence[PrefixKey]:
 
 _Holders = dict[PrefixKey, int]
 
+_SLICE = 4096
+"""Blocks that are noted at once."""
+
 _STRIDE = 64
 """Blocks from one that is asked for to the next, until nobody has one."""
 
@@ -60,12 +64,13 @@ _STRIDE = 64
 class _Feed:
     """How far the events of one replica and tier have come."""
 
-    __slots__ = ("backlog", "epoch", "is_current", "number")
+    __slots__ = ("backlog", "epoch", "is_current", "is_empty", "number")
 
     def __init__(self) -> None:
         self.epoch: int | None = None
         self.number = -1
         self.is_current = True
+        self.is_empty = True  # nothing was stored since it was cleared
         self.backlog: list[EventBatch] = []
 
 
@@ -96,6 +101,14 @@ class ReplicaIndex:
         What comes while a snapshot is awaited is applied too, and again after the snapshot if
         it is newer. Raises ConfigError for a replica or tier that there is not.
         """
+        return _finish(self.steps(batch))
+
+    def steps(self, batch: EventBatch) -> Generator[None, None, bool]:
+        """As `apply`, in steps of about a millisecond; requests may be routed between them.
+
+        A large replica's snapshot takes a tenth of a second in all. The caller leaves it if the
+        replica is removed meanwhile, and takes no other batch of that replica before its end.
+        """
         feed = self._feeds.get((batch.replica, batch.tier))
         if feed is None:
             raise ConfigError(
@@ -103,9 +116,11 @@ class ReplicaIndex:
                 f"below {self.num_replicas}, tiers {', '.join(TIERS)}"
             )
         if batch.epoch != feed.epoch:
-            self._restart(feed, batch)
+            if feed.epoch is not None:
+                yield from self._clear(batch.replica, batch.tier)
+            feed.epoch, feed.number, feed.is_current, feed.backlog = batch.epoch, -1, True, []
         if batch.snapshot:
-            return self._replace(feed, batch)
+            return (yield from self._replace(feed, batch))
         if batch.number <= feed.number:
             return feed.is_current  # it came twice
         if batch.number != feed.number + 1:
@@ -113,7 +128,7 @@ class ReplicaIndex:
         feed.number = batch.number
         if not feed.is_current:
             feed.backlog = [*feed.backlog[1 - MAX_BACKLOG :], batch]
-        self._change(batch)
+        yield from self._change(feed, batch)
         return feed.is_current
 
     def is_current(self, replica: int, tier: str = POOL) -> bool:
@@ -123,16 +138,11 @@ class ReplicaIndex:
     def remove(self, replica: int) -> None:
         """The replica is gone: nothing of it is held. One scan over all blocks."""
         for tier in TIERS:
-            self._clear(replica, tier)
+            _finish(self._clear(replica, tier))
             self._feeds[replica, tier] = _Feed()
-        self._drop(self._expected, replica)
+        self.unexpect(replica, list(self._expected))
 
-    def _restart(self, feed: _Feed, batch: EventBatch) -> None:
-        if feed.epoch is not None:
-            self._clear(batch.replica, batch.tier)
-        feed.epoch, feed.number, feed.is_current, feed.backlog = batch.epoch, -1, True, []
-
-    def _replace(self, feed: _Feed, snapshot: EventBatch) -> bool:
+    def _replace(self, feed: _Feed, snapshot: EventBatch) -> Generator[None, None, bool]:
         """Begin anew from a snapshot, then apply what came after it was taken."""
         newer = [batch for batch in feed.backlog if batch.number > snapshot.number]
         if feed.is_current and feed.number > snapshot.number:
@@ -143,31 +153,43 @@ class ReplicaIndex:
         feed.number = snapshot.number + len(newer)
         feed.is_current, feed.backlog = True, []
         for batch in (snapshot, *newer):
-            self._change(batch)
+            yield from self._change(feed, batch)
         return True
 
-    def _change(self, batch: EventBatch) -> None:
+    def _change(self, feed: _Feed, batch: EventBatch) -> Generator[None, None, None]:
         if batch.cleared:
-            self._clear(batch.replica, batch.tier)
+            yield from self._clear(batch.replica, batch.tier)
         holders, bit = self._holders[batch.tier], self._bits[batch.replica]
+        feed.is_empty = feed.is_empty and not batch.stored
         last = bit
-        for key in unpack_keys(batch.stored):
-            mask = holders.get(key, 0) | bit
-            # One int for all blocks of a prefix that the same replicas hold: less memory to
-            # keep, and to read in a query.
-            if mask != last:
-                last = bit if mask == bit else mask
-            holders[key] = last
-        for key in unpack_keys(batch.removed):
-            _take_bit(holders, key, bit, self._bits)
+        for keys in _slices(unpack_keys(batch.stored)):
+            for key in keys:
+                mask = holders.get(key, 0) | bit
+                # One int for all blocks of a prefix that the same replicas hold: less memory to
+                # keep, and to read in a query.
+                if mask != last:
+                    last = bit if mask == bit else mask
+                holders[key] = last
+            if len(keys) == _SLICE:
+                yield
+        for keys in _slices(unpack_keys(batch.removed)):
+            for key in keys:
+                _take_bit(holders, key, bit, self._bits)
+            if len(keys) == _SLICE:
+                yield
 
-    def _clear(self, replica: int, tier: str) -> None:
-        self._drop(self._holders[tier], replica)
-
-    def _drop(self, holders: _Holders, replica: int) -> None:
-        bit = self._bits[replica]
-        for key in [key for key, mask in holders.items() if mask & bit]:
-            _take_bit(holders, key, bit, self._bits)
+    def _clear(self, replica: int, tier: str) -> Generator[None, None, None]:
+        """One look at every block, unless the replica never said that it holds any."""
+        feed = self._feeds[replica, tier]
+        if feed.is_empty:
+            return
+        holders, bit = self._holders[tier], self._bits[replica]
+        for keys in _slices(list(holders)):
+            for key in keys:
+                if holders.get(key, 0) & bit:
+                    _take_bit(holders, key, bit, self._bits)
+            yield
+        feed.is_empty = True
 
     # Prefixes that are being computed
 
@@ -224,6 +246,18 @@ class ReplicaIndex:
             if low:  # they are 0 already, and mostly many
                 _set_bits(depths, replicas, low)
         return depths
+
+
+def _finish(steps: Generator[None, None, Outcome]) -> Outcome:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            return cast("Outcome", done.value)
+
+
+def _slices(keys: Sequence[PrefixKey]) -> Iterator[Sequence[PrefixKey]]:
+    return (keys[start : start + _SLICE] for start in range(0, len(keys), _SLICE))
 
 
 def _reach(tables: Sequence[_Holders], keys: Sequence[PrefixKey]) -> int:

@@ -160,3 +160,27 @@ def test_no_replicas_and_unknown_ones_are_refused() -> None:
         ReplicaIndex(2).apply(stored(3, 0, 1))
     with pytest.raises(ConfigError, match="tier 'tape'"):
         ReplicaIndex(2).apply(stored(1, 0, 1, tier="tape"))
+
+
+def test_requests_are_routed_while_a_large_snapshot_is_noted() -> None:
+    """A replica's million tokens took a tenth of a second, and every request waited."""
+    index, rng = ReplicaIndex(2), random.Random(0)
+    old, new = rng.randbytes(32 * 10_000), rng.randbytes(32 * 10_000)
+    index.apply(EventBatch(0, 0, 0, stored=old))
+    other = index.apply(stored(1, 0, 1, 2))
+    steps = index.steps(EventBatch(0, 0, 4, stored=new, cleared=True, snapshot=True))
+    count, asked = 0, prefix_keys(names(1, 2))
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            assert done.value and other
+            break
+        count += 1
+        assert index.match(asked).cached == [0, 2]
+        index.apply(stored(1, count, 3))
+    assert count >= 4
+    fresh = ReplicaIndex(2)
+    fresh.apply(EventBatch(0, 0, 0, stored=new))
+    fresh.apply(stored(1, 0, 1, 2, 3))
+    assert index._holders == fresh._holders

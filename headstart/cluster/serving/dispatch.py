@@ -124,10 +124,24 @@ class Dispatcher:
             self._router.finish(request_id)
 
     def apply(self, replica: str, batch: EventBatch) -> bool:
-        """Take what a replica tells of its cache; False if something is missing before it."""
+        """Take what a replica tells of its cache; False if something is missing before it.
+
+        Requests are routed in between if it is much. One thread at a time calls for one replica.
+        """
         with self._lock:
             number = self._numbers.get(replica)
-            return number is None or self._router.index.apply(replace(batch, replica=number))
+            if number is None:
+                return True
+            steps = self._router.index.steps(replace(batch, replica=number))
+        while True:
+            with self._lock:
+                if self._numbers.get(replica) != number:  # it is gone, and its number another's
+                    return True
+                try:
+                    next(steps)
+                except StopIteration as done:
+                    return bool(done.value)
+            time.sleep(0)  # whoever waits for the lock gets it
 
     def note_metrics(self, replica: str, metrics: list[Metric]) -> None:
         """What a replica tells of its engine."""

@@ -39,6 +39,7 @@ from headstart.errors import EngineError, ReplicaLostError, RequestError
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
+    from headstart.cluster.events import EventBatch
     from headstart.cluster.serving.front import FrontEngine
     from headstart.engine.request import RequestGroup
 
@@ -46,6 +47,7 @@ __all__ = ["MAX_LOST", "ReplicaDriver"]
 
 MAX_LOST = 3
 _CLOSED = "the engine is closed"
+_LARGE = 1 << 16  # bytes of names: 2,048 blocks
 _AGAIN = 0.5  # seconds until a replica is followed again whose stream broke
 _LOG = logging.getLogger("headstart.server")
 
@@ -329,10 +331,16 @@ class ReplicaDriver:
                     self._take_progress(key, part)
                 if report.metrics is not None:
                     self._dispatcher.note_metrics(replica, report.metrics)
-                if report.batch is not None and not self._dispatcher.apply(replica, report.batch):
+                if report.batch is not None and not await self._apply(replica, report.batch):
                     return
         finally:
             _cancel(stream)
+
+    async def _apply(self, replica: str, batch: EventBatch) -> bool:
+        """As of the dispatcher; what takes long is no matter of this thread."""
+        if batch.cleared or len(batch.stored) + len(batch.removed) > _LARGE:
+            return await asyncio.to_thread(self._dispatcher.apply, replica, batch)
+        return self._dispatcher.apply(replica, batch)
 
     async def _end_all(self) -> None:
         self._take_orders()

@@ -1,6 +1,8 @@
 """The server's books of replicas that come and go."""
 
+import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +10,7 @@ from headstart.cluster import EventBatch
 from headstart.cluster.index import PrefixKey, prefix_keys
 from headstart.cluster.load import RouteRequest
 from headstart.cluster.options import ReplicaConfig
+from headstart.cluster.serving import dispatch
 from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.engine.vllm_api.metrics import Counter
 from headstart.errors import ConfigError
@@ -121,3 +124,15 @@ def test_a_request_is_on_its_way_before_what_it_computes_is_noted() -> None:
     assert noted == [False]
     made.catch_up()
     assert len(made._router.index._expected) == len(KEYS)
+
+
+def test_a_replica_may_go_while_its_snapshot_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of the snapshot is not noted of the replica that has its number now."""
+    made, packed = books("a"), random.Random(0).randbytes(32 * 10_000)
+    monkeypatch.setattr(
+        dispatch, "time", SimpleNamespace(sleep=lambda seconds: made.set_replicas(["b"]))
+    )
+    assert made.apply("a", EventBatch(0, 1, 0, stored=packed, cleared=True, snapshot=True))
+    monkeypatch.undo()
+    assert made.replicas == ["b"]
+    assert len(made._router.index) == 0

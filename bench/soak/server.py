@@ -45,7 +45,7 @@ def serve(replicas: int) -> None:
 
     def look() -> Json:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        told = {"blocks": BLOCKS, "free": BLOCKS, "megabytes": pages * 4096 / 1e6}
+        told: Json = {"blocks": BLOCKS, "free": BLOCKS, "megabytes": pages * 4096 / 1e6}
         if not replicas:
             manager = llm.engine.manager
             manager.check()

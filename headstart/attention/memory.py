@@ -11,9 +11,11 @@ from torch import Tensor
 from headstart.attention.int8_rows import quantize_rows, scale_rows
 from headstart.attention.layout import LayerLayout
 
-__all__ = ["PagedKVMemory", "RowCopyLike"]
+__all__ = ["PagedKVMemory", "RowCopyLike", "contiguous_runs"]
 
 _CACHE_LINE = 64  # bytes
+_HUGE_PAGE = 2 << 20  # bytes
+_HUGE_PAGES_FROM = 4 << 20  # bytes of a tensor: numpy asks the system for huge pages from here on
 
 
 class RowCopyLike(Protocol):
@@ -106,15 +108,16 @@ class PagedKVMemory:
     def write_blocks(self, block_ids: Sequence[int], blocks: Sequence[memoryview]) -> None:
         """Write blocks that `read_blocks` gave as bytes, each of `block_bytes`.
 
-        On a CPU one by one: copying by a list of ids takes torch ten times as long.
+        On a CPU in runs of neighbours: copying by a list of ids takes torch ten times as long.
         """
-        rows = [np.frombuffer(block, dtype=np.uint8) for block in blocks]
         if self.device.type == "cpu":
+            runs = list(contiguous_runs(block_ids, blocks))
             for start, stop, tensor in self._as_bytes():
                 target = tensor.numpy()
-                for block_id, row in zip(block_ids, rows, strict=True):
-                    target[block_id] = row[start:stop]
+                for block_id, grid in runs:
+                    target[block_id : block_id + len(grid)] = grid[:, start:stop]
             return
+        rows = [np.frombuffer(block, dtype=np.uint8) for block in blocks]
         values = torch.from_numpy(np.stack(rows)).to(self.device)
         chosen = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
         for start, stop, tensor in self._as_bytes():
@@ -183,15 +186,47 @@ class PagedKVMemory:
             tensor.index_copy_(0, target, tensor.index_select(0, source))
 
 
+def contiguous_runs(
+    block_ids: Sequence[int], blocks: Sequence[memoryview]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Blocks with ids that follow one another, and bytes at equal distances in one buffer.
+
+    Yields the first id of each run, and its bytes `[blocks, block_bytes]`, which are not copied.
+    """
+    rows = [np.frombuffer(block, dtype=np.uint8) for block in blocks]
+    starts = [int(row.ctypes.data) for row in rows]
+    distances = [0] + [
+        starts[at] - starts[at - 1]
+        if block_ids[at] == block_ids[at - 1] + 1 and blocks[at].obj is blocks[at - 1].obj
+        else 0
+        for at in range(1, len(blocks))
+    ]
+    first = 0
+    for at in range(1, len(blocks) + 1):
+        if at < len(blocks) and 0 < distances[at] == distances[first + 1]:
+            continue
+        if at - first == 1:
+            yield block_ids[first], rows[first][np.newaxis]
+        else:
+            buffer = memoryview(blocks[first].obj).cast("B")
+            offset = starts[first] - int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
+            shape, strides = (at - first, rows[first].nbytes), (distances[first + 1], 1)
+            yield block_ids[first], np.ndarray(shape, np.uint8, buffer, offset, strides)
+        first = at
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of zeros; on a CPU the system allocates its pages at first use.
 
     torch.zeros writes every zero, which takes seconds for a pool of several gigabytes. The
-    memory is aligned to cache lines, so that a row spans as few lines as possible.
+    memory is aligned to cache lines, so that a row spans as few lines as possible, and in large
+    tensors to huge pages, so that the first rows lie in one: 2 MiB of them take one page fault
+    in place of 512.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
-    data = np.zeros(nbytes + _CACHE_LINE, dtype=np.uint8)
-    start = -data.ctypes.data % _CACHE_LINE
+    alignment = _HUGE_PAGE if nbytes >= _HUGE_PAGES_FROM else _CACHE_LINE
+    data = np.zeros(nbytes + alignment, dtype=np.uint8)
+    start = -data.ctypes.data % alignment
     return torch.from_numpy(data[start : start + nbytes]).view(dtype).view(shape)

@@ -6,13 +6,19 @@ from itertools import pairwise
 from pathlib import Path
 
 from headstart.cache import BlockHash
+from headstart.tiers.buffers import ReadBuffers
 from headstart.tiers.records import HEADER_BYTES, RecordHeader, make_header, payload_of, read_header
 from headstart.tiers.store import StoredBlock
 
 __all__ = ["SlotFile"]
 
 _ALIGN = 512
-_AT_ONCE = 8 << 20  # bytes of neighbouring slots that are read by one call
+_AT_ONCE = (
+    2 << 20
+)  # bytes of neighbouring slots that are read by one call, and checked while cached
+_KEPT = 8  # buffers of so many bytes that wait for the next read
+
+_buffers = ReadBuffers(_AT_ONCE, _KEPT)
 
 
 class SlotFile:
@@ -60,39 +66,33 @@ class SlotFile:
 
     def read(self, blocks: Sequence[tuple[BlockHash, int]]) -> Iterator[memoryview | None]:
         """The payloads of these (name, slot), in order; None for one that is not whole."""
-        for first, last in self._runs([slot for _, slot in blocks]):
-            if not 0 <= blocks[first][1] < self.num_slots:
-                yield from [None] * (last - first)
-                continue
-            data = self._pread(blocks[first][1], last - first)
-            for at in range(first, last):
-                start = (at - first) * self.slot_bytes
-                yield payload_of(data[start : start + self.slot_bytes], blocks[at][0])
-
-    def _runs(self, slots: list[int]) -> Iterator[tuple[int, int]]:
-        """Ranges of the list whose slots follow one another in the file."""
         most = max(1, _AT_ONCE // self.slot_bytes)
-        first = 0
-        for at, (left, right) in enumerate(pairwise(slots), start=1):
-            if right != left + 1 or at - first >= most:
-                yield first, at
-                first = at
-        if slots:
-            yield first, len(slots)
+        for at in range(0, len(blocks), most):
+            some = blocks[at : at + most]
+            buffer = _buffers.take(len(some) * self.slot_bytes)
+            for first, last in _runs([slot for _, slot in some]):
+                if not 0 <= some[first][1] < self.num_slots:
+                    yield from [None] * (last - first)
+                    continue
+                place = buffer[first * self.slot_bytes : last * self.slot_bytes]
+                data = self._pread(some[first][1], place)
+                for number, (name, _) in enumerate(some[first:last]):
+                    start = number * self.slot_bytes
+                    yield payload_of(data[start : start + self.slot_bytes], name)
 
-    def _pread(self, slot: int, count: int) -> memoryview:
-        data = memoryview(bytearray(count * self.slot_bytes))
+    def _pread(self, slot: int, place: memoryview) -> memoryview:
+        """Read slots from this one on; the part of the place that the file had bytes for."""
         at = 0
-        while at < len(data):
-            read = os.preadv(self._fd, [data[at:]], slot * self.slot_bytes + at)
+        while at < len(place):
+            read = os.preadv(self._fd, [place[at:]], slot * self.slot_bytes + at)
             if not read:
                 break  # the file's last record is not filled up, or the file was cut
             at += read
-        return data[:at]
+        return place[:at]
 
     def move(self, source: int, target: int) -> None:
         """Copy the record of one slot to another."""
-        data = self._pread(source, 1)
+        data = self._pread(source, memoryview(bytearray(self.slot_bytes)))
         if os.pwrite(self._fd, data, target * self.slot_bytes) != len(data):
             raise OSError("a block could not be moved: the disk is full")
 
@@ -111,3 +111,14 @@ class SlotFile:
     def header(self, slot: int) -> RecordHeader | None:
         """The header that a slot begins with; None if it is damaged, or none."""
         return read_header(os.pread(self._fd, HEADER_BYTES, slot * self.slot_bytes))
+
+
+def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of the list whose slots follow one another in the file."""
+    first = 0
+    for at, (left, right) in enumerate(pairwise(slots), start=1):
+        if right != left + 1:
+            yield first, at
+            first = at
+    if slots:
+        yield first, len(slots)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.attention import LayerLayout, PagedKVMemory
+from headstart.attention.memory import contiguous_runs
 
 LAYOUTS = (LayerLayout(kv_heads=2, key_dim=3, value_dim=5), LayerLayout(1, 4, 4))
 BLOCKS, SIZE = 5, 4
@@ -100,7 +101,57 @@ def test_blocks_are_read_and_written_as_bytes(
     rows = source.read_blocks(ids)
     assert rows.shape == (len(ids), source.block_bytes)
     target.write_blocks(to[: len(ids)], [row.numpy().data for row in rows])
-    written = dict(zip(to, ids, strict=False))
+    check_written(source, target, dict(zip(to, ids, strict=False)))
+
+
+@given(
+    ids=st.lists(st.integers(0, BLOCKS - 1), unique=True, min_size=1),
+    to=st.permutations(range(BLOCKS)),
+    places=st.permutations(range(2 * BLOCKS)),
+    several=st.booleans(),
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_are_written_from_wherever_they_lie(
+    dtype: torch.dtype, ids: list[int], to: list[int], places: list[int], several: bool
+) -> None:
+    """In one buffer side by side, as a file has them, in any order and with gaps, or in several."""
+    source, target = numbered(dtype), make_memory(dtype)
+    nbytes = source.block_bytes
+    slot = nbytes + 3
+    buffers = [bytearray(slot * len(places)) for _ in range(1 + several)]
+    taken = [] if several else sorted(places[: len(ids)])
+    for at, row in enumerate(source.read_blocks(ids)):
+        place = places[at] if several else taken[at]
+        buffer = buffers[at % len(buffers)]
+        buffer[place * slot : place * slot + nbytes] = row.numpy().tobytes()
+    blocks = [
+        memoryview(buffers[at % len(buffers)])[place * slot : place * slot + nbytes]
+        for at, place in enumerate(places[: len(ids)] if several else taken)
+    ]
+    target.write_blocks(to[: len(ids)], blocks)
+    check_written(source, target, dict(zip(to, ids, strict=False)))
+
+
+def test_a_run_of_blocks_is_written_at_once() -> None:
+    source, target = numbered(), make_memory()
+    data = memoryview(bytearray(source.read_blocks(range(BLOCKS)).numpy().tobytes()))
+    blocks = [data[at * source.block_bytes :][: source.block_bytes] for at in range(BLOCKS)]
+    runs = list(contiguous_runs([0, 1, 2, 4, 3], [blocks[at] for at in (0, 1, 2, 3, 4)]))
+    assert [(block_id, len(rows)) for block_id, rows in runs] == [(0, 3), (4, 1), (3, 1)]
+    target.write_blocks(range(BLOCKS), blocks)
+    check_written(source, target, {at: at for at in range(BLOCKS)})
+
+
+def test_large_tensors_begin_on_a_huge_page() -> None:
+    """Or the first blocks, which every short prompt takes, cost 512 page faults for each."""
+    page = 2 << 20
+    layout = LayerLayout(1, 64, 64)
+    memory = PagedKVMemory([layout], 2 * page // (16 * 64 * 4) + 1, 16, torch.float32, "cpu")
+    assert all(tensor.data_ptr() % page == 0 for tensor in all_tensors(memory))
+
+
+def check_written(source: PagedKVMemory, target: PagedKVMemory, written: dict[int, int]) -> None:
+    """Block `written[i]` of one memory is `i` of the other, and nothing else was written."""
     for theirs, ours in zip(all_tensors(source), all_tensors(target), strict=True):
         for block_id in range(BLOCKS):
             found = ours[block_id * SIZE : (block_id + 1) * SIZE]

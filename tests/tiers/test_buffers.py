@@ -1,0 +1,51 @@
+"""Buffers that are read into again and again: never while somebody has a view of them."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headstart.tiers.buffers import ReadBuffers
+
+SIZE = 1 << 13
+
+
+def address(view: memoryview) -> int:
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+
+
+def test_a_buffer_is_used_again_once_nobody_has_a_part_of_it() -> None:
+    buffers = ReadBuffers(SIZE, most=4)
+    first = buffers.take(SIZE)
+    place, part = address(first), first[100:200]
+    part[:] = b"x" * 100
+    del first
+    other = buffers.take(SIZE)
+    assert address(other) != place, "a part of it is in use"
+    other[:] = b"y" * SIZE
+    assert bytes(part) == b"x" * 100
+    del part
+    assert address(buffers.take(SIZE)) == place
+
+
+def test_what_is_larger_or_much_smaller_has_memory_of_its_own() -> None:
+    """A block of 16 KB that waits to be taken does not keep 2 MB."""
+    buffers = ReadBuffers(SIZE, most=4)
+    for nbytes in (SIZE + 1, SIZE // 4 - 1):
+        view = buffers.take(nbytes)
+        assert len(view) == memoryview(view.obj).nbytes == nbytes
+
+
+@given(orders=st.lists(st.integers(0, 5), max_size=30))
+def test_views_in_use_never_share_bytes(orders: list[int]) -> None:
+    """Order 0 takes a buffer; another order lets go of the view of that number."""
+    buffers = ReadBuffers(SIZE, most=2)
+    views: list[tuple[int, memoryview]] = []
+    for number, order in enumerate(orders):
+        if order and order <= len(views):
+            views.pop(order - 1)
+        else:
+            view = buffers.take(SIZE)[order : SIZE - order]
+            view[:] = bytes([number]) * len(view)
+            views.append((number, view))
+        for mark, view in views:
+            assert set(view) == {mark}

@@ -122,7 +122,10 @@ def writing(kept: Path, nbytes: int) -> Iterator[Saver]:
 
         def offer() -> None:
             for count in itertools.count():
-                if over.wait(0.001):
+                while not saver.has_room(32 * nbytes):  # an engine asks before it copies as well
+                    if over.wait(0.001):
+                        return
+                if over.is_set():
                     return
                 names = [BlockHash((count * 64 + at).to_bytes(32, "big")) for at in range(33)]
                 saver.offer(

@@ -15,7 +15,8 @@
      ├ OutOfMemoryError        no memory for the model, or for even one such request
      ├ CacheError              misuse of the cache manager: double free, unknown sequence
      └ EngineError             a step failed and its requests ended, or the engine is closed
-        └ ReplicaLostError        the replica that answered died; only its own requests end
+        ├ ReplicaLostError        the replica that answered died; only its own requests end
+        └ TierError               a tier may not have forgotten what it was told to forget
 
 The text of an error holds the value that was wrong and the range that is allowed.
 """
@@ -35,6 +36,7 @@ __all__ = [
     "PromptTooLongError",
     "ReplicaLostError",
     "RequestError",
+    "TierError",
     "UnsupportedAdapterError",
     "UnsupportedModelError",
 ]
@@ -106,3 +108,7 @@ class EngineError(HeadstartError):
 
 class ReplicaLostError(EngineError):
     """The replica that computed an answer died in the middle of it; the request may come again."""
+
+
+class TierError(EngineError):
+    """A tier may not have forgotten what it was told to forget; the K/V in memory are."""

@@ -163,7 +163,7 @@ class Engine:
         """Forget everything cached; False, and nothing done, while a request runs.
 
         reset_running_requests: have those that run wait, and be computed anew, instead.
-        reset_tiers: forget what tiers have of it too; raises EngineError if one may not have.
+        reset_tiers: forget what tiers have of it too; raises TierError if one may not have.
         """
         self.require_open()
         step = self._begin()

@@ -34,6 +34,7 @@ from headstart.errors import (
     PromptTooLongError,
     ReplicaLostError,
     RequestError,
+    TierError,
 )
 from headstart.server.openai.paths import tell_missing
 from headstart.validation import in_one_line, shorten
@@ -107,6 +108,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), param=_param_of(str(error)))
     if isinstance(error, ReplicaLostError):
         return ApiError(503, str(error), code="replica_lost", retry_after=1)
+    if isinstance(error, TierError):
+        return ApiError(503, str(error), code="tier_not_reset")
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, shorten(str(error.detail)))
     if isinstance(error, RequestValidationError):

@@ -7,7 +7,6 @@ blocks of prompts come through `Loader`, whose threads are there anyway.
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
@@ -30,14 +29,12 @@ class DeadlineStore:
 
     A late answer is a miss and a failure. The store is left alone while `pause` is on, which is a
     miss as well, and until the late call has returned. `save` and `touch` have no deadline: the
-    saver's thread alone waits for them. whole_loads: the deadline is for all blocks of a load
-    together, not for each.
+    saver's thread alone waits for them.
     """
 
-    def __init__(self, store: BlockStore, pause: Pause, *, whole_loads: bool = False) -> None:
+    def __init__(self, store: BlockStore, pause: Pause) -> None:
         self._store = store
         self._pause = pause
-        self._whole_loads = whole_loads
 
     @property
     def tier(self) -> str:
@@ -48,7 +45,11 @@ class DeadlineStore:
         return next(self._ask(lambda: iter([self._store.find(names)])), 0)
 
     def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
-        return self._ask(lambda: self._store.load(names), whole=self._whole_loads)
+        return self._ask(lambda: self._store.load(names))
+
+    def together(self, work: Callable[[], T]) -> T | None:
+        """What `work` returns, which calls the other store; None if all of it is late."""
+        return next(self._ask(lambda: iter([work()])), None)
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
         return 0 if self._pause.is_on else self._store.save(blocks)
@@ -73,23 +74,20 @@ class DeadlineStore:
         self._pause.wait_for_late()
         self._store.close()
 
-    def _ask(
-        self, work: Callable[[], Iterable[T]], seconds: float | None = None, *, whole: bool = False
-    ) -> Iterator[T]:
+    def _ask(self, work: Callable[[], Iterable[T]], seconds: float | None = None) -> Iterator[T]:
         """The answers up to the first that is late; none if the store is left alone.
 
-        seconds: for each answer, or for all of them; `DEADLINE` unless given.
+        seconds: for each answer; `DEADLINE` unless given.
         """
         if self._pause.is_on:
             return
         seconds = DEADLINE if seconds is None else seconds
-        until = time.monotonic() + seconds
         call = _Call(work, self._pause)
         waits = True
         try:
             if not call.start():
                 return
-            while answers := call.take(until - time.monotonic() if whole else seconds):
+            while answers := call.take(seconds):
                 waits = False
                 yield from answers
                 waits = True

@@ -7,6 +7,7 @@ object that lost any of them is not there.
 import hashlib
 import struct
 import time
+from collections.abc import Callable
 
 from headstart.cache import BlockHash
 from headstart.tiers.saver import Saver
@@ -21,19 +22,26 @@ _NOTHING = BlockHash(bytes(32))
 OBJECTS = ModelRecord("objects, 1", "image embeddings", 1, OBJECT_BLOCK)
 """Who the objects belong to in a store: their keys say all that they depend on."""
 
+Together = Callable[[Callable[[], memoryview | None]], memoryview | None]
+
 
 class ObjectStore:
     """Bytes by key; what is not there, or damaged, is None. No method raises.
 
-    Loading waits for the store; saving does not.
+    Loading waits for the store; saving does not. together: does all calls that loading an object
+    takes, such as under one deadline.
     """
 
-    def __init__(self, store: BlockStore, saver: Saver) -> None:
+    def __init__(self, store: BlockStore, saver: Saver, together: Together | None = None) -> None:
         self._store = store
         self._saver = saver
+        self._together = together or (lambda load: load())
 
     def load(self, key: bytes) -> memoryview | None:
         """The object of this key, as it was saved."""
+        return self._together(lambda: self._load(key))
+
+    def _load(self, key: bytes) -> memoryview | None:
         first = next(iter(self._store.load([_name(key, 0)])), None)
         if first is None:
             return None

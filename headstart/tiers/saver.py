@@ -1,6 +1,7 @@
 """Saving off the engine's thread: offers are queued up to a number of bytes, and dropped beyond."""
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -41,6 +42,8 @@ class Saver:
         self._hurried = 0  # callers that wait for all to be saved
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._process = 0  # that the thread is of
+        self._has_gone = False
 
     def has_room(self, nbytes: int) -> bool:
         """True if an offer of so many bytes would be taken."""
@@ -79,10 +82,24 @@ class Saver:
                 thread.start()
             except RuntimeError:  # the machine has no more threads: the next offer tries again
                 return
-            self._thread = thread
+            self._thread, self._process = thread, os.getpid()
         self._changed.notify_all()
 
+    @property
+    def _runs(self) -> bool:
+        """True while the thread runs; it does not in a process that was forked.
+
+        After a Ctrl-C within `Thread.is_alive` Python 3.11 says False of a thread that runs.
+        """
+        return not self._has_gone and self._process == os.getpid()
+
     def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._has_gone = True
+
+    def _work(self) -> None:
         while True:
             with self._changed:
                 while not (self._blocks or self._touched or self._closed):
@@ -127,7 +144,7 @@ class Saver:
             try:
                 while self._blocks or self._touched or self._busy:
                     left = until - time.monotonic()
-                    if left <= 0 or self._thread is None or not self._thread.is_alive():
+                    if left <= 0 or not self._runs:
                         return False
                     self._changed.wait(left)
             finally:

@@ -1,13 +1,17 @@
-"""Limits of what is more than one answer: a whole load, forgetting all, and closing."""
+"""Limits of what is more than one answer: an image, forgetting all, and closing."""
 
 import threading
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from headstart.engine.images.encoder_cache import EncoderKey
 from headstart.tiers import DeadlineStore, Faults, Loader, Pause, RemoteStore
+from headstart.tiers.objects import OBJECT_BLOCK
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, blocks, disk, held, name, names
 from tests.tiers.test_threads import FOREVER, Gate, Store, everything
@@ -18,18 +22,40 @@ def pause() -> Pause:
     return Pause(Faults("a test"))
 
 
-def test_a_whole_load_may_have_one_deadline(monkeypatch: pytest.MonkeyPatch, pause: Pause) -> None:
-    """No block of an image is late, and all together would hold the engine for long."""
-    monkeypatch.setattr("headstart.tiers.deadline.DEADLINE", 0.1)
-    never = threading.Event()
+def test_an_image_has_one_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its parts are found and loaded by three calls, each of which waited for a deadline."""
+    times, real = 0, DeadlineStore.together
 
-    def before(method: str) -> None:
-        if method == "block":
-            never.wait(0.05)
+    def together(store: DeadlineStore, work: Callable[[], object]) -> object:
+        nonlocal times
+        times += 1
+        return real(store, work)
 
-    store = DeadlineStore(Store(before), pause, whole_loads=True)
-    assert len(list(store.load(names(range(40))))) < 40
-    assert pause.faults.counts == {"it does not answer": 1}
+    key, rows = EncoderKey(None, b"digest"), torch.arange(3.0 * OBJECT_BLOCK).view(3, -1)
+    monkeypatch.setattr(DeadlineStore, "together", together)
+    with closing(make_llm(save_smallest(tmp_path / "m"), cache_dir=str(tmp_path / "k"))) as llm:
+        tiers = llm.engine.tiers
+        assert tiers is not None
+        tiers.image_rows.save(key, rows, 0.5)
+        assert tiers.flush(FOREVER)
+        with monkeypatch.context() as patch:
+            for method in ("find", "load"):
+                patch.setattr(DeadlineStore, method, lambda *_: pytest.fail("a deadline more"))
+            found = tiers.image_rows.load(key)
+        assert found is not None and torch.equal(found, rows)
+    assert times == 1
+
+
+def test_calls_that_are_late_together_are_a_miss(
+    monkeypatch: pytest.MonkeyPatch, pause: Pause
+) -> None:
+    gate, inner = Gate("load"), Store()
+    monkeypatch.setattr("headstart.tiers.deadline.DEADLINE", 0.01)
+    store = DeadlineStore(inner, pause)
+    inner.before = gate
+    assert store.together(lambda: inner.find(names(range(9))) + len(list(inner.load([])))) is None
+    assert pause.faults.counts == {"it does not answer": 1} and pause.is_stuck
+    gate.opened.set()
 
 
 def test_forgetting_all_may_take_longer_than_a_lookup(

@@ -270,3 +270,26 @@ def test_offers_from_many_threads_while_one_closes() -> None:
         for thread in threads:
             thread.join(FOREVER)
     assert len(store.saved) + saver.num_dropped == 200
+
+
+def test_what_python_says_of_the_saver_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a Ctrl-C within `Thread.is_alive` Python 3.11 says False of a thread that runs."""
+    gate = Gate("save")
+    with saving(Store(gate)) as saver:
+        saver.offer(blocks(range(3)))
+        assert gate.reached.wait(FOREVER)
+        with monkeypatch.context() as patch:
+            patch.setattr(saver._thread, "is_alive", lambda: False)
+            threading.Timer(0.05, gate.opened.set).start()
+            assert saver.flush(FOREVER) and saver.num_saved == 3
+
+
+def test_a_process_that_was_forked_waits_for_no_saver(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate("save")
+    with saving(Store(gate)) as saver:
+        saver.offer(blocks(range(3)))
+        assert gate.reached.wait(FOREVER)
+        with monkeypatch.context() as patch:
+            patch.setattr("headstart.tiers.saver.os.getpid", lambda: 0)
+            assert not saver.flush(10 * FOREVER)
+        gate.opened.set()

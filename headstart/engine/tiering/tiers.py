@@ -15,7 +15,7 @@ from headstart.engine.tiering.loads import Loads
 from headstart.engine.tiering.offers import Offers
 from headstart.engine.tiering.rates import ComputeRate, is_worth_loading
 from headstart.engine.tiering.words import Spell
-from headstart.errors import EngineError
+from headstart.errors import TierError
 from headstart.tiers import (
     DEADLINE,
     BlockStore,
@@ -70,7 +70,7 @@ class Tiers:
         self._faults = Faults("kept prefixes")
         pause = Pause(self._faults)
         self._store = DeadlineStore(stores.kv, pause)
-        self._objects = DeadlineStore(stores.objects, Pause(self._faults), whole_loads=True)
+        self._objects = DeadlineStore(stores.objects, Pause(self._faults))
         self._manager = manager
         self._memory = memory
         self._stats = TierStats()
@@ -78,7 +78,8 @@ class Tiers:
         self._saver = Saver(self._store, _QUEUED_BYTES)
         self._loader = Loader(stores.kv, _QUEUED_BYTES, self._limit, pause)
         self._object_saver = Saver(self._objects, _QUEUED_BYTES)
-        self.image_rows = KeptRows(ObjectStore(self._objects, self._object_saver))
+        objects = ObjectStore(stores.objects, self._object_saver, self._objects.together)
+        self.image_rows = KeptRows(objects)
         self._offers = Offers(manager, memory, self._saver, self._rate, stores.spell)
         self.loads = Loads(manager, memory, self._loader, self._choose, self._take_slots)
         self._began = 0.0  # when the step under way had its blocks
@@ -177,13 +178,13 @@ class Tiers:
         self._rest(False)
 
     def clear(self) -> None:
-        """Forget what the stores have. Raises EngineError if some may be left; all are asked."""
+        """Forget what the stores have. Raises TierError if some may be left; all are asked."""
         self.loads.end_all()
         self._offers.roll_back()
         done = [saver.drop(_LAST_SAVES) for saver in (self._saver, self._object_saver)]
         done += [store.clear() for store in (self._store, self._objects)]
         if not all(done):
-            raise EngineError(
+            raise TierError(
                 "K/V in memory are forgotten, and what is kept elsewhere may not be: it does not "
                 "answer, or is left alone after a failure, which the log headstart.tiers tells"
             )

@@ -85,7 +85,9 @@ def test_a_reset_that_a_tier_does_not_answer_forgets_all_else(
         explained = httpx.post(f"{server.url}/cache/explain", json=prompt, timeout=60).json()
         assert explained["closest"] is not None
         answer = httpx.post(f"{server.url}/cache/reset", json={"reset_tiers": True}, timeout=60)
-        assert answer.status_code == 500
+        assert answer.status_code == 503
+        error = answer.json()["error"]
+        assert error["code"] == "tier_not_reset" and "what is kept elsewhere" in error["message"]
         explained = httpx.post(f"{server.url}/cache/explain", json=prompt, timeout=60).json()
         assert explained["cached_tokens"] == 0 and explained["closest"] is None
         assert forgotten == [server.llm]

@@ -6,8 +6,10 @@ than reading a file that it has in memory.
 
 import ctypes
 import mmap
+import threading
 import weakref
 from collections import deque
+from contextlib import suppress
 
 __all__ = ["ReadBuffers"]
 
@@ -21,7 +23,27 @@ class ReadBuffers:
 
     def __init__(self, nbytes: int, most: int) -> None:
         self._nbytes = nbytes
+        self._most = most
         self._free: deque[mmap.mmap] = deque(maxlen=most)
+
+    def fill(self) -> threading.Thread | None:
+        """Have all buffers that are kept, with their pages, before the first one is asked for.
+
+        Returns the thread that does so; None where the machine has no more threads.
+        """
+        thread = threading.Thread(target=self._fill, name="headstart-buffers", daemon=True)
+        with suppress(RuntimeError):
+            thread.start()
+            return thread
+        return None
+
+    def _fill(self) -> None:
+        while len(self._free) < self._most:
+            memory = _allocate(self._nbytes)
+            place = (ctypes.c_char * self._nbytes).from_buffer(memory)
+            ctypes.memset(place, 0, self._nbytes)  # releases the GIL
+            del place
+            self._free.append(memory)
 
     def take(self, nbytes: int) -> memoryview:
         """Memory for so many bytes, of any content."""

@@ -267,7 +267,8 @@ class DiskStore:
                 for path in slot_files(self.folder) - listed:
                     if path.stat().st_size:
                         raise ValueError(f"it lacks {path.name}")
-                self._model_id(index)
+                if index.count(self._model_id(index)):
+                    SlotFile.prepare_reading()
 
     def _open_reader(self) -> DiskIndex:
         self._require_open()

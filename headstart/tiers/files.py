@@ -57,6 +57,11 @@ class SlotFile:
         """How many slots the file has; the last may not be filled up."""
         return -(-os.fstat(self._fd).st_size // self.slot_bytes)
 
+    @staticmethod
+    def prepare_reading() -> None:
+        """Get the memory for reading ready, so that the first blocks come as soon as others."""
+        _buffers.fill()
+
     def write(self, slot: int, block: StoredBlock) -> None:
         """Write a block's record. Raises OSError if the disk is full."""
         record = (make_header(block), block.payload)

@@ -1,10 +1,16 @@
 """Buffers that are read into again and again: never while somebody has a view of them."""
 
+import threading
+from contextlib import closing
+from pathlib import Path
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.tiers.buffers import ReadBuffers
+from tests.tiers.stores import blocks, disk
 
 SIZE = 1 << 13
 
@@ -25,6 +31,21 @@ def test_a_buffer_is_used_again_once_nobody_has_a_part_of_it() -> None:
     assert bytes(part) == b"x" * 100
     del part
     assert address(buffers.take(SIZE)) == place
+
+
+def test_buffers_that_were_made_ready_are_used_first() -> None:
+    """Their pages are there before the first request of a new process asks for its prefix."""
+    buffers = ReadBuffers(SIZE, most=3)
+    for _ in range(2):
+        thread = buffers.fill()
+        assert thread is not None
+        thread.join()
+    ready = set(buffers._free)
+    assert len(ready) == 3
+    views = [buffers.take(SIZE) for _ in range(4)]
+    assert not buffers._free
+    del views
+    assert len(buffers._free) == 3 and ready & set(buffers._free)
 
 
 def test_what_is_larger_or_much_smaller_has_memory_of_its_own() -> None:
@@ -49,3 +70,18 @@ def test_views_in_use_never_share_bytes(orders: list[int]) -> None:
             views.append((number, view))
         for mark, view in views:
             assert set(view) == {mark}
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_store_that_has_blocks_makes_its_buffers_ready(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_empty: bool
+) -> None:
+    with closing(disk(tmp_path)) as store:
+        store.save(blocks(range(0 if is_empty else 3)))
+    buffers = ReadBuffers(SIZE, most=2)
+    monkeypatch.setattr("headstart.tiers.files._buffers", buffers)
+    with closing(disk(tmp_path)):
+        for thread in threading.enumerate():
+            if thread.name == "headstart-buffers":
+                thread.join()
+        assert len(buffers._free) == (0 if is_empty else 2)

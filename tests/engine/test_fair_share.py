@@ -137,11 +137,17 @@ class Asker:
 
 
 class Flood:
-    """Keeps many requests waiting, of which no two have anything in common."""
+    """Keeps many requests waiting, of which no two have anything in common.
 
-    def __init__(self, simulation: Simulation, salt: str, length: int, answer: int) -> None:
+    But their first tokens, if there are few to choose from.
+    """
+
+    def __init__(
+        self, simulation: Simulation, salt: str, length: int, answer: int, letters: int = 10**6
+    ) -> None:
         self._simulation = simulation
         self._salt, self._length, self._answer = salt, length, answer
+        self._letters = letters
         self._random = random.Random(6)
         self._open: deque[Request] = deque()
         self.answered = 0
@@ -151,12 +157,12 @@ class Flood:
             self._open.popleft()
             self.answered += 1
         while len(self._open) < 100:
-            words = [self._random.randrange(10**6) for _ in range(self._length)]
+            words = [self._random.randrange(self._letters) for _ in range(self._length)]
             salt = f"{self._salt}/{self._random.randrange(3)}"
             self._open.append(self._simulation.ask(salt, words, self._answer))
 
 
-def run(*, flood: tuple[int, int] | None, owners: tuple[str, ...]) -> tuple[float, float]:
+def run(*, flood: tuple[int, ...] | None, owners: tuple[str, ...]) -> tuple[float, float]:
     """Hit rate, and the 99th percentile of the wait for the first token, of one owner."""
     simulation = Simulation(owners)
     asker = Asker(simulation, "a")
@@ -174,13 +180,30 @@ def run(*, flood: tuple[int, int] | None, owners: tuple[str, ...]) -> tuple[floa
     return asker.hit / asker.asked, waits[len(waits) * 99 // 100]
 
 
-@pytest.mark.parametrize("flood", [(50, 4), (450, 4), (2000, 4), (20, 200)])
-def test_a_flood_leaves_another_owner_its_hits_and_its_time(flood: tuple[int, int]) -> None:
+@pytest.mark.parametrize("flood", [(50, 4), (450, 4), (450, 4, 26), (2000, 4), (20, 200)])
+def test_a_flood_leaves_another_owner_its_hits_and_its_time(flood: tuple[int, ...]) -> None:
     hits_alone, wait_alone = run(flood=None, owners=("a", "b"))
     hits, wait = run(flood=flood, owners=("a", "b"))
     print(f"flood {flood}: hits {hits:.3f} of {hits_alone:.3f}, p99 {wait:.0f} of {wait_alone:.0f}")
     assert hits_alone > 0.5 and hits >= hits_alone - 0.05
     assert wait <= 2 * wait_alone
+
+
+def test_a_prompt_that_a_hit_puts_before_its_turn_takes_nobody_elses() -> None:
+    """Time went on to its turn, at the end of a flood: newcomers came after most of that flood."""
+    simulation = Simulation(("a", "b"))
+    head = list(range(BLOCK))
+    first = simulation.ask("b", head)
+    while first.finish_reason is None:
+        simulation.step()
+    for at in range(15):
+        simulation.ask("b", [at + 100] * 500)
+    hit = simulation.ask("b", [*head, *range(500)])
+    simulation.step()
+    assert hit in simulation.scheduler.running
+    mine = simulation.ask("a", [7] * 64)
+    simulation.step()
+    assert mine.first_token_time is not None
 
 
 def test_a_flood_of_long_answers_takes_no_blocks_that_are_kept_for_others() -> None:

@@ -4,7 +4,7 @@ Start-time fair queueing (Goyal, Vin, Cheng, 1996). Every request gets a turn wh
 point in virtual time, and turns decide the order among requests of one priority:
 
     turn  = max(now - credit, what its owner has had, in tokens for each unit of weight)
-    now   = the latest turn that a computed prompt has reached
+    now   = the latest turn that the first prompt of an owner has reached
 
 So an owner that floods the queue only pushes its own turns away. One that asked for little is next,
 and may be `CREDIT_STEPS` steps ahead: its burst does not wait for what a flood brought before it.
@@ -144,15 +144,19 @@ class FairShare:
 
     def _is_before(self, other: _Owner, rank: tuple[int, float]) -> bool:
         """True if the owner has a prompt of a lower rank that could be computed now."""
-        order = other.order
-        while order and not self._is_unread(other, order[0][-1]):
-            heappop(order)
-        if not order or self._rank(order[0][-1]) >= rank:
+        first = self._first(other)
+        if first is None or self._rank(first) >= rank:
             return False
-        first = order[0][-1]
         if first.awaits_writer:  # what writes for it may be the very request that asks
             return False
         return first in other.running or (self._fits(first) and self._has_room(other, first))
+
+    def _first(self, owner: _Owner) -> Request | None:
+        """The prompt of an owner that is next by its turn."""
+        order = owner.order
+        while order and not self._is_unread(owner, order[0][-1]):
+            heappop(order)
+        return order[0][-1] if order else None
 
     def _fits(self, request: Request) -> bool:
         """True if a waiting request could run beside all that run.
@@ -206,7 +210,8 @@ class FairShare:
                 self._charge(name, stop - start)
         self._to_come = None
         self._coming[request] = self._whole(request) - stop
-        self._now = max(self._now, self._rank(request)[1])
+        first = self._first(owner) or request  # others may have gone before it
+        self._now = max(self._now, min(self._rank(first)[1], self._rank(request)[1]))
         if stop == len(request.sequence.token_ids):
             owner.unread.discard(request)
 

@@ -112,8 +112,17 @@ def find_partial(
     return PartialHit(hit.block, min(hit.num_rows, limit))
 
 
-def explain_end(index: PrefixIndex, found: ComputedBlocks, block_size: int) -> MissExplanation:
-    """Why a lookup ended where it did, as far as the sequence's own salt may see."""
+def explain_end(
+    index: PrefixIndex, found: ComputedBlocks | None, block_size: int, *, is_caching: bool = True
+) -> MissExplanation:
+    """Why a lookup ended where it did, as far as the sequence's own salt may see.
+
+    Or why there was none.
+    """
+    if not is_caching:
+        return MissExplanation(MissReason.DISABLED, 0)
+    if found is None:
+        return MissExplanation(MissReason.NOT_READ, 0)
     sequence, depth, position = found.sequence, len(found.blocks), found.num_tokens
     if position == len(sequence.token_ids) - 1:
         return MissExplanation(MissReason.NONE, position)

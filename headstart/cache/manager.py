@@ -13,7 +13,7 @@ Source: "Automatic Prefix Caching" (vLLM v1 design), operations.
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from headstart.cache.admission import Allocation, RowCopy, check_admission, check_count
 from headstart.cache.block import KVCacheBlock, PrefixNode, block_ids, count_free
@@ -70,6 +70,13 @@ class KVCacheManager:
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds, cached ones included."""
         return len(self.pool.free)
+
+    def count_kept(self, taker: str | None, to_come: Mapping[str, int]) -> int:
+        """Free blocks that owners other than the taker cached within their shares.
+
+        to_come: by owner, as if no others shared the pool, how many blocks it is yet to get.
+        """
+        return self.pool.free.count_kept(taker, to_come)
 
     @property
     def num_evictions(self) -> int:
@@ -170,7 +177,7 @@ class KVCacheManager:
         num_new = -(-end // self.block_size) - len(hits)
         if num_new + count_free(hits) > len(self.pool.free):
             return None
-        missed = self._explain_admission(computed)
+        missed = explain_end(self.pool.index, computed, self.block_size, is_caching=self._caching)
         self._is_whole = False
         if sequence.is_counted:
             self.stats.admit(sequence, hit_tokens, missed.reason)
@@ -199,13 +206,6 @@ class KVCacheManager:
         check_admission(sequence, num_new_tokens, computed, self.pool.version)
         if self._caching:
             sequence.cut(self.block_size)  # for naming; it may raise, so before anything moves
-
-    def _explain_admission(self, computed: ComputedBlocks | None) -> MissExplanation:
-        if not self._caching:
-            return MissExplanation(MissReason.DISABLED, 0)
-        if computed is None:
-            return MissExplanation(MissReason.NOT_READ, 0)
-        return explain_end(self.pool.index, computed, self.block_size)
 
     def _take(
         self, sequence: TokenSequence, count: int, computed: ComputedBlocks | None

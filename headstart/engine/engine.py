@@ -135,6 +135,8 @@ class Engine:
         self._groups[group.request_id] = group
         if self.tiers is not None:
             self.tiers.loads.queue(group)
+        if self._turns.catch_up():
+            self._scheduler.reorder()
         for request in group.requests:
             self._scheduler.add(self._turns.queue(request))
         self._close_step(step)

@@ -72,6 +72,10 @@ class Scheduler:
         self._find_limits(request)
         self.waiting.insert(_place_after(self.waiting, request), request)
 
+    def reorder(self) -> None:
+        """Put waiting requests in the order of their ranks, for after their turns moved."""
+        self.waiting = deque(sorted(self.waiting, key=_rank))
+
     def remove(self, request: Request) -> None:
         """The request is finished or aborted: its blocks are free. Not during its step."""
         if request in self.running:

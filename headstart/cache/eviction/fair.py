@@ -1,7 +1,7 @@
 """Eviction between owners: who has most of the pool for its weight gives the next block."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from headstart.cache.block import KVCacheBlock
@@ -171,6 +171,17 @@ class FairLru:
             if left[owner]:
                 heappush(most, (-used[owner] / weights[owner], at, owner))
         return picks
+
+    def count_kept(self, taker: Owner, to_come: Mapping[str, int]) -> int:
+        total = sum(map(self._shares.weight, to_come))
+        kept = 0
+        for owner, blocks in to_come.items():
+            cached = len(self._cached.get(owner, ())) if owner != taker else 0
+            if cached:
+                share = int(self._num_blocks * self._shares.weight(owner) / total)
+                held = self._used[owner] - cached
+                kept += max(0, min(cached, share - held - blocks))
+        return kept
 
     def salvage(self) -> list[KVCacheBlock]:
         rest = [cached.salvage() for cached in self._cached.values()]

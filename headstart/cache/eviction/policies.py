@@ -8,7 +8,7 @@ changes a block's identity.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice, takewhile
 from typing import Protocol
 
@@ -36,6 +36,12 @@ class EvictionPolicy(Protocol):
         """Remove and return the `count` blocks to reuse, for a request of this salt.
 
         Raises CacheError if short.
+        """
+
+    def count_kept(self, taker: str | None, to_come: Mapping[str, int]) -> int:
+        """Blocks that others than the taker cached within their shares: see the manager's.
+
+        0 if the policy knows no owners.
         """
 
     def salvage(self) -> list[KVCacheBlock]:
@@ -74,6 +80,9 @@ class Lru:
 
     def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
         return self._queue.popleft(count)
+
+    def count_kept(self, taker: str | None, to_come: Mapping[str, int]) -> int:
+        return 0
 
     def salvage(self) -> list[KVCacheBlock]:
         return self._queue.salvage()

@@ -13,8 +13,11 @@ to be as long as its last ones until they are known.
 
 The queue's order does not suffice, since prompts are computed in chunks over many steps and hits
 go first. So as a limit it holds back a prompt while another owner has one of an earlier turn. What
-is generated is never held back. And some places and blocks are kept for owners without any, since
-nobody gives up what he has.
+is generated is never held back.
+
+Nobody gives up what runs, so a request is let in only where there is room. Some places and blocks
+are kept for owners that have nothing running, and those blocks that another owner cached of late
+within its share of the pool. An owner that waits for room saves up no turns meanwhile.
 
 Owners are those of `headstart.cache.Shares`. Without any, every turn is 0 and nothing is limited.
 """
@@ -30,6 +33,7 @@ __all__ = ["FairShare"]
 
 CREDIT_STEPS = 8
 RESERVE = 8  # one place and one block of so many are kept for owners that have nothing running
+MEMORY = 8  # what an owner cached is kept while as many tokens as fill so many pools are computed
 _FIRST_GUESS = 128  # tokens of an answer, before an owner had any
 _SLACK = 64  # requests that are gone and still in a heap
 
@@ -40,7 +44,9 @@ class _Owner:
     """What is known of an owner.
 
     had: tokens for each unit of its weight. expected: tokens of an answer. unread: requests whose
-    prompts are not computed. order: a heap of these, and of some that are gone.
+    prompts are not computed. order: a heap of these, and of some that are gone. lacks_room: when it
+    asked last, there was no room for one more of its requests. seen: tokens that had been computed
+    for all owners when it was last served, or asked.
     """
 
     def __init__(self) -> None:
@@ -51,6 +57,8 @@ class _Owner:
         self.unread: set[Request] = set()
         self.order: list[_Entry] = []
         self.most_entries = _SLACK
+        self.lacks_room = False
+        self.seen = 0
 
 
 class FairShare:
@@ -63,11 +71,14 @@ class FairShare:
         self._places = config.max_num_seqs
         self._open_places = config.max_num_seqs - config.max_num_seqs // RESERVE
         self._reserved_blocks = manager.config.num_blocks // RESERVE
+        self._memory = MEMORY * manager.config.num_blocks * manager.block_size
+        self._step = config.max_num_batched_tokens
+        self._computed = 0  # tokens, for all owners
         self._now = 0.0
         self._owners: dict[str, _Owner] = {}
         self._guesses: dict[Request, float] = {}  # tokens of their answers that were counted
         self._coming: dict[Request, int] = {}  # of each that runs: tokens that are yet to get rows
-        self._to_come: int | None = 0  # of all; None until it is asked for
+        self._to_come: dict[str, int] | None = None  # by owner; None until it is asked for
         # Of its last admission: preemptions before it, its cost, and where it began to compute.
         self._admissions: dict[Request, tuple[int, int, int]] = {}
         self._numbers = count()
@@ -81,6 +92,7 @@ class FairShare:
         if name is None:
             return request
         owner = self._owners.setdefault(name, _Owner())
+        owner.seen = self._computed
         owner.had = request.turn = max(self._now - self._credit, owner.had)
         most = request.group.params.max_tokens
         guess = owner.expected if most is None else min(owner.expected, most)
@@ -88,6 +100,26 @@ class FairShare:
         self._charge(name, len(request.sequence.token_ids) + guess)
         self._wait(owner, request)
         return request
+
+    def catch_up(self) -> bool:
+        """Move the turns of who lacks room on to now; True if any moved, and order with them.
+
+        What others had meanwhile took nothing from him. It would let him go first for as long, once
+        there is room, and his requests would stand before all others in the queue.
+        """
+        held = [owner for owner in self._owners.values() if owner.lacks_room]
+        firsts = [(owner, self._first(owner)) for owner in held]
+        turns = [self._rank(one)[1] for owner, one in firsts if one and one not in owner.running]
+        lag = self._now + self._step - min(turns, default=self._now + self._step)
+        if lag < self._step:
+            return False
+        for owner in held:
+            owner.had += lag
+            for request in owner.unread - owner.running:
+                request.turn += lag
+            owner.order = [(*one.rank, number, one) for *_, number, one in owner.order]
+            heapify(owner.order)
+        return True
 
     def _charge(self, name: str, tokens: float) -> None:
         self._owners[name].had += tokens / self._shares.weight(name)
@@ -126,6 +158,7 @@ class FairShare:
         if len(self._owners) == 1 or (runs and request not in owner.unread):
             return stop
         if not runs and not self._has_room(owner, request):
+            owner.lacks_room = True
             return None
         for other in self._owners.values():
             if other is not owner and self._is_before(other, self._rank(request)):
@@ -181,9 +214,21 @@ class FairShare:
         if running >= self._open_places:
             return False
         if self._to_come is None:
-            self._to_come = sum(self._coming.values())
-        blocks = (self._to_come + self._whole(request)) // self._manager.block_size + running + 1
-        return blocks + self._reserved_blocks <= self._manager.num_free_blocks
+            coming = self._coming
+            self._to_come = {
+                name: sum(coming.get(one, 0) for one in other.running)
+                for name, other in self._owners.items()
+            }
+        tokens = sum(self._to_come.values()) + self._whole(request)
+        blocks = tokens // self._manager.block_size + running + 1
+        since, size = self._computed - self._memory, self._manager.block_size
+        recent = {
+            name: -(-self._to_come[name] // size)
+            for name, other in self._owners.items()
+            if other is owner or other.seen >= since
+        }
+        kept = max(self._reserved_blocks, self._manager.count_kept(self._name(request), recent))
+        return blocks + kept <= self._manager.num_free_blocks
 
     def _whole(self, request: Request) -> int:
         """Tokens of a request at its end, as far as can be told; before any answer, at the most."""
@@ -201,7 +246,10 @@ class FairShare:
         name = self._name(request)
         assert name is not None
         owner = self._owners[name]
+        self._computed += stop - start
+        owner.seen = self._computed
         if request not in owner.running:
+            owner.lacks_room = False
             owner.running.add(request)
             self._admit(name, request, start)
         elif request not in owner.unread:

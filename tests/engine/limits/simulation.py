@@ -1,0 +1,190 @@
+"""Owners who ask a scheduler, without an engine: one asks questions, and another floods.
+
+No model and no clock: a step costs a moment and a moment for each token in it, and time is the sum.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from itertools import count
+
+from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
+from headstart.engine.config import EngineConfig
+from headstart.engine.limits.fair_share import FairShare
+from headstart.engine.params import SamplingParams
+from headstart.engine.request import Request, RequestGroup
+from headstart.engine.sampling.sampler import SampledToken, SamplingState
+from headstart.engine.scheduler import Scheduler
+from headstart.engine.text.detokenizer import Detokenizer
+from headstart.engine.text.output import OutputText
+
+BLOCK, BLOCKS, TOKENS, RUNNING = 16, 400, 128, 16
+STEP = 20.0  # what a step costs besides its tokens
+
+
+class Simulation:
+    """A scheduler that is asked by owners."""
+
+    def __init__(
+        self,
+        owners: tuple[str, ...],
+        blocks: int = BLOCKS,
+        running: int = RUNNING,
+        caching: bool = True,
+    ) -> None:
+        cache = CacheConfig(
+            num_blocks=blocks,
+            block_size=BLOCK,
+            eviction="fair-lru",
+            enable_prefix_caching=caching,
+        )
+        config = EngineConfig(max_num_batched_tokens=TOKENS, max_num_seqs=running)
+        self.manager = KVCacheManager(cache)
+        for owner in owners:
+            self.manager.shares.set(owner, 1.0)
+        self.fair = FairShare(self.manager, config)
+        self.scheduler = Scheduler(
+            self.manager,
+            max_tokens=TOKENS,
+            max_running=running,
+            max_bypassed=8,
+            limits=[self.fair],
+        )
+        self.now = 0.0
+        self.steps = 0
+        self.idle_steps = 0
+        self._checked = 0.0
+        self._names = count()
+
+    def ask(
+        self, salt: str | None, tokens: list[int], answer: int = 4, priority: int = 0
+    ) -> Request:
+        name = f"r{next(self._names)}"
+        params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
+        group = RequestGroup(name, None, tokens, params, self.now, priority=priority)
+        request = Request(
+            group,
+            0,
+            TokenSequence(name, tokens, salt=salt),
+            SamplingState(params, tokens, [], None, frozenset()),
+            OutputText(Detokenizer(None), params, frozenset(), 10**6),
+        )
+        group.requests = [request]
+        if self.fair.catch_up():
+            self.scheduler.reorder()
+        self.fair.queue(request)
+        self.scheduler.add(request)
+        return request
+
+    def end(self, request: Request) -> None:
+        """As an engine does when a client is gone."""
+        self.scheduler.remove(request)
+        request.finish_reason = "abort"
+
+    def fail(self, live: list[Request]) -> None:
+        """A step that does not come about."""
+        assert self.scheduler.schedule().scheduled
+        self.manager.fail_step()
+        self.scheduler.restart(live)
+
+    def step(self) -> int:
+        """Run a step; how many tokens were computed."""
+        batch = self.scheduler.schedule()
+        tokens = sum(part.stop - part.start for part in batch.scheduled)
+        self.now += STEP + tokens
+        self.manager.commit_step()
+        for part in batch.scheduled:
+            if part.samples:
+                part.request.append(SampledToken(7, None, ()), self.now)
+                if part.request.finish_reason is not None:
+                    self.scheduler.remove(part.request)
+        if self.now > self._checked + 5000:
+            self._checked = self.now
+            self.manager.check()
+        self.steps += 1
+        self.idle_steps += not tokens
+        assert self.idle_steps < 10, "nothing runs any more"
+        return tokens
+
+
+class Asker:
+    """Asks questions about documents, one at a time, with pauses; notes what it gets."""
+
+    def __init__(self, simulation: Simulation, salt: str) -> None:
+        self._simulation = simulation
+        self._salt = salt
+        self._random = random.Random(5)
+        self._documents = [self._words(300) for _ in range(4)]
+        self._open: Request | None = None
+        self._next = 0.0
+        self.waits: list[float] = []
+        self.hit = self.asked = 0
+
+    def _words(self, number: int) -> list[int]:
+        return [self._random.randrange(10**6) for _ in range(number)]
+
+    def go_on(self) -> None:
+        """Ask when it is time to; called before each step."""
+        if self._open is None and self._simulation.now >= self._next:
+            tokens = self._documents[len(self.waits) % 4] + self._words(150)
+            self._open = self._simulation.ask(self._salt, tokens)
+        elif self._open is not None and self._open.finish_reason is not None:
+            done, self._open = self._open, None
+            assert done.first_token_time is not None
+            self.waits.append(done.first_token_time - done.group.arrival_time)
+            self.hit += done.num_cached_tokens
+            self.asked += len(done.group.prompt_token_ids)
+            self._next = self._simulation.now + self._random.expovariate(1 / 300)
+
+
+class Flood:
+    """Keeps many requests waiting, of which no two have anything in common.
+
+    But their first tokens, if there are few to choose from.
+    """
+
+    def __init__(
+        self, simulation: Simulation, salt: str, length: int, answer: int, letters: int = 10**6
+    ) -> None:
+        self._simulation = simulation
+        self._salt, self._length, self._answer = salt, length, answer
+        self._letters = letters
+        self._random = random.Random(6)
+        self._open: deque[Request] = deque()
+        self.answered = 0
+
+    def go_on(self) -> None:
+        while self._open and self._open[0].finish_reason is not None:
+            self._open.popleft()
+            self.answered += 1
+        while len(self._open) < 100:
+            words = [self._random.randrange(self._letters) for _ in range(self._length)]
+            salt = f"{self._salt}/{self._random.randrange(3)}"
+            self._open.append(self._simulation.ask(salt, words, self._answer))
+
+
+def run(
+    *, flood: tuple[int, ...] | None, owners: tuple[str, ...], uncounted: int = 4
+) -> tuple[float, float]:
+    """Hit rate, and the 99th percentile of the wait for the first token, of one owner.
+
+    flood: the length of its prompts and answers, and how many words there are. uncounted: its first
+    questions; after four every document was read once.
+    """
+    simulation = Simulation(owners)
+    asker = Asker(simulation, "a")
+    others = [Flood(simulation, "b", *flood)] if flood is not None else []
+    while len(asker.waits) < uncounted + 50:
+        if len(asker.waits) < uncounted:
+            asker.hit = asker.asked = 0
+        for one in (asker, *others):
+            one.go_on()
+        if simulation.scheduler.waiting or simulation.scheduler.running:
+            simulation.step()
+        else:
+            simulation.now += STEP
+    assert all(one.answered for one in others), "the flood itself is starved"
+    assert not simulation.scheduler.num_preemptions
+    waits = sorted(asker.waits[uncounted:])
+    return asker.hit / asker.asked, waits[len(waits) * 99 // 100]

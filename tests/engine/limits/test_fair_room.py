@@ -1,0 +1,81 @@
+"""Room among owners: what one's running requests may hold, and who waits for room."""
+
+from __future__ import annotations
+
+from headstart.engine.limits.fair_share import MEMORY
+from headstart.engine.request import Request
+from tests.engine.limits.simulation import BLOCK, BLOCKS, TOKENS, Flood, Simulation
+
+
+def words(seed: int, count: int) -> list[int]:
+    """So many words that no other seed has."""
+    return list(range(seed * 10**4, seed * 10**4 + count))
+
+
+def finish(simulation: Simulation, request: Request) -> int:
+    """Run until the request has ended; how many steps that took."""
+    before = simulation.steps
+    while request.finish_reason is None:
+        simulation.step()
+    return simulation.steps - before
+
+
+def flooded(blocks: int = BLOCKS) -> tuple[Simulation, Flood, list[int]]:
+    """A flood of long answers, beside an owner who has cached a third of the pool."""
+    simulation = Simulation(("a", "b"), blocks)
+    document = words(1, blocks * BLOCK // 3)
+    finish(simulation, simulation.ask("a", document))
+    return simulation, Flood(simulation, "b", 300, 300), document
+
+
+def go_on(simulation: Simulation, flood: Flood, tokens: int) -> None:
+    """Run until so many tokens were computed."""
+    while tokens > 0:
+        flood.go_on()
+        tokens -= simulation.step()
+
+
+def test_running_requests_hold_nothing_that_another_has_cached_within_its_share() -> None:
+    """What runs is not interrupted: nine of these filled the pool, and the document was gone."""
+    simulation, flood, document = flooded()
+    go_on(simulation, flood, 2 * BLOCKS * BLOCK)
+    again = simulation.ask("a", [*document, 7])
+    finish(simulation, again)
+    assert again.num_cached_tokens == len(document)
+    assert flood.answered and not simulation.scheduler.num_preemptions
+
+
+def test_what_an_owner_cached_long_ago_may_be_held_by_others() -> None:
+    """Or one that works alone would have a share of the places for as long as the server runs."""
+    simulation, flood, _ = flooded()
+    go_on(simulation, flood, BLOCKS * BLOCK)
+    beside = len(simulation.scheduler.running)
+    go_on(simulation, flood, MEMORY * BLOCKS * BLOCK)
+    assert len(simulation.scheduler.running) > beside
+    simulation.manager.check()
+
+
+def test_who_waits_for_a_place_saves_up_no_turns() -> None:
+    """Each question put the flood's turns further back, until they filled the queue before it."""
+    alone = Simulation(("a", "b"), blocks=2000)
+    simulation = Simulation(("a", "b"), blocks=2000)
+    flood = Flood(simulation, "b", 20, 1000)
+    for at in range(60):
+        prompt = words(at, 3 * TOKENS)
+        flood.go_on()
+        waits = finish(simulation, simulation.ask("a", prompt, answer=1))
+        assert waits <= 2 * finish(alone, alone.ask("a", prompt, answer=1))
+        ranks = [request.rank for request in simulation.scheduler.waiting]
+        assert ranks == sorted(ranks)
+
+
+def test_owners_who_wait_for_room_keep_their_order() -> None:
+    """Their turns move together: who has had more for its weight still comes later."""
+    simulation = Simulation(("a", "b", "c"), blocks=2000)
+    simulation.manager.shares.set("b", 3.0)
+    floods = {salt: Flood(simulation, salt, 20, 100) for salt in ("a", "b")}
+    while sum(flood.answered for flood in floods.values()) < 120:
+        for flood in floods.values():
+            flood.go_on()
+        finish(simulation, simulation.ask("c", words(simulation.steps, 200), answer=1))
+    assert 2 < floods["b"].answered / floods["a"].answered < 4

@@ -14,8 +14,6 @@ from headstart.attention.layout import LayerLayout
 __all__ = ["PagedKVMemory", "RowCopyLike", "contiguous_runs"]
 
 _CACHE_LINE = 64  # bytes
-_HUGE_PAGE = 2 << 20  # bytes
-_HUGE_PAGES_FROM = 4 << 20  # bytes of a tensor: numpy asks the system for huge pages from here on
 
 
 class RowCopyLike(Protocol):
@@ -219,14 +217,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """A tensor of zeros; on a CPU the system allocates its pages at first use.
 
     torch.zeros writes every zero, which takes seconds for a pool of several gigabytes. The
-    memory is aligned to cache lines, so that a row spans as few lines as possible, and in large
-    tensors to huge pages, so that the first rows lie in one: 2 MiB of them take one page fault
-    in place of 512.
+    memory is aligned to cache lines, so that a row spans as few lines as possible.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
-    alignment = _HUGE_PAGE if nbytes >= _HUGE_PAGES_FROM else _CACHE_LINE
-    data = np.zeros(nbytes + alignment, dtype=np.uint8)
-    start = -data.ctypes.data % alignment
+    data = np.zeros(nbytes + _CACHE_LINE, dtype=np.uint8)
+    start = -data.ctypes.data % _CACHE_LINE
     return torch.from_numpy(data[start : start + nbytes]).view(dtype).view(shape)

@@ -142,14 +142,6 @@ def test_a_run_of_blocks_is_written_at_once() -> None:
     check_written(source, target, {at: at for at in range(BLOCKS)})
 
 
-def test_large_tensors_begin_on_a_huge_page() -> None:
-    """Or the first blocks, which every short prompt takes, cost 512 page faults for each."""
-    page = 2 << 20
-    layout = LayerLayout(1, 64, 64)
-    memory = PagedKVMemory([layout], 2 * page // (16 * 64 * 4) + 1, 16, torch.float32, "cpu")
-    assert all(tensor.data_ptr() % page == 0 for tensor in all_tensors(memory))
-
-
 def check_written(source: PagedKVMemory, target: PagedKVMemory, written: dict[int, int]) -> None:
     """Block `written[i]` of one memory is `i` of the other, and nothing else was written."""
     for theirs, ours in zip(all_tensors(source), all_tensors(target), strict=True):

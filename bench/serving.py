@@ -33,14 +33,17 @@ class Server:
         self._keys = keys
         self._client = httpx.Client(base_url=url, timeout=600)
 
+    def headers(self, tenant: str) -> dict[str, str]:
+        """By which the server knows the tenant."""
+        return {"Authorization": f"Bearer {self._keys.get(tenant, 'none')}"}
+
     def ask(self, tenant: str, path: str, body: Mapping[str, Any]) -> Answer:
         """Ask as a tenant and read the answer to its end."""
-        headers = {"Authorization": f"Bearer {self._keys.get(tenant, 'none')}"}
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         first: float | None = None
         usage: dict[str, Any] = {}
         start = time.perf_counter()
-        with self._client.stream("POST", path, json=body, headers=headers) as answer:
+        with self._client.stream("POST", path, json=body, headers=self.headers(tenant)) as answer:
             if answer.status_code != 200:
                 raise RuntimeError(answer.read().decode())
             for line in answer.iter_lines():

@@ -107,18 +107,19 @@ class FairShare:
         What others had meanwhile took nothing from him. It would let him go first for as long, once
         there is room, and his requests would stand before all others in the queue.
         """
-        held = [owner for owner in self._owners.values() if owner.lacks_room]
-        firsts = [(owner, self._first(owner)) for owner in held]
-        turns = [self._rank(one)[1] for owner, one in firsts if one and one not in owner.running]
+        lacking = [owner for owner in self._owners.values() if owner.lacks_room]
+        held = {one: first for one in lacking if (first := self._first(one)) is not None}
+        turns = [self._rank(first)[1] for one, first in held.items() if first not in one.running]
         lag = self._now + self._step - min(turns, default=self._now + self._step)
         if lag < self._step:
             return False
-        for owner in held:
+        for owner, first in held.items():
             owner.had += lag
             for request in owner.unread - owner.running:
                 request.turn += lag
             owner.order = [(*one.rank, number, one) for *_, number, one in owner.order]
             heapify(owner.order)
+            owner.lacks_room = not self._has_room(owner, first)  # it may not have been asked since
         return True
 
     def _charge(self, name: str, tokens: float) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from headstart.engine.limits.fair_share import MEMORY
 from headstart.engine.request import Request
 from tests.engine.limits.simulation import BLOCK, BLOCKS, TOKENS, Flood, Simulation
@@ -47,10 +51,10 @@ def test_running_requests_hold_nothing_that_another_has_cached_within_its_share(
 
 def test_what_an_owner_cached_long_ago_may_be_held_by_others() -> None:
     """Or one that works alone would have a share of the places for as long as the server runs."""
-    simulation, flood, _ = flooded()
-    go_on(simulation, flood, BLOCKS * BLOCK)
+    simulation, flood, _ = flooded(BLOCKS // 2)
+    go_on(simulation, flood, BLOCKS // 2 * BLOCK)
     beside = len(simulation.scheduler.running)
-    go_on(simulation, flood, MEMORY * BLOCKS * BLOCK)
+    go_on(simulation, flood, MEMORY * BLOCKS // 2 * BLOCK)
     assert len(simulation.scheduler.running) > beside
     simulation.manager.check()
 
@@ -79,3 +83,39 @@ def test_owners_who_wait_for_room_keep_their_order() -> None:
             flood.go_on()
         finish(simulation, simulation.ask("c", words(simulation.steps, 200), answer=1))
     assert 2 < floods["b"].answered / floods["a"].answered < 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nobody_starves_among_floods_of_all_kinds(seed: int) -> None:
+    drawn = random.Random(seed)
+    owners = ("a", "b", "c", "d")
+    simulation = Simulation(owners, blocks=drawn.choice([300, 400, 800]))
+    floods = []
+    for owner in owners:
+        simulation.manager.shares.set(owner, drawn.choice([0.5, 1.0, 3.0]))
+        length, answer = drawn.choice([20, 100, 450, 2000]), drawn.choice([1, 4, 60, 200])
+        floods.append(Flood(simulation, owner, length, answer, drawn.choice([26, 10**6])))
+    while min(flood.answered for flood in floods) < 2:
+        for flood in floods:
+            flood.go_on()
+        simulation.step()
+        assert simulation.steps < 2500
+    simulation.manager.check()
+
+
+def test_turns_move_once_for_a_want_of_room_that_is_over() -> None:
+    """They moved with each request of others for as long as the queue hid the owner's own."""
+    simulation = Simulation(("b", "c"), blocks=2000)
+    for at in range(14):
+        simulation.ask("b", words(at, 8), answer=1000)
+    simulation.step()
+    first, second = (simulation.ask("c", words(at, 8), answer=1000) for at in (20, 21))
+    simulation.step()
+    assert first in simulation.scheduler.running and second in simulation.scheduler.waiting
+    simulation.end(first)
+    turns = []
+    for _ in range(2):
+        simulation.fair._now += 10 * TOKENS
+        simulation.fair.catch_up()
+        turns.append(second.turn)
+    assert turns[0] == turns[1] > 10 * TOKENS

@@ -122,7 +122,8 @@ class _Turn:
 class Turns:
     """Work that is done one after the other, and who is called from within it.
 
-    A coroutine has the context of who starts it, in whatever thread it runs; a thread has none.
+    A coroutine has the context of who starts it, in whatever thread it runs, and counts as waited
+    for by the work even if it is not. A thread has no context: what it does is not known here.
     """
 
     def __init__(self) -> None:
@@ -150,8 +151,9 @@ class Turns:
 def would_wait() -> EngineError:
     """The error of who waits for an engine that waits for it."""
     return EngineError(
-        "the engine cannot be asked from within a step, such as by a logits processor: it would "
-        "wait for itself; ask when the step is over, from another thread"
+        "the engine cannot be asked from within a step, such as by a logits processor or by what "
+        "one began, that it waits for itself, be it by way of other engines: ask when the step is "
+        "over"
     )
 
 

@@ -19,7 +19,7 @@ from headstart.engine.config import EngineConfig
 from headstart.machine import cpu_flags
 from headstart.models.decoder import DecoderModel
 from headstart.models.files import BUILT_IN, find_folder
-from headstart.models.linear import REVISIONS, QuantizedLinear
+from headstart.models.linear import OWN_BITS_REVISION, REVISIONS, Int8Embedding, QuantizedLinear
 from headstart.tiers import ModelRecord
 from headstart.version import __version__
 
@@ -42,8 +42,7 @@ def identify(
         str(decoder.dtype),
         repr(decoder.layouts),
     ]
-    kinds = {m.kind for m in decoder.module.modules() if isinstance(m, QuantizedLinear)}
-    parts += [f"weights {kind} {REVISIONS[kind]}" for kind in sorted(kinds)]
+    parts += _kept_weights(decoder)
     if memory.has_scales:
         parts.append(f"K/V int8 {REVISION}")
     if config.deterministic:
@@ -51,6 +50,18 @@ def identify(
     framed = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)
     fingerprint = hashlib.sha256(framed).hexdigest()
     return ModelRecord(fingerprint, _name(decoder.folder), config.block_size, memory.block_bytes)
+
+
+def _kept_weights(decoder: DecoderModel) -> list[str]:
+    """Each layer whose weight is not a float: one file may be read into several kinds."""
+    kept = []
+    for name, module in sorted(decoder.module.named_modules()):
+        if isinstance(module, QuantizedLinear):
+            own = f" as it was, {OWN_BITS_REVISION}" if module.has_own_bits else ""
+            kept.append(f"{name} {module.kind} {REVISIONS[module.kind]}{own}")
+        elif isinstance(module, Int8Embedding):
+            kept.append(f"{name} int8 {REVISIONS['int8']}")
+    return kept
 
 
 def _name(folder: Path | None) -> str:

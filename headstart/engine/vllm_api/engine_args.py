@@ -205,12 +205,9 @@ REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "leave it out; give `prompt_token_ids` and `detokenize=False`": {
         "skip_tokenizer_init": (False,)
     },
-    "a quantised checkpoint says itself how; to quantise another one, give `weights`: "
-    '`"int8"`, `"int5"` or `"int4"`': {
-        "quantization": (
-            *(None, "awq", "awq_marlin", "gptq", "gptq_marlin"),
-            *("compressed-tensors", "gguf"),
-        ),
+    "leave it out: a quantised checkpoint says itself how; to quantise another one, give "
+    '`weights`: `"int8"`, `"int5"` or `"int4"`': {
+        "quantization": (),
         "quantization_config": (),
     },
     "weights are read as the checkpoint has them; choose a dtype": {

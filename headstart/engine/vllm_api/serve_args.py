@@ -138,10 +138,10 @@ _NOTES: Mapping[str, str] = {
     "`max_num_batched_tokens` bounds a chunk": "`--max-num-batched-tokens` bounds a chunk",
     "`LLM.get_metrics()` has what there is": "`/metrics` has what there is",
     "leave it out; give `prompt_token_ids` and `detokenize=False`": "answers are texts",
-    "a quantised checkpoint says itself how; to quantise another one, give `weights`: "
-    '`"int8"`, `"int5"` or `"int4"`': (
-        "a quantised checkpoint says itself how; to quantise another one, give `--weights int8`, "
-        "`int5` or `int4`"
+    "leave it out: a quantised checkpoint says itself how; to quantise another one, give "
+    '`weights`: `"int8"`, `"int5"` or `"int4"`': (
+        "leave it out: a quantised checkpoint says itself how; to quantise another one, give "
+        "`--weights int8`, `int5` or `int4`"
     ),
     "images are read by the model's own processor: Pillow images, paths, bytes, data: URLs": (
         "images are read by the model's own processor, from data: URLs"

@@ -62,14 +62,14 @@ def load_dense(
     files = stamp_files(folder)
     about, kept = _describe(folder)
     scheme = read_scheme(read_json(folder / "config.json"))
-    if scheme is not None and kept == torch.float16 and device.type == "cpu":
-        kept = torch.bfloat16  # of rows: no kernel is made for float16
     with _opened(folder, scheme) as checkpoint:
         outline = Outline()
         DenseModules(about.shape, outline)
         _check_tensors(checkpoint, outline, about.shape.tied)
         held = set(checkpoint.dtypes(n for n, shape in outline.shapes.items() if len(shape) == 2))
         kept = kept or checkpoint.dtypes(outline.shapes)[0]
+        if scheme is not None and kept == torch.float16 and device.type == "cpu":
+            kept = torch.bfloat16  # of rows: no kernel is made for float16
         wanted = dtype if isinstance(dtype, torch.dtype) else own_dtype(kept, held, device)
         try:
             floats = FloatReader(checkpoint, wanted, device)

@@ -2,10 +2,11 @@
 
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from headstart.models.dense.weights import FloatReader, Tensors
-from headstart.models.linear import Int8Embedding, WeightKind, make_linear
+from headstart.models.linear import Int8Embedding, QuantizedLinear, WeightKind, make_linear
 from headstart.models.linear.int4 import Int4Linear, Int4Weight, Int5Linear
 from headstart.models.linear.int8 import Int8Linear, Int8Weight, quantize_int8
 
@@ -74,11 +75,11 @@ class OwnBitsReader(QuantizedReader):
             return self._floats.linear(name, inputs, outputs, bias)
         own = self._floats.tensor(f"{name}.bias") if bias else None
         packed = self._checkpoint.packed(f"{name}.weight")
-        if isinstance(packed, Int8Weight):
-            return Int8Linear(packed, own)
-        if packed is not None:
-            return (Int5Linear if packed.form.bits == 5 else Int4Linear)(packed, own)
-        return make_linear(self._floats.tensor(f"{name}.weight"), own, kind)
+        if packed is None:
+            return make_linear(self._floats.tensor(f"{name}.weight"), own, kind)
+        made = _make_packed(packed, own, self._floats.device)
+        made.has_own_bits = True
+        return made
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
         if isinstance(embedding, nn.Embedding) or (
@@ -86,3 +87,15 @@ class OwnBitsReader(QuantizedReader):
         ):
             return self._floats.head(embedding, name, outputs, inputs)
         return super().head(embedding, name, outputs, inputs)
+
+
+def _make_packed(
+    weight: Int4Weight | Int8Weight, bias: Tensor | None, device: torch.device
+) -> QuantizedLinear:
+    if isinstance(weight, Int8Weight):
+        return Int8Linear(Int8Weight(*(part.to(device) for part in weight)), bias)
+    columns = None if weight.columns is None else weight.columns.to(device)
+    weight = weight._replace(
+        panels=weight.panels.to(device), scales=weight.scales.to(device), columns=columns
+    )
+    return (Int5Linear if weight.form.bits == 5 else Int4Linear)(weight, bias)

@@ -201,6 +201,11 @@ class FloatReader:
         """The dtype of rows."""
         return self._dtype
 
+    @property
+    def device(self) -> torch.device:
+        """Where the modules are."""
+        return self._device
+
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         made = _Linear(inputs, outputs, bias, device="meta")
         made.weight = self._parameter(f"{name}.weight")

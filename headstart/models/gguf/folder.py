@@ -7,6 +7,7 @@ cache, and read again only if the file is another one.
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -124,6 +125,8 @@ def _rotation(config: Any, reader: Any) -> dict[str, Any]:
     if found is None:
         return {}
     factors, length = found.data.reshape(-1).tolist(), config.max_position_embeddings
+    if not all(0 < factor < math.inf for factor in factors):
+        raise ValueError(f"{ROPE_FACTORS} has factors from {min(factors)} to {max(factors)}")
     angles = {
         "rope_type": "longrope",
         "rope_theta": config.rope_parameters["rope_theta"],

@@ -1,4 +1,4 @@
-"""The package `gguf`, which is an optional dependency, and a name that two readers need."""
+"""The package `gguf`, which is an optional dependency, and the name of a tensor in its files."""
 
 from pathlib import Path
 from typing import Any

@@ -9,7 +9,15 @@ from torch import Tensor, nn
 
 from headstart.errors import ConfigError
 
-__all__ = ["REVISIONS", "TILE", "QuantizedLinear", "WeightKind", "find_kind", "scratch"]
+__all__ = [
+    "OWN_BITS_REVISION",
+    "REVISIONS",
+    "TILE",
+    "QuantizedLinear",
+    "WeightKind",
+    "find_kind",
+    "scratch",
+]
 
 WeightKind = Literal["int8", "int5", "int4"]
 """How the weights of linear layers are kept, if not as the checkpoint has them."""
@@ -25,6 +33,9 @@ def find_kind(name: str) -> WeightKind | None:
 
 REVISIONS: dict[WeightKind, int] = {"int8": 2, "int5": 1, "int4": 2}
 """How a kind rounds weights and rows: another number where that changes, and so do K and V."""
+
+OWN_BITS_REVISION = 1
+"""How weights are read that are in a kind's bits before: as above."""
 
 
 TILE = 1 << 20
@@ -42,6 +53,8 @@ class QuantizedLinear(nn.Module, ABC):
     kind: ClassVar[WeightKind]
     rounding: ClassVar[float]
     """The unit in the last place of a row as it is multiplied, as a part of its largest element."""
+    has_own_bits = False
+    """The weight was in these bits before it came here: nothing was rounded."""
     bias: Tensor | None
 
     def __init__(self, in_features: int, out_features: int, bias: Tensor | None) -> None:

@@ -20,6 +20,7 @@ from headstart.models.prequantised.scheme import Scheme
 __all__ = ["PrequantisedCheckpoint"]
 
 _log = logging.getLogger(__name__)
+_MOST = 512.0  # that a value's distance from its zero point may be, twice
 
 
 class PrequantisedCheckpoint(Checkpoint):
@@ -75,16 +76,19 @@ class PrequantisedCheckpoint(Checkpoint):
             "%d weights of the %s checkpoint have %s bits",
             len(self._modules),
             self._scheme.method,
-            " or ".join(map(str, bits)),
+            " or ".join(map(str, bits)) or "no",
         )
 
     def _read(self, name: str) -> Grouped:
         module, prefix = self._modules[name], name.removesuffix("weight")
         held = {part: super(PrequantisedCheckpoint, self).tensor(part) for part in module.parts}
         read = read_grouped(self._scheme, module, lambda part: held.get(f"{prefix}{part}"))
+        if not torch.isfinite(read.steps * _MOST).all():
+            raise DamagedModelError(f"{name} in {self._folder} has scales that are not finite")
         low, high = (int(end) for end in torch.aminmax(read.groups))
-        if low < 0 or high >= read.steps.shape[1] or not torch.isfinite(read.steps).all():
+        if low < 0 or high >= read.steps.shape[1]:
             raise DamagedModelError(
-                f"{name} in {self._folder} has scales that are not finite, or inputs of no group"
+                f"{name} in {self._folder} has inputs of the groups {low} to {high}, of "
+                f"{read.steps.shape[1]} groups"
             )
         return read

@@ -54,7 +54,8 @@ class Grouped(NamedTuple):
     def as_int4(self) -> Int4Weight | None:
         """The weight, value for value; None if it has other bits, or groups of another shape.
 
-        Steps are kept as they are in units of a power of two, starts are rounded to float16.
+        Steps are float16 in units of a power of two for each output, which changes none that is
+        float16 and not tiny beside the output's largest; starts are rounded to float16.
         """
         inputs = len(self.groups)
         padded = nn.functional.pad(self.groups, (0, -inputs % GROUP), value=-1).view(-1, GROUP)
@@ -87,23 +88,24 @@ _MIDDLE = 128
 def read_grouped(scheme: Scheme, module: Module, parts: Parts) -> Grouped:
     """The weight of a module."""
     read = {"awq": _read_awq, "gptq": _read_gptq, "compressed-tensors": _read_compressed}
-    return read[scheme.method](scheme, module, parts)
+    return read[scheme.method](module, parts, scheme.zeros_less)
 
 
-def _read_awq(scheme: Scheme, module: Module, parts: Parts) -> Grouped:
+def _read_awq(module: Module, parts: Parts, zeros_less: int) -> Grouped:
     values, zeros = (_in_order(_fields(_need(parts, n), 4)) for n in ("qweight", "qzeros"))
     steps = _need(parts, "scales").float()
-    return _grouped(values.T, steps.T, zeros.T.float(), scheme.bits)
+    return _grouped(module, values.T, steps.T, zeros.T.float())
 
 
-def _read_gptq(scheme: Scheme, module: Module, parts: Parts) -> Grouped:
-    values = _fields(_need(parts, "qweight").T, scheme.bits)
-    zeros = _fields(_need(parts, "qzeros"), scheme.bits).float() + scheme.zeros_less
+def _read_gptq(module: Module, parts: Parts, zeros_less: int) -> Grouped:
+    outputs, bits = module.shape[0], module.bits
+    values = _fields(_need(parts, "qweight").T, bits)
+    zeros = _fields(_add_to_fields(_need(parts, "qzeros"), zeros_less, bits), bits)[:, :outputs]
     steps = _need(parts, "scales").float()
-    return _grouped(values, steps.T, zeros.T, scheme.bits, parts("g_idx"))
+    return _grouped(module, values, steps.T, zeros.T.float(), parts("g_idx"))
 
 
-def _read_compressed(scheme: Scheme, module: Module, parts: Parts) -> Grouped:
+def _read_compressed(module: Module, parts: Parts, zeros_less: int) -> Grouped:
     outputs, inputs = module.shape
     steps = _need(parts, "weight_scale").float()
     words, zeros = parts("weight_packed"), parts("weight_zero_point")
@@ -118,17 +120,31 @@ def _read_compressed(scheme: Scheme, module: Module, parts: Parts) -> Grouped:
         zeros = zeros.float() + middle
     else:
         zeros = _fields(zeros.T, module.bits)[:, :outputs].T.float()
-    return _grouped(values, steps, zeros, module.bits, parts("weight_g_idx"))
+    groups = parts("weight_g_idx")
+    if groups is not None and (groups == -1).all():  # what older versions wrote for groups in order
+        groups = None
+    return _grouped(module, values, steps, zeros, groups)
 
 
 def _grouped(
-    values: Tensor, steps: Tensor, zeros: Tensor, bits: int, groups: Tensor | None = None
+    module: Module, values: Tensor, steps: Tensor, zeros: Tensor, groups: Tensor | None = None
 ) -> Grouped:
-    inputs = values.shape[1]
     if groups is None:
-        each = -(-inputs // steps.shape[1])
-        groups = torch.arange(inputs) // each
-    return Grouped(values.contiguous(), steps.contiguous(), zeros.contiguous(), groups.long(), bits)
+        groups = torch.arange(values.shape[1]) // module.group
+    assert values.shape == module.shape and steps.shape == zeros.shape
+    return Grouped(
+        values.contiguous(), steps.contiguous(), zeros.contiguous(), groups.long(), module.bits
+    )
+
+
+def _add_to_fields(words: Tensor, added: int, bits: int) -> Tensor:
+    """Words of fields to each of which so much was added, with carry, as GPTQ's own code does it.
+
+    It took 1 from whole words: a zero point of 0 borrowed from the next.
+    """
+    ones = sum(1 << at for at in range(0, 32, bits))
+    sums = (words.long() + added * ones).contiguous()
+    return sums.view(torch.int32)[..., ::2]  # the lower halves
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:

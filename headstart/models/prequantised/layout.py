@@ -24,20 +24,32 @@ SCALES: dict[Method, str] = {
     "compressed-tensors": "weight_scale",
 }
 """The name of a weight's scales."""
-_OTHERS: dict[Method, tuple[str, ...]] = {
-    "awq": ("qzeros",),
-    "gptq": ("qzeros", "g_idx"),
-    "compressed-tensors": ("weight_shape", "weight_zero_point", "weight_g_idx"),
+_ZEROS: dict[Method, str] = {
+    "awq": "qzeros",
+    "gptq": "qzeros",
+    "compressed-tensors": "weight_zero_point",
 }
+_ORDERS: dict[Method, str] = {
+    "awq": "",
+    "gptq": "g_idx",
+    "compressed-tensors": "weight_g_idx",
+}
+_SHAPE = "weight_shape"
+_SCALE_TYPES = frozenset({"F16", "BF16", "F32"})
+_PLACES = frozenset({"I32", "I64"})
 
 _Shape = tuple[int, ...]
 
 
 class Module(NamedTuple):
-    """A quantised weight `[outputs, inputs]`: the bits of its values, the tensors it is kept in."""
+    """A quantised weight `[outputs, inputs]`.
+
+    bits: of its values. group: inputs that share a step. parts: the tensors that it is kept in.
+    """
 
     shape: tuple[int, int]
     bits: int
+    group: int
     parts: tuple[str, ...]
 
 
@@ -46,12 +58,13 @@ def find_modules(
 ) -> dict[str, Module]:
     """The quantised weights by name.
 
-    Raises `DamagedModelError` for tensors of shapes that do not fit together, and `OtherKind` for
-    scales of other kinds.
+    Raises `DamagedModelError` for tensors of types or shapes that do not fit together, and
+    `OtherKind` for groups that are kept in another way.
     """
-    suffix = f".{_WORDS[scheme.method]}"
+    method = scheme.method
+    suffix = f".{_WORDS[method]}"
     found = {name.removesuffix(suffix): suffix[1:] for name in entries if name.endswith(suffix)}
-    if scheme.method == "compressed-tensors":  # values of 8 bits need no packing
+    if method == "compressed-tensors":  # values of 8 bits need no packing
         found |= {
             name.removesuffix(".weight"): "weight"
             for name, entry in entries.items()
@@ -59,17 +72,42 @@ def find_modules(
         }
     modules = {}
     for module, words in found.items():
-        names = (words, SCALES[scheme.method], *_OTHERS[scheme.method])
+        names = (words, SCALES[method], _ZEROS[method], _ORDERS[method], _SHAPE)
         held = {name: entries[full] for name in names if (full := f"{module}.{name}") in entries}
+        listed = ", ".join(f"{name} {one.dtype} {list(one.shape)}" for name, one in held.items())
+        told = f"{module} in {folder}: {listed}"
+        if words != "weight" and f"{module}.weight" in entries:
+            raise DamagedModelError(f"{told} stand beside a weight in float")
+        _check_types(held, words, scheme, told)
         shapes = {name: entry.shape for name, entry in held.items()}
-        if "weight_shape" in held:
-            shapes["weight_shape"] = tuple(map(int, read(f"{module}.weight_shape")))
+        if _SHAPE in held:
+            shapes[_SHAPE] = tuple(map(int, read(f"{module}.{_SHAPE}")))
+            told += f" of {list(shapes[_SHAPE])}"
         shape, bits = _find_shape(scheme, words, shapes)
-        if shape is None or not _fit(scheme, shape, bits, shapes):
-            listed = ", ".join(f"{name} {list(entry.shape)}" for name, entry in held.items())
-            raise DamagedModelError(f"{module} in {folder}: {listed} do not fit together")
-        modules[f"{module}.weight"] = Module(shape, bits, tuple(f"{module}.{n}" for n in held))
+        if shape is None or bits not in scheme.bits or not _fit(scheme, shape, bits, shapes):
+            raise DamagedModelError(f"{told} do not fit together, or not to config.json")
+        group = _find_group(scheme, shape[1], _count_groups(scheme, shapes), told)
+        parts = tuple(f"{module}.{name}" for name in held)
+        modules[f"{module}.weight"] = Module(shape, bits, group, parts)
     return modules
+
+
+def _check_types(held: Mapping[str, Entry], words: str, scheme: Scheme, told: str) -> None:
+    """Raise `DamagedModelError` for a missing tensor, or one of a type that is not read."""
+    packed = frozenset({"I8" if words == "weight" else "I32"})
+    zeros, order = _ZEROS[scheme.method], _ORDERS[scheme.method]
+    types = {words: packed, SCALES[scheme.method]: _SCALE_TYPES, zeros: packed}
+    types |= {order: _PLACES, _SHAPE: _PLACES}
+    wrong = [name for name, entry in held.items() if entry.dtype not in types[name]]
+    if wrong:
+        raise DamagedModelError(f"{told}: the type of {wrong[0]} is not read")
+    needed = [words, SCALES[scheme.method]]
+    needed += [zeros] * (scheme.has_zeros is not False)
+    needed += [order] * (not scheme.is_ordered)
+    if missing := [name for name in needed if name not in held]:
+        raise DamagedModelError(f"{told}: there is no {missing[0]}")
+    if _SHAPE in held and held[_SHAPE].shape != (2,):
+        raise DamagedModelError(f"{told}: {_SHAPE} is not two numbers")
 
 
 def _find_shape(
@@ -78,39 +116,51 @@ def _find_shape(
     """The weight's shape and bits; None if the tensors do not tell."""
     size = shapes[words]
     if len(size) != 2:
-        return None, scheme.bits
-    fields = 32 // (scheme.bits or 8)
-    if scheme.method == "awq":
-        return (size[1] * fields, size[0]), scheme.bits
-    if scheme.method == "gptq":
-        return (size[1], size[0] * fields), scheme.bits
-    if words == "weight":
-        return (size[0], size[1]), 8
-    wanted = shapes.get("weight_shape", ())
-    if len(wanted) != 2:
         return None, 0
-    bits = 4 if size[1] == -(-wanted[1] // 8) else 8
-    return (wanted[0], wanted[1]), bits
+    if scheme.method == "compressed-tensors":
+        if words == "weight":
+            return (size[0], size[1]), 8
+        wanted = shapes.get(_SHAPE, ())
+        fitting = [bits for bits in sorted(scheme.bits) if size[1] == -(-wanted[-1] * bits // 32)]
+        if len(wanted) != 2 or min(wanted) < 1 or len(fitting) != 1:
+            return None, 0
+        return (wanted[0], wanted[1]), fitting[0]
+    [bits] = scheme.bits
+    fields = 32 // bits
+    if scheme.method == "awq":
+        return (size[1] * fields, size[0]), bits
+    return (size[1], size[0] * fields), bits
+
+
+def _count_groups(scheme: Scheme, shapes: Mapping[str, _Shape]) -> int:
+    return shapes[SCALES[scheme.method]][scheme.method == "compressed-tensors"]
 
 
 def _fit(scheme: Scheme, shape: tuple[int, int], bits: int, shapes: Mapping[str, _Shape]) -> bool:
     """Whether scales, zero points and groups are of a weight of this shape."""
     outputs, inputs = shape
-    scales = shapes.get(SCALES[scheme.method], ())
+    scales = shapes[SCALES[scheme.method]]
     if len(scales) != 2:
         raise OtherKind(f"its weights have scales of the shape {list(scales)}")
-    fields = 32 // bits
-    order = "g_idx" if scheme.method == "gptq" else "weight_g_idx"
+    fields, groups = 32 // bits, _count_groups(scheme, shapes)
+    words = -(-outputs // fields)
+    order = shapes.get(_ORDERS[scheme.method])
     if scheme.method == "compressed-tensors":
-        groups, along = scales[1], scales[0]
-        zeros = (outputs, groups) if "weight" in shapes else (-(-outputs // fields), groups)
-        found = shapes.get("weight_zero_point", zeros)
-        words = shapes.get("weight_packed", (outputs, -(-inputs // fields)))
-        fits = words == (outputs, -(-inputs // fields)) and found == zeros
+        zeros = (outputs if "weight" in shapes else words, groups)
+        packed = (outputs, -(-inputs // fields))
+        fits = shapes.get("weight_packed", packed) == packed and scales[0] == outputs
     else:
-        groups, along = scales
-        fits = shapes.get("qzeros") == (groups, -(-outputs // fields))
-    ordered = shapes.get(order)
-    if ordered is None and groups and inputs % groups:
-        raise OtherKind(f"its weights have {groups} groups of {inputs} inputs")
-    return fits and along == outputs and groups > 0 and ordered in (None, (inputs,))
+        zeros, fits = (groups, words), scales[1] == outputs
+    fits = fits and shapes.get(_ZEROS[scheme.method], zeros) == zeros
+    return fits and min(outputs, inputs, groups) > 0 and order in (None, (inputs,))
+
+
+def _find_group(scheme: Scheme, inputs: int, count: int, told: str) -> int:
+    """The inputs of a group, of which there are so many."""
+    sizes = {inputs if size == -1 else min(size, inputs) for size in scheme.groups}
+    fitting = [size for size in sizes if -(-inputs // size) == count]
+    if not fitting:
+        raise DamagedModelError(f"{told}: there are {count} groups, by config.json of {sizes}")
+    if len(fitting) > 1:
+        raise OtherKind(f"its groups may be of {fitting[0]} and of {fitting[1]} inputs")
+    return fitting[0]

@@ -1,6 +1,6 @@
 """What a `quantization_config` says of a checkpoint's weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from headstart.models.dense.shape import OtherKind
@@ -13,13 +13,18 @@ _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precisi
 
 
 class Scheme(NamedTuple):
-    """How weights are kept, as far as their tensors do not show it.
+    """How weights are kept: all of what follows may differ from weight to weight.
 
-    bits: of a value; 0 where the tensors show it. zeros_less: what the file's zero points lack.
+    bits: of a value. groups: inputs that share a step; -1 for all of an output's. has_zeros: zero
+    points, None where the method says. is_ordered: inputs of a group lie side by side. zeros_less:
+    what each zero point in the file lacks.
     """
 
     method: Method
-    bits: int = 0
+    bits: frozenset[int]
+    groups: frozenset[int]
+    has_zeros: bool | None = None
+    is_ordered: bool = True
     zeros_less: int = 0
 
 
@@ -50,55 +55,95 @@ def _read_awq(given: Mapping[str, Any]) -> Scheme:
     version = str(given.get("version", "gemm")).lower()
     if version != "gemm":
         raise OtherKind(f"its weights are AWQ's of version {version!r}, and not gemm")
-    return Scheme("awq", _bits(given, 4))
+    return Scheme("awq", _one_of(given, "bits", 4), _group(given))
 
 
 def _read_gptq(given: Mapping[str, Any]) -> Scheme:
-    if given.get("dynamic"):
-        raise OtherKind("its layers are GPTQ's of several kinds (dynamic)")
+    _refuse(given, "dynamic", "rotation", "activation", "adapter")
     layout = given.get("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise OtherKind(f"its weights are GPTQ's of the format {layout!r}")
-    return Scheme("gptq", _bits(given, 4, 8), zeros_less=int(layout == "gptq"))
+    if given.get("pack_dtype", "int32") != "int32":
+        raise OtherKind(f"its weights are packed in {given['pack_dtype']!r}, and not int32")
+    return Scheme(
+        "gptq",
+        _one_of(given, "bits", 4, 8),
+        _group(given),
+        is_ordered=not given.get("desc_act"),
+        zeros_less=int(layout == "gptq"),
+    )
 
 
-def _bits(given: Mapping[str, Any], *read: int) -> int:
-    bits = given.get("bits")
-    if bits not in read:
-        raise OtherKind(f"its weights have {bits!r} bits, and not {' or '.join(map(str, read))}")
-    return int(bits)
+def _refuse(given: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if given.get(name):
+            raise OtherKind(f"its weights are {given['quant_method']}'s with {name}")
+
+
+def _one_of(given: Mapping[str, Any], name: str, *read: int) -> frozenset[int]:
+    found = given.get(name)
+    if type(found) is not int or found not in read:
+        raise OtherKind(f"its {name} is {found!r}, and not {' or '.join(map(str, read))}")
+    return frozenset({found})
+
+
+def _group(given: Mapping[str, Any]) -> frozenset[int]:
+    found = given.get("group_size", 128)
+    if type(found) is not int or not (found == -1 or found > 0):
+        raise OtherKind(f"its group_size is {found!r}, and not -1 or above 0")
+    return frozenset({found})
 
 
 def _read_compressed(given: Mapping[str, Any]) -> Scheme:
     layout = given.get("format")
     if layout not in _FORMATS:
         raise OtherKind(f"its weights are compressed-tensors' of the format {layout!r}")
-    for name in ("sparsity_config", "transform_config", "kv_cache_scheme"):
-        if given.get(name):
-            raise OtherKind(f"its weights are compressed-tensors' with a {name}")
+    _refuse(given, "sparsity_config", "transform_config", "kv_cache_scheme")
     groups = given.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise OtherKind("its quantization_config has no config_groups")
-    for group in groups.values():
-        _check_weights(group.get("weights"))
-        _check_inputs(group.get("input_activations"))
-        if group.get("output_activations"):
-            raise OtherKind("its layers' outputs are quantised")
-    return Scheme("compressed-tensors")
+    weights = [_weights_of(group) for group in groups.values()]
+    symmetric = {one.get("symmetric", True) is not False for one in weights}
+    ordered = {one.get("actorder") in (None, False, "weight", "static") for one in weights}
+    if len(symmetric) > 1:
+        raise OtherKind("its weights have zero points in some layers alone")
+    return Scheme(
+        "compressed-tensors",
+        frozenset(one["num_bits"] for one in weights),
+        frozenset().union(*(_group_of(one) for one in weights)),
+        has_zeros=not symmetric.pop(),
+        is_ordered=all(ordered),
+    )
 
 
-def _check_weights(given: Any) -> None:
-    kind = (given.get("type"), given.get("num_bits")) if isinstance(given, Mapping) else None
+def _group_of(weights: Mapping[str, Any]) -> Iterable[int]:
+    strategy = weights.get("strategy", "group" if weights.get("group_size") else "channel")
+    if strategy == "channel":
+        return {-1}
+    if strategy != "group":
+        raise OtherKind(f"its weights have steps by {strategy!r}, and not by group or channel")
+    return _group(weights)
+
+
+def _weights_of(group: object) -> Mapping[str, Any]:
+    """What a config group says of weights, which is read here."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(group, Mapping) or not isinstance(weights, Mapping):
+        raise OtherKind("its config_groups say nothing of weights")
+    kind = weights.get("type"), weights.get("num_bits")
     if kind not in (("int", 4), ("int", 8)):
         raise OtherKind(f"its weights are compressed-tensors' of {kind}, and not int of 4 or 8")
-
-
-def _check_inputs(given: Any) -> None:
-    """Inputs in 8 bits are read: here they have more."""
-    if given and (given.get("type"), given.get("num_bits")) != ("int", 8):
+    inputs = group.get("input_activations")
+    if inputs and not isinstance(inputs, Mapping):
+        raise OtherKind("its config_groups say of inputs what is not read")
+    # Inputs in 8 bits are read: here they have more.
+    if inputs and (inputs.get("type"), inputs.get("num_bits")) != ("int", 8):
         raise OtherKind("its layers' inputs are rounded to something other than int of 8 bits")
-    if given and not given.get("dynamic"):
+    if inputs and not inputs.get("dynamic"):
         raise OtherKind("its layers' inputs are rounded by scales of the file")
+    if group.get("output_activations"):
+        raise OtherKind("its layers' outputs are quantised")
+    return weights
 
 
 _READ = {"awq": _read_awq, "gptq": _read_gptq, "compressed-tensors": _read_compressed}

@@ -35,7 +35,7 @@ class Times(NamedTuple):
     computed: float = 0.0
 
 
-NOW = Times()
+_NOW = Times()
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -73,10 +73,12 @@ class Closest:
     def num_lost(self, num_cached: int, missed: MissExplanation | None, looked_up: float) -> int:
         """Tokens that are common, but of which only `num_cached` were found: the rest was evicted.
 
-        Unless they were looked up before the earlier prompt had been computed. The cache itself
-        remembers few evictions.
+        The cache itself remembers few evictions. Where it tells of none, tokens may also have been
+        looked up before the earlier prompt was computed: these are not counted.
         """
-        if missed is None or missed.reason not in _LOST or self.seen.times.computed > looked_up:
+        if missed is None or missed.reason not in _LOST:
+            return 0
+        if missed.reason is not MissReason.EVICTED and self.seen.times.computed > looked_up:
             return 0
         return max(0, self.num_common - num_cached)
 
@@ -127,7 +129,7 @@ class Traffic:
         token_ids: list[int],
         num_cached: int,
         missed: MissExplanation | None,
-        ago: Times = NOW,
+        ago: Times = _NOW,
     ) -> Seen:
         """Remember a prompt that was answered; `ago` is when that was, in seconds ago.
 

@@ -199,7 +199,7 @@ def test_no_name_that_is_refused_is_suggested(part: str) -> None:
                     table.rows[said.rpartition(" ")[2]].verdict is not Verdict.REFUSED
                 )
     if part == "LLM.__init__()":
-        with pytest.raises(ConfigError, match="and refuses quantization: a quantised checkpoint"):
+        with pytest.raises(ConfigError, match="and refuses quantization: leave it out"):
             LLM("headstart-tiny", quantisation="awq")
 
 

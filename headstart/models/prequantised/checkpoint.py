@@ -14,7 +14,7 @@ from headstart.models.linear import WeightKind
 from headstart.models.linear.int4 import Int4Weight
 from headstart.models.linear.int8 import Int8Weight
 from headstart.models.prequantised.grouped import Grouped, read_grouped
-from headstart.models.prequantised.layout import SCALES, find_modules
+from headstart.models.prequantised.layout import NAMES, find_modules
 from headstart.models.prequantised.scheme import Scheme
 
 __all__ = ["PrequantisedCheckpoint"]
@@ -47,7 +47,7 @@ class PrequantisedCheckpoint(Checkpoint):
 
     def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
         """The dtypes of these tensors, of a quantised weight that of its scales."""
-        scales = SCALES[self._scheme.method]
+        scales = NAMES[self._scheme.method].scales
         return super().dtypes(
             f"{name.removesuffix('weight')}{scales}" if name in self._modules else name
             for name in names

@@ -87,11 +87,13 @@ _MIDDLE = 128
 
 def read_grouped(scheme: Scheme, module: Module, parts: Parts) -> Grouped:
     """The weight of a module."""
-    read = {"awq": _read_awq, "gptq": _read_gptq, "compressed-tensors": _read_compressed}
-    return read[scheme.method](module, parts, scheme.zeros_less)
+    if scheme.method == "gptq":
+        return _read_gptq(module, parts, scheme.zeros_less)
+    read = _read_awq if scheme.method == "awq" else _read_compressed
+    return read(module, parts)
 
 
-def _read_awq(module: Module, parts: Parts, zeros_less: int) -> Grouped:
+def _read_awq(module: Module, parts: Parts) -> Grouped:
     values, zeros = (_in_order(_fields(_need(parts, n), 4)) for n in ("qweight", "qzeros"))
     steps = _need(parts, "scales").float()
     return _grouped(module, values.T, steps.T, zeros.T.float())
@@ -105,7 +107,7 @@ def _read_gptq(module: Module, parts: Parts, zeros_less: int) -> Grouped:
     return _grouped(module, values, steps.T, zeros.T.float(), parts("g_idx"))
 
 
-def _read_compressed(module: Module, parts: Parts, zeros_less: int) -> Grouped:
+def _read_compressed(module: Module, parts: Parts) -> Grouped:
     outputs, inputs = module.shape
     steps = _need(parts, "weight_scale").float()
     words, zeros = parts("weight_packed"), parts("weight_zero_point")

@@ -11,28 +11,24 @@ from headstart.models.dense.shape import OtherKind
 from headstart.models.dense.weights import Entry
 from headstart.models.prequantised.scheme import Method, Scheme
 
-__all__ = ["SCALES", "Module", "find_modules"]
+__all__ = ["NAMES", "Module", "find_modules"]
 
-_WORDS: dict[Method, str] = {
-    "awq": "qweight",
-    "gptq": "qweight",
-    "compressed-tensors": "weight_packed",
-}
-SCALES: dict[Method, str] = {
-    "awq": "scales",
-    "gptq": "scales",
-    "compressed-tensors": "weight_scale",
-}
-"""The name of a weight's scales."""
-_ZEROS: dict[Method, str] = {
-    "awq": "qzeros",
-    "gptq": "qzeros",
-    "compressed-tensors": "weight_zero_point",
-}
-_ORDERS: dict[Method, str] = {
-    "awq": "",
-    "gptq": "g_idx",
-    "compressed-tensors": "weight_g_idx",
+
+class _Names(NamedTuple):
+    """What the tensors of a weight are called; order: the group of each input."""
+
+    words: str
+    scales: str
+    zeros: str
+    order: str | None = None
+
+
+NAMES: dict[Method, _Names] = {
+    "awq": _Names("qweight", "scales", "qzeros"),
+    "gptq": _Names("qweight", "scales", "qzeros", "g_idx"),
+    "compressed-tensors": _Names(
+        "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"
+    ),
 }
 _SHAPE = "weight_shape"
 _SCALE_TYPES = frozenset({"F16", "BF16", "F32"})
@@ -61,10 +57,10 @@ def find_modules(
     Raises `DamagedModelError` for tensors of types or shapes that do not fit together, and
     `OtherKind` for groups that are kept in another way.
     """
-    method = scheme.method
-    suffix = f".{_WORDS[method]}"
+    called = NAMES[scheme.method]
+    suffix = f".{called.words}"
     found = {name.removesuffix(suffix): suffix[1:] for name in entries if name.endswith(suffix)}
-    if method == "compressed-tensors":  # values of 8 bits need no packing
+    if scheme.method == "compressed-tensors":  # values of 8 bits need no packing
         found |= {
             name.removesuffix(".weight"): "weight"
             for name, entry in entries.items()
@@ -72,8 +68,12 @@ def find_modules(
         }
     modules = {}
     for module, words in found.items():
-        names = (words, SCALES[method], _ZEROS[method], _ORDERS[method], _SHAPE)
-        held = {name: entries[full] for name in names if (full := f"{module}.{name}") in entries}
+        names = (words, called.scales, called.zeros, called.order, _SHAPE)
+        held = {
+            name: entries[full]
+            for name in names
+            if name is not None and (full := f"{module}.{name}") in entries
+        }
         listed = ", ".join(f"{name} {one.dtype} {list(one.shape)}" for name, one in held.items())
         told = f"{module} in {folder}: {listed}"
         if words != "weight" and f"{module}.weight" in entries:
@@ -95,15 +95,15 @@ def find_modules(
 def _check_types(held: Mapping[str, Entry], words: str, scheme: Scheme, told: str) -> None:
     """Raise `DamagedModelError` for a missing tensor, or one of a type that is not read."""
     packed = frozenset({"I8" if words == "weight" else "I32"})
-    zeros, order = _ZEROS[scheme.method], _ORDERS[scheme.method]
-    types = {words: packed, SCALES[scheme.method]: _SCALE_TYPES, zeros: packed}
-    types |= {order: _PLACES, _SHAPE: _PLACES}
+    _, scales, zeros, order = NAMES[scheme.method]
+    types = {words: packed, scales: _SCALE_TYPES, zeros: packed, order: _PLACES, _SHAPE: _PLACES}
     wrong = [name for name, entry in held.items() if entry.dtype not in types[name]]
     if wrong:
         raise DamagedModelError(f"{told}: the type of {wrong[0]} is not read")
-    needed = [words, SCALES[scheme.method]]
+    needed = [words, scales]
     needed += [zeros] * (scheme.has_zeros is not False)
-    needed += [order] * (not scheme.is_ordered)
+    needed += [order] if order is not None and not scheme.is_ordered else []
+    needed += [_SHAPE] * (words == "weight_packed")
     if missing := [name for name in needed if name not in held]:
         raise DamagedModelError(f"{told}: there is no {missing[0]}")
     if _SHAPE in held and held[_SHAPE].shape != (2,):
@@ -120,9 +120,9 @@ def _find_shape(
     if scheme.method == "compressed-tensors":
         if words == "weight":
             return (size[0], size[1]), 8
-        wanted = shapes.get(_SHAPE, ())
+        wanted = shapes[_SHAPE]
         fitting = [bits for bits in sorted(scheme.bits) if size[1] == -(-wanted[-1] * bits // 32)]
-        if len(wanted) != 2 or min(wanted) < 1 or len(fitting) != 1:
+        if min(wanted) < 1 or len(fitting) != 1:
             return None, 0
         return (wanted[0], wanted[1]), fitting[0]
     [bits] = scheme.bits
@@ -133,25 +133,26 @@ def _find_shape(
 
 
 def _count_groups(scheme: Scheme, shapes: Mapping[str, _Shape]) -> int:
-    return shapes[SCALES[scheme.method]][scheme.method == "compressed-tensors"]
+    return shapes[NAMES[scheme.method].scales][scheme.method == "compressed-tensors"]
 
 
 def _fit(scheme: Scheme, shape: tuple[int, int], bits: int, shapes: Mapping[str, _Shape]) -> bool:
     """Whether scales, zero points and groups are of a weight of this shape."""
     outputs, inputs = shape
-    scales = shapes[SCALES[scheme.method]]
+    scales = shapes[NAMES[scheme.method].scales]
     if len(scales) != 2:
         raise OtherKind(f"its weights have scales of the shape {list(scales)}")
     fields, groups = 32 // bits, _count_groups(scheme, shapes)
     words = -(-outputs // fields)
-    order = shapes.get(_ORDERS[scheme.method])
+    called = NAMES[scheme.method]
+    order = shapes.get(called.order) if called.order is not None else None
     if scheme.method == "compressed-tensors":
         zeros = (outputs if "weight" in shapes else words, groups)
         packed = (outputs, -(-inputs // fields))
         fits = shapes.get("weight_packed", packed) == packed and scales[0] == outputs
     else:
         zeros, fits = (groups, words), scales[1] == outputs
-    fits = fits and shapes.get(_ZEROS[scheme.method], zeros) == zeros
+    fits = fits and shapes.get(called.zeros, zeros) == zeros
     return fits and min(outputs, inputs, groups) > 0 and order in (None, (inputs,))
 
 

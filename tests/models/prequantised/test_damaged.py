@@ -79,6 +79,11 @@ def test_what_config_json_promises_is_needed(tmp_path: Path) -> None:
         del parts["weight_zero_point"]
         return parts
 
+    def without_shape(weight: Tensor) -> Tensors:
+        parts = compressed(theirs, layout, weight)
+        del parts["weight_shape"]
+        return parts
+
     def without_order(weight: Tensor) -> Tensors:
         parts = gptq(weight, shuffled=True)
         del parts["g_idx"]
@@ -86,6 +91,7 @@ def test_what_config_json_promises_is_needed(tmp_path: Path) -> None:
 
     cases: list[tuple[dict[str, Any], Quantise, str]] = [
         (compressed_config(kept), without_zeros, "there is no weight_zero_point"),
+        (compressed_config(kept), without_shape, "there is no weight_shape"),
         (GPTQ | {"desc_act": True}, without_order, "there is no g_idx"),
         (GPTQ | {"group_size": 48}, gptq, "groups, by config.json of"),
     ]

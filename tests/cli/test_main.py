@@ -337,16 +337,6 @@ def test_help_and_version_load_no_torch() -> None:
     assert done.stdout.startswith("headstart, version ")
 
 
-def test_importing_leaves_the_garbage_collector_as_it_was() -> None:
-    program = (
-        "import gc, headstart\n"
-        "headstart.SamplingParams; assert gc.isenabled() and gc.get_freeze_count()\n"
-        "gc.disable(); headstart.HeadstartError; assert not gc.isenabled()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 class TestPoolPicture:
     """The picture follows a real manager with blocks of 4 tokens."""
 

@@ -11,7 +11,7 @@ INSTALLED := .venv/.installed
 # Another one where there is no compiler, so that headstart is installed again once there is.
 READY := .venv/.ready$(if $(shell command -v $${CXX:-c++}),,-without-kernels)
 TOOLS := .venv/.tools
-CODE := headstart tests examples $(wildcard bench tools recipes docs/figures_src)
+CODE := headstart tests examples setup.py $(wildcard bench tools recipes docs/figures_src)
 TYPED := headstart $(wildcard bench tools recipes docs/figures_src)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 LOCKED := --constraint requirements.lock
@@ -19,13 +19,15 @@ LOCKED := --constraint requirements.lock
 # The tests start a hundred processes: what one has compiled, the others need not.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve test lint types unit unit-portable beside emulate sanitize figures bench curves clean
+.PHONY: help demo serve test lint types unit unit-portable unit-compiled beside \
+  compiled emulate sanitize figures bench curves clean
 
 help:
 	@echo "make demo    two questions about one long document, the second from the cache"
 	@echo "make serve   the embedded model behind OpenAI's API, and a page that shows its cache"
 	@echo "make test    style, types, then all tests"
-	@echo "make lint | types | unit | unit-portable    one part of make test"
+	@echo "make lint | types | unit | unit-portable | unit-compiled    one part of make test"
+	@echo "make compiled the cache's tests, and those of what uses it, over headstart.cache compiled"
 	@echo "make emulate the kernels' tests on a CPU without AVX-512 (minutes; GCC on Linux)"
 	@echo "make sanitize the same over a build that watches memory"
 	@echo "make figures draw the figures of the docs anew"
@@ -39,13 +41,14 @@ demo: $(READY)
 serve: $(READY)
 	@$(BIN)/headstart serve
 
-# Types, and the tests without kernels, beside all the others: these leave a core idle now and then.
+# Types, and the tests without kernels and with the cache compiled, beside all the others: these
+# leave a core idle now and then.
 test: lint
 	@$(MAKE) --no-print-directory --jobs=2 unit beside
 
 beside: $(TOOLS)
 	@mkdir -p build
-	@if $(MAKE) --no-print-directory types unit-portable >build/beside.log 2>&1; \
+	@if $(MAKE) --no-print-directory types unit-portable unit-compiled >build/beside.log 2>&1; \
 	  then cat build/beside.log; else cat build/beside.log; exit 1; fi
 
 lint: $(TOOLS)
@@ -74,6 +77,13 @@ PORTABLE := "$(ANSWERS)_answers_are_right_cold_and_warm[bfloat16]" \
 unit-portable: $(TOOLS)
 	HEADSTART_NATIVE=0 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
 	  $(BIN)/python -m pytest $(PORTABLE)
+
+# What some wheels have: half a minute to compile, and the cache's own tests.
+unit-compiled: $(TOOLS)
+	$(BIN)/python tools/compiled.py tests/cache
+
+compiled: $(TOOLS)
+	$(BIN)/python tools/compiled.py
 
 emulate: $(TOOLS)
 	$(BIN)/python tools/emulate.py

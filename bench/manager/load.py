@@ -7,6 +7,7 @@ of a few milliseconds, and a share is the median of the shares of the turns.
 
 import gc
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -16,6 +17,7 @@ import tracemalloc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from itertools import pairwise
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -135,9 +137,15 @@ def answer(subject: Subject, memory: Callable[[], Figures]) -> None:
 class Peer:
     """A manager in a process of its own, which takes a turn when it is asked."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], package: Path | None = None) -> None:
+        """`package`: the folder that it imports headstart from, if not the usual one."""
+        environment = dict(os.environ)
+        if package is not None:
+            environment["PYTHONPATH"] = str(package)
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, env=environment
+        )
 
     def __enter__(self) -> "Peer":
         return self

@@ -1,6 +1,7 @@
 """What the cache manager costs, in microseconds, with no model and no tensor.
 
     python bench/manager/manager.py [--blocks 100000] [--turns 20] [--beside build/peers/vllm]
+        [--compiled build/compiled]
 
 A request of 8,192 tokens, half of which is cached, meets a full pool of blocks of 16, so that
 every new block evicts a cached one: naming, lookup, allocation, free. And 256 requests decode a
@@ -9,7 +10,8 @@ the interpreter: a block costs an object made, one unlinked, and a handful of at
 
 `--beside` names a virtual environment that has vLLM (`peers.py` says how to make one). Its own
 manager then meets the same load, turn by turn, and the limits are shares of its figures: a fifth
-a request, a tenth a decode step. Ends in one JSON line.
+a request, a tenth a decode step. `--compiled` names a folder that has this manager compiled
+(`make compiled` makes one); it takes turns with the others. Ends in one JSON line.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+import headstart.cache.manager
 from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
 
 LIMITS = {"request_us": 1 / 5, "decode_us": 1 / 10, "pool_init_s": 1.0}  # of vLLM's in one run
@@ -79,24 +82,26 @@ def memory() -> Figures:
     return measure_memory(lambda n: KVCacheManager(CacheConfig(num_blocks=n)), Headstart)
 
 
-def measure_in_turns(options: argparse.Namespace) -> tuple[list[Figures], list[Figures]]:
-    """This manager's figures, turn by turn and those of the end, and vLLM's if it is asked."""
-    commands = [[sys.executable, __file__, "--answer"]]
-    if options.beside is not None:
-        theirs = Path(__file__).with_name("vllm_manager.py")
-        commands.append([str(options.beside / "bin" / "python"), str(theirs)])
-    found: list[list[Figures]] = [[], []]
+def measure_in_turns(options: argparse.Namespace) -> dict[str, list[Figures]]:
+    """By manager, its figures, turn by turn and those of the end."""
+    blocks = ["--blocks", str(options.blocks)]
+    own = [sys.executable, __file__, "--answer", *blocks]
     with ExitStack() as running, Progress(console=Console(stderr=True)) as progress:
-        peers = [
-            running.enter_context(Peer([*command, "--blocks", str(options.blocks)]))
-            for command in commands
-        ]
+        peers = {"headstart": running.enter_context(Peer(own))}
+        if options.compiled is not None:
+            package = options.compiled.resolve()
+            peers["compiled"] = running.enter_context(Peer([*own, "--is-compiled"], package))
+        if options.beside is not None:
+            theirs = Path(__file__).with_name("vllm_manager.py")
+            command = [str(options.beside / "bin" / "python"), str(theirs), *blocks]
+            peers["vllm"] = running.enter_context(Peer(command))
+        found: dict[str, list[Figures]] = {name: [] for name in peers}
         for _ in progress.track(range(options.turns), description="turns"):
-            for peer, figures in zip(peers, found, strict=False):
-                figures.append(peer.turn())
-        for peer, figures in zip(peers, found, strict=False):
-            figures.append(peer.end())
-    return found[0], found[1]
+            for name, peer in peers.items():
+                found[name].append(peer.turn())
+        for name, peer in peers.items():
+            found[name].append(peer.end())
+    return found
 
 
 def medians(found: list[Figures]) -> Figures:
@@ -105,15 +110,21 @@ def medians(found: list[Figures]) -> Figures:
     return {name: statistics.median(f[name] for f in found if name in f) for name in names}
 
 
-def show(figures: Figures, shares: Figures) -> None:
+def shares(ours: list[Figures], theirs: list[Figures]) -> Figures:
+    """Medians of what each turn's figures are of the other's."""
+    pairs = zip(ours, theirs, strict=True)
+    return medians([{name: a[name] / b[name] for name in a} for a, b in pairs])
+
+
+def show(columns: dict[str, Figures]) -> None:
     """The table a person reads."""
-    table = Table("", "measured", "of vLLM's", "limit")
-    for name, figure in figures.items():
-        share = f"{shares[name]:.3f}" if name in shares else ""
+    table = Table("", *columns, "limit")
+    for name in columns["headstart"]:
         limit = f"{LIMITS[name]:g} of vLLM's" if name in LIMITS else ""
         if name == "bytes_per_block":
             limit = f"{MAX_BYTES}"
-        table.add_row(name, f"{figure:.4g}", share, limit)
+        cells = [f"{column[name]:.4g}" for column in columns.values()]
+        table.add_row(name, *cells, limit)
     Console().print(table)
 
 
@@ -122,19 +133,27 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=100_000)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--beside", type=Path, help="a virtual environment that has vLLM")
+    parser.add_argument("--compiled", type=Path, help="a folder with headstart compiled")
     parser.add_argument("--answer", action="store_true", help="take a turn for each line of input")
+    parser.add_argument("--is-compiled", action="store_true", help="refuse an interpreted cache")
     options = parser.parse_args()
+    if options.is_compiled and Path(headstart.cache.manager.__file__).suffix == ".py":
+        parser.error(f"{headstart.cache.manager.__file__} is not compiled")
     if options.answer:
         answer(Headstart(options.blocks), memory)
         return
-    ours, theirs = measure_in_turns(options)
-    figures = medians(ours)
-    shares = medians(
-        [{name: a[name] / b[name] for name in a} for a, b in zip(ours, theirs, strict=False)]
-    )
-    show(figures, shares)
-    told = {f"{name}_of_vllm": round(share, 3) for name, share in shares.items()}
-    print(json.dumps({name: round(figure, 3) for name, figure in figures.items()} | told))
+    found = measure_in_turns(options)
+    columns: dict[str, Figures] = {}
+    told: Figures = {}
+    for name in [one for one in found if one != "vllm"]:
+        columns[name] = medians(found[name])
+        prefix = "" if name == "headstart" else f"{name}_"
+        told |= {f"{prefix}{one}": figure for one, figure in columns[name].items()}
+        if "vllm" in found:
+            columns[f"{name}, of vLLM's"] = of = shares(found[name], found["vllm"])
+            told |= {f"{prefix}{one}_of_vllm": share for one, share in of.items()}
+    show(columns)
+    print(json.dumps({name: round(figure, 3) for name, figure in told.items()}))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,9 @@ Source: "Automatic Prefix Caching" (vLLM v1 design), data structure.
 """
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from headstart.cache.identity import BlockHash, BlockKey, Namespace, cut_salt
+from headstart.mypyc_hints import mypyc_attr
 
 
 class KVCacheBlock:
@@ -33,18 +32,16 @@ class KVCacheBlock:
         self.prev_free_block: KVCacheBlock = self
         self.next_free_block: KVCacheBlock = self
 
-    if TYPE_CHECKING:
-
-        @property
-        def block_id(self) -> int: ...
-
-    else:  # a property in C, since block tables are made of it
-        block_id = property(attrgetter("_block_id"), doc="Its place in the pool.")
+    @property
+    def block_id(self) -> int:
+        """Its place in the pool."""
+        return self._block_id
 
     def __repr__(self) -> str:
         return f"KVCacheBlock({self._block_id}, ref_cnt={self.ref_cnt})"
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PrefixNode:
     """One prefix identity: its parent's prefix and one more block. `block` holds its K/V, or None.
 
@@ -54,12 +51,17 @@ class PrefixNode:
 
     __slots__ = ("block", "block_hash", "child", "key", "parent")
 
-    def __init__(self, parent: "PrefixNode | None", key: BlockKey) -> None:
+    parent: "PrefixNode | None"
+    key: BlockKey
+    block: KVCacheBlock | None
+    child: "PrefixNode | None"
+    block_hash: BlockHash | None
+
+    def place(self, parent: "PrefixNode | None", key: BlockKey) -> None:
+        """Set every field of a new node, without a block or a child."""
         self.parent = parent
         self.key = key
-        self.block: KVCacheBlock | None = None
-        self.child: PrefixNode | None = None
-        self.block_hash: BlockHash | None = None
+        self.block = self.child = self.block_hash = None
 
     def salt(self) -> str | None:
         """Whose it is: the salt that entered the chain last, or the root's."""
@@ -90,7 +92,7 @@ class Branches(PrefixNode):
     __slots__ = ("nodes", "order")
 
     def __init__(self, parent: PrefixNode) -> None:
-        super().__init__(parent, BlockKey(b""))
+        self.place(parent, BlockKey(b""))
         self.nodes: dict[BlockKey, PrefixNode] = {}
         self.order: list[BlockKey] = []
 
@@ -105,17 +107,22 @@ def count_free(blocks: Sequence[KVCacheBlock]) -> int:
     return [block.ref_cnt for block in blocks].count(0)
 
 
+def make_node(
+    parent: PrefixNode | None, key: BlockKey, kind: type[PrefixNode] = PrefixNode
+) -> PrefixNode:
+    """A new node of this kind, without a block or a child."""
+    node = kind()
+    node.place(parent, key)
+    return node
+
+
 def make_chain(
     parent: PrefixNode, keys: Sequence[BlockKey], blocks: Sequence[KVCacheBlock]
 ) -> PrefixNode:
-    """New nodes, one a key and block, each the only child of the one before; returns the last.
-
-    Does without `PrefixNode.__init__`: the call takes longer than the five fields.
-    """
-    new = PrefixNode.__new__
+    """New nodes, one a key and block, each the only child of the one before; returns the last."""
     node = parent
     for key, block in zip(keys, blocks, strict=True):
-        child = new(PrefixNode)
+        child = PrefixNode()
         child.parent = node
         child.key = key
         child.block = block
@@ -137,5 +144,5 @@ class RootNode(PrefixNode):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: Namespace) -> None:
-        super().__init__(None, BlockKey(b""))
+        self.place(None, BlockKey(b""))
         self.namespace = namespace

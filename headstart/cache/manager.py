@@ -33,8 +33,10 @@ from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
 from headstart.cache.tree import Stretch
 from headstart.errors import CacheError
+from headstart.mypyc_hints import mypyc_attr
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class KVCacheManager:
     """Allocates KV blocks to sequences, and finds cached ones again by prefix identity.
 
@@ -125,10 +127,8 @@ class KVCacheManager:
 
         across_salts: ask what other tenants have cached too; for the operator's eyes alone.
         """
-        if not self._caching:
-            return MissExplanation(MissReason.DISABLED, 0)
         found = self.get_computed_blocks(sequence)
-        explanation = explain_end(self.pool.index, found, self.block_size)
+        explanation = explain_end(self.pool.index, found, self.block_size, is_caching=self._caching)
         if across_salts and is_in_other_salt(self.pool.index, found):
             return MissExplanation(MissReason.SALT, explanation.position)
         return explanation

@@ -4,7 +4,7 @@ The pool knows no tensor, request or model. It moves blocks between three places
 sequences (`ref_cnt` > 0), free with content that a lookup may still find, free and empty.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from headstart.cache.identity import BlockKey
 from headstart.cache.index import PrefixIndex
 from headstart.cache.portable_names import BlockNames
 from headstart.cache.stats import EvictionAges
+from headstart.mypyc_hints import mypyc_attr
 
 AGE_SAMPLE = 64
 """Of so many blocks, one's time is kept: a time for each would take too much memory."""
@@ -35,9 +36,10 @@ class BlockPicture(NamedTuple):
     """
 
     state: BlockState
-    content: object
+    content: Hashable
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class BlockPool:
     """All blocks, the free ones in the order of the eviction policy, and the prefix index.
 
@@ -155,8 +157,11 @@ class BlockPool:
     def store_child(self, parent: PrefixNode, key: BlockKey, block: KVCacheBlock) -> PrefixNode:
         """Store one block under a node without children, in a sixth of `store_chain`'s time."""
         self.index.unwritten.add(block)
-        node = PrefixNode(parent, key)
+        node = PrefixNode()
+        node.parent = parent
+        node.key = key
         node.block = block
+        node.child = node.block_hash = None
         parent.child = block.node = node
         if self.names is not None:
             self.events.append(BlockStored(block.block_id, node, self.names))

@@ -3,7 +3,7 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 from headstart.cache.block import KVCacheBlock, PrefixNode
 from headstart.cache.identity import (
@@ -21,7 +21,8 @@ from headstart.cache.identity import (
     slice_keys,
 )
 from headstart.errors import CacheError
-from headstart.validation import check_name
+from headstart.mypyc_hints import mypyc_attr
+from headstart.validation import Name, check_name
 
 
 class Mark(NamedTuple):
@@ -31,6 +32,7 @@ class Mark(NamedTuple):
     seconds: float
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class TokenSequence:
     """The tokens of one request, prompt and output, and its block table.
 
@@ -79,8 +81,8 @@ class TokenSequence:
         request_id: str,
         token_ids: Iterable[int],
         *,
-        adapter: str | None = None,
-        salt: str | None = None,
+        adapter: Name = None,
+        salt: Name = None,
         items: Sequence[MultiModalItem] = (),
         public: PublicBlocks | None = None,
     ) -> None:
@@ -111,7 +113,7 @@ class TokenSequence:
         self.in_progress: tuple[PrefixNode | Namespace, BlockKey] | None = None
         self.step = -1  # the last step that gave it slots
 
-    def append(self, token_id: int) -> None:
+    def append(self, token_id: SupportsIndex) -> None:
         """Add a generated token. Raises CacheError when it is no token id."""
         if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
             token_id = check_token(token_id)

@@ -9,8 +9,9 @@ from collections import OrderedDict
 from itertools import islice
 from typing import NamedTuple
 
-from headstart.cache.block import Branches, PrefixNode, RootNode, block_ids
+from headstart.cache.block import Branches, PrefixNode, RootNode, block_ids, make_node
 from headstart.cache.identity import BlockKey, Namespace, cut_salt
+from headstart.mypyc_hints import mypyc_attr
 
 
 class Stretch(NamedTuple):
@@ -30,6 +31,7 @@ class Stretch(NamedTuple):
     num_held: int
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PrefixTree:
     """Nodes under the root of their namespace. The caller that makes a node also removes it.
 
@@ -117,14 +119,14 @@ class PrefixTree:
         """The child of this key, which is not empty; made when there is none."""
         only = parent.child
         if only is None:
-            parent.child = node = kind(parent, key)
+            parent.child = node = make_node(parent, key, kind)
             return node
         if only.key == key:
             return only
         branches = only if isinstance(only, Branches) else self.branch(parent, only)
         found = branches.nodes.get(key)
         if found is None:
-            found = branches.nodes[key] = kind(parent, key)
+            found = branches.nodes[key] = make_node(parent, key, kind)
         return found
 
     def branch(self, parent: PrefixNode, only: PrefixNode) -> Branches:

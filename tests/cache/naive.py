@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from headstart.cache import (
     Allocation,
     ComputedBlocks,
-    KVCacheBlock,
     KVCacheManager,
     RowCopy,
     TokenSequence,
 )
 from tests.cache.naming import count_public
+from tests.cache.watched_policy import watch_policy
 
 GARBAGE = -1
 Row = int | None
@@ -78,7 +78,7 @@ class NaiveEngine:
 
     def __init__(self, manager: KVCacheManager, public: Sequence[Sequence[int]] = ()) -> None:
         self.manager = manager
-        self._spy_on_takes()
+        self._policy = watch_policy(manager)
         self.config = manager.config
         self.size = manager.block_size
         self.contents = Contents(self.size, public)
@@ -93,16 +93,10 @@ class NaiveEngine:
         self.reused: dict[int, int] = {}  # blocks that a sequence hit, by its id
         self.announced: dict[int, TokenSequence] = {}
 
-    def _spy_on_takes(self) -> None:
-        policy = self.manager.pool.free
-        take = policy.take
-
-        def spy(count: int, salt: str | None = None) -> list[KVCacheBlock]:
-            taken = take(count, salt)
-            self.taken = [block.block_id for block in taken]
-            return taken
-
-        policy.take = spy  # type: ignore[method-assign]
+    @property
+    def taken(self) -> list[int]:
+        """The blocks that the last allocation took."""
+        return self._policy.taken
 
     # What a lookup should find
 
@@ -364,7 +358,7 @@ class NaiveEngine:
     def reset(self) -> bool:
         done = self.manager.reset_prefix_cache()
         if done:
-            self._spy_on_takes()
+            self._policy = watch_policy(self.manager)
             self.valid = [0] * len(self.valid)
         return done
 

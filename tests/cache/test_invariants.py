@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from headstart.cache import KVCacheManager, TokenSequence
-from headstart.cache.block import Branches, PartialNode, PrefixNode
+from headstart.cache.block import Branches, PartialNode, PrefixNode, make_node
 from headstart.cache.free_queue import FreeBlockQueue
 from headstart.cache.identity import BlockKey
 from tests.cache.steps import admit, finish, make_manager, start
@@ -74,7 +74,7 @@ def fill_what_nobody_holds(manager: KVCacheManager) -> None:
 
 
 def name_a_block_beside_the_index(manager: KVCacheManager) -> None:
-    next(iter(manager.pool.free)).node = PrefixNode(first_node(manager), BlockKey(bytes(16)))
+    next(iter(manager.pool.free)).node = make_node(first_node(manager), BlockKey(bytes(16)))
 
 
 def name_a_block_twice(manager: KVCacheManager) -> None:
@@ -141,7 +141,7 @@ def keep_too_many_ghosts(manager: KVCacheManager) -> None:
 
 
 def make_a_partial_block_a_ghost(manager: KVCacheManager) -> None:
-    manager.pool.index._ghosts.append(PartialNode(None, BlockKey(b"")))
+    manager.pool.index._ghosts.append(make_node(None, BlockKey(b""), PartialNode))
 
 
 def be_an_ancestor_while_cached(manager: KVCacheManager) -> None:
@@ -149,7 +149,7 @@ def be_an_ancestor_while_cached(manager: KVCacheManager) -> None:
 
 
 def outlive_beyond_the_index(manager: KVCacheManager) -> None:
-    manager.pool.index._ancestors.add(PrefixNode(None, BlockKey(b"")))
+    manager.pool.index._ancestors.add(make_node(None, BlockKey(b"")))
 
 
 def use_no_block(manager: KVCacheManager) -> None:

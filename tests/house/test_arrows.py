@@ -8,8 +8,8 @@
 
 The core of cluster is the prefix index and the router, with all that these need.
 
-Everyone may import `headstart.errors`, `.validation`, `.version`, `.imports`, `.vllm_imports` and
-`.machine`; the command line may import all.
+Everyone may import `headstart.errors`, `.validation`, `.version`, `.imports`, `.vllm_imports`,
+`.machine` and `.mypyc_hints`; the command line may import all.
 """
 
 import subprocess
@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "version": set(),
     "imports": set(),
     "machine": set(),
+    "mypyc_hints": set(),
     "vllm_imports": set(),
     "inputs": {"engine"},
     "lora": {"engine"},
@@ -43,9 +44,17 @@ MAY_IMPORT = {
     "utils": set(),
     "v1": {"engine"},
 }
-CLUSTER_CORE = ("events", "index", "load", "policies", "prompt_keys", "router")
+CLUSTER_CORE = ("events", "holders", "index", "load", "policies", "prompt_keys", "router")
 CORE_MODULES = {"headstart.cluster", *(f"headstart.cluster.{name}" for name in CLUSTER_CORE)}
-EVERYONE_MAY_IMPORT = {"errors", "validation", "version", "imports", "machine", "vllm_imports"}
+EVERYONE_MAY_IMPORT = {
+    "errors",
+    "validation",
+    "version",
+    "imports",
+    "machine",
+    "vllm_imports",
+    "mypyc_hints",
+}
 WITHOUT_TORCH = ("cache", "tiers", "replay", *(f"cluster.{name}" for name in CLUSTER_CORE))
 
 # Imported inside functions, because a user may do without them.

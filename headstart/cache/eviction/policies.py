@@ -10,11 +10,12 @@ changes a block's identity.
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice, takewhile
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from headstart.cache.block import KVCacheBlock, PrefixNode
 from headstart.cache.eviction.retention import Marks, RetainedBlocks
 from headstart.cache.free_queue import FreeBlockQueue
+from headstart.mypyc_hints import mypyc_attr
 
 
 class EvictionPolicy(Protocol):
@@ -55,6 +56,7 @@ class EvictionPolicy(Protocol):
     def __iter__(self) -> Iterator[KVCacheBlock]: ...
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Lru:
     """Least recently used first; of one request, the last block first. O(1) a block.
 
@@ -97,6 +99,7 @@ class Lru:
         return iter(self._queue)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class EmptyFirstLru(Lru):
     """As `Lru`, but a block without reusable content is always taken before a cached one.
 
@@ -115,6 +118,7 @@ class EmptyFirstLru(Lru):
                 self._queue.appendleft(block)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class AdaptiveLru(EmptyFirstLru):
     """As `EmptyFirstLru`, but partial blocks have only as many places as their hits have earned.
 
@@ -128,7 +132,7 @@ class AdaptiveLru(EmptyFirstLru):
     `most_retained`, they stand in line like blocks that were released just now.
     """
 
-    EARNED = 4
+    EARNED: ClassVar[int] = 4
 
     def __init__(
         self, blocks: Sequence[KVCacheBlock], marks: Marks, most: int | None = None

@@ -5,7 +5,7 @@ from collections import OrderedDict
 import pytest
 
 from headstart.cache import CacheConfig, KVCacheBlock, KVCacheManager, TokenSequence
-from headstart.cache.block import PartialNode, PrefixNode
+from headstart.cache.block import PartialNode, make_node
 from headstart.cache.eviction import POLICIES, AdaptiveLru, Marks, make_policy
 from headstart.cache.identity import BlockKey
 from headstart.errors import CacheError, ConfigError
@@ -51,7 +51,7 @@ def test_where_released_blocks_go(name: str, order: list[int]) -> None:
     policy = make_policy(name, blocks)
     policy.take(5)
     for at in (0, 2, 4):
-        blocks[at].node = PrefixNode(None, BlockKey(b""))
+        blocks[at].node = make_node(None, BlockKey(b""))
     policy.release([blocks[0]])
     policy.release([blocks[4], blocks[3], blocks[2], blocks[1]])
     assert [block.block_id for block in policy] == order
@@ -144,7 +144,7 @@ def test_chats_keep_the_partial_blocks_that_their_next_turns_ask_for(num_blocks:
 
 
 def partial(block: KVCacheBlock) -> KVCacheBlock:
-    block.node = PartialNode(None, BlockKey(b"x"))
+    block.node = make_node(None, BlockKey(b"x"), PartialNode)
     return block
 
 
@@ -153,7 +153,7 @@ def test_partial_blocks_have_the_room_that_their_hits_have_earned() -> None:
     policy = make_policy("adaptive-lru", blocks)
     policy.take(10)
     whole = blocks[0]
-    whole.node = PrefixNode(None, BlockKey(b"x"))
+    whole.node = make_node(None, BlockKey(b"x"))
     policy.release([whole])
     for block in blocks[1:8]:
         policy.release([partial(block)])
@@ -176,7 +176,7 @@ def test_partial_blocks_that_leave_the_queue_without_a_hit_change_no_room() -> N
     for block in blocks[1:]:
         policy.release([partial(block)])
     assert [block.block_id for block in policy] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    blocks[0].node = PrefixNode(None, BlockKey(b"x"))
+    blocks[0].node = make_node(None, BlockKey(b"x"))
     policy.release([blocks[0]])
     policy.withdraw([blocks[9], blocks[7]])
     assert [block.block_id for block in policy] == [1, 2, 3, 4, 5, 6, 8, 0]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.cache import CacheConfig, KVCacheBlock, KVCacheManager, Mark, TokenSequence
-from headstart.cache.block import PrefixNode, RootNode
+from headstart.cache.block import RootNode, make_node
 from headstart.cache.eviction import Marks, make_policy
 from headstart.cache.identity import BlockKey, Namespace
 from headstart.cache.stats import AGE_BOUNDS
@@ -233,7 +233,7 @@ def test_the_order_is_that_of_the_model(operations: list[tuple[str, int, int]], 
     policy = make_policy(name, blocks, marks=Marks(lambda: now[0]))
     model, held = Model(10), policy.take(10)
     for block in blocks:
-        block.node = PrefixNode(RootNode(Namespace(None, None)), BlockKey(b"x"))
+        block.node = make_node(RootNode(Namespace(None, None)), BlockKey(b"x"))
     for what, which, seconds in operations:
         block = blocks[which]
         if what == "wait":

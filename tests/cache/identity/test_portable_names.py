@@ -64,10 +64,10 @@ def test_prompts_that_begin_alike_are_named_as_if_each_was_the_first() -> None:
 
 def test_few_names_are_remembered() -> None:
     names = BlockNames(1)
-    for first in range(1000):
+    for first in range(5000):
         sequence = TokenSequence("asked", range(first, first + 64))
         names.of_keys(sequence.root, sequence.cut(1))
-    assert 256 <= len(names._recent) <= 512
+    assert 2048 <= len(names._recent) <= 4096
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "random"])

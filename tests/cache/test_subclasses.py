@@ -1,0 +1,100 @@
+"""What users may derive from stays so where the cache is compiled."""
+
+import copy
+import pickle
+
+from headstart.cache import (
+    BlockHash,
+    BlockKey,
+    BlockNames,
+    CacheConfig,
+    CacheEvent,
+    KVCacheBlock,
+    KVCacheManager,
+    MultiModalItem,
+    Namespace,
+    PrefixNode,
+    PrefixTree,
+    TokenSequence,
+)
+from headstart.cache.eviction import AdaptiveLru
+from tests.cache.steps import finish
+from tests.cache.watched_policy import watch_policy
+
+
+class NoisyManager(KVCacheManager):
+    """Keeps what it hands out."""
+
+    def __init__(self, config: CacheConfig, names: BlockNames) -> None:
+        super().__init__(config, names)
+        self.told: list[CacheEvent] = []
+
+    def take_events(self) -> list[CacheEvent]:
+        events = super().take_events()
+        self.told += events
+        return events
+
+
+class Prompt(TokenSequence):
+    """Says for itself what is cut."""
+
+    def cut(self, block_size: int) -> list[BlockKey]:
+        return super().cut(block_size)[:1]
+
+
+class Names(BlockNames):
+    """Counts what it is asked."""
+
+    asked = 0
+
+    def of_node(self, node: PrefixNode) -> BlockHash:
+        type(self).asked += 1
+        return super().of_node(node)
+
+
+def test_a_manager_with_names_and_sequences_of_others() -> None:
+    manager = NoisyManager(CacheConfig(num_blocks=8, block_size=4, events=True), Names(4))
+    finish(manager, "one", list(range(10)))
+    assert manager.take_events() == manager.told != []
+    assert [event.block_hash for event in manager.told if hasattr(event, "block_hash")]
+    assert Names.asked
+    assert len(manager.get_computed_blocks(TokenSequence("plain", list(range(12)))).blocks) == 2
+    assert len(manager.get_computed_blocks(Prompt("short", list(range(12)))).blocks) == 1
+
+
+class Newest(AdaptiveLru):
+    """Takes the block that was freed last."""
+
+    def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
+        newest = list(self)[-count:]
+        self.withdraw(newest)
+        return newest
+
+
+def test_a_policy_that_derives_from_ours_and_one_that_derives_from_nothing() -> None:
+    manager = KVCacheManager(CacheConfig(num_blocks=8, block_size=4))
+    manager.pool.free = Newest(manager.pool.free.take(8), manager.pool.marks)
+    assert finish(manager, "one", list(range(8))) == [6, 7]
+    watched = watch_policy(manager)
+    taken = finish(manager, "two", list(range(50, 58)))
+    assert watched.taken == taken
+
+
+class Weighed(PrefixNode):
+    """A node that knows more."""
+
+    def place(self, parent: PrefixNode | None, key: BlockKey) -> None:
+        super().place(parent, key)
+        self.weight = len(key)
+
+
+def test_a_tree_makes_the_nodes_that_it_is_told_to() -> None:
+    tree = PrefixTree()
+    node = tree.child(tree.make_root(Namespace(None, None)), BlockKey(b"abcd"), Weighed)
+    assert isinstance(node, Weighed)
+    assert node.weight == 4
+
+
+def test_an_item_is_copied_and_pickled() -> None:
+    item = MultiModalItem(b"digest", 1, 2)
+    assert copy.copy(item) == pickle.loads(pickle.dumps(item)) == item

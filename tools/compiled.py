@@ -1,0 +1,82 @@
+"""Runs the tests of the cache over the cache as it is compiled for some wheels.
+
+    python tools/compiled.py [arguments for pytest]
+
+A copy of the sources in build/compiled is compiled as `setup.py` says, and the tests run in that
+copy; without a C compiler and Python's headers nothing is run. The copy stays, for
+`bench/manager/manager.py --compiled build/compiled`.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "build" / "compiled"
+TESTS = (
+    *("tests/cache", "tests/cluster", "tests/replay", "tests/tiers", "tests/engine/limits"),
+    *(f"tests/engine/test_{name}.py" for name in ("engine", "interrupted", "scheduler")),
+    *("tests/engine/tiering", "tests/omni/test_output_cache.py", "tests/omni/test_interrupted.py"),
+    *("tests/server/cache", "tests/server/tenants", "tests/server/test_cache_api.py"),
+)
+LEFT_OUT = {
+    "tests/cache/interruption/test_lines.py": "interrupts every line; compiled code has none",
+    "tests/server/test_cache_api.py::test_many_questions_cost_few_looks": "replaces a method",
+    "tests/cluster/serving": "asks nothing of the manager, and takes long",
+}
+TRIALS = "2000"
+
+
+def main(arguments: list[str]) -> int:
+    """Copy, compile, test; the first exit status that is not 0."""
+    if not can_compile():
+        print("headstart.cache is not compiled: no C compiler here, or no Python.h")
+        return 0
+    compile_copy()
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER), "OMP_NUM_THREADS": "1"}
+    left_out = (f"--deselect={test}" for test in LEFT_OUT)
+    commands = [["pytest", *left_out, *(arguments or TESTS)]]
+    if not arguments:
+        programs = (f"tests.cache.interruption.{name}" for name in ("signals", "no_memory"))
+        commands += [[program, "1", TRIALS] for program in programs]
+    for command in commands:
+        print(" ".join(command[:1]), flush=True)
+        done = subprocess.run([sys.executable, "-m", *command], cwd=FOLDER, env=environment)
+        if done.returncode:
+            return done.returncode
+    return 0
+
+
+def can_compile() -> bool:
+    """Whether there are a C compiler and Python's headers."""
+    compiler = shutil.which((os.environ.get("CC") or "cc").split()[0])
+    return compiler is not None and Path(sysconfig.get_path("include"), "Python.h").exists()
+
+
+def compile_copy() -> None:
+    """The sources in the folder, with the cache compiled; what is up to date stays as it is."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for old in FOLDER.iterdir():
+        if old.is_dir() and old.name != "build":
+            shutil.rmtree(old)
+        elif not old.is_dir():
+            old.unlink()
+    shutil.copytree(ROOT / "headstart", FOLDER / "headstart")
+    shutil.copy2(ROOT / "setup.py", FOLDER)
+    # Without pyproject.toml, so that the kernels are left as they are.
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    environment = {**os.environ, "HEADSTART_COMPILED_CACHE": "1"}
+    made = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True)
+    if made.returncode:
+        sys.exit(f"{made.stdout}\n{made.stderr}\nheadstart.cache was not compiled: see above")
+    for part in ("tests", "bench", "docs", "tools"):
+        shutil.copytree(ROOT / part, FOLDER / part)
+    for part in ("pyproject.toml", "README.md"):
+        shutil.copy2(ROOT / part, FOLDER)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -21,9 +21,11 @@ use more.
 import importlib
 import json
 import os
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from itertools import takewhile
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, Protocol
@@ -225,6 +227,11 @@ class Transformers:
         return tokens
 
 
+def load_class(file: str, name: str) -> Any:
+    """An engine's class of a file near this one, whose folder is no place to import from."""
+    return runpy.run_path(str(Path(__file__).parent / file))[name]
+
+
 def has_bf16() -> bool:
     """True if the CPU multiplies bfloat16; Linux says so."""
     with open("/proc/cpuinfo") as about:
@@ -245,6 +252,7 @@ ENGINES: dict[str, Callable[[str, int, str], Engine]] = {
     "headstart": Headstart,
     "openvino": OpenVINO,
     "vllm": VLLM,
+    "llama": lambda *options: load_class("beside/llama.py", "LlamaCpp")(*options),
     "transformers": Transformers,
 }
 

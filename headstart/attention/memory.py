@@ -1,6 +1,7 @@
 """The paged K/V memory: for every layer, one row of K and one of V per slot."""
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -10,10 +11,12 @@ from torch import Tensor
 
 from headstart.attention.int8_rows import quantize_rows, scale_rows
 from headstart.attention.layout import LayerLayout
+from headstart.attention.prefault import prefault
 
 __all__ = ["PagedKVMemory", "RowCopyLike", "contiguous_runs"]
 
 _CACHE_LINE = 64  # bytes
+_PREFAULTED = 64 << 20  # bytes of the first blocks, at the most
 
 
 class RowCopyLike(Protocol):
@@ -128,6 +131,17 @@ class PagedKVMemory:
             rows = tensor[: self.scratch_slot].view(self.num_blocks, -1).view(torch.uint8)
             yield start, start + rows.shape[1], rows
             start += rows.shape[1]
+
+    def prefault(self, num_blocks: int) -> threading.Thread | None:
+        """Get the pages of the first blocks from the system before a step needs them.
+
+        For memory on a CPU that is about to be written from block 0 on; 64 MB at the most. Returns
+        the thread that does so; None if there is nothing to do, or the system cannot.
+        """
+        count = min(num_blocks, self.num_blocks, _PREFAULTED // self.block_bytes)
+        if self.device.type != "cpu" or count <= 0:
+            return None
+        return prefault([tensor[: count * self.block_size] for tensor in self._tensors])
 
     def release(self) -> None:
         """Free all K and V; nothing can be written or read afterwards."""

@@ -19,6 +19,11 @@ class ChainedStores:
         """The nearest store's."""
         return self._stores[0].tier
 
+    @property
+    def num_kept(self) -> int:
+        """The largest of the stores'."""
+        return max(store.num_kept for store in self._stores)
+
     def find(self, names: Sequence[BlockHash]) -> int:
         count = 0
         for store in self._stores:

@@ -41,6 +41,11 @@ class DeadlineStore:
         """The other store's."""
         return self._store.tier
 
+    @property
+    def num_kept(self) -> int:
+        """The other store's."""
+        return self._store.num_kept
+
     def find(self, names: Sequence[BlockHash]) -> int:
         return next(self._ask(lambda: iter([self._store.find(names)])), 0)
 

@@ -53,6 +53,7 @@ class DiskStore:
         self.folder = folder.absolute()
         self.faults = Faults(f"cache folder {folder}")
         self.model = model  # whose blocks they are
+        self.num_kept = 0
         self._max_bytes = self._room = max_bytes
         self._made_anew = 0  # times that the index was
         self._new: set[BlockHash] = set()  # what the save under way has listed
@@ -267,7 +268,8 @@ class DiskStore:
                 for path in slot_files(self.folder) - listed:
                     if path.stat().st_size:
                         raise ValueError(f"it lacks {path.name}")
-                if index.count(self._model_id(index)):
+                self.num_kept = index.count(self._model_id(index))
+                if self.num_kept:
                     SlotFile.prepare_reading()
 
     def _open_reader(self) -> DiskIndex:

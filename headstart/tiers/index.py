@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headstart.cache import BlockHash
+from headstart.errors import ConfigError
 from headstart.tiers.store import ModelRecord, StoredBlock
 
 __all__ = ["DiskIndex", "KeptBlock", "KeptModel", "is_passing"]
@@ -24,7 +25,8 @@ __all__ = ["DiskIndex", "KeptBlock", "KeptModel", "is_passing"]
 _PATIENCE = 5.0  # seconds to wait for another process's transaction
 _AT_ONCE = 500  # names in a query
 _FIRST = 8  # of a lookup: most prompts that are new miss there
-_VERSION = 2  # of the tables, written last: a file without it is no index
+_VERSION = 3  # of the tables, written last: a file without it is no index
+_MARK = _VERSION * 0x010101  # three times, so that no flipped bit makes another version of it
 _SCHEMA = f"""
 CREATE TABLE models (
     id INTEGER PRIMARY KEY, fingerprint TEXT NOT NULL, title TEXT NOT NULL,
@@ -39,7 +41,7 @@ CREATE INDEX parents ON blocks (parent);
 CREATE INDEX order_of_eviction ON blocks (worth, used, depth DESC);
 CREATE TABLE clock (one INTEGER PRIMARY KEY CHECK (one = 1), worth REAL NOT NULL);
 INSERT INTO clock VALUES (1, 0);
-PRAGMA user_version = {_VERSION};
+PRAGMA user_version = {_MARK};
 """
 
 
@@ -111,11 +113,22 @@ class DiskIndex:
             self._connection.execute("PRAGMA secure_delete = ON")  # no words of what was dropped
             if create:
                 self._connection.executescript(_SCHEMA)
-            elif self._connection.execute("PRAGMA user_version").fetchone() != (_VERSION,):
-                raise ValueError("these are not the tables of an index")
+            else:
+                self._require_version()
         except BaseException:
             self._connection.close()
             raise
+
+    def _require_version(self) -> None:
+        """Raise ConfigError for a later version's index, which is left to it; ValueError for any
+        other that is not ours."""
+        [found] = self._connection.execute("PRAGMA user_version").fetchone()
+        if found > _MARK and found % 0x010101 == 0 and found <= 0xFFFFFF:
+            raise ConfigError(
+                "its index is of a later version of headstart; allowed: another folder"
+            )
+        if found != _MARK:
+            raise ValueError("these are not the tables of an index")
 
     def close(self) -> None:
         """Close the connection."""

@@ -1,24 +1,28 @@
 """A block as a record of bytes: a header that names it, and its payload, each with a checksum.
 
-    magic 8 | depth 4 | seconds 4 | length 8 | name 32 | parent 32 | payload's CRC | header's CRC
+    magic 8 | depth 4 | seconds 4 | length 8 | name 32 | parent 32 | payload's 8 | header's 8
 
-CRC-32 finds every flipped bit and every cut in blocks that were damaged by accident. It is no
-signature: who can write to a store can make it say anything.
+The last two are XXH3 of 64 bits, which misses one in 2^64 of what is damaged by accident, and reads
+as fast as memory. It is no signature: who can write to a store can make it say anything.
 """
 
 import struct
-import zlib
 from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest as checksum_of
 
 from headstart.cache import BlockHash
 from headstart.tiers.store import StoredBlock
 
-__all__ = ["HEADER_BYTES", "RecordHeader", "make_header", "payload_of", "read_header"]
+__all__ = ["HEADER_BYTES", "VERSION", "RecordHeader", "make_header", "payload_of", "read_header"]
 
 HEADER_BYTES = 128
-_MAGIC = b"hsblock1"
-_HEAD = struct.Struct("<8sIfQ32s32sI")
-_CRC = struct.Struct("<I")
+VERSION = 2
+"""Of a record. Whatever outlives the process is known by it, so that engines of two versions may
+share a server, and neither takes the other's blocks for damaged ones."""
+_MAGIC = b"hsblock%d" % VERSION
+_HEAD = struct.Struct("<8sIfQ32s32sQ")
+_CHECKSUM = struct.Struct("<Q")
 
 
 class RecordHeader(NamedTuple):
@@ -41,9 +45,9 @@ def make_header(block: StoredBlock) -> bytes:
         memoryview(block.payload).nbytes,
         block.name,
         block.parent,
-        zlib.crc32(block.payload),
+        checksum_of(block.payload),
     )
-    return (head + _CRC.pack(zlib.crc32(head))).ljust(HEADER_BYTES, b"\0")
+    return (head + _CHECKSUM.pack(checksum_of(head))).ljust(HEADER_BYTES, b"\0")
 
 
 def read_header(data: bytes | memoryview) -> RecordHeader | None:
@@ -51,7 +55,7 @@ def read_header(data: bytes | memoryview) -> RecordHeader | None:
     if len(data) < HEADER_BYTES:
         return None
     head = bytes(data[: _HEAD.size])
-    if zlib.crc32(head) != _CRC.unpack_from(data, _HEAD.size)[0]:
+    if checksum_of(head) != _CHECKSUM.unpack_from(data, _HEAD.size)[0]:
         return None
     magic, depth, seconds, length, name, parent, checksum = _HEAD.unpack(head)
     if magic != _MAGIC:
@@ -65,6 +69,6 @@ def payload_of(data: memoryview, name: BlockHash) -> memoryview | None:
     if header is None or header.name != name:
         return None
     payload = data[HEADER_BYTES : HEADER_BYTES + header.length]
-    if len(payload) != header.length or zlib.crc32(payload) != header.checksum:
+    if len(payload) != header.length or checksum_of(payload) != header.checksum:
         return None
     return payload

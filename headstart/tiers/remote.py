@@ -13,7 +13,7 @@ from headstart.cache import BlockHash
 from headstart.errors import ConfigError
 from headstart.tiers.faults import Faults
 from headstart.tiers.pause import Pause
-from headstart.tiers.records import make_header, payload_of
+from headstart.tiers.records import VERSION, make_header, payload_of
 from headstart.tiers.store import LoadedBlock, ModelRecord, StoredBlock
 
 __all__ = ["RemoteStore"]
@@ -32,12 +32,13 @@ class RemoteStore:
     """
 
     tier = "remote"
+    num_kept = 0  # counting asks the server for all that it has
 
     def __init__(self, url: str, model: ModelRecord) -> None:
         self.model = model  # whose blocks they are
         self.faults = Faults(f"remote cache {_without_password(url)}")
         self._client = _connect(url)
-        self._prefix = b"headstart:1:" + model.fingerprint[:32].encode() + b":"
+        self._prefix = b"headstart:%d:%s:" % (VERSION, model.fingerprint[:32].encode())
         self._at_once = max(1, _AT_ONCE_BYTES // model.block_bytes)
         self._pause = Pause(self.faults)
 

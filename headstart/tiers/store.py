@@ -62,6 +62,11 @@ class BlockStore(Protocol):
     @property
     def tier(self) -> str: ...
 
+    @property
+    def num_kept(self) -> int:
+        """How many blocks were there when it was opened; 0 where that is not known at once."""
+        ...
+
     def find(self, names: Sequence[BlockHash]) -> int:
         """How many of these, from the first on, are probably there. Reads no payload."""
         ...

@@ -1,24 +1,29 @@
 """Blocks in one file, to take a prefix to another machine.
 
-headstart blocks 1 \\n | the model, in JSON \\n | records, each as long as its header says
+headstart blocks VERSION \\n | the model, in JSON \\n | records | "end" and how many, in 11 bytes
+
+Each record is as long as its header says.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 from headstart.cache import BlockHash
 from headstart.errors import CacheError
 from headstart.tiers.disk import DiskStore
 from headstart.tiers.folder import parse_description
 from headstart.tiers.index import KeptBlock
-from headstart.tiers.records import HEADER_BYTES, make_header, payload_of, read_header
+from headstart.tiers.records import HEADER_BYTES, VERSION, make_header, payload_of, read_header
 from headstart.tiers.store import ModelRecord, StoredBlock
 
 __all__ = ["export_blocks", "import_blocks", "read_model"]
 
-_MAGIC = b"headstart blocks 1\n"
+_KIND = b"headstart blocks "
+_MAGIC = _KIND + b"%d\n" % VERSION
+_END = b"end"  # and how many blocks there were, in 8 bytes
 _LONGEST = 1 << 16  # bytes of the line about the model
 _BATCH = 32
 
@@ -37,6 +42,7 @@ def export_blocks(store: DiskStore, blocks: Iterable[KeptBlock], path: Path) -> 
                     file.write(make_header(_stored(block, loaded.payload)))
                     file.write(loaded.payload)
                     count += 1
+            file.write(_END + count.to_bytes(8, "little"))
     except FileExistsError as error:
         raise CacheError(f"{path} exists; allowed: a new file") from error
     except OSError as error:
@@ -58,30 +64,36 @@ def read_model(path: Path) -> ModelRecord:
 
 
 def import_blocks(store: DiskStore, path: Path, now: float) -> int:
-    """Keep the blocks of a file that are whole; how many are new.
+    """Keep the blocks of a file up to the first that is not whole; how many are new.
 
     now: when they count as used, in seconds since 1970. Raises CacheError if the file is of
-    another model, or no such file.
+    another model, or no such file; and, when the whole ones are kept, if it lacks others.
     """
     if read_model(path).fingerprint != store.model.fingerprint:
         raise CacheError(f"{path} holds blocks of another model than {store.model.title}")
-    count = 0
+    count = num_read = 0
     try:
         with path.open("rb") as file:
             model = _read_model(file, path)
-            batch: list[StoredBlock] = []
-            for block in _read_blocks(file, model, now):
-                batch.append(block)
-                if len(batch) == _BATCH:
-                    count += store.save(batch)
-                    batch = []
-            return count + store.save(batch)
+            blocks = _BlockReader(file, model, now)
+            while batch := list(islice(blocks, _BATCH)):
+                count += store.save(batch)
+                num_read += len(batch)
     except OSError as error:
         raise CacheError(f"{path} cannot be read: {error.strerror}") from error
+    if not blocks.is_whole:
+        raise CacheError(
+            f"{path} is damaged or cut after {num_read * model.block_size:,} tokens; these are "
+            f"kept, {count * model.block_size:,} of them are new here"
+        )
+    return count
 
 
 def _read_model(file: BinaryIO, path: Path) -> ModelRecord:
-    if file.read(len(_MAGIC)) != _MAGIC:
+    begins = file.read(len(_MAGIC))
+    if begins != _MAGIC:
+        if begins.startswith(_KIND):
+            raise CacheError(f"{path} is of another version of headstart; export its blocks anew")
         raise CacheError(f"{path} is no file that `headstart cache export` wrote")
     try:
         model = parse_description(file.readline(_LONGEST))
@@ -92,15 +104,27 @@ def _read_model(file: BinaryIO, path: Path) -> ModelRecord:
     return model
 
 
-def _read_blocks(file: BinaryIO, model: ModelRecord, now: float) -> Iterator[StoredBlock]:
-    """The blocks up to the first that is not whole."""
-    while len(head := file.read(HEADER_BYTES)) == HEADER_BYTES:
+class _BlockReader:
+    """The blocks of a file up to the first that is not whole."""
+
+    def __init__(self, file: BinaryIO, model: ModelRecord, now: float) -> None:
+        self.is_whole = False  # once all were read
+        self._file, self._model, self._now = file, model, now
+        self._count = 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> StoredBlock:
+        head = self._file.read(HEADER_BYTES)
+        self.is_whole |= head == _END + self._count.to_bytes(8, "little")
         header = read_header(head)
-        if header is None or header.length != model.block_bytes:
-            return
-        record = memoryview(head + file.read(header.length))
+        if header is None or header.length != self._model.block_bytes:
+            raise StopIteration
+        record = memoryview(head + self._file.read(header.length))
         payload = payload_of(record, header.name)
         if payload is None:
-            return
+            raise StopIteration
+        self._count += 1
         name, parent, depth, seconds = header[:4]
-        yield StoredBlock(BlockHash(name), parent, depth, seconds, now, payload)
+        return StoredBlock(BlockHash(name), parent, depth, seconds, self._now, payload)

@@ -94,6 +94,35 @@ def test_a_prefix_goes_to_another_folder(
     assert hits(model, folder) == [96, 16]
 
 
+@pytest.mark.parametrize("harm", ["cut in a block", "cut at a border", "flipped"])
+def test_a_file_that_lacks_blocks_is_told_and_the_others_are_kept(
+    cache: Cache, tmp_path: Path, harm: str
+) -> None:
+    """It was taken for the whole."""
+    name = cache("ls", "tiny-model").output.splitlines()[1].split()[0]
+    moved = tmp_path / "moved"
+    cache("export", name, str(moved))
+    cache("drop", "--model", "tiny-model")
+    data = bytearray(moved.read_bytes())
+    length = (len(data) - len(data[: data.index(b"}") + 2]) - 11) // 7  # seven blocks, and the end
+    if harm == "flipped":
+        data[-11 - length // 2] ^= 1
+    else:
+        del data[-11 - (length // 2 if harm == "cut in a block" else length) :]
+    moved.write_bytes(data)
+    said = cache("import", str(moved), status=2).stderr
+    assert "is damaged or cut after 96 tokens; these are kept, 96 of them are new here" in said
+    assert "96 tokens in 6 blocks" in cache("stat").output
+
+
+def test_a_file_of_another_version_is_refused(cache: Cache, tmp_path: Path) -> None:
+    """Its blocks seemed to be damaged, and 0 tokens to be new."""
+    moved = tmp_path / "moved"
+    cache("export", cache("ls", "tiny-model").output.splitlines()[1].split()[0], str(moved))
+    moved.write_bytes(moved.read_bytes().replace(b"blocks 2", b"blocks 1", 1))
+    assert "another version of headstart" in cache("import", str(moved), status=2).stderr
+
+
 def test_blocks_of_a_model_that_never_ran_here_are_refused(cache: Cache, tmp_path: Path) -> None:
     name = cache("ls", "tiny-model").output.splitlines()[1].split()[0]
     moved, elsewhere = str(tmp_path / "moved"), str(tmp_path / "elsewhere")
@@ -143,5 +172,5 @@ def test_a_file_that_does_not_tell_its_model_is_refused(
 ) -> None:
     huge = '{"fingerprint": "a", "title": "b", "block_size": 1, "block_bytes": 1000000000000000}'
     moved = tmp_path / "moved"
-    moved.write_text("headstart blocks 1\n" + (huge if line == "HUGE" else line) + "\n")
+    moved.write_text("headstart blocks 2\n" + (huge if line == "HUGE" else line) + "\n")
     assert "tell" in cache("import", str(moved), status=2).stderr

@@ -32,6 +32,30 @@ def test_a_lookup_ends_before_the_first_block_that_is_missing(tmp_path: Path) ->
         assert store.find(names(range(6, 900))) == held(store, range(6, 900)) == 894
 
 
+def test_a_later_version_s_index_is_left_alone_and_an_earlier_one_s_made_anew(
+    tmp_path: Path,
+) -> None:
+    """Two versions on one folder each took the other's index for damaged."""
+
+    def mark(version: int) -> None:
+        with closing(sqlite3.connect(tmp_path / "index.sqlite")) as index:
+            index.execute(f"PRAGMA user_version = {version}")
+
+    with closing(disk(tmp_path)) as store:
+        store.save(blocks(range(9)))
+    mark(4 * 0x010101)
+    before = (tmp_path / "index.sqlite").read_bytes()
+    with closing(disk(tmp_path)) as store:
+        assert store.find(names(range(9))) == 0 and store.save(blocks(range(20, 29))) == 0
+        assert "the folder cannot be used" in store.faults.counts
+    assert (tmp_path / "index.sqlite").read_bytes() == before
+    for version in (2, 3, 5, 0x010101, 0x040404 ^ 0x800000):
+        mark(version)
+        with closing(disk(tmp_path)) as store:
+            assert held(store, range(9)) == 9
+    assert "the folder cannot be used" not in store.faults.counts
+
+
 def test_what_was_used_longest_ago_goes_first_and_a_prefix_from_its_end(tmp_path: Path) -> None:
     with closing(disk(tmp_path, 20 * SLOT)) as store:
         store.save(blocks(range(100, 110), used=1.0))

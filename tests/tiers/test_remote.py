@@ -12,7 +12,7 @@ import pytest
 
 from headstart import SamplingParams
 from headstart.errors import ConfigError
-from headstart.tiers import ModelRecord, RemoteStore
+from headstart.tiers import ModelRecord, RemoteStore, records, remote
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, blocks, held, name, names
 
@@ -92,6 +92,24 @@ def test_a_damaged_block_is_a_miss_and_is_forgotten(server: Server) -> None:
         assert store.faults.counts == {"a block is damaged": 2}
         assert store.save(blocks(range(10))) == 2
         assert held(store, range(10)) == 10
+
+
+def test_engines_of_two_versions_leave_each_other_s_blocks_alone(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each took the other's for damaged ones, and forgot them, one a lookup."""
+    with closing(RemoteStore(server.url, MODEL)) as store:
+        store.save(blocks(range(10)))
+    for module in (records, remote):
+        monkeypatch.setattr(module, "VERSION", records.VERSION + 1, raising=False)
+    monkeypatch.setattr(records, "_MAGIC", b"hsblock_")
+    with closing(RemoteStore(server.url, MODEL)) as newer:
+        assert newer.find(names(range(10))) == held(newer, range(10)) == 0
+        assert newer.save(blocks(range(3))) == 3 == held(newer, range(10))
+        assert not newer.faults.counts
+    monkeypatch.undo()
+    with closing(RemoteStore(server.url, MODEL)) as store:
+        assert held(store, range(10)) == 10 and not store.faults.counts
 
 
 def test_a_server_that_is_down_costs_a_miss_and_is_asked_again(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headstart import LLM, SamplingParams
+from headstart.attention import PagedKVMemory
 from headstart.cache import BlockHash
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.vllm_api.metrics import Counter
@@ -227,3 +228,19 @@ def test_a_reset_may_forget_the_disk_too(model: Path, tmp_path: Path) -> None:
         assert llm.reset_prefix_cache(reset_connector=True)
     with opened(model, tmp_path) as llm:
         assert ask(llm, PROMPTS[0]).num_cached_tokens == 0
+
+
+def test_memory_is_got_ahead_for_what_a_folder_has_and_no_more(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first blocks of the pool: as many as are kept, or as the longest prompt has."""
+    asked: list[int] = []
+    monkeypatch.setattr(PagedKVMemory, "prefault", lambda self, count: asked.append(count))
+    with opened(model, None):
+        assert asked == [], "nothing is kept"
+    for blocks in (0, 6):
+        with opened(model, tmp_path) as llm:
+            assert asked.pop() == blocks
+            ask(llm, PROMPTS[0])
+    with opened(model, tmp_path, max_model_len=40):
+        assert asked == [3]

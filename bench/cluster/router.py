@@ -6,7 +6,8 @@ Each replica holds `--blocks` blocks of 16 tokens, a third of them shared by man
 of 8,192 tokens come at random, 100 a second, while the replicas' events come at 10,000 a second,
 in a batch every 50 ms from each. One thread serves both in the order they come. Every piece of
 work is really done and timed; the times of arrival are drawn, so that a request's latency is its
-own time (names, lookup, policy, books) and that of whatever came before it and is not done. What
+own time (names, lookup, policy, books) and that of whatever came before it and is not done. Making
+the prompts and the events is in no figure, but for the garbage collections that it leads to. What
 is noted when it is on its way is of the latter: busy_ms is all that it keeps the thread for. What
 limits it: SHA-256 over the blocks of a prompt that are not remembered. Ends in one JSON line.
 """
@@ -90,6 +91,28 @@ class Feed:
         self.number += 1
         removed, self.before = self.before, self.rng.randbytes(32 * self.size)
         return EventBatch(self.replica, 0, self.number, stored=self.before, removed=removed)
+
+
+def time_stalls(replicas: int, blocks: int, rng: random.Random) -> Figures:
+    """How long one piece of work at most keeps requests waiting, in an index where blocks change.
+
+    A batch of 128 events, of so many that half of the blocks are replaced; and the removal of a
+    replica.
+    """
+    index = ReplicaIndex(replicas)
+    feeds = [Feed(replica, 64, rng) for replica in range(replicas)]
+    for feed in feeds:
+        index.apply(EventBatch(feed.replica, 0, 0, stored=rng.randbytes(32 * blocks)))
+    longest = 0.0
+    for _ in range(max(blocks // 128, 1)):
+        for feed in feeds:
+            batch = feed.batch()
+            start = time.thread_time()
+            index.apply(batch)
+            longest = max(longest, time.thread_time() - start)
+    start = time.thread_time()
+    index.remove(0)
+    return {"longest_batch_ms": 1e3 * longest, "remove_ms": 1e3 * (time.thread_time() - start)}
 
 
 def serve(router: Router, prompts: list[list[int]], requests: int, rng: random.Random) -> Figures:
@@ -188,6 +211,7 @@ def measure(options: argparse.Namespace) -> Figures:
         "match_full_us": time_full_match(options.replicas, rng),
     }
     figures |= serve(router, prompts, options.requests, rng)
+    figures |= time_stalls(options.replicas, options.blocks, rng)
     return figures | {"bytes": measure_memory(options.replicas)}
 
 

@@ -1,28 +1,40 @@
 """The prefix index over replicas: how much of a prompt each of them holds.
 
-A dictionary for each tier maps a block to the replicas that hold it, as the bits of one int, so
-a block that many replicas hold costs no more than one that a single replica holds. A block is
-known by the first 8 bytes of its SHA-256 name: an int of 32 bytes, where the whole name would
-take 80. Two of ten million blocks share these bytes with a probability of 3 in a million, and
-even then a prompt would have to hold the one where the other is expected. The index is a hint
-in any case: an engine looks up its own blocks, so a lost event or a shared name costs a worse
-choice, never a wrong answer.
+A table for each tier maps a block to the replicas that hold it, as the bits of one int, so a block
+that many replicas hold costs no more than one that a single replica holds. A block is known by the
+first 8 bytes of its SHA-256 name: an int of 32 bytes, where the whole name would take 80. Two of
+ten million blocks share these bytes with a probability of 3 in a million, and even then a prompt
+would have to hold the one where the other is expected. The index is a hint in any case: an engine
+looks up its own blocks, so a lost event or a shared name costs a worse choice, never a wrong
+answer.
 
 An engine evicts a prefix from its end, so who has a block has those before it: a query bisects
 for each depth that the prompt has somewhere, and leaves the blocks between alone. A lookup waits
 for memory, up to 1 us, so asking for every block of 8,192 tokens took a quarter of a millisecond.
 After a lost event, or where a tier has lost a block in the middle, a query may tell too much.
+
+A replica that is removed is in no answer any more at once. What it held stays in the tables for a
+while: each batch that comes looks through some blocks, several times as many as it stores.
 """
 
 from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import NamedTuple, NewType, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 from headstart.cache import BlockHash
 from headstart.cluster.events import NAME_BYTES, POOL, TIERS, EventBatch
+from headstart.cluster.holders import (
+    Holders,
+    PrefixKey,
+    ReplicaBits,
+    add_bit,
+    count_parts,
+    make_holders,
+    take_bit,
+    take_bits,
+)
 from headstart.errors import ConfigError
 
-PrefixKey = NewType("PrefixKey", int)
 Outcome = TypeVar("Outcome")
 
 MAX_BACKLOG = 1024
@@ -52,13 +64,18 @@ def unpack_keys(packed: bytes) -> Sequence[PrefixKey]:
     return cast("Sequence[PrefixKey]", words[:: NAME_BYTES // words.itemsize])
 
 
-_Holders = dict[PrefixKey, int]
-
-_SLICE = 4096
-"""Blocks that are noted at once."""
+_SLICE = 512
+"""Blocks that are noted at once: less than a millisecond."""
 
 _STRIDE = 64
 """Blocks from one that is asked for to the next, until nobody has one."""
+
+
+class _Depths(NamedTuple):
+    """counts: blocks by replica. is_of_first: the first of the tables alone gives the same."""
+
+    counts: list[int]
+    is_of_first: bool
 
 
 class _Feed:
@@ -84,14 +101,17 @@ class ReplicaIndex:
         if num_replicas < 1:
             raise ConfigError(f"num_replicas is {num_replicas}; allowed: at least 1")
         self.num_replicas = num_replicas
-        self._bits = [1 << replica for replica in range(num_replicas)]
-        self._holders: dict[str, _Holders] = {tier: {} for tier in TIERS}
-        self._expected: _Holders = {}
+        self._bits = ReplicaBits(num_replicas)
+        self._num_parts = count = count_parts(num_replicas)
+        self._holders = {tier: make_holders(count) for tier in TIERS}
+        self._lower: dict[str, Holders] = {}  # of the tiers below the pool that had a block
+        self._expected = make_holders(count)
+        self._sweeping: Generator[None, None, None] | None = None
         self._feeds = {(r, tier): _Feed() for r in range(num_replicas) for tier in TIERS}
 
     def __len__(self) -> int:
-        """Blocks that some replica holds in its pool."""
-        return len(self._holders[POOL])
+        """Blocks that some replica holds in its pool, and those of removed ones not swept yet."""
+        return sum(map(len, self._holders[POOL]))
 
     # Events
 
@@ -106,8 +126,9 @@ class ReplicaIndex:
     def steps(self, batch: EventBatch) -> Generator[None, None, bool]:
         """As `apply`, in steps of about a millisecond; requests may be routed between them.
 
-        A large replica's snapshot takes a tenth of a second in all. The caller leaves it if the
-        replica is removed meanwhile, and takes no other batch of that replica before its end.
+        A large replica's snapshot takes a tenth of a second in all. If the replica is removed
+        meanwhile, nothing more is noted; the caller then leaves it. It takes no other batch of
+        that replica before the end.
         """
         feed = self._feeds.get((batch.replica, batch.tier))
         if feed is None:
@@ -115,6 +136,18 @@ class ReplicaIndex:
                 f"events of replica {batch.replica}, tier {batch.tier!r}; allowed: replicas "
                 f"below {self.num_replicas}, tiers {', '.join(TIERS)}"
             )
+        noting = self._note(feed, batch)
+        while True:
+            self.sweep()
+            try:
+                next(noting)
+            except StopIteration as done:
+                return bool(done.value)
+            yield
+            if self._feeds[batch.replica, batch.tier] is not feed:
+                return True  # the replica is removed, and its number may be another's
+
+    def _note(self, feed: _Feed, batch: EventBatch) -> Generator[None, None, bool]:
         if batch.epoch != feed.epoch:
             if feed.epoch is not None:
                 yield from self._clear(batch.replica, batch.tier)
@@ -136,11 +169,31 @@ class ReplicaIndex:
         return self._feeds[replica, tier].is_current
 
     def remove(self, replica: int) -> None:
-        """The replica is gone: nothing of it is held. One scan over all blocks."""
+        """The replica is gone: nothing of it is held or expected. Costs no look at any block.
+
+        Its number may be another's from now on.
+        """
+        self._bits.renew(replica)
         for tier in TIERS:
-            _finish(self._clear(replica, tier))
             self._feeds[replica, tier] = _Feed()
-        self.unexpect(replica, list(self._expected))
+
+    def sweep(self) -> bool:
+        """Look through some blocks for what removed replicas held; False when none is left.
+
+        Done by every batch: only who wants the memory at once need call it.
+        """
+        if self._sweeping is None:
+            if not self._bits.retired:
+                return False
+            self._sweeping = self._sweep(self._bits.retired)
+        if next(self._sweeping, self) is self:
+            self._sweeping = None
+        return self._sweeping is not None or bool(self._bits.retired)
+
+    def _sweep(self, bits: int) -> Generator[None, None, None]:
+        for table in (*self._holders.values(), self._expected):
+            yield from take_bits(table, bits, self._bits.singles)
+        self._bits.release(bits)
 
     def _replace(self, feed: _Feed, snapshot: EventBatch) -> Generator[None, None, bool]:
         """Begin anew from a snapshot, then apply what came after it was taken."""
@@ -159,82 +212,82 @@ class ReplicaIndex:
     def _change(self, feed: _Feed, batch: EventBatch) -> Generator[None, None, None]:
         if batch.cleared:
             yield from self._clear(batch.replica, batch.tier)
-        holders, bit = self._holders[batch.tier], self._bits[batch.replica]
-        feed.is_empty = feed.is_empty and not batch.stored
-        last = bit
+        bit, singles, count = self._bits.use(batch.replica), self._bits.singles, self._num_parts
+        holders = self._holders[batch.tier]
+        if batch.stored:
+            feed.is_empty = False
+            if batch.tier != POOL:
+                self._lower[batch.tier] = holders
         for keys in _slices(unpack_keys(batch.stored)):
-            for key in keys:
-                mask = holders.get(key, 0) | bit
-                # One int for all blocks of a prefix that the same replicas hold: less memory to
-                # keep, and to read in a query.
-                if mask != last:
-                    last = bit if mask == bit else mask
-                holders[key] = last
+            add_bit(holders, keys, bit)
             if len(keys) == _SLICE:
                 yield
         for keys in _slices(unpack_keys(batch.removed)):
             for key in keys:
-                _take_bit(holders, key, bit, self._bits)
+                take_bit(holders[key % count], key, bit, singles)
             if len(keys) == _SLICE:
                 yield
 
     def _clear(self, replica: int, tier: str) -> Generator[None, None, None]:
         """One look at every block, unless the replica never said that it holds any."""
         feed = self._feeds[replica, tier]
-        if feed.is_empty:
-            return
-        holders, bit = self._holders[tier], self._bits[replica]
-        for keys in _slices(list(holders)):
-            for key in keys:
-                if holders.get(key, 0) & bit:
-                    _take_bit(holders, key, bit, self._bits)
-            yield
-        feed.is_empty = True
+        if not feed.is_empty:
+            yield from take_bits(self._holders[tier], self._bits.of[replica], self._bits.singles)
+            feed.is_empty = True
 
     # Prefixes that are being computed
 
-    def expect(self, replica: int, keys: Iterable[PrefixKey]) -> list[PrefixKey]:
+    def expect(self, replica: int, keys: Iterable[PrefixKey]) -> Sequence[PrefixKey]:
         """The replica will hold these blocks, of a request sent there. Returns those it adds.
 
         The caller hands them to `unexpect` when the blocks are computed, or will not be.
         """
-        expected, bit = self._expected, self._bits[replica]
-        added = []
+        expected, bit = self._expected, self._bits.use(replica)
+        num_parts = self._num_parts
+        added = array("Q")  # kept while the prompt is computed; the garbage collector skips it
         for key in keys:
-            before = expected.get(key, 0)
+            part = expected[key % num_parts]
+            before = part.get(key, 0)
             if not before & bit:
-                expected[key] = before | bit if before else bit
+                part[key] = before | bit if before else bit
                 added.append(key)
-        return added
+        return cast("Sequence[PrefixKey]", added)
 
     def unexpect(self, replica: int, keys: Iterable[PrefixKey]) -> None:
         """Take back what `expect` added."""
+        expected, bit = self._expected, self._bits.of[replica]
         for key in keys:
-            _take_bit(self._expected, key, self._bits[replica], self._bits)
+            take_bit(expected[key % self._num_parts], key, bit, self._bits.singles)
 
     # Queries
 
     def match(self, keys: Sequence[PrefixKey]) -> Match:
         """How many of a prompt's blocks, from the first on, each replica has."""
-        pool, lower = self._holders[POOL], [self._holders[tier] for tier in TIERS[1:]]
-        cached = self._depths([pool], keys)
-        expected = self._depths([pool, self._expected], keys) if self._expected else cached
-        if not any(lower):
-            return Match(cached, expected, expected)
-        return Match(cached, expected, self._depths([pool, self._expected, *lower], keys))
+        pool = self._holders[POOL]
+        expected = self._depths(keys, pool, self._expected)
+        cached = expected if expected.is_of_first else self._depths(keys, pool)
+        stored = expected
+        if self._lower:
+            stored = self._depths(keys, pool, self._expected, *self._lower.values())
+        return Match(cached.counts, expected.counts, stored.counts)
 
-    def _depths(self, tables: Sequence[_Holders], keys: Sequence[PrefixKey]) -> list[int]:
-        """For each replica, how many blocks it has in one of these tables."""
-        depths = [0] * self.num_replicas
+    def _depths(self, keys: Sequence[PrefixKey], first: Holders, *others: Holders) -> _Depths:
+        """How much of a prompt each replica has in one of these tables."""
+        depths, num_parts = [0] * self.num_replicas, self._num_parts
+        is_of_first = True
         # Of some replicas, the least and the most that they can have.
-        unsure = [((1 << self.num_replicas) - 1, 0, _reach(tables, keys))]
+        unsure = [(self._bits.live, 0, _reach(keys, (first, *others)))]
         while unsure:
             replicas, low, high = unsure.pop()
             while low < high:
                 middle = (low + high) // 2
-                found = 0
-                for table in tables:
-                    found |= table.get(keys[middle], 0)
+                key = keys[middle]
+                found = first[key % num_parts].get(key, 0)
+                for table in others:
+                    more = table[key % num_parts].get(key, 0)
+                    if more:
+                        found |= more
+                        is_of_first = False
                 found &= replicas
                 if found == replicas:
                     low = middle + 1
@@ -244,8 +297,8 @@ class ReplicaIndex:
                 else:
                     high = middle
             if low:  # they are 0 already, and mostly many
-                _set_bits(depths, replicas, low)
-        return depths
+                _set_bits(depths, self._bits.owners, replicas, low)
+        return _Depths(depths, is_of_first)
 
 
 def _finish(steps: Generator[None, None, Outcome]) -> Outcome:
@@ -260,29 +313,17 @@ def _slices(keys: Sequence[PrefixKey]) -> Iterator[Sequence[PrefixKey]]:
     return (keys[start : start + _SLICE] for start in range(0, len(keys), _SLICE))
 
 
-def _reach(tables: Sequence[_Holders], keys: Sequence[PrefixKey]) -> int:
+def _reach(keys: Sequence[PrefixKey], tables: Sequence[Holders]) -> int:
     """How many of a prompt's first blocks somebody may hold; those behind are not named for it."""
     for at in range(_STRIDE - 1, len(keys), _STRIDE):
         key = keys[at]
-        if not any(key in table for table in tables):
+        if not any(key in table[key % len(table)] for table in tables):
             return at
     return len(keys)
 
 
-def _set_bits(runs: list[int], bits: int, depth: int) -> None:
+def _set_bits(depths: list[int], owners: Sequence[int], bits: int, depth: int) -> None:
     while bits:
         low = bits & -bits
-        runs[low.bit_length() - 1] = depth
+        depths[owners[low.bit_length() - 1]] = depth
         bits ^= low
-
-
-def _take_bit(holders: _Holders, key: PrefixKey, bit: int, singles: Sequence[int]) -> None:
-    mask = holders.get(key, 0)
-    if mask & bit:
-        left = mask ^ bit
-        if not left:
-            del holders[key]
-        elif left & (left - 1):
-            holders[key] = left
-        else:
-            holders[key] = singles[left.bit_length() - 1]

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headstart.cluster.index import Match, PrefixKey
+from headstart.cluster.holders import PrefixKey
+from headstart.cluster.index import Match
 
 _HALF_LIFE = 20.0
 """Busy seconds after which what was measured counts for half."""

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import cast, overload
 
 from headstart.cache import BlockNames, TokenSequence
-from headstart.cluster.index import PrefixKey, prefix_keys
+from headstart.cluster.holders import PrefixKey
+from headstart.cluster.index import unpack_keys
 
 
 class PromptKeys(Sequence[PrefixKey]):
@@ -18,7 +19,7 @@ class PromptKeys(Sequence[PrefixKey]):
     def __init__(self, names: BlockNames, prompt: TokenSequence) -> None:
         blocks = prompt.cut(names.block_size)
         self._count = len(blocks)
-        self._rest = names.stretches(prompt.root, blocks)
+        self._rest: Iterator[bytes] = names.stretches(prompt.root, blocks)
         self._known = array("Q")
 
     def __len__(self) -> int:
@@ -32,9 +33,12 @@ class PromptKeys(Sequence[PrefixKey]):
 
     def __getitem__(self, at: int | slice) -> PrefixKey | Sequence[PrefixKey]:
         if isinstance(at, slice):
-            start, stop, step = at.indices(self._count)
-            self._reach(max(start, stop))
-            return cast("Sequence[PrefixKey]", self._known[start:stop:step])
+            places = range(self._count)[at]
+            if not places:
+                return cast("Sequence[PrefixKey]", array("Q"))
+            self._reach(max(places[0], places[-1]) + 1)
+            stop = places.stop if places.stop >= 0 else None
+            return cast("Sequence[PrefixKey]", self._known[places.start : stop : places.step])
         self._reach(range(self._count)[at] + 1)
         return cast("PrefixKey", self._known[at % self._count])
 
@@ -43,4 +47,6 @@ class PromptKeys(Sequence[PrefixKey]):
 
     def _reach(self, count: int) -> None:
         while len(self._known) < count:
-            self._known += cast("array[int]", prefix_keys(next(self._rest)))
+            self._known += cast("array[int]", unpack_keys(next(self._rest)))
+        if len(self._known) == self._count:  # what a router keeps has the keys alone
+            self._rest = iter(())

@@ -14,7 +14,8 @@ simulator may have its own clock.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headstart.cluster.index import PrefixKey, ReplicaIndex
+from headstart.cluster.holders import PrefixKey
+from headstart.cluster.index import ReplicaIndex
 from headstart.cluster.load import Choice, MeasuredRate, ReplicaLoad, RouteRequest
 from headstart.cluster.policies import RoutingPolicy
 from headstart.errors import RequestError
@@ -57,6 +58,9 @@ class Router:
         self._alive = [load for load in self.loads if load.is_alive]
         if not is_alive:
             self.index.remove(replica)
+            for sent in self._waiting.values():
+                if sent.replica == replica:  # nothing is expected there: nothing to take back
+                    sent.expected = ()
 
     def route(self, request: RouteRequest, now: float) -> int:
         """The replica to send the request to. Raises RequestError if none is alive."""

@@ -22,7 +22,8 @@ from heapq import heappop, heappush
 
 from headstart.cache import CacheConfig, TokenSequence
 from headstart.cluster import EventPublisher, Router, make_policy
-from headstart.cluster.index import PrefixKey, prefix_keys
+from headstart.cluster.holders import PrefixKey
+from headstart.cluster.index import prefix_keys
 from headstart.cluster.load import RouteRequest
 from headstart.errors import ConfigError
 from headstart.replay.replica import Job, Replica

@@ -2,7 +2,8 @@
 
 from headstart.cache import BlockNames, CacheConfig, KVCacheManager, TokenSequence
 from headstart.cluster.events import EventBatch, EventPublisher
-from headstart.cluster.index import PrefixKey, prefix_keys
+from headstart.cluster.holders import PrefixKey
+from headstart.cluster.index import prefix_keys
 
 BLOCK = 2
 

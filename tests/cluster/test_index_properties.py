@@ -23,10 +23,12 @@ class LossyFeeds(RuleBasedStateMachine):
         self.index = ReplicaIndex(REPLICAS)
         self.latest: dict[int, EventBatch] = {}  # the newest that arrived, of each replica
         self.snapshots: list[EventBatch] = []  # under way
+        self.gone: set[int] = set()  # replicas that were removed, and told nothing since
 
     def arrive(self, batch: EventBatch | None) -> None:
         if batch is None:
             return
+        self.gone.discard(batch.replica)
         is_current = self.index.apply(batch)
         assert is_current == self.index.is_current(batch.replica)
         before = self.latest.get(batch.replica)
@@ -61,6 +63,18 @@ class LossyFeeds(RuleBasedStateMachine):
             if snapshot.epoch == self.engines[snapshot.replica].epoch:  # its connection is up
                 self.arrive(snapshot)
 
+    @rule(which=WHICH, is_restarted=st.booleans())
+    def remove(self, which: int, is_restarted: bool) -> None:
+        """Its number stands for another then, or for the same one, which is followed anew."""
+        self.index.remove(which)
+        self.gone.add(which)
+        self.latest.pop(which, None)
+        self.snapshots = [one for one in self.snapshots if one.replica != which]
+        if is_restarted:
+            self.engines[which].start()
+        elif self.engines[which].held:
+            self.arrive(self.engines[which].publisher.snapshot())
+
     @invariant()
     def current_replicas_are_as_they_were_after_their_latest_batch(self) -> None:
         names = BlockNames(BLOCK, "model")
@@ -69,6 +83,7 @@ class LossyFeeds(RuleBasedStateMachine):
             prompt = names.of_keys(sequence.namespace, sequence.cut(BLOCK))
             found = self.index.match(self.engines[0].keys(tokens))
             assert found.cached == found.expected == found.stored
+            assert not any(found.stored[replica] for replica in self.gone)
             for replica, batch in self.latest.items():
                 if self.index.is_current(replica):
                     held = self.engines[replica].truth[batch.epoch, batch.number]
@@ -85,6 +100,8 @@ class LossyFeeds(RuleBasedStateMachine):
                 assert found[engine.replica] == engine.depth(tokens)
         for engine in self.engines:
             self.index.remove(engine.replica)
+        while self.index.sweep():
+            pass
         assert len(self.index) == 0
 
 

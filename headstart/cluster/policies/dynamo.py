@@ -10,7 +10,7 @@ cost wins (its softmax at temperature 0). Weights as it sets them: s = c = 1, k 
 
 from collections import Counter
 
-from headstart.cluster.index import PrefixKey
+from headstart.cluster.holders import PrefixKey
 from headstart.cluster.load import Choice, ReplicaLoad, RouteRequest
 from headstart.cluster.policies.base import RoutingPolicy
 

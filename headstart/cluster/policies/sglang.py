@@ -9,7 +9,8 @@ The bounds are those it was published with: 32 requests, 1.0001 times, half of t
 
 from collections import OrderedDict
 
-from headstart.cluster.index import PrefixKey, ReplicaIndex
+from headstart.cluster.holders import PrefixKey
+from headstart.cluster.index import ReplicaIndex
 from headstart.cluster.load import Choice, ReplicaLoad, RouteRequest
 from headstart.cluster.policies.base import RoutingPolicy
 

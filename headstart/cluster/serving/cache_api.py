@@ -42,7 +42,7 @@ async def show_replicas(request: Request) -> Response:
 async def explain_prompt(body: PromptBody, request: Request) -> Response:
     """How much of a prompt each replica has cached, without running it."""
     service = service_of(request)
-    prepared = await api.prepare(service, body, request)
+    prepared = await api.prepare(service, body, request, begins_reply=True)
     llm = cast("ReplicatedLLM", service.llm)
     front = cast("FrontEngine", service.llm.engine)
     names = await asyncio.to_thread(front.names, prepared)

@@ -47,7 +47,7 @@ __all__ = ["MAX_LOST", "ReplicaDriver"]
 
 MAX_LOST = 3
 _CLOSED = "the engine is closed"
-_LARGE = 1 << 16  # bytes of names: 2,048 blocks
+_LARGE = 1 << 14  # bytes of names: 512 blocks, which take most of a millisecond
 _AGAIN = 0.5  # seconds until a replica is followed again whose stream broke
 _LOG = logging.getLogger("headstart.server")
 
@@ -284,6 +284,7 @@ class ReplicaDriver:
             priority=group.priority,
             marks=tuple(group.requests[0].sequence.marks),
             follower=self._name if running.every_step else None,
+            num_public=self._front.count_public(group),
         )
 
     def _route(self, running: Running) -> RouteRequest:

@@ -126,6 +126,12 @@ class FrontEngine:
         keys = sequence.cut(self.manager.block_size)
         return self.manager.names.of_keys(sequence.root, keys)
 
+    def count_public(self, request: RequestGroup) -> int:
+        """Blocks at the prompt's head that lie wholly in a public prefix."""
+        sequence = request.requests[0].sequence
+        sequence.cut(self.manager.block_size)
+        return sequence.num_public
+
     def keys(self, request: RequestGroup) -> PromptKeys:
         """What the router's index knows these blocks by."""
         return PromptKeys(self.manager.names, request.requests[0].sequence)

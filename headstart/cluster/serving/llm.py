@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from headstart.engine.async_llm import AsyncLLM
 from headstart.engine.chat.requests import ChatRequests
 from headstart.engine.startup.start import Started
 from headstart.engine.vllm_api.metrics import Counter, Gauge, Histogram, Metric
-from headstart.errors import ConfigError
 from headstart.validation import check_flag
 
 if TYPE_CHECKING:
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
     from headstart.cluster.serving.driver import ReplicaDriver
     from headstart.cluster.serving.front import FrontEngine
     from headstart.engine.params import SamplingParams
-    from headstart.engine.streams import AsyncDriver
+    from headstart.engine.streams.async_driver import AsyncDriver
 
 __all__ = ["ReplicatedLLM"]
 
@@ -52,10 +50,6 @@ class ReplicatedLLM(AsyncLLM):
         for metric in told:
             found[metric.name, tuple(metric.labels.items())].append(metric)
         return [_add(same) for same in found.values()]
-
-    def publish(self, prefix: str | Sequence[int]) -> int:
-        """Replicas share no blocks between tenants. Raises ConfigError."""
-        raise ConfigError("publish is for one engine: replicas take no public prefixes")
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

@@ -40,7 +40,8 @@ class AnswerRequest:
 
     owner: whose it is, and with what weight; None for nobody's. follower: the server that is told
     its tokens as they come, None if they are wanted at the end alone. attempt: how often it was
-    sent before.
+    sent before. num_public: blocks at the prompt's head that all tenants share; a replica that does
+    not know them shares them from then on.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class AnswerRequest:
     marks: tuple[Mark, ...]
     follower: str | None
     attempt: int = 0
+    num_public: int = 0
 
     @property
     def key(self) -> RequestKey:

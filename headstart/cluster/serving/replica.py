@@ -55,6 +55,9 @@ class EngineReplica:
         """
         params = asked.params.clone()
         params.output_kind = RequestOutputKind.DELTA
+        names = self._llm.engine.manager.names
+        if asked.num_public:  # the server that says so has read the operator's files
+            names.publish(asked.prompt_token_ids[: asked.num_public * names.block_size])
         request = await self._llm.prepare(
             {"prompt_token_ids": asked.prompt_token_ids},
             params,

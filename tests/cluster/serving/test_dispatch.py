@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from headstart.cluster import EventBatch
-from headstart.cluster.index import PrefixKey, prefix_keys
+from headstart.cluster.holders import PrefixKey
+from headstart.cluster.index import prefix_keys, unpack_keys
 from headstart.cluster.load import RouteRequest
 from headstart.cluster.options import ReplicaConfig
 from headstart.cluster.serving import dispatch
@@ -35,6 +36,10 @@ def send(made: Dispatcher, name: str, keys: Sequence[PrefixKey] = KEYS) -> str |
     return made.choose(name)
 
 
+def num_expected(made: Dispatcher) -> int:
+    return sum(map(len, made._router.index._expected))
+
+
 def stored(number: int, names: list[bytes], epoch: int = 1) -> EventBatch:
     return EventBatch(0, epoch, number, stored=b"".join(names))
 
@@ -54,7 +59,10 @@ def test_a_request_that_its_replica_did_not_take_is_sent_elsewhere_and_counted_o
     assert made.choose("one") not in (None, first)
     made.finish("one")
     assert [load.active for load in made._router.loads] == [0] * 4
-    assert len(made._router.index._expected) == 0
+    assert made._router.index.match(KEYS).expected == [0] * 4
+    while made._router.index.sweep():
+        pass
+    assert num_expected(made) == 0
 
 
 def test_what_a_replica_held_is_forgotten_when_it_is_gone_and_its_number_used_again() -> None:
@@ -119,11 +127,11 @@ def test_there_are_no_replicas_unless_asked_for() -> None:
 def test_a_request_is_on_its_way_before_what_it_computes_is_noted() -> None:
     made = books("a", "b")
     noted: list[bool] = []
-    made.call_on_route(lambda: noted.append(bool(made._router.index._expected)))
+    made.call_on_route(lambda: noted.append(bool(num_expected(made))))
     assert send(made, "one") is not None
     assert noted == [False]
     made.catch_up()
-    assert len(made._router.index._expected) == len(KEYS)
+    assert num_expected(made) == len(KEYS)
 
 
 def test_a_replica_may_go_while_its_snapshot_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,4 +143,7 @@ def test_a_replica_may_go_while_its_snapshot_is_noted(monkeypatch: pytest.Monkey
     assert made.apply("a", EventBatch(0, 1, 0, stored=packed, cleared=True, snapshot=True))
     monkeypatch.undo()
     assert made.replicas == ["b"]
+    assert made._router.index.match(unpack_keys(packed)).cached == [0] * 4
+    while made._router.index.sweep():
+        pass
     assert len(made._router.index) == 0

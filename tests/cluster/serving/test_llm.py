@@ -12,7 +12,7 @@ from headstart.cluster.serving import gauges
 from headstart.cluster.serving.llm import ReplicatedLLM
 from headstart.engine.adapters.request import LoRARequest
 from headstart.engine.vllm_api.metrics import Counter, Gauge, Histogram, Metric, read_metrics
-from headstart.errors import ConfigError, HeadstartError, RequestError
+from headstart.errors import HeadstartError, RequestError
 from tests.cluster.serving.scripted import REPLICA, Server, part
 from tests.engine.tiny_llm import make_llm, save_smallest
 
@@ -105,9 +105,49 @@ def test_ray_is_told_every_metric(told: list[Metric], monkeypatch: pytest.Monkey
     assert values["vllm_kv_block_idle_before_evict_seconds_count"] == ages.count > 0
 
 
-def test_replicas_take_no_public_prefix(llm: ReplicatedLLM) -> None:
-    with pytest.raises(ConfigError, match="replicas take no public prefixes"):
-        llm.publish("You look things up.")
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+async def _prompt(llm: ReplicatedLLM) -> None:
+    prompt = {"prompt": "What is it?", "multi_modal_data": {"image": object()}}
+    async for _ in llm.generate(prompt):
+        pass
+
+
+async def _chat(llm: ReplicatedLLM) -> None:
+    await llm.prepare_chat([{"role": "user", "content": [IMAGE]}])
+
+
+@pytest.mark.parametrize("call", [_prompt, _chat])
+def test_replicas_take_text_alone(
+    llm: ReplicatedLLM, call: Callable[[ReplicatedLLM], Coroutine[Any, Any, Any]]
+) -> None:
+    """Whatever the model sees: before anything is sent to one of them."""
+    with pytest.raises(RequestError, match="takes text alone"):
+        asyncio.run(call(llm))
+
+
+PREFIX = list(range(3, 3 + 40))  # two blocks, and half of one
+GREEDY = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+
+
+def test_a_replica_is_told_how_much_of_a_prompt_is_public() -> None:
+    server = Server()
+    made = ReplicatedLLM(server.front, server.driver, server.dispatcher, GREEDY)
+    server.dispatcher.set_replicas([REPLICA])
+    assert made.publish(PREFIX) == 2
+    told = []
+    for number, (tokens, salt) in enumerate(
+        [([*PREFIX, 1, 2], "a"), (PREFIX[:20], "b"), ([9, *PREFIX], "a"), (PREFIX, None)]
+    ):
+        group = server.front.prepare(
+            {"prompt_token_ids": tokens}, GREEDY, request_id=str(number), salt=salt
+        )
+        server.stream().put(part(0, 8), part(1, 9, finished=True))
+        server.driver.submit(group, lambda update: None)
+        told.append(server.asked().num_public)
+    made.close()
+    assert told == [2, 1, 0, 0]
 
 
 def test_a_prepared_request_is_answered() -> None:

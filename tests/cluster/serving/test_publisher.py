@@ -64,7 +64,7 @@ async def read(index: ReplicaIndex, reports: AsyncGenerator[Report], count: int)
 
 
 def held(index: ReplicaIndex) -> set[int]:
-    return set(index._holders["pool"])
+    return {key for part in index._holders["pool"] for key in part}
 
 
 def test_the_index_of_a_follower_is_the_pool(llm: AsyncLLM) -> None:

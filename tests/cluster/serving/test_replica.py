@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from headstart import SamplingParams
+from headstart.cache import TokenSequence
 from headstart.cluster.serving.messages import AnswerRequest
 from headstart.cluster.serving.replica import EngineReplica
 from headstart.errors import EngineError, ModelError
@@ -58,6 +59,32 @@ def test_an_attempt_may_come_where_the_one_before_still_runs(replica: EngineRepl
         assert parts[0].answers == parts[1].answers
 
     asyncio.run(ask_twice())
+
+
+def test_tenants_share_what_a_request_says_is_public_and_nothing_after_it() -> None:
+    """Replicas took no public prefixes. One that was started anew learns them by the requests."""
+    prompt = list(range(3, 3 + 70))  # four blocks and a part of one
+
+    async def ask(replica: EngineReplica, salt: str, num_public: int) -> int:
+        asked = replace(
+            ASKED, request_id=salt, prompt_token_ids=prompt, salt=salt, num_public=num_public
+        )
+        async with aclosing(replica.answer(asked)) as parts:
+            heads = [part.head async for part in parts]
+        assert heads[0] is not None
+        return heads[0].num_cached_tokens
+
+    async def ask_all() -> None:
+        made = EngineReplica("headstart-tiny", {"num_blocks": 64, "dtype": "float32"})
+        names = made._llm.engine.manager.names
+        assert await ask(made, "a", 2) == 0
+        assert await ask(made, "b", 2) == 2 * names.block_size
+        sequence = TokenSequence("asked", prompt, salt="c", public=names.public)
+        sequence.cut(names.block_size)
+        assert sequence.num_public == 2
+        made._llm.close()
+
+    asyncio.run(ask_all())
 
 
 def test_a_replica_that_did_not_start_goes_without_a_word() -> None:

@@ -136,6 +136,20 @@ def test_salts_hold_over_all_replicas(server: Running) -> None:
     assert cached("a") > 0 and cached("b") > 0
 
 
+def test_tenants_share_a_public_prefix_and_nothing_after_it(server: Running) -> None:
+    prefix, own = list(range(100, 164)), list(range(200, 240))
+    assert server.llm.publish(prefix) == 4
+
+    def cached(salt: str) -> int:
+        prompt = {"prompt_token_ids": prefix + own, "cache_salt": salt}
+        found = asyncio.run(last(server.llm, prompt, SamplingParams(max_tokens=1)))
+        return int(found.num_cached_tokens)
+
+    assert cached("tenant a") == 0
+    assert cached("tenant b") == len(prefix)
+    assert cached("tenant a") > len(prefix)
+
+
 def test_answers_and_log_probabilities_are_those_of_one_engine(server: Running) -> None:
     params = SamplingParams(max_tokens=12, temperature=0, logprobs=2, n=2, stop=["."])
     alone = AsyncLLM(MODEL, **OPTIONS)
@@ -204,7 +218,9 @@ def test_a_dead_replica_ends_only_what_it_was_streaming(cluster: Cluster) -> Non
 
     async def answer(llm: AsyncLLM, row: int) -> list[int] | ReplicaLostError:
         kind = RequestOutputKind.CUMULATIVE if row in streams else RequestOutputKind.FINAL_ONLY
-        params = SamplingParams(max_tokens=LONG, temperature=0, ignore_eos=True, output_kind=kind)
+        # So many that none has ended when the last has begun.
+        count = 4 * LONG
+        params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, output_kind=kind)
         try:
             async for output in llm.generate(prompts[row], params):  # noqa: B007
                 begun.add(row)

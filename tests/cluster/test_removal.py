@@ -1,0 +1,240 @@
+"""Replicas that are removed: in no answer from then on, and out of the tables bit by bit."""
+
+import random
+import tracemalloc
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from headstart.cluster import Router, holders, make_policy
+from headstart.cluster import index as index_module
+from headstart.cluster.events import DISK, POOL, EventBatch
+from headstart.cluster.holders import PrefixKey
+from headstart.cluster.index import ReplicaIndex, unpack_keys
+from headstart.cluster.load import RouteRequest
+
+REPLICAS, CHAINS, LENGTH = 3, 3, 6
+NAMES = [[random.Random(9 * c + at).randbytes(32) for at in range(LENGTH)] for c in range(CHAINS)]
+KEYS = [unpack_keys(b"".join(chain)) for chain in NAMES]
+
+WHICH, CHAIN = st.integers(0, REPLICAS - 1), st.integers(0, CHAINS - 1)
+DEPTH, TIER = st.integers(0, LENGTH), st.sampled_from([POOL, DISK])
+
+
+def sweep(index: ReplicaIndex) -> int:
+    """Look through all that is left; how many steps that took."""
+    steps = 1
+    while index.sweep():
+        steps += 1
+    return steps
+
+
+class Removals(RuleBasedStateMachine):
+    """Replicas hold and expect the heads of some chains of blocks, and go and come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = [
+            mock.patch.object(holders, "SWEPT", 1),
+            mock.patch.object(index_module, "_STRIDE", 2),
+        ]
+        for patch in self.patches:
+            patch.start()
+        self.index = ReplicaIndex(REPLICAS)
+        self.numbers: dict[tuple[int, str], int] = {}
+        self.depths: dict[tuple[int, str, int], int] = {}
+        self.expected: list[tuple[int, int, int, Sequence[PrefixKey]]] = []
+
+    @rule(which=WHICH, tier=TIER, chain=CHAIN, depth=DEPTH)
+    def hold(self, which: int, tier: str, chain: int, depth: int) -> None:
+        """Blocks are stored, or evicted from the end."""
+        before = self.depths.get((which, tier, chain), 0)
+        number = self.numbers.get((which, tier), 0)
+        stored, removed = NAMES[chain][before:depth], NAMES[chain][depth:before]
+        batch = EventBatch(which, 0, number, b"".join(stored), b"".join(removed), tier=tier)
+        assert self.index.apply(batch)
+        self.numbers[which, tier] = number + 1
+        self.depths[which, tier, chain] = depth
+
+    @rule(which=WHICH, tier=TIER)
+    def clear(self, which: int, tier: str) -> None:
+        number = self.numbers.get((which, tier), 0)
+        assert self.index.apply(EventBatch(which, 0, number, cleared=True, tier=tier))
+        self.numbers[which, tier] = number + 1
+        for chain in range(CHAINS):
+            self.depths.pop((which, tier, chain), None)
+
+    @rule(which=WHICH, chain=CHAIN, depth=DEPTH)
+    def expect(self, which: int, chain: int, depth: int) -> None:
+        if not any(one[:2] == (which, chain) for one in self.expected):
+            added = self.index.expect(which, KEYS[chain][:depth])
+            self.expected.append((which, chain, depth, added))
+
+    @rule(data=st.data())
+    def unexpect(self, data: st.DataObject) -> None:
+        if self.expected:
+            at = data.draw(st.integers(0, len(self.expected) - 1))
+            which, _, _, added = self.expected.pop(at)
+            self.index.unexpect(which, added)
+
+    @rule(which=WHICH)
+    def remove(self, which: int) -> None:
+        self.index.remove(which)
+        self.expected = [one for one in self.expected if one[0] != which]
+        for tier in (POOL, DISK):
+            self.numbers.pop((which, tier), None)
+            for chain in range(CHAINS):
+                self.depths.pop((which, tier, chain), None)
+
+    @rule(times=st.sampled_from([1, 5, 20, 100]))
+    def look_through(self, times: int) -> None:
+        for _ in range(times):
+            if not self.index.sweep():
+                break
+
+    @invariant()
+    def answers_are_of_the_replicas_that_there_are(self) -> None:
+        for chain, keys in enumerate(KEYS):
+            found = self.index.match(keys)
+            for which in range(REPLICAS):
+                pool, disk = (self.depths.get((which, tier, chain), 0) for tier in (POOL, DISK))
+                sent = [depth for r, c, depth, _ in self.expected if (r, c) == (which, chain)]
+                expected = max(pool, *sent, 0)
+                assert found.cached[which] == pool
+                assert found.expected[which] == expected
+                assert found.stored[which] == max(expected, disk)
+
+    def teardown(self) -> None:
+        """Nothing of a removed replica is left, and few bits were ever needed."""
+        try:
+            self.check_end()
+        finally:
+            for patch in self.patches:
+                patch.stop()
+
+    def check_end(self) -> None:
+        sweep(self.index)
+        fresh = {tier: holders.make_holders(self.index._num_parts) for tier in (POOL, DISK)}
+        for (which, tier, chain), depth in self.depths.items():
+            for key in KEYS[chain][:depth]:
+                part = fresh[tier][key % self.index._num_parts]
+                part[key] = part.get(key, 0) | self.index._bits.of[which]
+        assert self.index._holders == fresh
+        assert not self.index._bits.retired
+        for which in range(REPLICAS):
+            self.remove(which)
+        sweep(self.index)
+        tables = [*self.index._holders.values(), self.index._expected]
+        assert not any(part for table in tables for part in table)
+
+
+TestRemovals = Removals.TestCase
+TestRemovals.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_a_replica_is_removed_without_a_look_at_its_blocks() -> None:
+    """One scan over a million blocks took a tenth of a second, and every request waited."""
+
+    class Closed(dict[PrefixKey, int]):
+        def __iter__(self) -> None:  # type: ignore[override]
+            raise AssertionError
+
+        items = keys = values = get = pop = __iter__  # type: ignore[assignment]
+
+    index, packed = ReplicaIndex(2), random.Random(0).randbytes(32 * 1000)
+    index.apply(EventBatch(0, 0, 0, stored=packed))
+    parts = index._holders[POOL]
+    index._holders[POOL] = [Closed(part) for part in parts]
+    index.remove(0)
+    index._holders[POOL] = parts
+    assert index.match(unpack_keys(packed)).stored == [0, 0]
+
+
+def test_a_step_of_a_sweep_looks_at_few_blocks() -> None:
+    index, count = ReplicaIndex(2), 100_000
+    index.apply(EventBatch(0, 0, 0, stored=random.Random(0).randbytes(32 * count)))
+    index.remove(0)
+    while True:
+        before = len(index)
+        is_more = index.sweep()
+        assert before - len(index) <= holders.SWEPT + 2 * count / index._num_parts
+        if not is_more:
+            break
+    assert len(index) == 0
+
+
+def test_batches_sweep_out_what_was_removed_and_bits_are_used_again() -> None:
+    """Replicas come and go for ever: neither blocks nor bits add up."""
+    index, rng, most = ReplicaIndex(2), random.Random(0), 0
+    index.apply(EventBatch(1, 0, 0, stored=rng.randbytes(32 * 5000)))
+    for _ in range(30):
+        index.apply(EventBatch(0, 0, 0, stored=rng.randbytes(32 * 5000)))
+        most = max(most, len(index))
+        index.remove(0)
+    assert most <= 1.5 * 10_000
+    assert len(index._bits.singles) <= 5
+
+
+@pytest.mark.parametrize("num_steps", [1, 4, 7])
+def test_what_is_left_of_a_batch_is_not_noted_of_who_has_the_number_now(num_steps: int) -> None:
+    index, rng = ReplicaIndex(1), random.Random(0)
+    old, new, other = (rng.randbytes(32 * 4000) for _ in range(3))
+    index.apply(EventBatch(0, 0, 0, stored=old))
+    steps = index.steps(EventBatch(0, 1, 0, stored=new, cleared=True))
+    for _ in range(num_steps):
+        next(steps)
+    index.remove(0)
+    sweep(index)
+    index.apply(EventBatch(0, 2, 0, stored=other))
+    with pytest.raises(StopIteration):
+        next(steps)
+    assert len(index) == 4000
+    assert index.match(unpack_keys(other)).cached == [4000]
+
+
+def test_a_request_of_a_removed_replica_takes_nothing_back_from_the_next_one() -> None:
+    router = Router(1, make_policy("expected"))
+    for name in ("before", "after"):
+        router.set_alive(0, True)
+        router.route(RouteRequest(name, KEYS[0], LENGTH * 16 + 1, 16), 0.0)
+        router.catch_up()
+        if name == "before":
+            router.set_alive(0, False)
+    router.finish("before")
+    assert router.index.match(KEYS[0]).expected == [LENGTH]
+
+
+def test_replicas_that_never_told_anything_need_no_new_bits() -> None:
+    index = ReplicaIndex(64)
+    for replica in range(64):
+        index.remove(replica)
+    assert len(index._bits.singles) == 64
+    for _ in range(3):
+        index.apply(EventBatch(0, 0, 0, stored=NAMES[0][0]))
+        index.remove(0)
+        sweep(index)
+        index.remove(0)
+    assert len(index._bits.singles) == 65
+    assert not index._bits.retired
+
+
+@pytest.mark.parametrize("tier", [POOL, DISK])
+def test_memory_of_removed_replicas_is_used_again(tier: str) -> None:
+    index, rng = ReplicaIndex(4), random.Random(0)
+    packed, other = rng.randbytes(32 * 50_000), rng.randbytes(32 * 50_000)
+    tracemalloc.start()
+    try:
+        for replica in range(4):
+            index.apply(EventBatch(replica, 0, 0, stored=packed, tier=tier))
+        full = tracemalloc.get_traced_memory()[0]
+        for replica in range(4):
+            index.remove(replica)
+        sweep(index)
+        index.apply(EventBatch(0, 0, 0, stored=other, tier=tier))
+        assert tracemalloc.get_traced_memory()[0] <= 1.05 * full
+    finally:
+        tracemalloc.stop()

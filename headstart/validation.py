@@ -27,8 +27,9 @@ from typing import Any, NamedTuple, Protocol, Union, get_args, get_origin, get_t
 from headstart.errors import HeadstartError, RequestError
 
 __all__ = [
-    "OneOf",
+    "Name",
     "Number",
+    "OneOf",
     "check_fields",
     "check_flag",
     "check_name",
@@ -94,6 +95,11 @@ def check_utf8(what: str, text: str, refuse: type[HeadstartError] = RequestError
             f"{what} has the lone surrogate U+{code:04X} at character {error.start}; allowed: "
             "text that UTF-8 can encode"
         ) from error
+
+
+Name = str | None
+"""What `check_name` takes. The compiler of `headstart.cache` does not see what it stands for, so
+that there, too, a wrong name is refused by `check_name` and not by a TypeError."""
 
 
 def check_name(

@@ -19,7 +19,7 @@ from headstart.cli.reply_metrics import duration
 from headstart.imports import load_module
 
 if TYPE_CHECKING:
-    from headstart.engine.streams import PromptProgress, RequestStream
+    from headstart.engine.streams.stream import PromptProgress, RequestStream
 
 _PATIENCE = 0.3  # seconds before a line appears: shorter waits need none
 
@@ -97,7 +97,7 @@ def describe_reading(stream: RequestStream) -> Callable[[float], str]:
 def reading_line(progress: PromptProgress, elapsed: float) -> str:
     """How far a prompt is read, and how long the rest takes at the rate so far.
 
-    >>> from headstart.engine.streams import PromptProgress
+    >>> from headstart.engine.streams.stream import PromptProgress
     >>> reading_line(PromptProgress(total=7644, read=6600, cached=5600), 2.0)
     'read 6,600 of 7,644 tokens, 5,600 of them cached; about 2 s to go'
     >>> reading_line(PromptProgress(total=7644, read=0, cached=0), 2.0)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headstart.engine.llm import LLM
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.params import SamplingParams
-    from headstart.engine.streams import RequestStream
+    from headstart.engine.streams.stream import RequestStream
 
 __all__ = ["Questions", "names_model", "read_questions"]
 

@@ -19,7 +19,8 @@ from headstart.engine.arg_utils import EngineArgs, require_engine_args
 from headstart.engine.params import SamplingParams
 from headstart.engine.startup.start import Started, start_engine
 from headstart.engine.startup.threads import count_cores
-from headstart.engine.streams import AsyncDriver, AsyncRequestStream
+from headstart.engine.streams.async_driver import AsyncDriver
+from headstart.engine.streams.async_stream import AsyncRequestStream
 from headstart.engine.structured.threads import FormThreads
 from headstart.engine.vllm_api.call_options import (
     StreamChatOptions,
@@ -175,20 +176,24 @@ class AsyncLLM(OfOneProcess):
             return await asyncio.to_thread(make)
         return await asyncio.wrap_future(self._forms.submit(make))
 
-    def outputs(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:
+    def outputs(self, request: RequestGroup, *, paced: bool = False) -> AsyncRequestStream:
         """Queue a prepared request and stream its outputs; leaving the loop aborts it.
 
-        Raises RequestError for what is none.
+        paced: between the first output and the last, those that come within 5 ms of others (0.6 ms
+        for each of more than eight readers) may be told as one, which spares the event loop work.
+        Raises RequestError for what is no request.
         """
         self._driver.require_request(request)
 
         async def prepared() -> RequestGroup:
             return request
 
-        return self._stream(prepared)
+        return self._stream(prepared, paced=paced)
 
-    def _stream(self, prepare: Callable[[], Awaitable[RequestGroup]]) -> AsyncRequestStream:
-        return AsyncRequestStream(self._driver, self._chats, prepare, owner=self)
+    def _stream(
+        self, prepare: Callable[[], Awaitable[RequestGroup]], *, paced: bool = False
+    ) -> AsyncRequestStream:
+        return AsyncRequestStream(self._driver, self._chats, prepare, owner=self, paced=paced)
 
     async def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function` in the engine's thread between two steps; for what reads the cache.

@@ -21,7 +21,8 @@ from headstart.engine.arg_utils import EngineArgs, require_engine_args
 from headstart.engine.params import SamplingParams
 from headstart.engine.sampling.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from headstart.engine.startup.start import start_engine
-from headstart.engine.streams import Mailbox, RequestStream
+from headstart.engine.streams.mailbox import Mailbox
+from headstart.engine.streams.stream import RequestStream
 from headstart.engine.vllm_api.call_options import (
     CallOptions,
     StreamChatOptions,

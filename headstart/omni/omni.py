@@ -14,7 +14,7 @@ from headstart.engine.inputs import InputProcessor
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
-from headstart.engine.streams import OutputStream
+from headstart.engine.streams.stream import OutputStream
 from headstart.engine.text.max_length import TextLimit
 from headstart.engine.vllm_api.signatures import OfOneProcess, check_calls
 from headstart.errors import ConfigError, RequestError, UnsupportedModelError

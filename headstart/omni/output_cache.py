@@ -69,8 +69,8 @@ class _Node(PrefixNode):
 
     __slots__ = ("nbytes", "needed", "rows")
 
-    def __init__(self, parent: PrefixNode | None, key: BlockKey) -> None:
-        super().__init__(parent, key)
+    def place(self, parent: PrefixNode | None, key: BlockKey) -> None:
+        super().place(parent, key)
         self.rows: dict[str, Tensor] = {}
         self.needed: frozenset[str] = frozenset()
         self.nbytes = NODE_BYTES + len(key)

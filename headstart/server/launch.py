@@ -20,6 +20,7 @@ from headstart.server.app import create_app, create_speech_app
 from headstart.server.monitoring.logs import set_up_logs
 from headstart.server.monitoring.tracing import open_tracer
 from headstart.server.options import ServerOptions
+from headstart.server.protocol import BoundedProtocol
 from headstart.server.public_prefixes import publish, read_prefixes
 from headstart.server.service import Front
 from headstart.server.tenants import open_tenants
@@ -85,6 +86,7 @@ def serve(app: FastAPI, at: socket.socket, ready: Callable[[], None] = lambda: N
     set_up_logs(options.log_format)
     config = uvicorn.Config(
         app,
+        http=BoundedProtocol,
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -96,7 +98,8 @@ def serve(app: FastAPI, at: socket.socket, ready: Callable[[], None] = lambda: N
     log = logging.getLogger("uvicorn.error")
     log.addFilter(server.is_news)
     try:
-        asyncio.run(server.serve(sockets=[at]))
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(server.serve(sockets=[at]))
     finally:
         log.removeFilter(server.is_news)
 

@@ -18,6 +18,11 @@ async def merge(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[tuple
     A stream is asked for its next item when the last one was taken, so a slow reader holds up all
     of them and nothing piles up here. The first exception ends all.
     """
+    if len(streams) == 1:  # a task for each item is as much work as the rest of a small answer
+        async with aclosing(streams[0]) as stream:
+            async for item in stream:
+                yield 0, item
+        return
     waiting = {asyncio.ensure_future(_next(stream)): at for at, stream in enumerate(streams)}
     try:
         while waiting:

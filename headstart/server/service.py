@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headstart.engine.inputs import Prompt
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
+    from headstart.engine.streams.async_stream import AsyncRequestStream
     from headstart.server.monitoring.tracing import Tracer
 
 __all__ = ["Front", "Service", "front_of", "service_of", "too_late", "unless_gone"]
@@ -155,12 +156,11 @@ class Service(Front):
         """The outputs of a prepared request. Raises ApiError (504) when its time is over."""
         end = "abort"
         try:
-            async with aclosing(self.llm.outputs(request)) as outputs:
-                while True:
-                    async with self.in_time():
-                        output = await anext(outputs, None)
-                    if output is None:
-                        return
+            async with (
+                aclosing(self.llm.outputs(request, paced=True)) as outputs,
+                self._ending_in_time(outputs),
+            ):
+                async for output in outputs:
                     if output.finished:
                         end = "told"
                         whole = request.output()  # of a stream the last output has what is new
@@ -176,6 +176,21 @@ class Service(Front):
             if self.tracer is not None:
                 call = current_call()
                 self.tracer.trace(request, end, call.trace if call is not None else {})
+
+    @asynccontextmanager
+    async def _ending_in_time(self, outputs: AsyncRequestStream) -> AsyncIterator[None]:
+        """As `in_time`, for all the outputs that are read inside: a timeout for each costs more
+        than a small model's token."""
+        call = current_call()
+        if call is None:
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        timer = loop.call_at(call.deadline, outputs.fail, too_late(self.options))
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     async def answer(self, request: RequestGroup) -> RequestOutput:
         """The whole answer to a prepared request."""
@@ -197,10 +212,8 @@ class Service(Front):
         """
         params = self.llm.get_default_sampling_params()
         kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
-        params.output_kind = kind
-        for name, value in given.items():
-            if value is not None or name == "max_tokens":
-                setattr(params, name, value)
+        said = {name: v for name, v in given.items() if v is not None or name == "max_tokens"}
+        params.set_together({**said, "output_kind": kind})
         return params
 
     async def prepare(

@@ -17,7 +17,7 @@ from headstart import LLM, AsyncLLM, SamplingParams
 from headstart.attention.register import unregister
 from headstart.engine.batch import Batch
 from headstart.engine.outputs import RequestOutput
-from headstart.engine.streams import Mailbox
+from headstart.engine.streams.mailbox import Mailbox
 from headstart.errors import EngineError, RequestError
 from headstart.models.zoo import decoder
 from headstart.sampling_params import BeamSearchParams

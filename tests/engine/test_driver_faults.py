@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from headstart import LLM, AsyncLLM, SamplingParams
-from headstart.engine import driver, streams
+from headstart.engine import driver
 from headstart.engine.outputs import RequestOutput
+from headstart.engine.streams import mailbox
 from headstart.errors import EngineError
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.forked import run_program
@@ -51,7 +52,7 @@ def expected(folder: Path) -> dict[int, list[int]]:
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (driver, streams):
+    for module in (driver, mailbox):
         monkeypatch.setattr(module, "_PATIENCE", 0.01)
 
 
@@ -117,7 +118,7 @@ class _AtLine:
         self._place = (line, time)
 
     def trace(self, frame: FrameType, event: str, arg: object) -> Any:
-        if frame.f_code.co_filename not in (driver.__file__, streams.__file__):
+        if frame.f_code.co_filename not in (driver.__file__, mailbox.__file__):
             return None
         return self._line if threading.current_thread().name == "headstart-engine" else None
 
@@ -230,8 +231,8 @@ def test_an_end_that_cannot_be_told_is_noticed(folder: Path, way: str) -> None:
             broken()
 
     with pytest.MonkeyPatch.context() as patch:
-        for mailbox in (streams.Mailbox, streams.AsyncMailbox):
-            patch.setattr(mailbox, "receive", untold)
+        for box in (mailbox.Mailbox, mailbox.AsyncMailbox):
+            patch.setattr(box, "receive", untold)
         if way == "LLM":
             llm: LLM | AsyncLLM = make_llm(folder)
             patch.setattr(llm.engine.model, "forward", broken)

@@ -234,6 +234,18 @@ def test_lists_are_the_parameters_own() -> None:
     assert kept == SamplingParams(stop=["a"], allowed_token_ids=[3], logit_bias={3: 1.0})
 
 
+def test_fields_that_are_set_together_are_checked_together() -> None:
+    """One by one, at least 20 tokens were refused while at most 16 were wanted."""
+    params = SamplingParams()
+    params.set_together({"min_tokens": 20, "max_tokens": 30, "seed": -1, "stop": "a"})
+    assert params == SamplingParams(min_tokens=20, max_tokens=30, stop=["a"])
+    before = params.clone()
+    for wrong in ({"top_p": 2.0}, {"max_tokens": 5}, {"nonsense": 1}):
+        with pytest.raises(RequestError):
+            params.set_together({"temperature": 0.5, **wrong})
+        assert params == before and params.stop == ["a"]
+
+
 def test_stop_strings_need_the_text() -> None:
     with pytest.raises(RequestError, match="detokenize False"):
         SamplingParams(stop="a", detokenize=False)

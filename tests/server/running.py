@@ -17,6 +17,7 @@ from headstart import AsyncLLM
 from headstart.server.app import create_app
 from headstart.server.launch import listen
 from headstart.server.options import ServerOptions
+from headstart.server.protocol import BoundedProtocol
 from headstart.server.service import Service
 
 __all__ = ["Running", "listening", "running", "serving"]
@@ -83,7 +84,8 @@ def listening(app: FastAPI, *, send_buffer: int = 0) -> Iterator[str]:
     listener = listen(ServerOptions(port=0))
     if send_buffer:  # connections have the listener's
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    runner = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+    config = uvicorn.Config(app, http=BoundedProtocol, log_config=None, lifespan="off")
+    runner = uvicorn.Server(config)
     started = threading.Event()
     startup = runner.startup
 
@@ -92,9 +94,12 @@ def listening(app: FastAPI, *, send_buffer: int = 0) -> Iterator[str]:
         started.set()
 
     runner.startup = tell  # type: ignore[method-assign]
-    thread = threading.Thread(
-        target=lambda: asyncio.run(runner.serve(sockets=[listener])), daemon=True
-    )
+
+    def serve() -> None:
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as loop:
+            loop.run(runner.serve(sockets=[listener]))
+
+    thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     try:
         assert started.wait(30)

@@ -57,6 +57,17 @@ def test_what_is_in_the_pool(client: httpx.Client) -> None:
     assert sum(one["blocks"] for one in full["prefixes"]) == full["cached"]
 
 
+def test_messages_are_explained_as_a_chat_asks_them(client: httpx.Client) -> None:
+    """Without what begins the reply, a chat's prompt was one token longer than what was told."""
+    body = {"messages": [{"role": "user", "content": PEOPLE}]}
+    chat = client.post("/v1/chat/completions", json={**body, "max_tokens": 1}).json()["usage"]
+    told = client.post("/cache/explain", json=body).json()
+    assert told["prompt_tokens"] == chat["prompt_tokens"]
+    assert told["cached_tokens"] == chat["prompt_tokens"] - 1
+    shorter = client.post("/cache/explain", json={**body, "add_generation_prompt": False}).json()
+    assert shorter["prompt_tokens"] < told["prompt_tokens"]
+
+
 def test_why_a_prompt_hits_what_it_does(client: httpx.Client) -> None:
     dated = "Today is 2026-11-21 10:32.\n" + PEOPLE
     unseen = client.post("/cache/explain", json={"prompt": dated}).json()

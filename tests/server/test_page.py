@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from headstart.server.keys import KeyFolder
 from tests.server.running import Running, running
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -129,6 +130,23 @@ def test_a_new_chat_ends_a_reply_and_forgets_it(browser, served) -> None:  # typ
     assert not any("on and on" in body for body in asked)
     page.close()
     assert problems == []
+
+
+def test_a_key_that_does_not_suffice_is_told_why(browser, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """The dialog stayed as it was, and the page said that it was not connected."""
+    keys = KeyFolder(tmp_path / "keys")
+    key = keys.add("research")
+    with running(num_blocks=64, api_keys=True, keys_folder=str(tmp_path / "keys")) as served:
+        page = browser.new_page()
+        page.goto(served.url)
+        page.fill("#key", "wrong")
+        page.press("#key", "Enter")
+        expect(page.locator("#key-trouble")).to_contain_text("key")
+        page.fill("#key", key)
+        page.press("#key", "Enter")
+        expect(page.locator("#connection")).to_contain_text("--admin")
+        expect(page.locator("#reset")).to_be_disabled()
+        page.close()
 
 
 def test_one_is_one(browser) -> None:  # type: ignore[no-untyped-def]

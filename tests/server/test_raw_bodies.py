@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
+from contextlib import closing
 
 import httpx
 import pytest
@@ -114,6 +116,49 @@ def test_a_body_that_is_too_large_is_not_read(server: Running) -> None:
     counted = httpx.post(server.url + CHAT, content=endless(), headers=JSON, timeout=60)
     assert counted.status_code == 413
     assert counted.json()["error"]["message"].startswith("the request's body is too large")
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: example.com\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", 200),
+        (b"GET /health HTTP/1.0\r\n", 200),
+    ],
+)
+def test_a_request_names_one_host(server: Running, head: bytes, status: int) -> None:
+    """By the host a server without keys knows whose page asks; httptools took any number."""
+    where = httpx.URL(server.url)
+    with closing(socket.create_connection((where.host, where.port), 60)) as client:
+        client.sendall(head + b"\r\n")
+        assert client.recv(12) == b"HTTP/1.1 %d" % status
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
+
+
+@pytest.mark.parametrize(
+    "begin", [b"GET / HTTP/1.1\r\nHost: localhost\r\n", CHUNKED], ids=["head", "trailers"]
+)
+@pytest.mark.parametrize("line", [b"x: y\r\n", b"x"], ids=["many lines", "one long line"])
+def test_a_head_that_does_not_end_is_not_kept(server: Running, begin: bytes, line: bytes) -> None:
+    """httptools kept all that it was sent, also of whoever had no key."""
+    where = httpx.URL(server.url)
+    with closing(socket.create_connection((where.host, where.port), 60)) as client:
+        client.sendall(begin)
+        with pytest.raises(ConnectionError):
+            for _ in range(64):
+                client.sendall(line * (2**20 // len(line)))
+
+
+def test_a_long_body_in_small_parts_is_no_long_head(server: Running) -> None:
+    def parts() -> Iterator[bytes]:
+        yield from (b" " for _ in range(100_000))
+        yield body()
+
+    answer = httpx.post(server.url + CHAT, content=parts(), headers=JSON, timeout=60)
+    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("path", ["/v1/nothing", "/v1/models/nothing"])

@@ -25,7 +25,7 @@ from headstart.validation import in_one_line
 if TYPE_CHECKING:
     from headstart.engine.llm import LLM
     from headstart.engine.outputs import RequestOutput
-    from headstart.engine.streams import RequestStream
+    from headstart.engine.streams.stream import RequestStream
 
 __all__ = ["Chat"]
 

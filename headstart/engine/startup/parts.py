@@ -75,6 +75,8 @@ def make_parts(
         model = identify(decoder, memory, config, folder)
         spell = make_spell(tokenizer, config)
         stores = Stores(open_store(model, config), open_store(OBJECTS, config), spell)
+        # The blocks that loading the longest prompt would write.
+        memory.prefault(min(stores.kv.num_kept, -(-limit // config.block_size)))
     cache = CacheConfig(
         num_blocks=blocks,
         events=is_observed or stores is not None,

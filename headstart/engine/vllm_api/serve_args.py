@@ -55,7 +55,10 @@ _ACCEPTED: Mapping[str, Sequence[str]] = {
     "templates that have a switch for reasoning are told so": [
         "anthropic_disabled_thinking_effort"
     ],
-    "uvicorn's own limits hold": ["h11_max_incomplete_event_size", "h11_max_header_count"],
+    "a head may have 64 KB, however many headers": [
+        "h11_max_incomplete_event_size",
+        "h11_max_header_count",
+    ],
     "there is no supervisor": [
         "data_parallel_supervisor_port",
         "dp_supervisor_probe_interval_s",

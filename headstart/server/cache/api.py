@@ -37,7 +37,7 @@ async def show_cache(request: Request) -> Response:
 async def explain_prompt(body: PromptBody, request: Request) -> Response:
     """Why a prompt would hit what it would, without running it."""
     service = service_of(request)
-    prepared = await prepare(service, body, request)
+    prepared = await prepare(service, body, request, begins_reply=True)
     sequence = prepared.requests[0].sequence
     manager = service.llm.engine.manager
 
@@ -64,7 +64,7 @@ async def explain_prompt(body: PromptBody, request: Request) -> Response:
 async def prewarm(body: PromptBody, request: Request) -> Response:
     """Compute a prompt ahead of the requests that begin like it."""
     service = service_of(request)
-    prepared = await prepare(service, body, request)
+    prepared = await prepare(service, body, request, begins_reply=False)
     output = await unless_gone(request, service.answer(prepared))
     return JsonResponse(
         {
@@ -123,7 +123,11 @@ async def show_block(block_id: int, request: Request) -> Response:
     return JsonResponse(await service_of(request).live.block_text(block_id))
 
 
-async def prepare(service: Service, body: PromptBody, request: Request) -> RequestGroup:
+async def prepare(
+    service: Service, body: PromptBody, request: Request, *, begins_reply: bool
+) -> RequestGroup:
+    """A request of a body's prompt. begins_reply: where it does not say so, whether messages are
+    followed by what begins the model's reply."""
     params = service.params({"max_tokens": 1, "temperature": 0}, stream=False)
     options: dict[str, Any] = {
         "adapter": service.adapter(body.model),
@@ -137,7 +141,8 @@ async def prepare(service: Service, body: PromptBody, request: Request) -> Reque
     if body.tools is not None:
         options["tools"] = body.tools
     options |= service.template_options({"chat_template_kwargs": body.chat_template_kwargs})
-    options["add_generation_prompt"] = body.add_generation_prompt
+    said = body.add_generation_prompt
+    options["add_generation_prompt"] = begins_reply if said is None else said
     return await service.prepare_chat(body.messages, params, name, **options)
 
 

@@ -10,7 +10,8 @@ __all__ = ["PromptBody", "ResetBody"]
 class PromptBody(CacheFields):
     """A prompt as text or token ids, or as messages; what it is for is the path's to say.
 
-    add_generation_prompt: whether what begins the model's reply belongs to it.
+    add_generation_prompt: whether what begins the model's reply belongs to it; unless said, in
+    `explain`, as for a chat, and not in `prewarm`, whose prompts go on.
     """
 
     model: str | None = None
@@ -18,7 +19,7 @@ class PromptBody(CacheFields):
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = False
+    add_generation_prompt: bool | None = None
 
 
 class ResetBody(Body):

@@ -139,14 +139,16 @@ class _Told:
         if self._body.echo and is_first and output.prompt_logprobs is not None:
             entries = [*output.prompt_logprobs, *entries]
         logprobs = None
+        start = self._offsets.get(index, 0)
+        # Texts of tokens are told at once, and some of the answer's text later, for a stop string.
+        end = start + len(echoed + text)
         if self._body.logprobs is not None:
-            start = self._offsets.get(index, 0)
             as_ids = bool(self._body.return_tokens_as_token_ids)
             first = self._first_token(output) if echoed and entries else (0, "")
-            logprobs = completion_logprobs(
+            logprobs, end = completion_logprobs(
                 entries, self._body.logprobs, start, as_ids=as_ids, first=first
             )
-        self._offsets[index] = self._offsets.get(index, 0) + len(echoed + text)
+        self._offsets[index] = end
         told = {
             "index": index,
             "text": echoed + text,

@@ -68,10 +68,11 @@ def completion_logprobs(
     *,
     as_ids: bool = False,
     first: tuple[int, str] = (0, ""),
-) -> dict[str, Any]:
-    """The same as completions have them; `offset` is where the first token's text begins.
+) -> tuple[dict[str, Any], int]:
+    """The same as completions have them, and where the last token's text ends.
 
-    first: id and text of a prompt's first token, whose entry is None.
+    offset: where the first token's text begins. first: id and text of a prompt's first token, whose
+    entry is None.
     """
     told: dict[str, list[Any]] = {
         "tokens": [],
@@ -92,7 +93,7 @@ def completion_logprobs(
         told["top_logprobs"].append(top if entry else None)
         told["text_offset"].append(offset)
         offset += len(text)
-    return told
+    return told, offset
 
 
 def prompt_logprobs(output: RequestOutput, most: int) -> list[dict[str, Any] | None] | None:

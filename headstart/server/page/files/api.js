@@ -6,7 +6,8 @@ function headers(more) {
   return key ? { ...more, Authorization: `Bearer ${key}` } : more;
 }
 
-async function askForKey() {
+async function askForKey(trouble) {
+  document.getElementById("key-trouble").textContent = trouble;
   const dialog = document.getElementById("ask-key");
   if (!dialog.open) dialog.showModal();
   await new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true }));
@@ -20,15 +21,15 @@ export async function request(path, options = {}) {
     const used = key;
     const response = await fetch(path, { ...options, headers: headers(options.headers || {}) });
     if (response.ok) return response;
-    if (response.status === 401) {
-      if (used === key) await askForKey();
-      continue;
-    }
     let text = `${response.status} ${response.statusText}`;
     try {
       text = (await response.json()).error.message;
     } catch { /* no body that says more */ }
-    throw new Error(text);
+    if (response.status === 401) {
+      if (used === key) await askForKey(used ? text : "");
+      continue;
+    }
+    throw Object.assign(new Error(text), { status: response.status });
   }
 }
 

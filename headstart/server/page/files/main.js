@@ -70,24 +70,28 @@ async function showAdvice() {
   } catch { /* for administrators */ }
 }
 
-function connected(isLive) {
-  $("connection").textContent = isLive ? "live" : "not connected: trying again";
+function connected(isLive, trouble = "not connected: trying again") {
+  $("connection").textContent = isLive ? "live" : trouble;
   $("connection").classList.toggle("live", isLive);
 }
 
 async function watch() {
   for (;;) {
+    let trouble;
     try {
       const models = await get("v1/models");
       model = models.data[0].id;
       $("model").textContent = `${model} · context of ${count(models.data[0].max_model_len)} tokens`;
       const response = await request("cache/live");
       connected(true);
+      $("reset").disabled = false;
       for await (const look of events(response)) show(look);
     } catch (error) {
       console.warn(error);
+      trouble = error.status && error.message; // the server's own words, as of a key without rights
+      $("reset").disabled = error.status === 403;
     }
-    connected(false);
+    connected(false, trouble || undefined);
     await new Promise((resolve) => setTimeout(resolve, 1500));
   }
 }

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from headstart import LLM, AsyncLLM, SamplingParams
-from headstart.engine import streams
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
 from headstart.engine.step import StepResult
+from headstart.engine.streams import mailbox
+from headstart.engine.streams import stream as streams
 from headstart.errors import RequestError
 from tests.engine.tiny_llm import make_llm, save_smallest
 
@@ -129,7 +130,7 @@ def test_threads_that_begin_a_stream_together_all_see_its_end(
 ) -> None:
     """Each submitted the request: one was refused as the other's twin, and closed the stream."""
     stream = llm.stream(A, LONG)
-    submit, mailbox, pool = llm._driver.submit, streams.Mailbox, ThreadPoolExecutor(1)
+    submit, made, pool = llm._driver.submit, mailbox.Mailbox, ThreadPoolExecutor(1)
     others: list[Any] = []
     submitted = threading.Event()
 
@@ -142,7 +143,7 @@ def test_threads_that_begin_a_stream_together_all_see_its_end(
         first = not others
         with_another_reader()
         assert not first or submitted.wait(30)
-        return mailbox(*args)
+        return made(*args)
 
     def submit_with(*args: Any, **options: Any) -> None:
         with_another_reader()
@@ -236,7 +237,7 @@ def test_updates_for_a_loop_that_is_busy_are_bounded(async_llm: AsyncLLM) -> Non
     """Each has all the text so far: those beyond a few hundred are left out, but never the end."""
 
     async def stay_busy() -> list[RequestOutput]:
-        box = streams.AsyncMailbox(async_llm._driver, _group(async_llm))
+        box = mailbox.AsyncMailbox(async_llm._driver, _group(async_llm))
         output = _group(async_llm).output()
         for _ in range(5000):
             box.receive(output)
@@ -247,7 +248,7 @@ def test_updates_for_a_loop_that_is_busy_are_bounded(async_llm: AsyncLLM) -> Non
         return taken
 
     taken = asyncio.run(stay_busy())
-    assert len(taken) == streams._MOST_UPDATES + 1
+    assert len(taken) == mailbox._MOST_UPDATES + 1
 
 
 def _group(llm: AsyncLLM) -> RequestGroup:

@@ -1,0 +1,120 @@
+"""What the clients of `serve.py` ask, and what they see. Its docstring names the loads."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["LOADS", "Ids", "Stream", "Timing", "run_load"]
+
+Ids = list[int]
+
+
+@dataclass
+class Ask:
+    """One request: a prompt, or what is added to the conversation so far."""
+
+    prompt: Ids
+    count: int
+    goes_on: bool = False
+
+
+@dataclass
+class Timing:
+    """What the clients of one run saw. Seconds, but for counts."""
+
+    first: list[float] = field(default_factory=list)
+    per_token: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, other: Timing) -> None:
+        """Count another run's requests among these."""
+        self.first += other.first
+        self.per_token += other.per_token
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.output_tokens += other.output_tokens
+        self.seconds += other.seconds
+
+    def summary(self) -> dict[str, float]:
+        """Medians, the 99th percentile, and rates."""
+        ordered = sorted(self.first)
+        return {
+            "first_p50_ms": 1000 * statistics.median(ordered),
+            "first_p99_ms": 1000 * ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+            "per_token_ms": 1000 * statistics.median(self.per_token),
+            "tokens_per_s": self.output_tokens / self.seconds,
+            "hit_rate": self.cached_tokens / self.prompt_tokens,
+            "seconds": self.seconds,
+        }
+
+
+def tokens(rng: random.Random, count: int, vocab: int) -> Ids:
+    """Random token ids, none of which is special."""
+    return [rng.randrange(300, vocab - 1) for _ in range(count)]
+
+
+def chat(rng: random.Random, vocab: int, shared: str) -> list[Ask]:
+    """Three turns behind a system prompt."""
+    system = tokens(random.Random(f"system {shared}"), 512, vocab)
+    said = [tokens(rng, 64, vocab) for _ in range(3)]
+    return [Ask(system + said[0], 32), *(Ask(one, 32, goes_on=True) for one in said[1:])]
+
+
+def document(rng: random.Random, vocab: int, shared: str) -> list[Ask]:
+    """Three questions about a document."""
+    text = tokens(random.Random(f"document {shared}"), 2000, vocab)
+    return [Ask(text + tokens(rng, 32, vocab), 16) for _ in range(3)]
+
+
+def short(rng: random.Random, vocab: int, shared: str) -> list[Ask]:
+    """Three prompts that have nothing in common."""
+    del shared
+    return [Ask(tokens(rng, 96, vocab), 16) for _ in range(3)]
+
+
+LOADS: dict[str, Callable[[random.Random, int, str], list[Ask]]] = {
+    "chat": chat,
+    "document": document,
+    "short": short,
+}
+SHARED = {"chat": 8, "document": 4, "short": 1}  # prompts that clients share among them
+Stream = Callable[[Ids, int], AsyncIterator[tuple[int, dict[str, Any] | None]]]
+
+
+async def run_load(stream: Stream, load: str, clients: int, vocab: int, seed: str) -> Timing:
+    """Let so many clients ask at once; each waits for its answer before it asks on."""
+    timing = Timing()
+
+    async def run_client(client: int) -> None:
+        rng = random.Random(f"{seed} {client}")
+        so_far: Ids = []
+        for ask in LOADS[load](rng, vocab, f"{seed} {client % SHARED[load]}"):
+            so_far = so_far + ask.prompt if ask.goes_on else ask.prompt
+            start = time.perf_counter()
+            first = last = 0.0
+            async for count, usage in stream(so_far, ask.count):
+                if count:
+                    last = time.perf_counter()
+                    first = first or last
+                if usage is not None:
+                    timing.prompt_tokens += usage["prompt_tokens"]
+                    timing.output_tokens += usage["completion_tokens"]
+                    timing.cached_tokens += usage["cached_tokens"]
+            timing.first.append(first - start)
+            timing.per_token.append((last - first) / (ask.count - 1))
+            # An answer's ids are not told over HTTP; any go on as well.
+            so_far = so_far + tokens(rng, ask.count, vocab)
+
+    start = time.perf_counter()
+    await asyncio.gather(*(run_client(client) for client in range(clients)))
+    timing.seconds = time.perf_counter() - start
+    return timing

@@ -1,0 +1,134 @@
+"""Outputs of one request for asyncio, as an asynchronous generator has them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from headstart.engine.outputs import ShownOutputs
+from headstart.engine.streams.mailbox import AsyncMailbox
+from headstart.engine.vllm_api.signatures import OfOneProcess
+
+if TYPE_CHECKING:
+    from headstart.engine.chat.requests import ChatRequests
+    from headstart.engine.outputs import RequestOutput
+    from headstart.engine.request import RequestGroup
+    from headstart.engine.streams.async_driver import AsyncDriver
+
+__all__ = ["AsyncRequestStream"]
+
+
+class AsyncRequestStream(OfOneProcess, AsyncGenerator["RequestOutput", None]):
+    """One request's outputs for asyncio, prepared and submitted when the first is asked for.
+
+    No generator function: the event loop closes one that nobody holds any more some turns later,
+    and until then its request ran on and its id was in use. Here the request is cancelled at once:
+    by the time that a cancelled task, or a loop that was left, is over, its id is free.
+    """
+
+    def __init__(
+        self,
+        driver: AsyncDriver,
+        chats: ChatRequests,
+        prepare: Callable[[], Awaitable[RequestGroup]],
+        owner: object = None,
+        *,
+        paced: bool = False,
+    ) -> None:
+        """owner: is kept alive until the stream ends, since the engine ends with it.
+
+        paced: tokens that come soon after others may be told with them; see `AsyncMailbox`.
+        """
+        self._owner = owner
+        self._paced = paced
+        self._driver = driver
+        self._chats = chats
+        self._prepare: Callable[[], Awaitable[RequestGroup]] | None = prepare  # until it is called
+        self._group: RequestGroup | None = None
+        self._ended = self._is_read = False
+        self._failure: Exception | None = None  # which ended it, and was not told
+
+    async def asend(self, value: None) -> RequestOutput:
+        """The next output; `value` is ignored. Raises what preparing the request does.
+
+        Raises RequestError in another event loop than that of the first output, and may be read on
+        in that one.
+        """
+        if self._ended:
+            self._stop()
+        if self._group is not None:
+            self._updates.require_loop()
+        if self._is_read:
+            raise RuntimeError("another task waits for this stream's next output")
+        self._is_read = True
+        try:
+            return await self._next()
+        except StopAsyncIteration:
+            self._stop()
+        except BaseException:
+            self._leave()
+            raise
+        finally:
+            self._is_read = False
+
+    async def athrow(self, *error: Any) -> RequestOutput:
+        """Cancel the request, then raise the error."""
+        self._leave()
+        return await super().athrow(*error)
+
+    async def aclose(self) -> None:
+        """Cancel the request if it is unfinished."""
+        self._leave()
+
+    async def _next(self) -> RequestOutput:
+        group = self._group
+        if group is None:
+            assert self._prepare is not None
+            group = await self._prepare()
+            if self._ended:  # meanwhile
+                raise StopAsyncIteration
+            self._shown = ShownOutputs(group.params.output_kind)
+            self._updates = AsyncMailbox(self._driver, group, paced=self._paced)
+            self._group = group  # last: from here on there is something to cancel
+            every_step = self._shown.wants_every_step
+            self._driver.submit(group, self._updates.receive, every_step=every_step)
+        while not self._ended:
+            output = await self._updates.get()
+            if output.finished:
+                self._end()
+                if group.chat is not None:
+                    await asyncio.to_thread(self._chats.remember, group, output)
+            shown = self._shown.next(output)
+            if shown is not None:
+                return shown
+        raise StopAsyncIteration
+
+    def fail(self, error: Exception) -> None:
+        """Cancel the request if it is unfinished; the next output that is asked for is this error.
+
+        For the event loop that reads it, as when its time is over.
+        """
+        if not self._ended:
+            self._failure = error
+            self._leave()
+
+    def _stop(self) -> NoReturn:
+        failure, self._failure = self._failure, None
+        raise StopAsyncIteration if failure is None else failure
+
+    def _leave(self) -> None:
+        ended = self._ended
+        self._end()
+        if not ended and self._group is not None:
+            self._driver.cancel([self._group], wait=False)
+            with suppress(RuntimeError):  # the loop was closed
+                self._updates.receive(StopAsyncIteration())  # a task may wait for one
+
+    def _end(self) -> None:
+        self._ended = True
+        self._owner = self._prepare = None  # which holds it, too
+
+    def __del__(self) -> None:
+        self._leave()

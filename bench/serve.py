@@ -37,7 +37,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import aiohttp
 from rich.console import Console
@@ -107,8 +107,7 @@ def server(command: list[str], environment: dict[str, str]) -> Iterator[str]:
         try:
             wait_until_healthy(url, process)
         except RuntimeError:
-            said.seek(0)
-            print(said.read().decode(errors="replace")[-10_000:], file=sys.stderr)
+            tell(said)
             raise
         else:
             yield url
@@ -118,6 +117,12 @@ def server(command: list[str], environment: dict[str, str]) -> Iterator[str]:
                 process.wait(30)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def tell(said: IO[bytes]) -> None:
+    """Print the end of what a process said."""
+    said.seek(0)
+    print(said.read().decode(errors="replace")[-10_000:], file=sys.stderr)
 
 
 def wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
@@ -138,16 +143,26 @@ def wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
 def bare_engine(folder: Path, threads: int) -> Iterator[Callable[[str, int, int, str], Timing]]:
     """The engine without HTTP, in a process of its own."""
     command = [sys.executable, __file__, "--engine", str(folder), "--threads", str(threads)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    pipe = subprocess.PIPE
+    with (
+        tempfile.TemporaryFile() as said,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, text=True) as process,
+    ):
         assert process.stdin is not None and process.stdout is not None
         read, write = process.stdout, process.stdin
-        read.readline()
+
+        def hear() -> str:
+            line = read.readline()
+            if not line:
+                tell(said)
+                raise RuntimeError("the bare engine has ended")
+            return line
 
         def ask(load: str, clients: int, vocab: int, seed: str) -> Timing:
             print(json.dumps([load, clients, vocab, seed]), file=write, flush=True)
-            return Timing(**json.loads(read.readline()))
+            return Timing(**json.loads(hear()))
+
+        hear()
 
         yield ask
         write.close()

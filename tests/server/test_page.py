@@ -80,11 +80,47 @@ def test_a_chat_shows_what_was_cached_and_the_map_shows_where(browser, served) -
     page.keyboard.press("ArrowRight")
     expect(page.locator("#block")).to_contain_text("Block 1:")
     expect(page.locator("#block")).to_contain_text("tokens: ")
-    page.get_by_role("button", name="Forget everything cached").click()
+    forget = page.get_by_role("button", name="Forget everything cached")
+    asked: list[str] = []
+    page.once("dialog", lambda dialog: (asked.append(dialog.message), dialog.dismiss()))
+    forget.click()
+    page.once("dialog", lambda dialog: dialog.accept())
+    assert int(say(page, "How old is Anna?").split()[0]) > cached  # all is there
+    forget.click()
     expect(page.locator("#pool-counts")).to_contain_text("0 cached")
+    assert "computed anew" in asked[0]
     assert say(page, "How old is Carl?").startswith("0 of ")
     assert problems == []
     page.close()
+
+
+def test_an_example_is_there_for_who_has_no_question(browser) -> None:  # type: ignore[no-untyped-def]
+    """Of a small model strangers ask what it cannot answer."""
+    with running(name="headstart-tiny", num_blocks=512) as alone:
+        page, problems = open_page(browser, alone)
+        expect(page.locator("#small")).to_be_visible()
+        for age, reused in ((45, False), (52, True), (19, True)):
+            page.get_by_role("button", name="Try an example").click()
+            expect(page.locator("#message")).to_be_focused()
+            cost = say(page, page.locator("#message").input_value())
+            assert str(age) in page.locator(".turn.reply").last.text_content()
+            assert (int(cost.split()[0]) > 60) == reused
+        page.close()
+        assert problems == []
+
+
+def test_a_large_pool_does_not_look_empty(browser) -> None:  # type: ignore[no-untyped-def]
+    """Its few used blocks were two dots of four pixels among 8,192."""
+    with running(num_blocks=65_536) as large:
+        page, problems = open_page(browser, large)
+        say(page, PEOPLE)
+        expect(page.locator("#tree")).to_contain_text("Anna is 31")
+        expect(page.locator("#undrawn")).to_have_text("and 61,440 empty blocks more")
+        assert page.evaluate("document.getElementById('pool').clientHeight") > 100
+        page.locator("#pool").hover(position={"x": 3, "y": 3})
+        expect(page.locator("#block")).to_contain_text("Blocks 0 to 7: cached")
+        page.close()
+        assert problems == []
 
 
 def go_on_and_on(page) -> None:  # type: ignore[no-untyped-def]

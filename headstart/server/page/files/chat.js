@@ -2,6 +2,7 @@
 
 import { events, post } from "./api.js";
 import { seconds } from "./chart.js";
+import { example } from "./example.js";
 import { count, counted } from "./words.js";
 
 export class Chat {
@@ -22,6 +23,10 @@ export class Chat {
       }
     });
     this.stop.addEventListener("click", () => this.abort.abort());
+    this.example.addEventListener("click", () => {
+      this.message.value = example(this.messages.length / 2);
+      this.message.focus();
+    });
     this.anew.addEventListener("click", () => {
       this.abort?.abort();
       this.number += 1;

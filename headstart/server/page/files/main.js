@@ -15,10 +15,10 @@ const styles = getComputedStyle(document.documentElement);
 const plain = () => styles.getPropertyValue("--quiet");
 const resolve = (colour) => colour.replace("var(--saturation)", styles.getPropertyValue("--saturation"))
   .replace("var(--lightness)", styles.getPropertyValue("--lightness"));
-const map = new PoolMap($("pool"), $("block"), (prefix) => colours.has(prefix) ? resolve(colours.get(prefix)) : plain());
+const map = new PoolMap($("pool"), $("block"), $("undrawn"), (prefix) => colours.has(prefix) ? resolve(colours.get(prefix)) : plain());
 
 new Chat({ form: $("ask"), message: $("message"), submit: $("send"), stop: $("stop"), anew: $("anew"),
-  turns: $("turns") }, () => model);
+  example: $("example"), turns: $("turns") }, () => model);
 
 const MISSED = {
   disabled: "caching is off", not_read: "asked not to read", unseen: "nothing like it seen",
@@ -81,6 +81,7 @@ async function watch() {
     try {
       const models = await get("v1/models");
       model = models.data[0].id;
+      $("small").hidden = model !== "headstart-tiny";
       $("model").textContent = `${model} · context of ${count(models.data[0].max_model_len)} tokens`;
       const response = await request("cache/live");
       connected(true);
@@ -97,6 +98,7 @@ async function watch() {
 }
 
 $("reset").addEventListener("click", async () => {
+  if (!confirm("Forget everything cached? The next prompts are computed anew.")) return;
   try {
     await post("cache/reset", {});
     $("block").textContent = "Everything cached is forgotten.";

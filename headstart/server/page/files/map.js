@@ -5,11 +5,13 @@ import { get } from "./api.js";
 import { counted } from "./words.js";
 
 const EMPTY = 0, HELD = 2;
+const FEWEST = 512; // cells that are drawn, empty or not
 
 export class PoolMap {
-  constructor(canvas, caption, colourOf) {
+  constructor(canvas, caption, undrawn, colourOf) {
     this.canvas = canvas;
     this.caption = caption;
+    this.undrawn = undrawn; // tells of the empty cells at the end, which would make the rest tiny
     this.colourOf = colourOf;
     this.cells = [];
     this.perCell = 1;
@@ -25,7 +27,14 @@ export class PoolMap {
   show(cells, numBlocks) {
     this.numBlocks = numBlocks;
     this.perCell = cells.blocks_per_cell;
-    this.cells = cells.runs.flatMap(([count, state, prefix]) => Array(count).fill([state, prefix]));
+    const all = cells.runs.flatMap(([count, state, prefix]) => Array(count).fill([state, prefix]));
+    // Doubled when they do not suffice, so that the map seldom changes its shape.
+    let shown = FEWEST;
+    while (all.slice(shown).some(([state]) => state !== EMPTY)) shown *= 2;
+    this.cells = all.slice(0, shown);
+    this.undrawn.hidden = shown >= all.length;
+    this.undrawn.textContent = `and ${counted(numBlocks - shown * this.perCell, "empty block")} more`;
+    if (this.cursor >= this.cells.length) this.cursor = -1;
     this.draw();
   }
 

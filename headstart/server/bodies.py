@@ -12,11 +12,21 @@ from headstart.engine.vllm_api.rows import JsonNames, Row
 from headstart.errors import RequestError
 from headstart.validation import shorten
 
-__all__ = ["Body", "CacheFields", "Real", "Whole", "read_keeping", "read_retention", "read_salt"]
+__all__ = [
+    "Body",
+    "CacheFields",
+    "Flag",
+    "Real",
+    "Whole",
+    "read_keeping",
+    "read_retention",
+    "read_salt",
+]
 
 # `SamplingParams` checks ranges; here only the type is checked.
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Whole = Annotated[int, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
 _DAY = 86_400.0
 
 
@@ -67,8 +77,8 @@ class CacheFields(Body):
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    no_read: bool = False
-    no_store: bool = False
+    no_read: Flag = False
+    no_store: Flag = False
 
 
 def read_salt(body: CacheFields) -> str | None:

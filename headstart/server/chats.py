@@ -18,6 +18,7 @@ from headstart.server.answers.source import Reading, Source
 from headstart.server.errors import ApiError, telling_form_as
 from headstart.server.service import Service
 from headstart.server.tools import Thought, ToolUse, after_reasoning, force_calls
+from headstart.validation import shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup
 
 __all__ = ["ChatCall", "PreparedChat", "prepare_chat"]
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +146,7 @@ async def _naming_tools(service: Service, call: ChatCall) -> AsyncIterator[None]
             raise
         for place, tool in enumerate(call.tools.tools):
             if call.tools.name in (None, tool.name):
-                with telling_form_as(f"tools.{place}"):
+                with telling_form_as(f"tools[{place}]"):
                     form = StructuredOutputsParams(json=tool.schema)
                     await service.llm.prepare([0], SamplingParams(structured_outputs=form))
         raise
@@ -167,12 +170,16 @@ def _rename_role(message: Any) -> Any:
 
 
 def _read_dialect(service: Service, call: ChatCall) -> _Dialect:
-    """Raises RequestError if tools are there for a model that is known to call none."""
+    """Raises RequestError if tools are there for a model that is known to call none.
+
+    Also for roles, as `_check_roles` does.
+    """
     tokenizer = service.llm.tokenizer
     if tokenizer is None:  # which the engine will say
         return _Dialect(HERMES, "none", {}, None)
     given = call.template.get("chat_template") or service.llm.chat_template
     text = _template_text(tokenizer, given, bool(call.tools.tools))
+    _check_roles(call.messages, text)
     found = choose_format(text)
     calls = found or HERMES
     if found is None and call.tools.may_call and not call.tools.is_forced:
@@ -195,6 +202,24 @@ def _read_dialect(service: Service, call: ChatCall) -> _Dialect:
     if is_shown or needed.isdisjoint(special):
         return _Dialect(calls, thought, special, None)
     return _Dialect(calls, thought, special, tuple(special.keys() - needed))
+
+
+def _check_roles(messages: Sequence[Any], template: str) -> None:
+    """Raise ApiError for a role that neither OpenAI nor the template knows.
+
+    Most templates write any role into the prompt, and models do not know what it means.
+    """
+    for place, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if not isinstance(role, str) or role in _ROLES:
+            continue  # the engine says what is no role at all
+        if f"'{role}'" not in template and f'"{role}"' not in template:
+            raise ApiError(
+                400,
+                f"message {place} has the role {shorten(repr(role))}; allowed: "
+                f"{', '.join(_ROLES)}, or one that the model's chat template names",
+                param=f"messages[{place}].role",
+            )
 
 
 def _template_text(tokenizer: PreTrainedTokenizerBase, given: str | None, with_tools: bool) -> str:

@@ -133,12 +133,12 @@ def _read_validation(error: RequestValidationError) -> ApiError:
         )
     *way, last = [str(part) for part in _way(first) if part != "body"] or [""]
     way = [part for part in way if "[" not in part and not part[:1].isupper()]
-    param = shorten(".".join([*way, last]))
+    param = shorten(_INDEX.sub(r"[\1]", ".".join([*way, last])))  # as OpenAI writes it
     text = f"{param or 'the body'}: {first['msg']}"
     if first["type"] == "refused_field":
         text = first["msg"]
     elif first["type"] == "unknown_field":
-        what = shorten(".".join(way)) or "the request"
+        what = shorten(_INDEX.sub(r"[\1]", ".".join(way))) or "the request"
         text = f"{what} knows no '{in_one_line(last)}'{first['msg']}"
     elif first["type"] == "missing":
         text = f"{param or 'the body'} is missing"
@@ -151,6 +151,8 @@ def _way(error: Mapping[str, Any]) -> tuple[Any, ...]:
     return (*error["loc"], context["field"]) if "field" in context else tuple(error["loc"])
 
 
+_INDEX = re.compile(r"\.(\d+)(?=\.|$)")
+_MESSAGE = re.compile(r"message (\d+) ")
 _FIELD = re.compile(r"([a-z_]+)(\.[a-z_]+)* (is|are|has|needs|cannot)\b")
 _FIELDS = (
     *("best_of", "cache_salt", "chat_template_kwargs", "continue_final_message", "messages"),
@@ -161,6 +163,8 @@ _FIELDS = (
 
 def _param_of(text: str) -> str | None:
     """The field of a request that an error's text begins with."""
+    if message := _MESSAGE.match(text):
+        return f"messages[{message[1]}]"
     found = _FIELD.match(text)
     if found is None or not (found[1] in _FIELDS or SAMPLING.knows(found[1])):
         return None
@@ -186,6 +190,8 @@ def body_of(error: ApiError, path: str = "", request_id: str = "") -> dict[str, 
     """The error as the API of this path tells it."""
     text = shorten(str(error))
     if path.startswith("/v1/messages"):
+        if error.param is not None and text.startswith(error.param):  # Anthropic's way to write it
+            text = re.sub(r"\[(\d+)\]", r".\1", error.param) + text.removeprefix(error.param)
         kind = _ANTHROPIC.get(error.status, "invalid_request_error")
         return {
             "type": "error",
@@ -205,15 +211,20 @@ def headers_of(error: ApiError) -> dict[str, str]:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException) and error.status_code == 404:  # of a path, not a model
-        error = ApiError(404, tell_missing(request.url.path))
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException):
+        headers = dict(error.headers or {})
+        if error.status_code == 404:  # of a path, not a model
+            error = ApiError(404, tell_missing(request.url.path))
+        elif error.status_code == 405:
+            allowed = headers.get("Allow", "none")
+            error = ApiError(
+                405, f"the method is {request.method}; allowed at this path: {allowed}"
+            )
     told = request.state.error = as_api_error(error)
     request_id = getattr(request.state, "request_id", "")
-    headers = headers_of(told)
-    if isinstance(error, HTTPException) and error.headers:
-        headers = {**headers, **error.headers}
     body = body_of(told, request.url.path, request_id)
-    return JsonResponse(body, status_code=told.status, headers=headers)
+    return JsonResponse(body, status_code=told.status, headers={**headers_of(told), **headers})
 
 
 def add_handlers(app: FastAPI) -> None:

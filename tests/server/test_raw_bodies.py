@@ -46,6 +46,9 @@ def body(**change: object) -> bytes:
         (body(logit_bias={"٣": 1}), 400),
         (body(logit_bias={"9" * 5000: 1}), 400),
         (body(max_tokens=True), 400),
+        (body(max_tokens="5"), 400),
+        (body(no_store="true"), 400),
+        (body(ignore_eos=0), 400),
         (body(n=1.5), 400),
         (body(seed=2**70), 400),
         (body(priority=2**70), 400),
@@ -70,6 +73,42 @@ def test_a_bad_body_is_refused(server: Running, content: bytes, status: int, str
     assert error["type"] == "invalid_request_error" and 0 < len(error["message"]) <= 300
     blocks, free = server.pool()
     assert blocks == free
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "said"),
+    [
+        ({"stream": "yes"}, "stream", "boolean"),
+        ({"stream": 1}, "stream", "boolean"),
+        (
+            {"messages": [{"role": "sytem", "content": "Hi"}]},
+            "messages[0].role",
+            "'sytem'; allowed",
+        ),
+        ({"messages": [{"role": "user", "content": "Hi"}, 7]}, "messages[1]", "dictionary"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0]", "content"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    server: Running, change: dict[str, object], param: str, said: str
+) -> None:
+    """Booleans were guessed, and a role that is misspelt answered to the end of the context."""
+    answer = httpx.post(server.url + CHAT, content=body(**change), headers=JSON)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and said in error["message"]
+
+
+@pytest.mark.parametrize("role", ["developer", "system", "tool", "function", "ipython"])
+def test_roles_that_clients_and_templates_know(server: Running, role: str) -> None:
+    """One that the template alone knows is for those who know the template."""
+    said = [{"role": role, "content": "Ben is 45."}, {"role": "user", "content": "How old is Ben?"}]
+    known = "{# 'ipython' #}" + server.llm.tokenizer.chat_template
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.llm.tokenizer, "chat_template", known)
+        answer = httpx.post(server.url + CHAT, content=body(messages=said), headers=JSON)
+    assert answer.status_code == 200, answer.text
 
 
 def test_a_body_that_is_broken_is_told_where(server: Running) -> None:
@@ -198,6 +237,7 @@ def test_every_name_of_the_model_is_told(server: Running, monkeypatch: pytest.Mo
 def test_another_method(server: Running) -> None:
     answer = httpx.get(server.url + CHAT)
     assert answer.status_code == 405 and answer.headers["allow"] == "POST"
+    assert answer.json()["error"]["message"] == "the method is GET; allowed at this path: POST"
 
 
 def test_a_request_has_the_name_that_its_client_gave_it(server: Running) -> None:

@@ -249,7 +249,7 @@ def test_the_store_keeps_what_fits() -> None:
         ({"previous_response_id": "resp-x"}, 404, "is not kept"),
         ({"background": True}, 400, "background"),
         ({"conversation": "c"}, 400, "conversation"),
-        ({"tools": [{"type": "web_search"}]}, 400, "tools.0"),
+        ({"tools": [{"type": "web_search"}]}, 400, "tools[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, 400, "item_reference"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, 400, "input_file"),
         ({"max_output_tokens": 0}, 400, "max_tokens"),

@@ -158,7 +158,7 @@ def test_the_next_turn_hits_the_call(tools: Any) -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "none of the tools"),
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tools": [WEATHER, WEATHER]}, "the same name"),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "allowed: 1 to 128"),
         ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "allowed: 1 to 128"),
         (

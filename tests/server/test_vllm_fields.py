@@ -82,8 +82,8 @@ def test_what_a_row_says_is_what_a_body_gets(part: str) -> None:
          "false; there is no beam search"),
         ({"stream_options": {"include_usge": 1}}, "stream_options.include_usge",
          "stream_options knows no 'include_usge'; the nearest is include_usage"),
-        ({"tools": [{"type": "function", "function": {"nam": 1}}]}, "tools.0.function.nam",
-         "tools.0.function knows no 'nam'; the nearest is name"),
+        ({"tools": [{"type": "function", "function": {"nam": 1}}]}, "tools[0].function.nam",
+         "tools[0].function knows no 'nam'; the nearest is name"),
         ({"tool_choice": {"type": "function", "function": {"name": "a", "b": 1}}},
          "tool_choice.function.b", "tool_choice.function knows no 'b'; it has name"),
         ({"messages": 3}, "messages", "messages: "),
@@ -118,7 +118,8 @@ def post(server: Running, path: str, **body: Any) -> httpx.Response:
         ("chat/completions", CHAT | {"tool_choice": "required", "tools": [
             {"type": "function", "function": {"name": "a"}},
             {"type": "function", "function": {"name": "b", "parameters": {"type": 7}}}]},
-         "tools.1", "tools.1 cannot be followed: type must be a string or array of strings, at #/"),
+         "tools[1]", "tools[1] cannot be followed: type must be a string or array of strings, "
+         "at #/"),
         ("chat/completions", CHAT | {"temperature": -1}, "temperature", "temperature is -1"),
         ("chat/completions", CHAT | {"min_tokens": 5}, "min_tokens", "min_tokens is 5; allowed: "),
         ("completions", COMPLETION | {"best_of": 3}, "best_of",

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from headstart.engine.vllm_api.rows import refused
-from headstart.server.bodies import Body, CacheFields, Real, Whole
+from headstart.server.bodies import Body, CacheFields, Flag, Real, Whole
 
 __all__ = [
     "Block",
@@ -83,7 +83,7 @@ class ToolResultBlock(Marked):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[Shown] | None = None
-    is_error: bool | None = None
+    is_error: Flag | None = None
 
 
 class ThinkingBlock(Body):
@@ -121,10 +121,10 @@ class ToolDefinition(Marked):
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None
-    strict: bool | None = None
+    strict: Flag | None = None
     allowed_callers: list[str] | None = None
-    defer_loading: bool | None = None
-    eager_input_streaming: bool | None = None
+    defer_loading: Flag | None = None
+    eager_input_streaming: Flag | None = None
     input_examples: list[dict[str, Any]] | None = None
 
 
@@ -133,7 +133,7 @@ class ToolChoice(Body):
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: Flag = False
 
 
 class Thinking(Body):
@@ -193,7 +193,7 @@ class MessageRequest(CountRequest):
     top_p: Real | None = None
     top_k: Whole | None = None
     stop_sequences: list[str] | None = None
-    stream: bool = False
+    stream: Flag = False
     priority: Whole = 0
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None

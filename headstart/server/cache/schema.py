@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headstart.server.bodies import Body, CacheFields, Whole
+from headstart.server.bodies import Body, CacheFields, Flag, Whole
 
 __all__ = ["PromptBody", "ResetBody"]
 
@@ -19,7 +19,7 @@ class PromptBody(CacheFields):
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
+    add_generation_prompt: Flag | None = None
 
 
 class ResetBody(Body):
@@ -28,5 +28,5 @@ class ResetBody(Body):
     reset_tiers: forget what the model has on disk or another machine, too.
     """
 
-    reset_running_requests: bool = False
-    reset_tiers: bool = False
+    reset_running_requests: Flag = False
+    reset_tiers: Flag = False

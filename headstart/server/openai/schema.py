@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from headstart.server.bodies import Body, CacheFields, Real, Whole
+from headstart.server.bodies import Body, CacheFields, Flag, Real, Whole
 from headstart.server.openai.fields import CHAT_ROWS, COMPLETION_ROWS
 
 __all__ = ["ChatRequest", "CompletionRequest", "SamplingFields", "StreamOptions"]
@@ -17,9 +17,9 @@ __all__ = ["ChatRequest", "CompletionRequest", "SamplingFields", "StreamOptions"
 class StreamOptions(Body):
     """include_usage: a last event tells the counts of tokens; continuous_usage_stats: each does."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
+    include_usage: Flag = False
+    continuous_usage_stats: Flag | None = None
+    include_obfuscation: Flag | None = None
 
 
 class JsonSchema(Body):
@@ -28,7 +28,7 @@ class JsonSchema(Body):
     name: str
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
+    strict: Flag | None = None
 
 
 class ResponseFormat(Body):
@@ -47,9 +47,9 @@ class StructuredOutputs(Body):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    json_object: bool | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
+    json_object: Flag | None = None
+    disable_any_whitespace: Flag = False
+    disable_additional_properties: Flag = False
     whitespace_pattern: str | None = None
     structural_tag: dict[str, Any] | str | None = None
 
@@ -67,26 +67,26 @@ class SamplingFields(CacheFields):
     stop: str | list[str] | None = None
     stop_token_ids: list[Whole] | None = None
     min_tokens: Whole | None = None
-    ignore_eos: bool | None = None
+    ignore_eos: Flag | None = None
     presence_penalty: Real | None = None
     frequency_penalty: Real | None = None
     repetition_penalty: Real | None = None
     logit_bias: dict[str, Real] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[Whole] | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: Flag | None = None
+    include_stop_str_in_output: Flag | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: Whole | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: Flag | None = None
+    return_tokens_as_token_ids: Flag | None = None
     priority: Whole = 0
-    stream: bool | None = False
+    stream: Flag | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    store: bool | None = None
+    store: Flag | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
 
@@ -98,7 +98,7 @@ class CompletionRequest(SamplingFields):
     prompt: str | list[str] | list[Whole] | list[list[Whole]]
     max_tokens: Whole | None = 16
     logprobs: Whole | None = None
-    echo: bool | None = False
+    echo: Flag | None = False
     best_of: Whole | None = None
     suffix: str | None = None
 
@@ -109,7 +109,7 @@ class Function(Body):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Flag | None = None
 
 
 class FunctionTool(Body):
@@ -146,17 +146,17 @@ class ChatRequest(SamplingFields):
     messages: list[dict[str, Any]]
     max_tokens: Whole | None = None
     max_completion_tokens: Whole | None = None
-    logprobs: bool | None = False
+    logprobs: Flag | None = False
     top_logprobs: Whole | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Flag | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
     modalities: list[Literal["text", "audio"]] | None = None
     audio: Speech | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag | None = None
     documents: list[dict[str, Any]] | None = None

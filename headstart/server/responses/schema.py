@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from headstart.engine.vllm_api.rows import refused
-from headstart.server.bodies import Body, CacheFields, Real, Whole
+from headstart.server.bodies import Body, CacheFields, Flag, Real, Whole
 
 __all__ = [
     "FunctionCall",
@@ -130,7 +130,7 @@ class FunctionTool(Body):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Flag | None = None
     output_schema: dict[str, Any] | None = None
 
 
@@ -154,7 +154,7 @@ class JsonFormat(Body):
     name: str
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     description: str | None = None
-    strict: bool | None = None
+    strict: Flag | None = None
 
 
 class TextConfig(Body):
@@ -177,7 +177,7 @@ class Reasoning(Body):
 class StreamOptions(Body):
     """Nothing is obfuscated here."""
 
-    include_obfuscation: bool | None = None
+    include_obfuscation: Flag | None = None
 
 
 class ResponseRequest(CacheFields):
@@ -195,14 +195,14 @@ class ResponseRequest(CacheFields):
     input: str | list[Item]
     instructions: str | None = None
     previous_response_id: str | None = None
-    store: bool | None = True
-    stream: bool | None = False
+    store: Flag | None = True
+    stream: Flag | None = False
     max_output_tokens: Whole | None = None
     temperature: Real | None = None
     top_p: Real | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Flag | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     metadata: dict[str, str] | None = None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from headstart.engine.request import RequestGroup
 
-__all__ = ["ChatCall", "PreparedChat", "prepare_chat"]
+__all__ = ["ChatCall", "PreparedChat", "prepare_chat", "read_roles"]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -117,9 +117,10 @@ async def prepare_chat(
     options = dict(call.template)
     if call.tools.tools:
         options["tools"] = [tool.for_template() for tool in call.tools.tools]
+    given = call.template.get("chat_template")
     async with _naming_tools(service, call):
         request = await service.prepare_chat(
-            [_rename_role(message) for message in call.messages],
+            read_roles(service, call.messages, given, with_tools=bool(call.tools.tools)),
             service.params(sampling, stream=stream),
             request_id,
             adapter=adapter,
@@ -162,24 +163,45 @@ def _place_form(
     return (form, replace(dialect, thought="possible")) if later is None else (later, dialect)
 
 
-def _rename_role(message: Any) -> Any:
-    """OpenAI's newer name for the system is one that no template knows."""
-    if isinstance(message, Mapping) and message.get("role") == "developer":
+def read_roles(
+    service: Service, messages: Sequence[Any], given: str | None = None, *, with_tools: bool = False
+) -> list[Any]:
+    """The messages with roles that templates know: OpenAI's `developer` is the system.
+
+    given: a template in place of the model's. Raises ApiError for a role that neither OpenAI nor
+    the template knows: most templates write any role into the prompt, and models do not know what
+    it means.
+    """
+    tokenizer, template = service.llm.tokenizer, ""
+    if tokenizer is not None:
+        template = _template_text(tokenizer, given or service.llm.chat_template, with_tools)
+    return [_read_role(place, message, template) for place, message in enumerate(messages)]
+
+
+def _read_role(place: int, message: Any, template: str) -> Any:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(role, str):
+        return message  # the engine says that it is no role
+    if role == "developer":
         return {**message, "role": "system"}
+    is_known = role in _ROLES or f"'{role}'" in template or f'"{role}"' in template
+    if template and not is_known:
+        raise ApiError(
+            400,
+            f"message {place} has the role {shorten(repr(role))}; allowed: "
+            f"{', '.join(_ROLES)}, or one that the model's chat template names",
+            param=f"messages[{place}].role",
+        )
     return message
 
 
 def _read_dialect(service: Service, call: ChatCall) -> _Dialect:
-    """Raises RequestError if tools are there for a model that is known to call none.
-
-    Also for roles, as `_check_roles` does.
-    """
+    """Raises RequestError if tools are there for a model that is known to call none."""
     tokenizer = service.llm.tokenizer
     if tokenizer is None:  # which the engine will say
         return _Dialect(HERMES, "none", {}, None)
     given = call.template.get("chat_template") or service.llm.chat_template
     text = _template_text(tokenizer, given, bool(call.tools.tools))
-    _check_roles(call.messages, text)
     found = choose_format(text)
     calls = found or HERMES
     if found is None and call.tools.may_call and not call.tools.is_forced:
@@ -202,24 +224,6 @@ def _read_dialect(service: Service, call: ChatCall) -> _Dialect:
     if is_shown or needed.isdisjoint(special):
         return _Dialect(calls, thought, special, None)
     return _Dialect(calls, thought, special, tuple(special.keys() - needed))
-
-
-def _check_roles(messages: Sequence[Any], template: str) -> None:
-    """Raise ApiError for a role that neither OpenAI nor the template knows.
-
-    Most templates write any role into the prompt, and models do not know what it means.
-    """
-    for place, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, Mapping) else None
-        if not isinstance(role, str) or role in _ROLES:
-            continue  # the engine says what is no role at all
-        if f"'{role}'" not in template and f'"{role}"' not in template:
-            raise ApiError(
-                400,
-                f"message {place} has the role {shorten(repr(role))}; allowed: "
-                f"{', '.join(_ROLES)}, or one that the model's chat template names",
-                param=f"messages[{place}].role",
-            )
 
 
 def _template_text(tokenizer: PreTrainedTokenizerBase, given: str | None, with_tools: bool) -> str:

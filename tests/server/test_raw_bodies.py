@@ -111,6 +111,19 @@ def test_roles_that_clients_and_templates_know(server: Running, role: str) -> No
     assert answer.status_code == 200, answer.text
 
 
+def test_the_cache_explains_the_prompt_that_a_chat_has(server: Running) -> None:
+    """A developer's words were rendered as such there alone, and any role was."""
+    told = []
+    for role in ("system", "developer", "sytem"):
+        said = [{"role": role, "content": "Ben is 45."}, {"role": "user", "content": "Hi"}]
+        answer = httpx.post(server.url + "/cache/explain", json={"messages": said})
+        told.append((answer.status_code, answer.json().get("prompt_tokens")))
+    assert told[0] == told[1]
+    assert [status for status, _ in told] == [200, 200, 400]
+    blocks, free = server.pool()
+    assert blocks == free
+
+
 def test_a_body_that_is_broken_is_told_where(server: Running) -> None:
     """The place of the error was told as if it were the name of a field."""
     answer = httpx.post(server.url + CHAT, content=b'{"model": "tiny",, "n": 1}', headers=JSON)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from headstart.server.bodies import read_salt
 from headstart.server.cache.advice import Explanation
 from headstart.server.cache.schema import PromptBody, ResetBody
+from headstart.server.chats import read_roles
 from headstart.server.errors import ApiError, JsonResponse
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, frame
@@ -143,7 +144,8 @@ async def prepare(
     options |= service.template_options({"chat_template_kwargs": body.chat_template_kwargs})
     said = body.add_generation_prompt
     options["add_generation_prompt"] = begins_reply if said is None else said
-    return await service.prepare_chat(body.messages, params, name, **options)
+    messages = read_roles(service, body.messages or [], with_tools=bool(body.tools))
+    return await service.prepare_chat(messages, params, name, **options)
 
 
 def _describe(explanation: Explanation) -> dict[str, Any]:

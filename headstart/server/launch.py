@@ -150,6 +150,10 @@ class _Server(uvicorn.Server):
         while service.calls.num_places and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(_TICK)
         self._is_cutting_off = self.force_exit or service.calls.num_places > 0
+        service.cut_off()
+        deadline = time.monotonic() + _LAST_WORDS
+        while service.calls.num_places and time.monotonic() < deadline:
+            await asyncio.sleep(_TICK)
         self.config.timeout_graceful_shutdown = 0 if self._is_cutting_off else _LAST_BYTES
         await super().shutdown(sockets)
 
@@ -168,4 +172,5 @@ _LOG = logging.getLogger("headstart.server")
 _CUT_OFF = ("ASGI callable returned without completing", "Cancel %s running task(s)")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _TICK = 0.05  # seconds
+_LAST_WORDS = 0.5  # seconds in which clients read that their answers end here
 _LAST_BYTES = 5  # seconds for what is no call, such as a scrape of metrics

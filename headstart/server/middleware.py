@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart.server.errors import ApiError, JsonResponse, body_of, headers_of
 from headstart.server.origins import check_origin
-from headstart.server.service import Front, too_late
+from headstart.server.service import Front, stopped, too_late
 from headstart.validation import shorten
 
 __all__ = ["Frontdoor"]
@@ -90,9 +90,7 @@ class Frontdoor:
         except asyncio.CancelledError as error:
             if not self._service.is_draining:
                 raise
-            raise ApiError(
-                503, "the server stopped before the answer was complete", retry_after=5
-            ) from error
+            raise stopped() from error
 
     async def _pass_on_call(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._service.check_ready()

@@ -17,7 +17,7 @@ from headstart.errors import EngineError
 from headstart.server.cache.live import Live
 from headstart.server.calls import Calls, current_call
 from headstart.server.errors import ApiError
-from headstart.server.monitoring.logs import note_output
+from headstart.server.monitoring.logs import note_error, note_output
 from headstart.server.monitoring.watch import Watch
 from headstart.server.options import ServerOptions, read_template_options
 from headstart.server.tenants import Tenants, tenant_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from headstart.engine.streams.async_stream import AsyncRequestStream
     from headstart.server.monitoring.tracing import Tracer
 
-__all__ = ["Front", "Service", "front_of", "service_of", "too_late", "unless_gone"]
+__all__ = ["Front", "Service", "front_of", "service_of", "stopped", "too_late", "unless_gone"]
 
 Answer = TypeVar("Answer")
 _GONE = 499  # nginx's status for a client that closed the connection; nobody reads it
@@ -77,6 +77,13 @@ class Front(ABC):
         """Raise ApiError (503) if no request is taken any more."""
         if not self.is_ready:
             raise ApiError(503, "the server is stopping", retry_after=5)
+
+    def cut_off(self) -> None:
+        """End the answers that clients read with an error that says so, where there is a way.
+
+        Here there is none: their connections are closed.
+        """
+        return
 
     def adapter(self, model: str | None) -> str | None:
         """The adapter that a request's model names, None for the model itself.
@@ -132,6 +139,7 @@ class Service(Front):
         self._template_options = read_template_options(options.default_chat_template_kwargs)
         self.watch = Watch(llm, self.name)
         self.live = Live(llm, self.watch)
+        self._read: set[AsyncRequestStream] = set()  # by a call
 
     @property
     def is_running(self) -> bool:
@@ -152,6 +160,10 @@ class Service(Front):
             self.llm.engine.manager.shares.set(tenant.salt, tenant.weight)
         return super().salt(request, asked)
 
+    def cut_off(self) -> None:
+        for outputs in list(self._read):
+            outputs.fail(stopped())
+
     async def run(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:
         """The outputs of a prepared request. Raises ApiError (504) when its time is over."""
         end = "abort"
@@ -167,8 +179,9 @@ class Service(Front):
                         note_output(whole)
                         await asyncio.to_thread(self.watch.finished, request, whole)
                     yield output
-        except EngineError:
-            end = "error"
+        except (ApiError, EngineError) as error:
+            note_error(error)
+            end = "error" if isinstance(error, EngineError) else end
             raise
         finally:
             if end != "told":
@@ -187,9 +200,11 @@ class Service(Front):
             return
         loop = asyncio.get_running_loop()
         timer = loop.call_at(call.deadline, outputs.fail, too_late(self.options))
+        self._read.add(outputs)
         try:
             yield
         finally:
+            self._read.discard(outputs)
             timer.cancel()
 
     async def answer(self, request: RequestGroup) -> RequestOutput:
@@ -258,6 +273,11 @@ class Service(Front):
 def too_late(options: ServerOptions) -> ApiError:
     """The error of a request that took too long."""
     return ApiError(504, f"the request took longer than {options.request_timeout:g} s")
+
+
+def stopped() -> ApiError:
+    """The error of a request that ran when the server's time was over."""
+    return ApiError(503, "the server stopped before the answer was complete", retry_after=5)
 
 
 def front_of(request: Request) -> Front:

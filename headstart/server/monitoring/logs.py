@@ -23,7 +23,7 @@ from headstart.validation import in_one_line
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
 
-__all__ = ["RequestLog", "note_answer", "note_output", "set_up_logs"]
+__all__ = ["RequestLog", "note_answer", "note_error", "note_output", "set_up_logs"]
 
 _LOG = logging.getLogger("headstart.server.requests")
 _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds: told when they are refused
@@ -73,6 +73,13 @@ def note_answer(*, prompt: int, cached: int, generated: int, first: float | None
         line.time_to_first_token = None if first is None else round(first, 6)
 
 
+def note_error(error: Exception) -> None:
+    """The request under way ends with this error, which its status may not say: it is a stream."""
+    line = _LINE.get()
+    if line is not None:
+        line.error = in_one_line(str(error))
+
+
 class RequestLog:
     """Writes the line of each request when it is over, also of one whose client went away."""
 
@@ -97,8 +104,8 @@ class RequestLog:
                 line.request_id = state.get("request_id", "")
                 tenant = state.get("tenant")
                 line.tenant = tenant.name if tenant is not None else None
-                failed = state.get("error")
-                line.error = in_one_line(str(failed)) if failed is not None else None
+                if (failed := state.get("error")) is not None:
+                    line.error = in_one_line(str(failed))
 
 
 @contextmanager

@@ -54,8 +54,9 @@ class Grouped(NamedTuple):
     def as_int4(self) -> Int4Weight | None:
         """The weight, value for value; None if it has other bits, or groups of another shape.
 
-        Steps are float16 in units of a power of two for each output, which changes none that is
-        float16 and not tiny beside the output's largest; starts are rounded to float16.
+        Steps are float16 in units of a power of two for each output, in which its largest is near
+        2048: so starts are within float16, to which they are rounded, and no step that is float16
+        changes unless the largest is 2**24 times as large.
         """
         inputs = len(self.groups)
         padded = nn.functional.pad(self.groups, (0, -inputs % GROUP), value=-1).view(-1, GROUP)
@@ -64,7 +65,7 @@ class Grouped(NamedTuple):
             return None
         steps, zeros = self.steps[:, first.squeeze(1)], self.zeros[:, first.squeeze(1)]
         units = torch.frexp(steps.abs().amax(dim=1, keepdim=True).clamp_min_(_TINY))[1]
-        units = torch.ldexp(torch.ones_like(units, dtype=torch.float32), units)
+        units = torch.ldexp(torch.ones_like(units, dtype=torch.float32), units - _ROOM)
         steps = steps / units
         values = nn.functional.pad(self.values, (0, -inputs % GROUP))
         packed = pack_int4(Grid(values, steps, -zeros * steps), Form(4, in_bytes=False))
@@ -82,6 +83,7 @@ class Grouped(NamedTuple):
 
 
 _TINY = 1e-30
+_ROOM = 11  # bits: 16 times 2**11 is the largest start, and float16 ends before twice that
 _MIDDLE = 128
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config
@@ -55,6 +55,7 @@ def logits(model: DecoderModel) -> Tensor:
 
 
 @given(st.integers(0, 2**32), st.sampled_from([32, 64, 96]), st.sampled_from([16, 24, 40]))
+@example(seed=55, inputs=64, outputs=40)  # a step of 6e-6 in an output that has one of 0.5
 def test_awq_is_what_the_library_makes_of_it(seed: int, inputs: int, outputs: int) -> None:
     """Words of any bits, by the converter of compressed-tensors."""
     torch.manual_seed(seed)

@@ -4,7 +4,7 @@ const PEOPLE = [["Anna Smith", 31], ["Ben Jones", 45], ["Carl Brown", 60], ["Dor
   ["Emil Young", 52], ["Fay Green", 38], ["Gus Hill", 71], ["Hanna Moore", 19]];
 const TABLE = PEOPLE.map(([name, age]) => `${name} is ${age} years old.`).join("\n");
 
-// The example after so many messages.
+// The example after so many questions.
 export function example(numAsked) {
   const [name] = PEOPLE[(3 * numAsked + 1) % PEOPLE.length];
   return `${numAsked ? "" : `${TABLE}\n`}How old is ${name}?`;

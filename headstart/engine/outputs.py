@@ -1,8 +1,8 @@
 """The outputs of a request, in vLLM's names."""
 
 import time
-from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
 
 from headstart.cache import MissExplanation
 from headstart.engine.adapters.request import LoRARequest
@@ -191,6 +191,16 @@ def _absent(names: Names, name: str) -> None:
         raise names.missing(name)
 
 
+Output = TypeVar("Output", CompletionOutput, RequestOutput)
+
+
+def _changed(output: Output, **fields: Any) -> Output:
+    """A copy with these fields, as `dataclasses.replace` in a tenth of its time: one a token."""
+    made = object.__new__(type(output))
+    made.__dict__.update(output.__dict__, **fields)
+    return made
+
+
 class ShownOutputs:
     """One request's outputs, each with all so far, turned into those that its stream has."""
 
@@ -215,14 +225,14 @@ class ShownOutputs:
             return None
         self._shown = {one.index: one for one in output.outputs}
         first, self._is_first = self._is_first, False
-        return replace(
+        return _changed(
             output, outputs=new, prompt_logprobs=output.prompt_logprobs if first else None
         )
 
     def _new_part(self, output: CompletionOutput) -> CompletionOutput | None:
         shown = self._shown.get(output.index)
         if shown is None:
-            return replace(output)  # theirs to change
+            return _changed(output)  # theirs to change
         if shown.finished() or len(shown.token_ids) == len(output.token_ids):
             return None if shown.finish_reason == output.finish_reason else self._cut(output, shown)
         return self._cut(output, shown)
@@ -230,7 +240,7 @@ class ShownOutputs:
     @staticmethod
     def _cut(output: CompletionOutput, shown: CompletionOutput) -> CompletionOutput:
         done = len(shown.token_ids)
-        return replace(
+        return _changed(
             output,
             text=output.text[len(shown.text) :],
             token_ids=output.token_ids[done:],

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app", "create_speech_app"]
 
-_ROUTERS = (
+_ROUTERS = (  # a path is looked for in this order
+    chat.router,
+    completions.router,
+    messages.router,
+    responses.router,
     health.router,
     health.metrics_router,
     models.router,
-    completions.router,
-    chat.router,
-    messages.router,
-    responses.router,
     tokenize.router,
 )
 _SPEECH_ROUTERS = (health.router, models.router, speech.router)

@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -97,10 +98,13 @@ def serve(app: FastAPI, at: socket.socket, ready: Callable[[], None] = lambda: N
     server = _Server(config, app.state.service, ready)
     log = logging.getLogger("uvicorn.error")
     log.addFilter(server.is_news)
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH)
     try:
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             runner.run(server.serve(sockets=[at]))
     finally:
+        sys.setswitchinterval(switch)
         log.removeFilter(server.is_news)
 
 
@@ -172,5 +176,11 @@ _LOG = logging.getLogger("headstart.server")
 _CUT_OFF = ("ASGI callable returned without completing", "Cancel %s running task(s)")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _TICK = 0.05  # seconds
+_SWITCH = 1e-4
+"""Seconds after which a thread that asks for the interpreter gets it; Python's own are 5 ms.
+
+The engine's thread asks between any two kernels, and the event loop may be at work on a request
+for a millisecond.
+"""
 _LAST_WORDS = 0.5  # seconds in which clients read that their answers end here
 _LAST_BYTES = 5  # seconds for what is no call, such as a scrape of metrics

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["PACE", "AsyncMailbox", "Mailbox"]
 
 PACE = 0.005  # seconds between two looks at what may wait, at least
-_PACE_OF_EACH = 0.0006  # for each reader: an HTTP server works a sixth of that on its event
+_PACE_OF_EACH = 0.001  # for each reader: an HTTP server works a tenth of that on its event
 _PATIENCE = 1.0  # seconds between two looks at whether the engine has anything to tell
 _MOST_UPDATES = 256  # in one mailbox; each has all the text so far, so one more can be left out
 

@@ -27,9 +27,12 @@ class OfOneProcess:
         )
 
     def __setattr__(self, name: str, value: object) -> None:
-        if isinstance(getattr(type(self), name, None), property):
-            _refuse_change(self, name)
-        super().__setattr__(name, value)
+        try:
+            object.__setattr__(self, name, value)
+        except AttributeError:
+            if isinstance(getattr(type(self), name, None), property):
+                _refuse_change(self, name)
+            raise
 
 
 def refuse_changes(kind: Owner) -> Owner:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Watch"]
 
 _MOST_REQUESTS = 200  # told to pages
+_FEW_TOKENS = 2048  # of a prompt that is compared with another in no time
 
 
 class Watch:
@@ -40,10 +41,22 @@ class Watch:
     def finished(self, request: RequestGroup, output: RequestOutput) -> None:
         """A request has its last token; of one that is not stored only counts are kept."""
         with self._lock:
-            if not request.params.is_stored:
-                self.metrics.finished(request, output, None, 0)
-                self._recent.append(_describe(output))
-                return
+            self._note(request, output)
+
+    def finished_at_once(self, request: RequestGroup, output: RequestOutput) -> bool:
+        """As `finished` in some 0.1 ms, for an event loop; False if it would take longer."""
+        is_short = len(output.prompt_token_ids) <= _FEW_TOKENS
+        if not is_short or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._note(request, output)
+        finally:
+            self._lock.release()
+        return True
+
+    def _note(self, request: RequestGroup, output: RequestOutput) -> None:
+        age, num_lost = None, 0
+        if request.params.is_stored:
             seen = self._traffic.add(
                 output.request_id,
                 request.namespace,
@@ -52,8 +65,9 @@ class Watch:
                 output.why_missed,
                 _ago(output.metrics),
             )
-            self.metrics.finished(request, output, _age(seen), seen.num_lost)
-            self._recent.append(_describe(output))
+            age, num_lost = _age(seen), seen.num_lost
+        self.metrics.finished(request, output, age, num_lost)
+        self._recent.append(_describe(output))
 
     def cut_off(self, request: RequestGroup, reason: str) -> None:
         """A request ended without an answer: reason "abort", or "error"."""

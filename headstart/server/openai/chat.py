@@ -178,9 +178,8 @@ class _Chunks:
         except Exception as error:
             yield frame(body_of(as_api_error(error)))
             return
-        if self._wants_usage:
-            yield frame(self._chunk([], usage_of([count])))
-        yield frame("[DONE]")
+        last = frame(self._chunk([], usage_of([count]))) if self._wants_usage else b""
+        yield last + frame("[DONE]")
 
     def _usage_so_far(self, count: TokenCount) -> dict[str, Any] | None:
         options = self._body.stream_options

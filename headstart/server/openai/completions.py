@@ -113,9 +113,8 @@ class _Told:
         except Exception as error:
             yield frame(body_of(as_api_error(error)))
             return
-        if self._wants_usage:
-            yield frame(self._chunk([], self._usage(counts)))
-        yield frame("[DONE]")
+        last = frame(self._chunk([], self._usage(counts))) if self._wants_usage else b""
+        yield last + frame("[DONE]")
 
     def _usage_so_far(self, counts: Sequence[TokenCount]) -> dict[str, Any] | None:
         options = self._body.stream_options

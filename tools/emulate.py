@@ -6,10 +6,10 @@ A copy of the sources is built with `emulation/immintrin.h`, which writes the AV
 out, and the tests run in that copy: its answers are right where the kernels' are, its times say
 nothing. Needs GCC and Linux.
 
-`--sanitize` adds AddressSanitizer and UndefinedBehaviorSanitizer: the first access beyond a tensor
-ends the run with its place in the C++. torch's and numpy's tensors are watched, too, as their
-memory comes from `malloc`, and so are loads and stores under a mask, which GCC leaves alone where
-they are instructions.
+`--sanitize` tries a thousand cases where a test draws them, and adds AddressSanitizer and
+UndefinedBehaviorSanitizer: the first access beyond a tensor ends the run with its place in the C++.
+torch's and numpy's tensors are watched, too, as their memory comes from `malloc`, and so are loads
+and stores under a mask, which GCC leaves alone where they are instructions.
 """
 
 import os
@@ -57,7 +57,9 @@ def main(arguments: list[str]) -> int:
         environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "2"}
         if sanitize:
             environment |= sanitizer()
-        options = ("--capture=sys", "--timeout=0")  # written-out instructions are slow
+        options = ["--capture=sys", "--timeout=0"]  # written-out instructions are slow
+        if sanitize:
+            options += ["--hypothesis-profile", "deep"]
         command = [sys.executable, "-m", "pytest", *options, *tests]
         return subprocess.run(command, cwd=folder, env=environment).returncode
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -85,26 +85,55 @@ def test_prompts_in_pieces_and_decodes_side_by_side(
             check(sequence, out, options)
 
 
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[LayerLayout, int, AttentionOptions]:
+    """A layer's layout, its query heads, and options of all kinds."""
+    kv_heads, group = draw(st.sampled_from([(1, 1), (2, 3), (1, 17), (3, 2), (4, 4), (1, 7)]))
+    even = st.integers(1, 40).map(lambda half: 2 * half)  # else bf16 goes through torch operations
+    widths = draw(st.tuples(even, even) | st.sampled_from([(32, 64), (64, 64), (128, 128)]))
+    heads = kv_heads * group
+    sinks = draw(st.none() | st.just(torch.linspace(-2, 6, heads)))
+    window, softcap = draw(st.none() | st.integers(1, 80)), draw(st.none() | st.just(1.5))
+    scaling = draw(st.sampled_from([0.7, 1.0])) / widths[0] ** 0.5
+    return LayerLayout(kv_heads, *widths), heads, AttentionOptions(scaling, window, softcap, sinks)
+
+
 @each_product
 @pytest.mark.usefixtures("bf16_products")
-@settings(max_examples=40)
-@given(data=st.data(), window=st.none() | st.integers(1, 80), seed=st.integers(0, 5))
-def test_any_batch(dtype: torch.dtype, data: st.DataObject, window: int | None, seed: int) -> None:
+@given(data=st.data(), seed=st.integers(0, 5), threads=st.integers(1, 3), gather=st.booleans())
+def test_any_batch_whatever_others_left_in_the_memory(
+    dtype: torch.dtype, data: st.DataObject, seed: int, threads: int, gather: bool
+) -> None:
+    """Every slot that no row of these sequences has been written to is NaN or infinite."""
     lengths = data.draw(st.lists(st.integers(1, 140), min_size=1, max_size=4))
-    kv_heads, group = data.draw(st.sampled_from([(1, 1), (2, 3), (1, 17), (3, 2)]))
-    wide = dtype == BF16 and data.draw(st.booleans())  # so that AMX takes them
-    widths, scaling = ((32, 64), 0.35) if wide else ((8, 12), 0.7)
-    backend, sequences = make(
-        dtype, lengths, LayerLayout(kv_heads, *widths), kv_heads * group, seed
+    layout, heads, options = data.draw(cases())
+    backend, sequences = make(dtype, lengths, layout, heads, seed)
+    spoil(backend._memory)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        while waiting := [s for s in sequences if s.done < len(s.q)]:
+            work = []
+            for sequence in waiting:
+                left = len(sequence.q) - sequence.done
+                work.append((sequence, data.draw(st.sampled_from([1, min(left, 40), left]))))
+            outs = run_step(backend, work, options, gather)
+            for (sequence, _), out in zip(work, outs, strict=True):
+                check(sequence, out, options)
+    finally:
+        torch.set_num_threads(before)
+
+
+def spoil(memory: PagedKVMemory) -> None:
+    """Fill a memory with what is not finite."""
+    slots = torch.arange(memory.scratch_slot + 1)
+    layout = memory.layouts[0]
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=row_dtype(memory.dtype))
+    key, value = (
+        odd[slots % 3].view(-1, 1, 1).expand(-1, layout.kv_heads, width).contiguous()
+        for width in (layout.key_dim, layout.value_dim)
     )
-    options = AttentionOptions(scaling=scaling, sliding_window=window)
-    while waiting := [s for s in sequences if s.done < len(s.q)]:
-        work = []
-        for sequence in waiting:
-            left = len(sequence.q) - sequence.done
-            work.append((sequence, data.draw(st.sampled_from([1, min(left, 40), left]))))
-        for (sequence, _), out in zip(work, run_step(backend, work, options), strict=True):
-            check(sequence, out, options)
+    memory.write(0, slots, key, value)
 
 
 @each_kernel

@@ -7,7 +7,7 @@ of these rows for the next request with that prefix.
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from headstart.attention import tables as tables_module
 from headstart.attention.shared import SharingCost
 from tests.attention.forests import NUM_BLOCKS, Forest, forests, set_sharing_cost
 from tests.attention.rows import BLOCK, OPTIONS, kernels, row_dtype
+from tests.examples import at_least
 
 LAYOUT = LayerLayout(2, 16, 12)
 HEADS = 6
@@ -121,7 +122,7 @@ def check(
 
 
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=50)
+@at_least(50)
 @given(
     forest=forests(),
     name=st.sampled_from(list(OPTIONS)),

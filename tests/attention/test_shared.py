@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from headstart.attention import (
 from headstart.attention.shared import SharedPlan, SharedPlanner, SharingCost, find_groups
 from tests.attention.forests import NUM_BLOCKS, Forest, forests, set_sharing_cost
 from tests.attention.rows import BLOCK, OPTIONS, TOLERANCE, as_kept, kernels, reference, row_dtype
+from tests.examples import at_least
 
 LAYOUT = LayerLayout(2, 16, 12)
 HEADS = 6
@@ -68,7 +69,7 @@ def attend(
 
 
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=60)
+@at_least(60)
 @given(forest=forests(), name=st.sampled_from(list(OPTIONS)), member=st.sampled_from([0, 0, 5]))
 def test_any_forest_of_sharing(path: str, forest: Forest, name: str, member: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -117,7 +118,7 @@ def check_plan(plan: SharedPlan, spans: list[Span]) -> None:
     assert all(first < span.context for first, span in zip(covered, spans, strict=True))
 
 
-@settings(max_examples=150)
+@at_least(150)
 @given(data=st.data(), forest=forests())
 def test_a_plan_kept_from_step_to_step_stays_right(data: st.DataObject, forest: Forest) -> None:
     """Tables grow, change in place, come and go."""

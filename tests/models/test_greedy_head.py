@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart.models.greedy_head import GreedyHead, every_token, greedy_tokens
 from headstart.models.packed import PackedWeight
 from headstart.native import library
+from tests.examples import at_least
 
 needs_kernels = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
@@ -48,7 +49,7 @@ def check(weight: Tensor, x: Tensor) -> GreedyHead:
 
 
 @needs_kernels
-@settings(max_examples=60)
+@at_least(60)
 @given(ROWS, INPUTS, OUTPUTS, SEEDS, st.integers(1, 3))
 def test_random_rows(rows: int, inputs: int, outputs: int, seed: int, threads: int) -> None:
     torch.set_num_threads(threads)
@@ -56,7 +57,7 @@ def test_random_rows(rows: int, inputs: int, outputs: int, seed: int, threads: i
 
 
 @needs_kernels
-@settings(max_examples=60)
+@at_least(60)
 @given(ROWS, INPUTS, OUTPUTS, SEEDS, st.integers(1, 3))
 def test_ties(rows: int, inputs: int, outputs: int, seed: int, distinct: int) -> None:
     """Outputs that are copies of a few, and such as differ only behind bfloat16's rounding."""
@@ -69,7 +70,7 @@ def test_ties(rows: int, inputs: int, outputs: int, seed: int, distinct: int) ->
 
 
 @needs_kernels
-@settings(max_examples=150)
+@at_least(150)
 @given(st.integers(1, 5), INPUTS, OUTPUTS, SEEDS, st.data())
 def test_odd_numbers(rows: int, inputs: int, outputs: int, seed: int, data: st.DataObject) -> None:
     """Zeros, what the hardware takes for zero, outliers, and sums that are no numbers."""
@@ -84,7 +85,7 @@ def test_odd_numbers(rows: int, inputs: int, outputs: int, seed: int, data: st.D
 
 
 @needs_kernels
-@settings(max_examples=60)
+@at_least(60)
 @given(INPUTS, SEEDS, st.sampled_from([2.0**-60, 2.0**-20, 1.0, 2.0**20]), st.integers(0, 9))
 def test_near_ties_of_all_sizes(inputs: int, seed: int, size: float, outliers: int) -> None:
     """Outputs that lie a few units in the last place apart; some inputs are much larger."""
@@ -97,7 +98,7 @@ def test_near_ties_of_all_sizes(inputs: int, seed: int, size: float, outliers: i
 
 
 @needs_kernels
-@settings(max_examples=100)
+@at_least(100)
 @given(ROWS, INPUTS, OUTPUTS, SEEDS, st.sampled_from([0.0, 0.003, 0.5, 0.99, 1.0]), st.booleans())
 def test_only_allowed_tokens_are_chosen(
     rows: int, inputs: int, outputs: int, seed: int, share: float, grouped: bool

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart.models import half_weight
 from headstart.models.half_weight import HalfEmbedding, HalfLinear, HalfWeight, can_halve
 from headstart.native import avx2_library
+from tests.examples import at_least
 
 pytestmark = pytest.mark.skipif(avx2_library() is None, reason="no compiled kernels for AVX2 here")
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ def exact(weight: HalfWeight, x: Tensor) -> Tensor:
     return found if weight.bias is None else found + weight.bias.double()
 
 
-@settings(deadline=None, max_examples=300)
+@at_least(300)
 @given(
     outputs=st.integers(1, 70),
     inputs=st.integers(1, 90) | st.sampled_from([896, 1000, 4864]),

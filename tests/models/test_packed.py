@@ -5,7 +5,7 @@ import tempfile
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -18,6 +18,7 @@ from headstart.models.packed import (
     map_pages,
 )
 from headstart.native import library
+from tests.examples import at_least
 
 pytestmark = [
     pytest.mark.skipif(library() is None, reason="no compiled kernels here"),
@@ -41,7 +42,7 @@ def threads() -> int:
     return 3
 
 
-@settings(max_examples=80, deadline=None)
+@at_least(80)
 @given(ROWS, WIDTHS, WIDTHS, st.booleans())
 def test_products_are_those_of_float32(rows: int, inputs: int, outputs: int, bias: bool) -> None:
     weight, x = noise(outputs, inputs), noise(rows, inputs, seed=1)
@@ -53,7 +54,7 @@ def test_products_are_those_of_float32(rows: int, inputs: int, outputs: int, bia
     assert bool(((found.float() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * size).all())
 
 
-@settings(max_examples=40, deadline=None)
+@at_least(40)
 @given(ROWS, WIDTHS, WIDTHS, st.integers(0, 2**20), st.integers(1, 3))
 def test_a_row_has_the_same_bits_in_every_batch(
     rows: int, inputs: int, outputs: int, place: int, threads: int
@@ -68,7 +69,7 @@ def test_a_row_has_the_same_bits_in_every_batch(
     assert torch.equal(packed.multiply(x[at:]), together[at:])
 
 
-@settings(max_examples=40, deadline=None)
+@at_least(40)
 @given(WIDTHS, WIDTHS)
 def test_the_weight_can_be_had_back(outputs: int, inputs: int) -> None:
     weight = noise(outputs, inputs)

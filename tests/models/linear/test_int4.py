@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from headstart.models.linear.int4 import (
     Int5Linear,
     pack_int4,
 )
+from tests.examples import at_least
 from tests.rounded_rows import round_rows
 
 SHAPES = [(1, 1), (7, 3), (64, 48), (131, 95), (300, 896), (2100, 512)]
@@ -149,7 +150,7 @@ def test_a_compiled_product_is_that_of_the_rounded_rows(
     assert (apart <= 1.02 * limits(layer, rows, "tiles")).all()
 
 
-@settings(deadline=None, max_examples=150)
+@at_least(150)
 @given(
     outputs=st.integers(1, 70),
     inputs=st.integers(1, 130) | st.sampled_from([896, 1000]),

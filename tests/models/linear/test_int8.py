@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart.models.linear import QuantizedLinear, make_linear
@@ -74,6 +76,28 @@ def test_products_are_those_of_float64(
     for count in COUNTS:
         rows = make_rows(count, inputs)
         assert_near(layer(rows), rows, layer.unpack())
+
+
+@PATHS
+@given(
+    outputs=st.integers(1, 70),
+    inputs=st.integers(1, 90) | st.sampled_from([896, 1000, 4864]),
+    count=st.integers(0, 40),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape(
+    path: str, outputs: int, inputs: int, count: int, threads: int, seed: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        layer = make_layer(make_weight(outputs, inputs, seed), None, path, patch)
+        rows = make_rows(count, inputs)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            assert_near(layer(rows), rows, layer.unpack())
+        finally:
+            torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("path", ["amx", "compiled"])

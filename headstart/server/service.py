@@ -138,7 +138,7 @@ class Service(Front):
         self.tracer = tracer
         self._template_options = read_template_options(options.default_chat_template_kwargs)
         self.watch = Watch(llm, self.name)
-        self.live = Live(llm, self.watch)
+        self.live = Live(llm, self.watch, tenants)
         self._read: set[AsyncRequestStream] = set()  # by a call
 
     @property

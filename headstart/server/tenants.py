@@ -64,6 +64,8 @@ class Tenants:
         """`ring` is None for a server that asks for no keys."""
         self._ring = ring
         self._secret = secret
+        self._salts: dict[tuple[str, str], str] = {}  # by kind and name
+        self._names: dict[str, tuple[str, str]] = {}  # by salt
 
     @property
     def ask_for_keys(self) -> bool:
@@ -88,7 +90,16 @@ class Tenants:
             raise ApiError(401, "the API key is not known here", code="invalid_api_key")
         kind, name = key.tenant
         weight = sum(one.weight for one in self._ring.keys if one.tenant == key.tenant)
-        return Tenant(name, kind, self._derive(kind, name), weight, key.admin)
+        return Tenant(name, kind, self._salt_of(kind, name), weight, key.admin)
+
+    def names(self) -> Mapping[str, tuple[str, str]]:
+        """Kind and name of each tenant by its salt, of all keys that there are and were.
+
+        Tenants that come later come in; for the event loop, but any thread may read it.
+        """
+        for key in self._ring.keys if self._ring is not None else ():
+            self._salt_of(*key.tenant)
+        return self._names
 
     def salt(self, tenant: Tenant, asked: str | None) -> str | None:
         """The salt of a tenant's request whose body asks for one, or for none.
@@ -100,6 +111,13 @@ class Tenants:
         if tenant.salt is None or asked is None:
             return asked if tenant.salt is None else tenant.salt
         return f"{tenant.salt}/{self._derive(tenant.kind, tenant.name, asked)}"
+
+    def _salt_of(self, kind: str, name: str) -> str:
+        salt = self._salts.get((kind, name))
+        if salt is None:
+            salt = self._salts[kind, name] = self._derive(kind, name)
+            self._names[salt] = kind, name
+        return salt
 
     def _derive(self, *fields: str) -> str:
         frames = [struct.pack("<Q", len(data)) + data for data in map(str.encode, fields)]

@@ -234,3 +234,18 @@ def test_nothing_hinders_anybody(browser, served, scheme: str, width: int) -> No
     if width == 390:
         assert page.evaluate(CUT) == []
     page.close()
+
+
+def test_an_administrator_sees_who_has_the_blocks(browser, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """By salt, each looked like any other."""
+    keys = KeyFolder(tmp_path / "keys")
+    key = keys.add("research", group="lab", admin=True)
+    with running(num_blocks=64, api_keys=True, keys_folder=str(tmp_path / "keys")) as served:
+        page = browser.new_page()
+        page.goto(served.url)
+        page.fill("#key", key)
+        page.press("#key", "Enter")
+        page.wait_for_selector("#connection.live")
+        say(page, "How old is Ben?")
+        expect(page.locator("#owners dt")).to_have_text("the model, group lab")
+        page.close()

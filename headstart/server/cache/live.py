@@ -17,11 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.cache import Stretch, read_tokens
+from headstart.server.cache.owners import Owners
 from headstart.server.cache.state import describe_engine, describe_pool, describe_prefixes
 
 if TYPE_CHECKING:
     from headstart.engine.async_llm import AsyncLLM
     from headstart.server.monitoring.watch import Watch
+    from headstart.server.tenants import Tenants
 
 __all__ = ["MAX_CELLS", "Live", "draw_cells"]
 
@@ -47,9 +49,10 @@ class _Look:
 class Live:
     """Looks at the pool for all who ask; for the tasks of one event loop."""
 
-    def __init__(self, llm: AsyncLLM, watch: Watch) -> None:
+    def __init__(self, llm: AsyncLLM, watch: Watch, tenants: Tenants) -> None:
         self._llm = llm
         self._watch = watch
+        self._tenants = tenants
         self._look = _Look()
         self._lock = asyncio.Lock()
 
@@ -89,6 +92,7 @@ class Live:
     async def _refresh(self) -> None:
         engine = self._llm.engine
         manager = engine.manager
+        owners = Owners(self._tenants.names() if self._tenants.ask_for_keys else None)
         at = time.monotonic()
 
         def look() -> tuple[float, dict[str, Any], list[Stretch], list[int]]:
@@ -96,7 +100,7 @@ class Live:
             stretches = manager.stretches()
             told = {
                 "engine": describe_engine(engine),
-                "pool": describe_pool(manager, stretches),
+                "pool": describe_pool(manager, stretches, owners),
             }
             held = manager.held_blocks()
             return time.perf_counter() - start, told, stretches, held
@@ -105,7 +109,8 @@ class Live:
 
         def describe() -> float:
             start = time.perf_counter()
-            told["prefixes"] = describe_prefixes(stretches, _MOST_PREFIXES, self._watch.decode)
+            decode = self._watch.decode
+            told["prefixes"] = describe_prefixes(stretches, _MOST_PREFIXES, decode, owners)
             shown = {prefix["id"] for prefix in told["prefixes"]}
             told["cells"] = draw_cells(manager.config.num_blocks, stretches, held, shown)
             return time.perf_counter() - start

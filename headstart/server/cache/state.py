@@ -6,25 +6,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headstart.cache import Namespace, Stretch, read_tokens
+from headstart.cache import Stretch, read_tokens
+from headstart.server.cache.owners import Owner, Owners
 
 if TYPE_CHECKING:
     from headstart.cache import KVCacheManager
     from headstart.engine.engine import Engine
 
-__all__ = ["describe_engine", "describe_pool", "describe_prefixes", "name_of"]
+__all__ = ["describe_engine", "describe_pool", "describe_prefixes"]
 
 _SHOWN_TOKENS = 48
 Decode = Callable[[Sequence[int]], str]
-
-
-def name_of(namespace: Namespace) -> dict[str, str | None]:
-    """A namespace as the API tells it: its salt, and its adapter's digest, each cut short."""
-    adapter, salt = namespace
-    return {
-        "salt": None if salt is None else salt[:16],
-        "adapter": None if adapter is None else adapter[:16],
-    }
 
 
 def describe_engine(engine: Engine) -> dict[str, Any]:
@@ -43,11 +35,13 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
     }
 
 
-def describe_pool(manager: KVCacheManager, stretches: Sequence[Stretch]) -> dict[str, Any]:
+def describe_pool(
+    manager: KVCacheManager, stretches: Sequence[Stretch], owners: Owners
+) -> dict[str, Any]:
     """Blocks by state, and who has them. For the engine's thread."""
-    by_owner: dict[Namespace, Counter[str]] = defaultdict(Counter)
+    by_owner: dict[Owner, Counter[str]] = defaultdict(Counter)
     for stretch in stretches:
-        owner = by_owner[stretch.namespace]
+        owner = by_owner[owners.of(stretch.namespace)]
         owner["blocks"] += len(stretch.ids)
         owner["held"] += stretch.num_held
     named = sum(owner["blocks"] for owner in by_owner.values())
@@ -60,14 +54,14 @@ def describe_pool(manager: KVCacheManager, stretches: Sequence[Stretch]) -> dict
         "cached": named - named_held,
         "empty": free - (named - named_held),
         "owners": [
-            {**name_of(namespace), **owner}
-            for namespace, owner in sorted(by_owner.items(), key=lambda item: -item[1]["blocks"])
+            {**owners.tell(owner), **counts}
+            for owner, counts in sorted(by_owner.items(), key=lambda item: -item[1]["blocks"])
         ],
     }
 
 
 def describe_prefixes(
-    stretches: Sequence[Stretch], most: int, decode: Decode | None
+    stretches: Sequence[Stretch], most: int, decode: Decode | None, owners: Owners
 ) -> list[dict[str, Any]]:
     """The `most` stretches with most blocks and those that they go on from, parents first.
 
@@ -80,10 +74,10 @@ def describe_prefixes(
             chosen.add(at)
             at = stretches[at].parent
     by_depth = sorted(chosen, key=lambda at: (stretches[at].start, -len(stretches[at].ids)))
-    return [_describe(at, stretches[at], decode) for at in by_depth]
+    return [_describe(at, stretches[at], decode, owners) for at in by_depth]
 
 
-def _describe(at: int, stretch: Stretch, decode: Decode | None) -> dict[str, Any]:
+def _describe(at: int, stretch: Stretch, decode: Decode | None, owners: Owners) -> dict[str, Any]:
     tokens: list[int] = []
     for key in stretch.keys:
         if len(tokens) >= _SHOWN_TOKENS or decode is None:
@@ -92,7 +86,7 @@ def _describe(at: int, stretch: Stretch, decode: Decode | None) -> dict[str, Any
     return {
         "id": at,
         "parent": stretch.parent if stretch.parent >= 0 else None,
-        **name_of(stretch.namespace),
+        **owners.tell(owners.of(stretch.namespace)),
         "first_block": stretch.start,
         "blocks": len(stretch.ids),
         "held": stretch.num_held,

@@ -21,6 +21,7 @@ from headstart.server.options import ServerOptions
 from headstart.server.tenants import Tenants, open_tenants
 from tests.clients import openai
 from tests.server.running import Running, running
+from tests.small_demos import shallow_built_in
 
 BODY = {"model": "tiny", "prompt": "one two three", "max_tokens": 1}
 
@@ -324,3 +325,39 @@ def test_without_keys_the_bodys_salt_is_all() -> None:
     everybody = tenants.of({})
     assert [tenants.salt(everybody, asked) for asked in (None, "x")] == [None, "x"]
     assert everybody.is_admin
+
+
+# Who holds blocks
+
+
+def test_an_administrator_reads_whose_blocks_are_by_the_names_of_keys(tmp_path: Path) -> None:
+    """`/cache` told a part of the salts, which no operator can tell from one another."""
+    kept = KeyFolder(tmp_path)
+    keys = {
+        "alice": kept.add("alice"),
+        "bob": kept.add("bob", group="team"),
+        "gone": kept.add("gone"),
+        "monitor": kept.add("monitor", admin=True),
+    }
+    options = {"api_keys": True, "keys_folder": str(tmp_path), "api_key": ["secret"]}
+    with running(shallow_built_in(), **options) as server:
+        assert server.llm.publish(list(range(40, 72))) == 2
+        url = f"{server.url}/v1/completions"
+        for key in (*keys.values(), "secret"):
+            for salt in (None, "x"):
+                body = BODY | {"prompt": list(range(40, 120)), "cache_salt": salt}
+                answer = httpx.post(url, json=body, headers={"x-api-key": key}, timeout=60)
+                assert answer.status_code == 200
+        tenants = server.service.tenants
+        found = [tenants.of({b"x-api-key": key.encode()}) for key in (*keys.values(), "secret")]
+        salts = "/".join(tenants.salt(tenant, "x") or "" for tenant in found).split("/")
+        kept.remove("gone")
+        told = httpx.get(f"{server.url}/cache", headers={"x-api-key": keys["monitor"]})
+    pool = told.json()
+    assert len(set(salts)) == 10 and not any(salt[:8] in told.text for salt in salts)
+    names = {(one["kind"], one["tenant"]) for one in pool["owners"]}
+    expected = {("key", "alice"), ("group", "team"), ("key", "gone"), ("key", "monitor")}
+    assert names == {*expected, ("operator", "api-key"), ("public", None)}
+    assert len(pool["owners"]) == len(names), "a tenant whose requests narrow their salt is one"
+    assert {(one["kind"], one["tenant"]) for one in pool["prefixes"]} == names
+    assert {one["salt"] for one in (*pool["owners"], *pool["prefixes"])} == {None}

@@ -29,6 +29,8 @@ const MISSED = {
 
 function ownerName(owner) {
   const adapter = owner.adapter ? `adapter ${owner.adapter.slice(0, 8)}` : "the model";
+  if (owner.kind === "public") return `${adapter}, all tenants`;
+  if (owner.tenant) return `${adapter}, ${owner.kind} ${owner.tenant}`;
   return owner.salt ? `${adapter}, salt ${owner.salt.slice(0, 12)}` : adapter;
 }
 

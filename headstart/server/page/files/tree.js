@@ -4,7 +4,8 @@ import { count, counted } from "./words.js";
 
 // A colour that stays with a prefix from look to look.
 export function colourFor(prefix) {
-  const name = `${prefix.salt}|${prefix.adapter}|${prefix.first_block}|${prefix.text}`;
+  const owner = prefix.kind ? `${prefix.kind} ${prefix.tenant}` : prefix.salt;
+  const name = `${owner}|${prefix.adapter}|${prefix.first_block}|${prefix.text}`;
   let hash = 2166136261;
   for (const character of name) hash = Math.imul(hash ^ character.codePointAt(0), 16777619);
   const mixed = Math.imul(hash ^ (hash >>> 15), 2246822519);

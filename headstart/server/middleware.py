@@ -22,7 +22,7 @@ __all__ = ["Frontdoor"]
 # the same for everybody.
 _OPEN = re.compile(r"/|/health|/ready|/docs|/openapi\.json|/page/.*", re.DOTALL)
 # Across tenants: what shows or changes more than the asker's own.
-_FOR_ADMINS = re.compile(r"/metrics|/cache(?!/explain$|/prewarm$)(/.*)?", re.DOTALL)
+_FOR_ADMINS = re.compile(r"/metrics|/cache(?!/(advice|explain|prewarm)$)(/.*)?", re.DOTALL)
 _JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 _NAME = re.compile(rb"[\w.-]{1,128}", re.ASCII)
 _TRACE = (b"traceparent", b"tracestate")  # W3C's trace context

@@ -137,7 +137,7 @@ class Service(Front):
         self.llm = llm
         self.tracer = tracer
         self._template_options = read_template_options(options.default_chat_template_kwargs)
-        self.watch = Watch(llm, self.name)
+        self.watch = Watch(llm, self.name, by_tenant=tenants.ask_for_keys)
         self.live = Live(llm, self.watch, tenants)
         self._read: set[AsyncRequestStream] = set()  # by a call
 

@@ -130,6 +130,8 @@ def test_places_are_bounded_in_all_and_for_each_tenant(keys: tuple[Running, Any,
                 assert refused.json()["error"]["type"] == "rate_limit_error"
             send(open_ones.enter_context(connect(server)), body(), key[name], whole=False)
             assert watch.until(count)
+        told = httpx.get(f"{server.url}/cache/advice", headers={"x-api-key": key["bob"]})
+        assert told.status_code == 429, "what a tenant asks of its own takes a place"
         refused = ask(server, key["carl"])
         assert refused.status_code == 429 and "4 requests are" in refused.json()["error"]["message"]
         assert httpx.get(server.url + "/health").status_code == 200

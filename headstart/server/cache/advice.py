@@ -39,22 +39,23 @@ class Explanation:
 class Adviser:
     """Explains misses by the prompts that came before."""
 
-    def __init__(
-        self, traffic: Traffic, decode: Callable[[Sequence[int]], str] | None, block_size: int
-    ) -> None:
-        self._traffic = traffic
+    def __init__(self, decode: Callable[[Sequence[int]], str] | None, block_size: int) -> None:
         self._decode = decode
         self._block_size = block_size
 
     def explain(
-        self, namespace: Namespace, token_ids: Sequence[int], missed: MissExplanation
+        self,
+        traffic: Traffic,
+        namespace: Namespace,
+        token_ids: Sequence[int],
+        missed: MissExplanation,
     ) -> Explanation:
         """Why a prompt would hit as much as `missed` says, and not more."""
         tokens = np.asarray(token_ids, np.int32)
-        closest = self._traffic.closest(namespace, tokens)
+        closest = traffic.closest(namespace, tokens)
         if closest is None or not closest.num_common:
             return Explanation(missed, f"{missed}; no answered prompt begins like this one")
-        now = self._traffic.now()
+        now = traffic.now()
         seconds = now - closest.seen.times.came
         told = f"the closest earlier prompt came {_ago(seconds)} and has the first "
         told += f"{closest.num_common:,} of {len(tokens):,} tokens in common"
@@ -90,9 +91,8 @@ class Adviser:
         )
         return describe_difference(before, here, there)
 
-    def sum_up(self, bytes_per_block: int) -> dict[str, Any]:
-        """What would have saved most tokens of the prompts that are known."""
-        recent = self._traffic.recent
+    def sum_up(self, recent: Sequence[Seen], bytes_per_block: int) -> dict[str, Any]:
+        """What would have saved most tokens of these prompts; of a namespace, oldest first."""
         forks: dict[tuple[Any, ...], list[Seen]] = defaultdict(list)
         evicted = evicted_tokens = lacking = 0
         for seen in recent:

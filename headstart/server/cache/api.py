@@ -17,6 +17,7 @@ from headstart.server.chats import read_roles
 from headstart.server.errors import ApiError, JsonResponse
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, frame
+from headstart.server.tenants import tenant_of
 
 if TYPE_CHECKING:
     from headstart.cache import BlockHash
@@ -100,9 +101,16 @@ async def reset(request: Request, body: ResetBody | None = None) -> Response:
 
 @router.get("/advice")
 async def advise(request: Request) -> Response:
-    """What would have saved most tokens of the prompts of late."""
-    watch = service_of(request).watch
-    return JsonResponse(await asyncio.to_thread(watch.advise))
+    """What would have saved most tokens of the prompts of late.
+
+    An administrator's key is told of the prompts of all; any other key of its own tenant's alone,
+    and `memory` is null, since what was evicted depends on other tenants.
+    """
+    service, tenant = service_of(request), tenant_of(request)
+    if tenant.is_admin:
+        return JsonResponse(await asyncio.to_thread(service.watch.advise))
+    with service.calls.call(tenant):  # so that a tenant that asks often takes no more threads
+        return JsonResponse(await asyncio.to_thread(service.watch.advise_tenant, tenant.salt))
 
 
 @router.get("/live")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from headstart.cache import MissExplanation, MissReason, Namespace
 
-__all__ = ["Closest", "Seen", "Times", "Traffic"]
+__all__ = ["Closest", "Seen", "Times", "Traffic", "Traffics"]
 
 Tokens = NDArray[np.int32]
 _SPAN = 8  # tokens: as many in a row are found again elsewhere in another prompt, or none
@@ -198,6 +198,41 @@ class Traffic:
                 del prompts.keys[bisect_left(prompts.keys, key)]
                 if not prompts.keys:
                     del self._prompts[seen.namespace]
+
+
+class Traffics:
+    """The last prompts of each tenant, in a `Traffic` of its own.
+
+    If all had one together, prompts of one tenant would have those of another forgotten, and who
+    asks for advice would learn from the number of its own how many others there were. As
+    `Traffic`, not for several threads.
+    """
+
+    MAX_TOKENS = 2**22
+    MAX_TOKENS_OF_TENANT = 2**19
+
+    def __init__(self, *, by_tenant: bool) -> None:
+        """by_tenant: False for a server without keys, which has one tenant."""
+        self._by_tenant = by_tenant
+        self._max_tokens = self.MAX_TOKENS_OF_TENANT if by_tenant else self.MAX_TOKENS
+        self._traffic: dict[str, Traffic] = {}
+
+    def of(self, salt: str | None) -> Traffic:
+        """The prompts of the tenant whose salt, as it is or narrowed, this is."""
+        tenant = (salt or "").partition("/")[0] if self._by_tenant else ""
+        found = self._traffic.get(tenant)
+        if found is None:
+            found = self._traffic[tenant] = Traffic(max_tokens=self._max_tokens)
+        return found
+
+    @property
+    def recent(self) -> list[Seen]:
+        """All prompts that are known, those of a tenant oldest first."""
+        return [seen for traffic in self._traffic.values() for seen in traffic.recent]
+
+    def clear(self) -> None:
+        """Forget every prompt."""
+        self._traffic.clear()
 
 
 _LOST = (MissReason.EVICTED, MissReason.UNSEEN, MissReason.TOKEN)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.cache import MissExplanation, Namespace
 from headstart.server.cache.advice import Adviser, Explanation
-from headstart.server.cache.traffic import Seen, Times, Traffic
+from headstart.server.cache.traffic import Seen, Times, Traffics
 from headstart.server.monitoring.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -27,14 +27,15 @@ _FEW_TOKENS = 2048  # of a prompt that is compared with another in no time
 class Watch:
     """Keeps what is told of requests later. May be used from several threads."""
 
-    def __init__(self, llm: AsyncLLM, name: str) -> None:
+    def __init__(self, llm: AsyncLLM, name: str, *, by_tenant: bool) -> None:
+        """by_tenant: see `Traffics`."""
         engine = llm.engine
         self._tokenizer = engine.tokenizer
         self.decode = self._decode if engine.tokenizer is not None else None
         self._bytes_per_block = engine.kv_cache_bytes // engine.manager.config.num_blocks
         self._lock = threading.Lock()
-        self._traffic = Traffic()
-        self._adviser = Adviser(self._traffic, self.decode, engine.manager.block_size)
+        self._traffics = Traffics(by_tenant=by_tenant)
+        self._adviser = Adviser(self.decode, engine.manager.block_size)
         self._recent: deque[dict[str, Any]] = deque(maxlen=_MOST_REQUESTS)
         self.metrics = Metrics(llm, name)
 
@@ -57,7 +58,7 @@ class Watch:
     def _note(self, request: RequestGroup, output: RequestOutput) -> None:
         age, num_lost = None, 0
         if request.params.is_stored:
-            seen = self._traffic.add(
+            seen = self._traffics.of(request.namespace.salt).add(
                 output.request_id,
                 request.namespace,
                 output.prompt_token_ids,
@@ -78,12 +79,23 @@ class Watch:
     ) -> Explanation:
         """See `Adviser.explain`."""
         with self._lock:
-            return self._adviser.explain(namespace, token_ids, missed)
+            traffic = self._traffics.of(namespace.salt)
+            return self._adviser.explain(traffic, namespace, token_ids, missed)
 
     def advise(self) -> dict[str, Any]:
-        """See `Adviser.sum_up`."""
+        """What would have saved most tokens of all prompts of late; see `Adviser.sum_up`."""
         with self._lock:
-            return self._adviser.sum_up(self._bytes_per_block)
+            recent = self._traffics.recent
+        return self._adviser.sum_up(recent, self._bytes_per_block)
+
+    def advise_tenant(self, salt: str | None) -> dict[str, Any]:
+        """As `advise`, of the prompts of the tenant with this salt alone.
+
+        What memory would have saved is not told (None): that hangs on what others keep.
+        """
+        with self._lock:
+            recent = self._traffics.of(salt).recent
+        return self._adviser.sum_up(recent, self._bytes_per_block) | {"memory": None}
 
     def recent_requests(self) -> list[dict[str, Any]]:
         """The last requests that were answered, oldest first: counts and times, no text."""
@@ -93,7 +105,7 @@ class Watch:
     def clear(self) -> None:
         """Forget the prompts of late."""
         with self._lock:
-            self._traffic.clear()
+            self._traffics.clear()
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         assert self._tokenizer is not None

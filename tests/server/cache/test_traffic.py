@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headstart.cache import MissExplanation, MissReason, Namespace
 from headstart.server.cache.difference import describe_difference
-from headstart.server.cache.traffic import Times, Traffic, count_again, count_common
+from headstart.server.cache.traffic import Times, Traffic, Traffics, count_again, count_common
 
 MISSED = MissExplanation(MissReason.TOKEN, 0)
 ORDER = "the same entries in another order"
@@ -87,6 +87,28 @@ def test_memory_is_bounded(earlier: list[list[int]]) -> None:
         assert sum(len(one.tokens) for one in traffic.recent) <= 50
     traffic.clear()
     assert traffic.closest(PLAIN, np.zeros(1, np.int32)) is None
+
+
+def test_no_tenants_prompts_are_forgotten_for_anothers() -> None:
+    """By the number of its own that were left, one counted those of the others."""
+    traffics = Traffics(by_tenant=True)
+    own, narrowed = traffics.of("bob"), traffics.of("bob/x")
+    own.add("own", Namespace(None, "bob"), [1, 2, 3], 0, MISSED)
+    narrowed.add("narrowed", Namespace(None, "bob/x"), [1, 2, 3], 0, MISSED)
+    for at in range(2000):
+        traffics.of("alice").add(str(at), Namespace(None, "alice"), [at], 0, MISSED)
+    long = [7] * Traffics.MAX_TOKENS_OF_TENANT
+    traffics.of("alice").add("long", Namespace(None, "alice"), long, 0, MISSED)
+    assert [seen.request_id for seen in traffics.of("bob/y").recent] == ["own", "narrowed"]
+    assert [seen.request_id for seen in traffics.recent] == ["own", "narrowed", "long"]
+
+
+def test_without_keys_salts_make_no_room_of_their_own() -> None:
+    """A client may name as many as it likes."""
+    traffics = Traffics(by_tenant=False)
+    for at in range(2000):
+        traffics.of(str(at)).add(str(at), Namespace(None, str(at)), [1], 0, MISSED)
+    assert len(traffics.recent) == 1024
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(0, 3), max_size=40))

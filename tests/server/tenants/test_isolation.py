@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -158,6 +159,38 @@ def test_a_group_shares_and_its_salts_divide_it(tmp_path: Path) -> None:
         assert [ask("dora"), ask("eve"), ask("alice")] == [0, 49, 0]
         assert [ask("dora", cache_salt="x"), ask("eve", cache_salt="x")] == [0, 49]
         assert [ask("alice", cache_salt="x"), ask("eve", prompt_cache_key="x")] == [0, 49]
+
+
+def test_advice_is_of_a_tenants_own_prompts_alone(tmp_path: Path) -> None:
+    """Only administrators could ask, so that no tenant read what its own prompts cost."""
+    with serving(tmp_path, shallow_built_in(), keys=True) as (server, headers):
+        monitor = {"x-api-key": KeyFolder(tmp_path).add("monitor", admin=True)}
+
+        def ask(name: str, minute: int, **body: object) -> None:
+            prompt = f"It is 10:{minute} for {name}.\n" + "Anna is 31 years old.\n" * 20
+            cached(server, "/v1/completions", {"prompt": prompt, **body}, headers(name))
+
+        def advice(given: dict[str, str]) -> dict[str, Any]:
+            answer = httpx.get(f"{server.url}/cache/advice", headers=given)
+            assert answer.status_code == 200, answer.text
+            told: dict[str, Any] = answer.json()
+            return told
+
+        nothing = {"prompts": 0, "prompt_tokens": 0, "cached_tokens": 0, "forks": []}
+        for minute in range(10, 14):
+            ask("alice", minute)
+            assert advice(headers("bob")) == nothing | {"memory": None}
+        for minute in range(10, 13):
+            ask("dora", minute, cache_salt="x")
+        own, group = advice(headers("alice")), advice(headers("eve"))
+        assert (own["prompts"], group["prompts"]) == (4, 3)
+        assert "alice" in own["forks"][0]["here"] and "dora" in group["forks"][0]["here"]
+        assert "dora" not in str(own) and "alice" not in str(group)
+        ask("bob", 10)
+        assert advice(headers("bob"))["prompts"] == 1 and advice(headers("alice")) == own
+        whole = advice(monitor)
+        assert whole["prompts"] == 8 and whole["memory"]["evicted_prompts"] == 0
+        assert {fork["prompts"] for fork in whole["forks"]} == {3, 2}
 
 
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "open"])

@@ -248,7 +248,7 @@ def test_without_a_good_key_nothing_is_read(server: Running, key: str, given: st
 
 
 OPEN = {"/", "/docs", "/health", "/openapi.json", "/ready"}
-OF_A_TENANT = {"/cache/explain", "/cache/prewarm"}
+OF_A_TENANT = {"/cache/advice", "/cache/explain", "/cache/prewarm"}
 
 
 def test_paths_without_a_key_and_those_for_administrators(
@@ -268,7 +268,8 @@ def test_paths_without_a_key_and_those_for_administrators(
         assert told.status_code == 403 and told.json()["error"]["type"] == "permission_error"
         assert httpx.get(server.url + path, headers=admin).status_code not in (401, 403)
     assert httpx.get(f"{server.url}/cache/live", headers={"x-api-key": key}).status_code == 403
-    for path in OF_A_TENANT:
+    assert httpx.get(f"{server.url}/cache/advice", headers={"x-api-key": key}).status_code == 200
+    for path in OF_A_TENANT - {"/cache/advice"}:
         told = httpx.post(server.url + path, json={"prompt": "x"}, headers={"x-api-key": key})
         assert told.status_code == 200
 

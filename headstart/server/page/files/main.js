@@ -69,7 +69,7 @@ async function showAdvice() {
     }
     if (!items.length) return;
     $("advice").replaceChildren(...items.map((text) => Object.assign(document.createElement("li"), { textContent: text })));
-  } catch { /* for administrators */ }
+  } catch { /* as busy: it is asked for again */ }
 }
 
 function connected(isLive, trouble = "not connected: trying again") {

@@ -1,11 +1,19 @@
-"""Imports that bring torch and transformers with them: two seconds and more."""
+"""Imports that take seconds, since they bring torch and transformers, or find nothing."""
 
 import gc
 import sys
 from importlib import import_module
 from types import ModuleType
 
-__all__ = ["load_module"]
+__all__ = ["install", "load_module"]
+
+
+def install(extra: str) -> str:
+    """What to type for the packages of an extra; the end of an error's text.
+
+    No index has headstart, so `pip install headstart[...]` would find nothing, or another package.
+    """
+    return f'pip install ".[{extra}]" in the folder of the clone'
 
 
 def load_module(name: str) -> ModuleType:

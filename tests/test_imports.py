@@ -1,7 +1,13 @@
-"""What importing torch and the rest does to Python's garbage collector."""
+"""What importing torch and the rest does to Python's garbage collector, and what is missing."""
 
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
+
+import headstart
+from headstart.imports import install
 
 # Garbage: an object that holds itself.
 GARBAGE = (
@@ -34,3 +40,14 @@ def test_garbage_of_before_is_not_kept() -> None:
         "    found = garbage(); load_module(name); gc.collect()\n"
         "    assert found() is None\n"
     )
+
+
+def test_what_is_missing_is_installed_from_the_clone() -> None:
+    """Errors named a package of an index, which has none of this name, or another's."""
+    assert install("serve") == 'pip install ".[serve]" in the folder of the clone'
+    root = Path(headstart.__file__).parent
+    sources = [file.read_text(encoding="utf-8") for file in root.rglob("*.py")]
+    named = {extra for text in sources for extra in re.findall(r"""\binstall\(['"](\w+)""", text)}
+    project = tomllib.loads((root.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    assert {"vision", "gguf", "otel"} <= named <= project["project"]["optional-dependencies"].keys()
+    assert not [text for text in sources if re.search(r"pip install ['\"]headstart", text)]

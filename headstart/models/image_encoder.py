@@ -8,9 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["INSTALL", "PlacedImage", "ProcessedImage", "VisionModel"]
-
-INSTALL = "pip install 'headstart[vision]'"
+__all__ = ["PlacedImage", "ProcessedImage", "VisionModel"]
 
 
 @dataclass(frozen=True, eq=False)

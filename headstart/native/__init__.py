@@ -75,9 +75,9 @@ def advise() -> None:
     if not switched_off and (cpu_flags() >= NEEDED or cpu_flags() >= _NEEDED_FOR_AVX2):
         _log.warning(
             "headstart runs without its compiled kernels, up to several times slower: install "
-            "GCC's C++ compiler (Debian, Ubuntu: apt install g++), then headstart again (in a "
-            "clone: make demo; else: pip install --force-reinstall --no-deps --no-cache-dir "
-            "headstart)"
+            "GCC's C++ compiler (Debian, Ubuntu: apt install g++), then headstart again, in the "
+            "folder of the clone (make demo, or pip install --force-reinstall --no-deps "
+            "--no-cache-dir .)"
         )
 
 

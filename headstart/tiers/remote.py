@@ -11,6 +11,7 @@ from typing import Any
 
 from headstart.cache import BlockHash
 from headstart.errors import ConfigError
+from headstart.imports import install
 from headstart.tiers.faults import Faults
 from headstart.tiers.pause import Pause
 from headstart.tiers.records import VERSION, make_header, payload_of
@@ -123,7 +124,7 @@ def _connect(url: str) -> Any:
         import redis
     except ImportError as error:
         raise ConfigError(
-            "a remote cache needs the client of Valkey and Redis: pip install 'headstart[remote]'"
+            f"a remote cache needs the client of Valkey and Redis: {install('remote')}"
         ) from error
     try:
         return redis.Redis.from_url(

@@ -87,7 +87,9 @@ def test_a_missing_schema_or_library_is_told_before_the_model(
     assert missing.stderr == "headstart: cannot read nowhere.json: No such file or directory\n"
     monkeypatch.setitem(sys.modules, "llguidance", None)
     without = call("run", "--model", "/no/such/model", "--json", save(tmp_path, PERSON), "Who?")
-    assert without.stderr.endswith("needs llguidance: pip install 'headstart[structured]'\n")
+    assert without.stderr.endswith(
+        'needs llguidance: pip install ".[structured]" in the folder of the clone\n'
+    )
     assert (missing.exit_code, without.exit_code) == (2, 2)
 
 

@@ -23,6 +23,7 @@ from headstart.cli.reply_metrics import cached_share, duration
 from headstart.cli.show import PANEL, Figures, demo_console, show
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, RequestError
+from headstart.imports import install
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -77,9 +78,7 @@ def make_picture(seed: int) -> Image:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ConfigError(
-            f"images need Pillow: pip install 'headstart[vision]' ({error})"
-        ) from error
+        raise ConfigError(f"images need Pillow: {install('vision')} ({error})") from error
     random = np.random.default_rng(seed)
     y, x = np.mgrid[0:SIZE, 0:SIZE] / SIZE
     top, bottom = random.integers(60, 200, 3), random.integers(150, 255, 3)

@@ -20,7 +20,7 @@ from headstart.cli.streams import note
 from headstart.cluster.options import ReplicaConfig
 from headstart.engine.vllm_api.options import read_config
 from headstart.errors import ConfigError, ModelError
-from headstart.imports import load_module
+from headstart.imports import install, load_module
 from headstart.models.files import BUILT_IN
 from headstart.server.options import ServerOptions
 
@@ -170,13 +170,11 @@ def _absolute(path: str) -> str:
 
 
 def _import_optional(module: str, extra: str) -> Any:
-    """A module of ours that needs what `pip install headstart` leaves out. Raises ConfigError."""
+    """A module of ours that needs what `pip install .` leaves out. Raises ConfigError."""
     try:
         return load_module(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the server needs {error.name}: pip install 'headstart[{extra}]'"
-        ) from error
+        raise ConfigError(f"the server needs {error.name}: {install(extra)}") from error
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from headstart.engine.images.files import ImageSource, read_source
 from headstart.errors import RequestError
+from headstart.imports import install
 from headstart.validation import shorten
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def decode_image(source: ImageSource, max_pixels: int) -> "Image":
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
-        raise RequestError("images need Pillow: pip install 'headstart[vision]'") from error
+        raise RequestError(f"images need Pillow: {install('vision')}") from error
     try:
         if isinstance(source, Image.Image):
             opened = source

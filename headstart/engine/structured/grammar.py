@@ -25,15 +25,15 @@ from headstart.engine.structured.reasons import MAX_ITEMS_IN_ROW, explain
 from headstart.engine.structured.refusals import Check, refuse_form
 from headstart.engine.structured.tags import write_tags
 from headstart.errors import RequestError
+from headstart.imports import install
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-__all__ = ["INSTALL", "NAMES_SPECIAL", "GrammarCompiler", "TokenMasks", "check_form"]
+__all__ = ["NAMES_SPECIAL", "GrammarCompiler", "TokenMasks", "check_form"]
 
 Found = TypeVar("Found")
 
-INSTALL = "pip install 'headstart[structured]'"
 NAMES_SPECIAL = ("grammar", "structural_tag")
 """Kinds of forms in which special tokens may stand."""
 _SETTING_STACK = threading.Lock()
@@ -265,7 +265,7 @@ def _with_deep_stack(work: Callable[[], Found]) -> Found | Exception:
 
 
 def _not_installed() -> RequestError:
-    return RequestError(f"structured_outputs needs llguidance: {INSTALL}")
+    return RequestError(f"structured_outputs needs llguidance: {install('structured')}")
 
 
 def _refuse_special(form: Form, masks: TokenMasks) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.errors import UnsupportedModelError
+from headstart.imports import install
 
 __all__ = ["ROPE_FACTORS", "import_gguf"]
 
@@ -17,7 +18,6 @@ def import_gguf(file: Path) -> Any:
         import gguf
     except ImportError as error:
         raise UnsupportedModelError(
-            f"{file} is a GGUF file, and the package that reads it is missing: "
-            "pip install 'headstart[gguf]'"
+            f"{file} is a GGUF file, and the package that reads it is missing: " + install("gguf")
         ) from error
     return gguf

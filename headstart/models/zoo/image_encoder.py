@@ -25,8 +25,9 @@ from torch import Tensor
 from transformers import AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.errors import DamagedModelError, HeadstartError, UnsupportedModelError
+from headstart.imports import install
 from headstart.models.decoder import DecoderModel
-from headstart.models.image_encoder import INSTALL, PlacedImage, ProcessedImage
+from headstart.models.image_encoder import PlacedImage, ProcessedImage
 from headstart.models.silence_transformers import silence_transformers
 from headstart.models.zoo.decoder import TransformersDecoder
 
@@ -277,7 +278,7 @@ def _load_processor(folder: Path) -> Any:
         with silence_transformers():
             return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
     except ImportError as error:
-        raise UnsupportedModelError(f"images need Pillow: {INSTALL} ({error})") from error
+        raise UnsupportedModelError(f"images need Pillow: {install('vision')} ({error})") from error
     # A damaged settings file raises OSError, ValueError, KeyError and more.
     except Exception as error:
         raise DamagedModelError(

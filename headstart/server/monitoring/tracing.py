@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from headstart.errors import ConfigError
+from headstart.imports import install
 from headstart.version import __version__
 
 if TYPE_CHECKING:
@@ -43,9 +44,7 @@ def open_tracer(endpoint: str | None, model: str) -> Tracer | None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"otlp_traces_endpoint needs {error.name}: pip install 'headstart[otel]'"
-        ) from error
+        raise ConfigError(f"otlp_traces_endpoint needs {error.name}: {install('otel')}") from error
     return Tracer(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), model)
 
 

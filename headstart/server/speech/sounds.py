@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headstart.errors import RequestError
+from headstart.imports import install
 from headstart.omni.audio import pcm16, wav_bytes
 from headstart.validation import shorten
 
@@ -33,7 +34,6 @@ RATES = range(1_000, 768_001)
 """Samples a second of a file. The work of a change of rate grows with the ratio of the two."""
 
 _CONTAINERS = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", None), "opus": ("OGG", "OPUS")}
-_NEEDED = "pip install 'headstart[audio]'"
 
 
 def read_sound(data: str, rate: int) -> NDArray[np.float32]:
@@ -88,4 +88,6 @@ def _library(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise RequestError(f"sounds of this form need {name} at the server: {_NEEDED}") from error
+        raise RequestError(
+            f"sounds of this form need {name} at the server: {install('audio')}"
+        ) from error

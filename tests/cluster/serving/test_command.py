@@ -19,7 +19,9 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "ray", None)
     done = CliRunner().invoke(main, [*QUIET, "--replicas", "2"])
     assert done.exit_code == 2
-    assert "the server needs ray: pip install 'headstart[cluster]'" in done.stderr
+    assert (
+        'the server needs ray: pip install ".[cluster]" in the folder of the clone' in done.stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,9 @@ def test_a_model_without_a_tokenizer_has_no_forms() -> None:
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     compiler = GrammarCompiler(Vocabulary(TOKENIZER, 383, frozenset([END])))
-    with pytest.raises(RequestError, match=r"pip install 'headstart\[structured\]'"):
+    with pytest.raises(
+        RequestError, match=r'pip install "\.\[structured\]" in the folder of the clone'
+    ):
         compiler.matcher(Form("regex", "a"))
 
 

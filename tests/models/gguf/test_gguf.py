@@ -305,7 +305,11 @@ def test_caps_are_the_file_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "some.gguf").write_bytes(b"GGUF")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UnsupportedModelError, match=r"pip install 'headstart\[gguf\]'"):
+    with pytest.raises(
+        UnsupportedModelError, match=r'pip install "\.\[gguf\]" in the folder of the clone'
+    ):
         library.import_gguf(tmp_path / "some.gguf")
-    with pytest.raises(UnsupportedModelError, match=r"pip install 'headstart\[gguf\]'"):
+    with pytest.raises(
+        UnsupportedModelError, match=r'pip install "\.\[gguf\]" in the folder of the clone'
+    ):
         load_model(tmp_path / "some.gguf")

@@ -19,7 +19,9 @@ def test_without_pillow_the_error_says_what_to_install(
         raise ImportError("no PIL here")
 
     monkeypatch.setattr(AutoImageProcessor, "from_pretrained", refuse)
-    with pytest.raises(UnsupportedModelError, match=r"pip install 'headstart\[vision\]'"):
+    with pytest.raises(
+        UnsupportedModelError, match=r'pip install "\.\[vision\]" in the folder of the clone'
+    ):
         load_engine(save_tiny_vision("llava", tmp_path), num_blocks=4)
 
 

@@ -124,6 +124,10 @@ class AsyncOmni(OfOneProcess):
         if not begun.cancelled() and begun.exception() is None:
             self.leave(begun.result())
 
+    def ask(self, progress: Progress) -> asyncio.Future[OmniOutput | None]:
+        """An answer as it grew by a step, or None; for the event loop that awaits it."""
+        return asyncio.wrap_future(self._submit(lambda: self._advance(progress)))
+
     def leave(self, progress: Progress) -> None:
         """Nobody reads this answer any more; its request is aborted soon. From any thread."""
         with suppress(EngineError):
@@ -144,7 +148,7 @@ class AsyncOmni(OfOneProcess):
     def _begin_thread(self) -> None:
         self._thread = threading.current_thread()
 
-    def advance(self, progress: Progress) -> OmniOutput | None:
+    def _advance(self, progress: Progress) -> OmniOutput | None:
         """The answer if it grew, by a step of its own if by no other's; None if it did not."""
         if progress not in self._grown and progress.finish_reason is None:
             self._grown.update(self._step())
@@ -177,20 +181,43 @@ class OmniStream(AsyncIterator[OmniOutput]):
     def __init__(self, owner: AsyncOmni, progress: Progress) -> None:
         self._owner = owner
         self._progress: Progress | None = progress
+        self._asked: asyncio.Future[OmniOutput | None] | None = None  # while a task waits
+        self._failure: Exception | None = None
 
     async def __anext__(self) -> OmniOutput:
-        progress = self._progress
-        while progress is not None:
+        while (progress := self._progress) is not None:
             try:
-                output = await self._owner.call(lambda: self._owner.advance(progress))
+                self._asked = self._owner.ask(progress)
+                output = await self._asked
             except HeadstartError:
                 await self.aclose()
                 raise
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if self._failure is None or (task is not None and task.cancelling()):
+                    raise
+                break
+            finally:
+                self._asked = None
             if output is not None:
                 if output.finished:
+                    self._failure = None
                     await self.aclose()
                 return output
-        raise StopAsyncIteration
+        failure, self._failure = self._failure, None
+        raise StopAsyncIteration if failure is None else failure
+
+    def fail(self, error: Exception) -> None:
+        """Abort the request if it is unfinished; the next output that is asked for is this error.
+
+        For the event loop that reads it, as when its time is over. Who waits gets it at once.
+        """
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            self._failure = error
+            self._owner.leave(progress)
+            if self._asked is not None:
+                self._asked.cancel()
 
     async def aclose(self) -> None:
         """Abort the request if it is unfinished. May be called again."""

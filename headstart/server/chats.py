@@ -120,7 +120,12 @@ async def prepare_chat(
     given = call.template.get("chat_template")
     async with _naming_tools(service, call):
         request = await service.prepare_chat(
-            read_roles(service, call.messages, given, with_tools=bool(call.tools.tools)),
+            read_roles(
+                service.llm.tokenizer,
+                call.messages,
+                given or service.llm.chat_template,
+                with_tools=bool(call.tools.tools),
+            ),
             service.params(sampling, stream=stream),
             request_id,
             adapter=adapter,
@@ -164,17 +169,19 @@ def _place_form(
 
 
 def read_roles(
-    service: Service, messages: Sequence[Any], given: str | None = None, *, with_tools: bool = False
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: Sequence[Any],
+    given: str | None = None,
+    *,
+    with_tools: bool = False,
 ) -> list[Any]:
     """The messages with roles that templates know: OpenAI's `developer` is the system.
 
-    given: a template in place of the model's. Raises ApiError for a role that neither OpenAI nor
-    the template knows: most templates write any role into the prompt, and models do not know what
-    it means.
+    given: a template in place of the tokenizer's. Raises ApiError for a role that neither OpenAI
+    nor the template knows: most templates write any role into the prompt, and models do not know
+    what it means.
     """
-    tokenizer, template = service.llm.tokenizer, ""
-    if tokenizer is not None:
-        template = _template_text(tokenizer, given or service.llm.chat_template, with_tools)
+    template = "" if tokenizer is None else _template_text(tokenizer, given, with_tools)
     return [_read_role(place, message, template) for place, message in enumerate(messages)]
 
 

@@ -8,7 +8,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.requests import Request
 
@@ -27,13 +27,19 @@ if TYPE_CHECKING:
     from headstart.engine.inputs import Prompt
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
-    from headstart.engine.streams.async_stream import AsyncRequestStream
     from headstart.server.monitoring.tracing import Tracer
 
 __all__ = ["Front", "Service", "front_of", "service_of", "stopped", "too_late", "unless_gone"]
 
 Answer = TypeVar("Answer")
 _GONE = 499  # nginx's status for a client that closed the connection; nobody reads it
+
+
+class _Outputs(Protocol):
+    """The outputs of a request, whatever its model."""
+
+    def fail(self, error: Exception) -> None:
+        """Cancel the request if it is unfinished; who waits for an output gets this error."""
 
 
 class Front(ABC):
@@ -52,6 +58,7 @@ class Front(ABC):
         of_tenant = options.max_requests_per_tenant or max(1, most // 2)
         self.calls = Calls(most, of_tenant, options.request_timeout)
         self.started = int(time.time())
+        self._read: set[_Outputs] = set()  # by a call
 
     @property
     @abstractmethod
@@ -79,11 +86,9 @@ class Front(ABC):
             raise ApiError(503, "the server is stopping", retry_after=5)
 
     def cut_off(self) -> None:
-        """End the answers that clients read with an error that says so, where there is a way.
-
-        Here there is none: their connections are closed.
-        """
-        return
+        """End the answers that clients read with an error that says so."""
+        for outputs in list(self._read):
+            outputs.fail(stopped())
 
     def adapter(self, model: str | None) -> str | None:
         """The adapter that a request's model names, None for the model itself.
@@ -121,6 +126,25 @@ class Front(ABC):
         except TimeoutError as error:
             raise too_late(self.options) from error
 
+    @asynccontextmanager
+    async def ending_in_time(self, outputs: _Outputs) -> AsyncIterator[None]:
+        """As `in_time`, for all the outputs that are read inside, which `cut_off` ends, too.
+
+        A timeout for each output costs more than a small model's token.
+        """
+        call = current_call()
+        if call is None:
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        timer = loop.call_at(call.deadline, outputs.fail, too_late(self.options))
+        self._read.add(outputs)
+        try:
+            yield
+        finally:
+            self._read.discard(outputs)
+            timer.cancel()
+
 
 class Service(Front):
     """A text model behind the server."""
@@ -139,7 +163,6 @@ class Service(Front):
         self._template_options = read_template_options(options.default_chat_template_kwargs)
         self.watch = Watch(llm, self.name, by_tenant=tenants.ask_for_keys)
         self.live = Live(llm, self.watch, tenants)
-        self._read: set[AsyncRequestStream] = set()  # by a call
 
     @property
     def is_running(self) -> bool:
@@ -160,17 +183,13 @@ class Service(Front):
             self.llm.engine.manager.shares.set(tenant.salt, tenant.weight)
         return super().salt(request, asked)
 
-    def cut_off(self) -> None:
-        for outputs in list(self._read):
-            outputs.fail(stopped())
-
     async def run(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:
         """The outputs of a prepared request. Raises ApiError (504) when its time is over."""
         end = "abort"
         try:
             async with (
                 aclosing(self.llm.outputs(request, paced=True)) as outputs,
-                self._ending_in_time(outputs),
+                self.ending_in_time(outputs),
             ):
                 async for output in outputs:
                     if output.finished:
@@ -190,23 +209,6 @@ class Service(Front):
             if self.tracer is not None:
                 call = current_call()
                 self.tracer.trace(request, end, call.trace if call is not None else {})
-
-    @asynccontextmanager
-    async def _ending_in_time(self, outputs: AsyncRequestStream) -> AsyncIterator[None]:
-        """As `in_time`, for all the outputs that are read inside: a timeout for each costs more
-        than a small model's token."""
-        call = current_call()
-        if call is None:
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        timer = loop.call_at(call.deadline, outputs.fail, too_late(self.options))
-        self._read.add(outputs)
-        try:
-            yield
-        finally:
-            self._read.discard(outputs)
-            timer.cancel()
 
     async def answer(self, request: RequestGroup) -> RequestOutput:
         """The whole answer to a prepared request."""

@@ -86,6 +86,39 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
         asyncio.run(omni.generate("hello " * 1_000_000, PARAMS))
 
 
+def test_a_stream_that_fails_tells_who_waits_at_once_and_leaves_nothing(omni: AsyncOmni) -> None:
+    """Also while the pipeline's thread is busy with the step of another request."""
+    gate = threading.Event()
+
+    async def ask() -> None:
+        streams = [await omni.start("Who?", PARAMS) for _ in range(3)]
+        busy = omni._submit(lambda: gate.wait(60))
+        waiting = asyncio.ensure_future(anext(streams[0]))
+        left = asyncio.ensure_future(anext(streams[1]))
+        await asyncio.sleep(0)  # they ask for a step
+        for stream in (streams[0], streams[2]):
+            stream.fail(RequestError("too late"))
+        left.cancel()
+        for failed in (waiting, anext(streams[2])):
+            with pytest.raises(RequestError, match="too late"):
+                await failed
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        for stream in (streams[0], streams[2]):
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+        assert not busy.done()
+        gate.set()
+        await streams[1].aclose()
+        pipeline = omni.omni.pipeline
+        assert not await omni.call(lambda: pipeline.has_unfinished)
+
+    try:
+        asyncio.run(ask())
+    finally:
+        gate.set()
+
+
 def test_closing_from_within_is_refused_and_waits_outside(folder: Path) -> None:
     """The pipeline's thread waited for itself: a bare RuntimeError; and an error was swallowed."""
 

@@ -152,7 +152,10 @@ async def prepare(
     options |= service.template_options({"chat_template_kwargs": body.chat_template_kwargs})
     said = body.add_generation_prompt
     options["add_generation_prompt"] = begins_reply if said is None else said
-    messages = read_roles(service, body.messages or [], with_tools=bool(body.tools))
+    llm = service.llm
+    messages = read_roles(
+        llm.tokenizer, body.messages or [], llm.chat_template, with_tools=bool(body.tools)
+    )
     return await service.prepare_chat(messages, params, name, **options)
 
 

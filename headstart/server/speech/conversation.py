@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from headstart.engine.chat.messages import kind_of_part
 from headstart.engine.images.decoding import decode_image
 from headstart.errors import RequestError
+from headstart.server.chats import read_roles
 from headstart.server.speech.sounds import MAX_SECONDS, read_sound
 from headstart.validation import check_utf8, describe, shorten
 
@@ -39,12 +40,13 @@ def read_prompt(
 ) -> Mapping[str, Any]:
     """A prompt for `Omni.generate`. `transcript` gives the text of an earlier answer by its id.
 
-    Raises RequestError.
+    Raises RequestError, and ApiError for a role that nobody knows.
     """
     if omni.tokenizer is None:
         raise RequestError("the model came without a tokenizer, so it takes no conversation")
     media = _Media(omni)
-    flat = [media.flatten(place, message, transcript) for place, message in enumerate(messages)]
+    known = read_roles(omni.tokenizer, messages)
+    flat = [media.flatten(place, message, transcript) for place, message in enumerate(known)]
     try:
         text = omni.tokenizer.apply_chat_template(flat, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # whatever a template raises
@@ -81,7 +83,7 @@ class _Media:
                 "of parts"
             )
         text = "".join(self._read_part(place, part) for part in content)
-        return {"role": "system" if role == "developer" else role, "content": text}
+        return {"role": role, "content": text}
 
     def _read_part(self, place: int, part: Any) -> str:
         kind = kind_of_part(part)

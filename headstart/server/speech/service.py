@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from headstart.errors import EngineError
 from headstart.server.errors import ApiError
-from headstart.server.monitoring.logs import note_answer
+from headstart.server.monitoring.logs import note_answer, note_error
 from headstart.server.options import ServerOptions
 from headstart.server.service import Front
 from headstart.server.tenants import Tenants
@@ -56,18 +56,15 @@ class SpeechService(Front):
         """The outputs of an answer. Raises ApiError (504) when its time is over."""
         end = "abort"
         try:
-            async with aclosing(stream):
-                while True:
-                    async with self.in_time():
-                        output = await anext(stream, None)
-                    if output is None:
-                        return
+            async with aclosing(stream), self.ending_in_time(stream):
+                async for output in stream:
                     if output.finished:
                         end = output.finish_reason or "stop"
                         self._note(output)
                     yield output
-        except EngineError:
-            end = "error"
+        except (ApiError, EngineError) as error:
+            note_error(error)
+            end = "error" if isinstance(error, EngineError) else end
             raise
         finally:
             self.metrics.end(end)

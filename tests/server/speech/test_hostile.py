@@ -59,7 +59,10 @@ def read(parts: list[dict[str, Any]]) -> Any:
     omni: Any = SimpleNamespace(
         sound_rate=RATE,
         spelling={"audio": "<a>", "image": "<i>"},
-        tokenizer=SimpleNamespace(apply_chat_template=lambda flat, **_: flat[0]["content"]),
+        tokenizer=SimpleNamespace(
+            apply_chat_template=lambda flat, **_: flat[0]["content"],
+            get_chat_template=lambda *_: "",
+        ),
     )
     return conversation.read_prompt(omni, [{"role": "user", "content": parts}], str)
 
@@ -174,6 +177,20 @@ def test_a_field_without_effect_is_refused(url: str, field: str, value: Any) -> 
 )
 def test_a_field_that_asks_for_nothing_is_taken(url: str, fields: dict[str, Any]) -> None:
     assert httpx.post(url, json=BODY | fields, timeout=60).status_code == 200
+
+
+def test_a_role_that_nobody_knows_is_refused(url: str) -> None:
+    """It was written into the prompt, where no model knows what it means."""
+
+    def ask(role: str) -> httpx.Response:
+        messages = [{"role": role, "content": "Say it."}, *BODY["messages"]]
+        return httpx.post(url, json=BODY | {"messages": messages}, timeout=60)
+
+    answer = ask("narrator")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "messages[0].role")
+    assert error["message"].startswith("message 0 has the role 'narrator'; allowed: system")
+    assert ask("developer").json()["choices"] == ask("system").json()["choices"]
 
 
 def test_a_long_speech_is_encoded_outside_the_event_loop(

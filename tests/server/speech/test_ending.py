@@ -1,0 +1,58 @@
+"""The server of a speaking model ends as that of a text model does."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.omni.tiny_omni import save_qwen25
+from tests.server.test_lifecycle import SECONDS, Process, process
+
+LONG = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "Who was there?"}],
+    "max_tokens": 1500,
+    "ignore_eos": True,
+}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Process]:
+    model = save_qwen25(tmp_path / "model")
+    options = ("--port", "0", "--drain-seconds", "0", "--max-num-seqs", "1")
+    options += ("--max-waiting", "1")
+    with process(tmp_path / "keys", "--model", str(model), *options) as server:
+        yield server
+
+
+def test_streams_and_whole_answers_are_told_that_the_server_stops(server: Process) -> None:
+    """They were cut, as if the network had broken."""
+    url = f"{server.url}/v1/chat/completions"
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor())
+        body = LONG | {"stream": True}
+        answer = stack.enter_context(httpx.stream("POST", url, json=body, timeout=SECONDS))
+        lines = filter(None, answer.iter_lines())
+        assert json.loads(next(lines).removeprefix("data: "))["choices"]
+        whole = pool.submit(httpx.post, url, json=LONG, timeout=SECONDS)
+        while httpx.post(url, json={}, timeout=SECONDS).status_code != 429:  # no place is left
+            assert next(lines) != "data: [DONE]"
+        server.signal(signal.SIGTERM)
+        *_, last = lines
+        error: dict[str, Any] = json.loads(last.removeprefix("data: "))["error"]
+        refused = whole.result()
+    assert error["message"] == "the server stopped before the answer was complete"
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
+    assert refused.json()["error"]["message"] == error["message"]
+    assert server.wait() == 0
+    said = server.errors()
+    assert "the server stopped before the answer was complete" in said
+    assert "Traceback" not in said

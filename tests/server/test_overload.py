@@ -15,6 +15,7 @@ import pytest
 
 from headstart.server.calls import Call
 from headstart.server.keys import KeyFolder
+from headstart.server.protocol import BoundedProtocol
 from headstart.server.tenants import Tenant
 from tests.server.running import Running, running
 from tests.server.tenants.test_isolation import picture
@@ -217,6 +218,64 @@ class Steps:
         monkeypatch.setattr(engine, "submit", note_queued)
         monkeypatch.setattr(engine, "abort", note_gone)
         monkeypatch.setattr(driver, "cancel", note_cancelled)
+
+
+class Connections:
+    """The server's ends of the connections that were made since."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[BoundedProtocol] = []
+        begin = BoundedProtocol.connection_made
+
+        def note(protocol: BoundedProtocol, transport: Any) -> None:
+            begin(protocol, transport)
+            self.made.append(protocol)
+
+        monkeypatch.setattr(BoundedProtocol, "connection_made", note)
+
+    def unread(self) -> list[int]:
+        """Bytes that wait in this process for each whose client does not read."""
+        stuck = [one for one in self.made if one.flow is not None and one.flow.write_paused]
+        return [one.transport.get_write_buffer_size() for one in stuck]
+
+
+def test_what_slow_readers_do_not_read_is_bounded_and_goes_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three read nothing of long answers that go on, while others are answered."""
+    slow_ones, at_most = 3, 2 << 16  # asyncio's bound of 64 KiB, and an event
+    connections = Connections(monkeypatch)
+    with running(send_buffer=4096, num_blocks=512) as server, ExitStack() as stack:
+        expected = ask(server, max_tokens=8).json()["choices"]
+        steps, watch = Steps(server, monkeypatch), Watch(server)
+        long = body(max_tokens=2000, logprobs=20, ignore_eos=True, stream=True)
+        clients = [stack.enter_context(connect(server, small=True)) for _ in range(slow_ones)]
+        for client in clients:
+            send(client, long)
+
+        def slow() -> list[Any]:
+            found: list[Any] = list(server.service._read)
+            groups = [(one, one._group) for one in found if one._group is not None]
+            return [one for one, group in groups if group.params.max_tokens == 2000]
+
+        def lengths() -> list[int]:
+            return sorted(len(one._group.requests[0].sampling.output_token_ids) for one in slow())
+
+        while len(connections.unread()) < slow_ones:
+            assert ask(server, max_tokens=8).json()["choices"] == expected
+        unread, goal = connections.unread(), lengths()[-1] + 100
+        while lengths()[0] < goal:
+            assert ask(server, max_tokens=8).json()["choices"] == expected
+        assert connections.unread() == unread and max(unread) <= at_most
+        waiting = [len(one._updates._updates) for one in slow()]
+        assert len(waiting) == slow_ones and max(waiting) <= 1, "outputs pile up"
+        assert server.llm._driver.call(lambda: server.llm.engine.num_requests[0]) == slow_ones
+        for left, client in enumerate(reversed(clients)):
+            client.close()
+            assert steps.gone.wait(SECONDS)
+            steps.gone.clear()
+            assert steps.gone_at - steps.cancelled_at <= 1, left
+        assert watch.all_free()
 
 
 @pytest.mark.parametrize("stream", [False, True])

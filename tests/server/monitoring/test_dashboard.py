@@ -68,3 +68,43 @@ def test_panels_have_places_of_their_own() -> None:
         assert at["x"] + at["w"] <= 24
         assert not cells & taken, panel["title"]
         taken |= cells
+
+
+def panels_with_data(board: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in board["panels"] if panel["type"] != "row"]
+
+
+def test_grafana_11_imports_it() -> None:
+    """Into any Grafana: nothing names a data source or a plugin of the machine that it comes from.
+
+    39 is the schema of Grafana 11.0: an older one is migrated, a newer one may have what it does
+    not know. Its panels of Angular (graph, singlestat, table-old) are gone.
+    """
+    board = read_board()
+    assert 36 <= board["schemaVersion"] <= 39
+    assert board["title"] and len(board["uid"]) <= 40 and board.get("id") is None
+    assert {panel["type"] for panel in board["panels"]} <= {"row", "stat", "timeseries"}
+    variables = {one["name"]: one for one in board["templating"]["list"]}
+    source = variables["datasource"]
+    assert (source["type"], source["query"]) == ("datasource", "prometheus")
+    chosen = {"type": "prometheus", "uid": "${datasource}"}
+    assert variables["model"]["type"] == "query" and variables["model"]["datasource"] == chosen
+    for panel in panels_with_data(board):
+        assert panel["datasource"] == chosen, panel["title"]
+        names = [target["refId"] for target in panel["targets"]]
+        assert names and len(set(names)) == len(names), panel["title"]
+        assert all(target["datasource"] == chosen for target in panel["targets"]), panel["title"]
+    known = variables.keys() | {"__rate_interval"}
+    for query in queries(board):
+        assert 'model_name=~"$model"' in query
+        assert set(re.findall(r"\$\{?(\w+)", query)) <= known, query
+
+
+def test_every_panel_has_the_unit_of_its_metrics() -> None:
+    for panel in panels_with_data(read_board()):
+        unit = panel["fieldConfig"]["defaults"]["unit"]
+        asked = [target["expr"] for target in panel["targets"]]
+        in_seconds = all(re.search(r"_seconds(_bucket|_sum)\b", query) for query in asked)
+        is_share = all(")) / sum(" in query or "_perc{" in query for query in asked)
+        expected = "s" if in_seconds else "percentunit" if is_share else "short"
+        assert unit == expected, panel["title"]

@@ -204,12 +204,14 @@ class Traffics:
     """The last prompts of each tenant, in a `Traffic` of its own.
 
     If all had one together, prompts of one tenant would have those of another forgotten, and who
-    asks for advice would learn from the number of its own how many others there were. As
-    `Traffic`, not for several threads.
+    asks for advice would learn from the number of its own how many others there were. Beyond
+    `MAX_TENANTS` the prompts go of the tenant that has asked nothing for longest. As `Traffic`, not
+    for several threads.
     """
 
     MAX_TOKENS = 2**22
     MAX_TOKENS_OF_TENANT = 2**19
+    MAX_TENANTS = 32
 
     def __init__(self, *, by_tenant: bool) -> None:
         """by_tenant: False for a server without keys, which has one tenant."""
@@ -220,9 +222,12 @@ class Traffics:
     def of(self, salt: str | None) -> Traffic:
         """The prompts of the tenant whose salt, as it is or narrowed, this is."""
         tenant = (salt or "").partition("/")[0] if self._by_tenant else ""
-        found = self._traffic.get(tenant)
+        found = self._traffic.pop(tenant, None)
         if found is None:
-            found = self._traffic[tenant] = Traffic(max_tokens=self._max_tokens)
+            found = Traffic(max_tokens=self._max_tokens)
+        self._traffic[tenant] = found  # last: of late
+        if len(self._traffic) > self.MAX_TENANTS:
+            del self._traffic[next(iter(self._traffic))]
         return found
 
     @property

@@ -100,7 +100,17 @@ def test_no_tenants_prompts_are_forgotten_for_anothers() -> None:
     long = [7] * Traffics.MAX_TOKENS_OF_TENANT
     traffics.of("alice").add("long", Namespace(None, "alice"), long, 0, MISSED)
     assert [seen.request_id for seen in traffics.of("bob/y").recent] == ["own", "narrowed"]
-    assert [seen.request_id for seen in traffics.recent] == ["own", "narrowed", "long"]
+    assert [seen.request_id for seen in traffics.recent] == ["long", "own", "narrowed"]
+
+
+def test_the_prompts_of_few_tenants_are_kept() -> None:
+    """Each may have a million tokens of them, and there may be a thousand keys."""
+    traffics = Traffics(by_tenant=True)
+    for at in range(Traffics.MAX_TENANTS + 2):
+        traffics.of(f"{at}").add(f"{at}", Namespace(None, f"{at}"), [1], 0, MISSED)
+        traffics.of("0")
+    kept = [*range(3, Traffics.MAX_TENANTS + 2), 0]
+    assert [int(seen.request_id) for seen in traffics.recent] == kept
 
 
 def test_without_keys_salts_make_no_room_of_their_own() -> None:

@@ -19,7 +19,7 @@ from tests.server.test_lifecycle import SECONDS, Process, process
 LONG = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "Who was there?"}],
-    "max_tokens": 1500,
+    "max_tokens": 30_000,
     "ignore_eos": True,
 }
 

@@ -68,7 +68,6 @@ def test_chat_answers_with_it(demo_model: Path, adapter: Path, tmp_path: Path) -
         (["=x"], "adapter is '=x'; allowed: NAME=PATH, each name once"),
         (["sea={}", "sea={}"], "allowed: NAME=PATH, each name once"),
         (["sea=/no/such"], "/no/such"),
-        (["sea={}", "--replicas", "2"], "adapter is given; allowed with replicas: none"),
         (["sea={}", "--served-model-name", "sea"], "adapter is 'sea', as the model is"),
     ],
 )

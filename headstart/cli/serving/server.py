@@ -55,8 +55,6 @@ def run_server(
     ModelError, OutOfMemoryError or EngineError.
     """
     launch = _import_optional("headstart.server.launch", "serve")
-    if adapters and replicas.is_wanted:
-        raise ConfigError("adapter is given; allowed with replicas: none")
     for name in adapters.keys() & {options.served_model_name or model, *options.model_alias}:
         raise ConfigError(f"adapter is {name!r}, as the model is; allowed: another name")
     prefixes = launch.read_prefixes(options.public_prefix)

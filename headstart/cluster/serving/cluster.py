@@ -30,6 +30,7 @@ from ray.serve.context import _set_global_client
 from ray.serve.exceptions import RayServeException
 
 from headstart.cluster.options import ReplicaConfig
+from headstart.cluster.serving.adapters import ReplicaAdapters
 from headstart.cluster.serving.dispatch import Dispatcher, register
 from headstart.cluster.serving.driver import ReplicaDriver
 from headstart.cluster.serving.front import FrontEngine
@@ -96,7 +97,10 @@ class ReplicaCluster:
                 self._join()
             handle = serve.get_deployment_handle(_DEPLOYMENT, self._name)
             facts = _ask(handle.facts.remote().result)
-            front = FrontEngine(read.tokenizer or model, facts, engine, config.most)
+            adapters = ReplicaAdapters(
+                lambda name, path: _ask(handle.load_adapter.remote(name, path).result)
+            )
+            front = FrontEngine(read.tokenizer or model, facts, engine, config.most, adapters)
             driver = ReplicaDriver(handle, front, dispatcher)
             self.llm = ReplicatedLLM(front, driver, dispatcher, read.sampling, read.chat_template)
         except BaseException:

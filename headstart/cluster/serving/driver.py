@@ -285,6 +285,7 @@ class ReplicaDriver:
             marks=tuple(group.requests[0].sequence.marks),
             follower=self._name if running.every_step else None,
             num_public=self._front.count_public(group),
+            adapter=group.adapter,
         )
 
     def _route(self, running: Running) -> RouteRequest:

@@ -17,39 +17,17 @@ from headstart.engine.inputs import InputProcessor, Prompt, RequestOptions, chec
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.request_maker import RequestMaker
 from headstart.engine.text.max_length import TextLimit
-from headstart.errors import ConfigError, EngineError, RequestError
+from headstart.errors import EngineError
 from headstart.models.tokenizer import load_tokenizer
-from headstart.validation import describe
 
 if TYPE_CHECKING:
+    from headstart.cluster.serving.adapters import ReplicaAdapters
     from headstart.cluster.serving.messages import EngineFacts
-    from headstart.engine.adapters.request import Adapter, LoRARequest
-    from headstart.engine.adapters.store import InEngine
     from headstart.engine.config import EngineConfig
     from headstart.engine.params import SamplingParams
     from headstart.engine.request import RequestGroup
 
 __all__ = ["FrontEngine"]
-
-
-class _NoAdapters:
-    """Stands for the adapters of an engine: replicas take none."""
-
-    named: tuple[Adapter, ...] = ()
-
-    def find(self, name: str) -> Adapter:
-        """Raises RequestError."""
-        raise RequestError(f"there is no adapter {describe(name)}: replicas take no adapters")
-
-    unload = find
-
-    def load(self, name: str, path: str | Path, in_engine: InEngine) -> Adapter:
-        """Raises ConfigError."""
-        raise ConfigError(f"adapter {describe(name)} cannot be loaded: replicas take no adapters")
-
-    def require(self, choice: LoRARequest, in_engine: InEngine) -> str:
-        """Raises ConfigError."""
-        return self.load(choice.lora_name, choice.lora_path, in_engine).name
 
 
 @dataclass
@@ -79,7 +57,12 @@ class FrontEngine:
     tiers = None
 
     def __init__(
-        self, model: str | Path, facts: EngineFacts, config: EngineConfig, most: int
+        self,
+        model: str | Path,
+        facts: EngineFacts,
+        config: EngineConfig,
+        most: int,
+        adapters: ReplicaAdapters,
     ) -> None:
         """`config` is a replica's; there are at `most` so many. Raises ModelError."""
         self.config = replace(config, max_num_seqs=config.max_num_seqs * most)
@@ -89,7 +72,7 @@ class FrontEngine:
         names = BlockNames(facts.block_size, facts.model_name)
         self.manager = _PoolFacts(facts.block_size, _PoolSize(facts.num_blocks * most), names)
         self.model = _ModelFacts(facts.vocab_size)
-        self.adapters = _NoAdapters()
+        self.adapters = adapters
         self.text_limit = TextLimit(self.tokenizer, facts.max_model_len)
         self._maker = RequestMaker(
             InputProcessor(self.tokenizer, facts.vocab_size, self.text_limit),
@@ -117,7 +100,7 @@ class FrontEngine:
         return self._maker.make(prompt, params, options)
 
     def unload_adapter(self, name: str) -> None:
-        """As `Engine.unload_adapter`. Raises RequestError: there is none."""
+        """As `Engine.unload_adapter`."""
         self.adapters.unload(name)
 
     def names(self, request: RequestGroup) -> list[BlockHash]:

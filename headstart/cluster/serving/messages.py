@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from headstart.cache import Mark, MissExplanation
 from headstart.cluster.events import EventBatch
+from headstart.engine.adapters.request import Adapter
 from headstart.engine.outputs import Logprobs, RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.vllm_api.metrics import Metric
@@ -41,7 +42,8 @@ class AnswerRequest:
     owner: whose it is, and with what weight; None for nobody's. follower: the server that is told
     its tokens as they come, None if they are wanted at the end alone. attempt: how often it was
     sent before. num_public: blocks at the prompt's head that all tenants share; a replica that does
-    not know them shares them from then on.
+    not know them shares them from then on. adapter: is read by a replica that has none of this name
+    and digest.
     """
 
     request_id: str
@@ -54,6 +56,7 @@ class AnswerRequest:
     follower: str | None
     attempt: int = 0
     num_public: int = 0
+    adapter: Adapter | None = None
 
     @property
     def key(self) -> RequestKey:

@@ -6,11 +6,14 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
+from headstart.cluster.serving.adapters import check_adapter
 from headstart.cluster.serving.gauges import RayGauges
 from headstart.cluster.serving.messages import AnswerRequest, EngineFacts, Follow, Part, Report
 from headstart.cluster.serving.publisher import CachePublisher
+from headstart.engine.adapters.request import Adapter
 from headstart.engine.async_llm import AsyncLLM
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import RequestOutputKind
@@ -64,7 +67,9 @@ class EngineReplica:
             asked.engine_id,
             cache_salt=asked.salt,
             priority=asked.priority,
+            adapter=await self._name(asked.adapter),
         )
+        check_adapter(request.adapter, asked.adapter)
         for one in request.requests:
             one.sequence.marks = asked.marks
         if asked.owner is not None:
@@ -94,6 +99,18 @@ class EngineReplica:
                 yield Part.joined(later)
             elif asked.follower is not None:
                 self._publisher.add_progress(asked.follower, asked.key, part)
+
+    async def _name(self, adapter: Adapter | None) -> str | None:
+        """The name of an adapter, which is read if it is not here."""
+        if adapter is None:
+            return None
+        if adapter not in self._llm.engine.adapters.named:
+            await self.load_adapter(adapter.name, adapter.path)
+        return adapter.name
+
+    async def load_adapter(self, name: str, path: Path) -> Adapter:
+        """As `AsyncLLM.load_adapter`."""
+        return await self._llm.load_adapter(name, path)
 
     async def follow(self, who: Follow) -> AsyncGenerator[Report]:
         """What is cached here, and all that changes, until the caller leaves.

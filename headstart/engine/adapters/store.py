@@ -16,14 +16,15 @@ holder collects garbage, closes a stream and waits for the engine.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from headstart.engine.adapters.request import Adapter, LoRARequest
+from headstart.engine.adapters.names import AdapterNames, InEngine, adapter_folder
+from headstart.engine.adapters.request import Adapter
 from headstart.engine.config import EngineConfig
 from headstart.engine.request import Request, RequestGroup
 from headstart.errors import (
@@ -31,19 +32,14 @@ from headstart.errors import (
     AdapterNotFoundError,
     ConfigError,
     DamagedAdapterError,
-    RequestError,
 )
 from headstart.models.decoder import DecoderModel
 from headstart.models.lora.files import read_weights
 from headstart.models.lora.modules import AdapterRun, LoraLayers
 from headstart.models.lora.stack import ResidentAdapter
-from headstart.validation import check_name, describe
+from headstart.validation import check_name
 
 __all__ = ["AdapterStore"]
-
-
-InEngine = Callable[[Callable[[], Adapter]], Adapter]
-"""Calls a function in the engine's thread: `Driver.call`."""
 
 
 class _Reading(NamedTuple):
@@ -53,17 +49,17 @@ class _Reading(NamedTuple):
     found: "Future[ResidentAdapter]"
 
 
-class AdapterStore:
+class AdapterStore(AdapterNames):
     """Loads adapters by name and keeps a bounded number in memory.
 
     `named`, `load`, `find` and `require` are for any thread; the rest is the engine's.
     """
 
     def __init__(self, model: DecoderModel, config: EngineConfig) -> None:
+        super().__init__()
         self._model = model
         self._config = config
         self._layers = LoraLayers(model)
-        self._named: Mapping[str, Adapter] = {}
         self._resident: OrderedDict[str, ResidentAdapter] = OrderedDict()
         self._failed: Mapping[str, AdapterError] = {}  # by digest: the last one, for one scheduling
         self._refused: dict[str, AdapterError] = {}  # by group's id
@@ -76,26 +72,16 @@ class AdapterStore:
     # Names
 
     @property
-    def named(self) -> list[Adapter]:
-        """The adapters that requests may ask for."""
-        return list(self._named.values())
-
-    @property
     def resident(self) -> list[str]:
         """Digests of the adapters in memory, least recently used first."""
         return list(self._resident)
 
     def load(self, name: str, path: str | Path, in_engine: InEngine) -> Adapter:
-        """Read the adapter in folder `path`; requests may ask for it by `name` from now on.
-
-        It is read in this thread and named in the engine's. An adapter that had the name loses
-        it. Raises AdapterError, ConfigError when adapters are switched off or the name is no
-        name, and what `in_engine` raises; nothing has changed then.
-        """
+        """As `AdapterNames.load`."""
         if not self._config.enable_lora:
             raise ConfigError("enable_lora is False: this engine takes no adapters")
         check_name("an adapter's name", name, ConfigError, required=True)
-        folder = _folder(path)
+        folder = adapter_folder(path)
         found = self._read(folder)
         return in_engine(lambda: self._add(Adapter(name, folder, found.digest), found))
 
@@ -107,33 +93,9 @@ class AdapterStore:
         return adapter
 
     def unload(self, name: str) -> None:
-        """Take the name away; requests that have the adapter finish. Raises RequestError."""
-        self.find(name)
+        """As `AdapterNames.unload`."""
+        super().unload(name)
         self.has_unnamed = True
-        self._named = {other: found for other, found in self._named.items() if other != name}
-
-    def find(self, name: str) -> Adapter:
-        """The adapter of this name. Raises RequestError."""
-        check_name("the adapter's name", name)
-        named = self._named
-        found = named.get(name)
-        if found is None:
-            known = ", ".join(map(repr, named)) or "none"
-            raise RequestError(f"there is no adapter {describe(name)}; loaded: {known}")
-        return found
-
-    def require(self, choice: "str | LoRARequest | None", in_engine: InEngine) -> str | None:
-        """The adapter's name, once a LoRARequest that its name does not stand for is loaded.
-
-        Raises what `load` does.
-        """
-        if not isinstance(choice, LoRARequest):
-            return choice
-        folder = _folder(choice.lora_path)
-        found = self._named.get(choice.lora_name)
-        if found is None or found.path != folder:
-            self.load(choice.lora_name, folder, in_engine)
-        return choice.lora_name
 
     def name_miss(self, request: Request) -> None:
         """Replace the digest in a miss by the name of the adapter that the prefix is cached for."""
@@ -291,18 +253,6 @@ class AdapterStore:
         self._layers.reset()
         for digest in list(self._resident):
             self._forget(digest)
-
-
-def _folder(path: object) -> Path:
-    """The absolute path of an adapter's folder. Raises AdapterNotFoundError for what is no path."""
-    try:
-        folder = Path(path).expanduser().absolute()  # type: ignore[arg-type]
-        str(folder).encode()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise AdapterNotFoundError(
-            f"an adapter's path is {describe(path)}; allowed: the path of a folder"
-        ) from error
-    return folder
 
 
 def _digests(groups: Iterable[RequestGroup]) -> set[str]:

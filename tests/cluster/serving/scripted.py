@@ -4,9 +4,11 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 from headstart import SamplingParams
+from headstart.cluster.serving.adapters import ReplicaAdapters
 from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.cluster.serving.driver import ReplicaDriver
 from headstart.cluster.serving.front import FrontEngine
@@ -19,10 +21,12 @@ from headstart.cluster.serving.messages import (
     Part,
     Report,
 )
+from headstart.engine.adapters.request import Adapter
 from headstart.engine.config import make_config
 from headstart.engine.driver import Update
 from headstart.engine.request import RequestGroup
 from headstart.engine.vllm_api.options import read_options
+from headstart.errors import AdapterNotFoundError
 
 MODEL = "headstart-tiny"
 REPLICA = "one"
@@ -122,14 +126,23 @@ class Server:
 
     def __init__(self) -> None:
         facts = EngineFacts(512, frozenset({0}), 2048, 16, 64, 1 << 20, "")
-        self.front = FrontEngine(MODEL, facts, make_config(read_options(MODEL, {}).config), 1)
+        adapters = ReplicaAdapters(self.read_adapter)
+        config = make_config(read_options(MODEL, {}).config)
+        self.front = FrontEngine(MODEL, facts, config, 1, adapters)
         self.handle, self.dispatcher = Handle(), Dispatcher("expected", 1)
         self.driver = ReplicaDriver(self.handle, self.front, self.dispatcher)  # type: ignore[arg-type]
 
-    def request(self, name: str) -> RequestGroup:
+    def request(self, name: str, adapter: str | None = None) -> RequestGroup:
         """A prepared request that wants four tokens."""
         params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-        return self.front.prepare({"prompt_token_ids": [5, 6, 7]}, params, request_id=name)
+        prompt = {"prompt_token_ids": [5, 6, 7]}
+        return self.front.prepare(prompt, params, request_id=name, adapter=adapter)
+
+    def read_adapter(self, name: str, path: Path) -> Adapter:
+        """What a replica tells of an adapter: its digest, here of its folder's name."""
+        if path.name == "broken":
+            raise AdapterNotFoundError(f"there is no adapter in {path}")
+        return Adapter(name, path, f"digest of {path.name}")
 
     def stream(self) -> Stream:
         """What the next call of `answer` will say."""

@@ -2,6 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +12,12 @@ import pytest
 
 from headstart import SamplingParams
 from headstart.cluster.serving import gauges
+from headstart.cluster.serving.adapters import check_adapter
 from headstart.cluster.serving.llm import ReplicatedLLM
-from headstart.engine.adapters.request import LoRARequest
+from headstart.engine.adapters.request import Adapter, LoRARequest
 from headstart.engine.vllm_api.metrics import Counter, Gauge, Histogram, Metric, read_metrics
-from headstart.errors import HeadstartError, RequestError
-from tests.cluster.serving.scripted import REPLICA, Server, part
+from headstart.errors import AdapterNotFoundError, DamagedAdapterError, RequestError
+from tests.cluster.serving.scripted import REPLICA, Server, Told, part
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 LORA = LoRARequest("tables", 1, "/adapters/tables")
@@ -27,26 +31,44 @@ def llm() -> Iterator[ReplicatedLLM]:
     made.close()
 
 
-async def _ask(llm: ReplicatedLLM) -> None:
-    async for _ in llm.generate("Anna is 31.", lora_request=LORA):
-        pass
+def test_adapters_have_names_in_the_server_and_are_read_by_replicas(llm: ReplicatedLLM) -> None:
+    async def load() -> None:
+        loaded = await llm.load_adapter("hills", "/adapters/hills")
+        assert loaded == Adapter("hills", Path("/adapters/hills"), "digest of hills")
+        assert await llm.add_lora(LORA)
+        with pytest.raises(AdapterNotFoundError, match="/adapters/broken"):
+            await llm.load_adapter("hills", "/adapters/broken")
+        assert {one.name for one in llm.engine.adapters.named} == {"hills", "tables"}
+        request = await llm.prepare([5, 6, 7], lora_request=LORA)
+        assert request.adapter is not None and request.adapter.name == "tables"
+        await llm.unload_adapter("hills")
+        for name in ("hills", "seas"):
+            with pytest.raises(RequestError, match=f"no adapter '{name}'; loaded: 'tables'"):
+                await llm.prepare([5, 6, 7], adapter=name)
+
+    asyncio.run(load())
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda llm: llm.load_adapter("tables", "/adapters/tables"),
-        lambda llm: llm.unload_adapter("tables"),
-        lambda llm: llm.add_lora(LORA),
-        _ask,
-    ],
-    ids=["load_adapter", "unload_adapter", "add_lora", "generate"],
-)
-def test_replicas_take_no_adapters(
-    llm: ReplicatedLLM, call: Callable[[ReplicatedLLM], Coroutine[Any, Any, Any]]
-) -> None:
-    with pytest.raises(HeadstartError, match=r"'tables'.*: replicas take no adapters"):
-        asyncio.run(call(llm))
+def test_a_request_brings_its_adapter_and_has_prefixes_of_its_own() -> None:
+    server = Server()
+    with closing(server.driver):
+        hills = server.front.adapters.load("hills", "/adapters/hills", server.driver.call)
+        plain, own = server.request("plain"), server.request("own", "hills")
+        assert plain.requests[0].sequence.root != own.requests[0].sequence.root
+        server.stream().put(part(0, 8, finished=True))
+        told = Told()
+        server.driver.submit(own, told)
+        assert server.asked().adapter == hills
+        assert told.tokens() == [8]
+
+
+def test_a_replica_that_reads_another_adapter_refuses() -> None:
+    asked = Adapter("hills", Path("/adapters/hills"), "one digest")
+    check_adapter(None, None)
+    check_adapter(asked, asked)
+    for found in (None, replace(asked, digest="another")):
+        with pytest.raises(DamagedAdapterError, match=r"/adapters/hills are others .*'hills'"):
+            check_adapter(found, asked)
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,10 @@ from headstart.engine.config import make_config
 from headstart.engine.params import RequestOutputKind
 from headstart.engine.vllm_api.options import read_options
 from headstart.errors import ReplicaLostError, RequestError
+from headstart.models.files import find_folder
 from headstart.server.errors import as_api_error
 from tests.server.running import Running, serving
+from tests.tiny_adapters import make_adapter
 
 if TYPE_CHECKING:
     from headstart.cluster.serving.cluster import ReplicaCluster
@@ -143,6 +145,38 @@ def test_answers_and_log_probabilities_are_those_of_one_engine(server: Running) 
             ]
 
 
+def test_an_adapter_answers_as_in_one_engine_on_every_replica(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """By name, as a model of the API; its prompts hit none without it."""
+    folder = make_adapter(find_folder(MODEL), tmp_path_factory.mktemp("adapter"), seed=3)
+    server = cluster.server
+    prompts = [f"Row {row}. {DOCUMENT}" for row in range(4 * cluster.count)]
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+    async def answer_all(llm: AsyncLLM, adapter: str | None) -> list[tuple[list[int], int]]:
+        found = await asyncio.gather(
+            *(last(llm, prompt, params, adapter=adapter) for prompt in prompts)
+        )
+        return [(list(one.outputs[0].token_ids), one.num_cached_tokens) for one in found]
+
+    async def answers(llm: AsyncLLM) -> list[list[tuple[list[int], int]]]:
+        await llm.load_adapter("hills", folder)
+        return [await answer_all(llm, adapter) for adapter in (None, "hills", "hills")]
+
+    alone = AsyncLLM(MODEL, **OPTIONS)
+    expected, told = asyncio.run(answers(alone)), asyncio.run(answers(server.llm))
+    alone.close()
+    tokens = [[one for one, _ in row] for row in told]
+    assert tokens == [[one for one, _ in row] for row in expected]
+    assert tokens[0] != tokens[1], "the adapter changes nothing"
+    first, again = ([cached for _, cached in row] for row in told[1:])
+    assert max(first) < 16 < min(again), "but for how they all begin"
+    asyncio.run(server.llm.unload_adapter("hills"))
+    with pytest.raises(RequestError, match="no adapter 'hills'"):
+        asyncio.run(last(server.llm, "x", params, adapter="hills"))
+
+
 def test_what_a_replica_refuses_is_told_as_one_engine_would(server: Running) -> None:
     with pytest.raises(RequestError, match="the prompt has 100000 tokens"):
         asyncio.run(last(server.llm, [1] * 100_000, SamplingParams(max_tokens=1)))
@@ -171,8 +205,8 @@ def test_our_own_ray_refuses_a_caller_without_its_token(server: Running) -> None
     assert "AuthenticationError" in told.stderr
 
 
-async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> Any:
-    async for output in llm.generate(prompt, params):
+async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams, **options: Any) -> Any:
+    async for output in llm.generate(prompt, params, **options):
         found = output
     return found
 

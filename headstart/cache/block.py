@@ -73,6 +73,16 @@ class PrefixNode:
             node = node.parent
         return node.namespace.salt if isinstance(node, RootNode) else None
 
+    def path(self) -> tuple[Namespace, list[BlockKey]]:
+        """The namespace, and every key from the root to this node."""
+        keys: list[BlockKey] = []
+        node = self
+        while node.parent is not None:
+            keys.append(node.key)
+            node = node.parent
+        assert isinstance(node, RootNode)
+        return node.namespace, keys[::-1]
+
     def children(self) -> list["PrefixNode"]:
         """All children, with a block or without."""
         child = self.child

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from headstart.cache.block import PrefixNode
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
-from headstart.cache.identity import BlockHash, cut_salt, read_tokens
+from headstart.cache.identity import BlockHash, BlockKey, Namespace, cut_salt, read_tokens
 from headstart.cache.portable_names import BlockNames
 
 __all__ = ["UnsavedBlock", "UnsavedBlocks"]
@@ -22,7 +22,7 @@ class UnsavedBlock(NamedTuple):
     """A written block that no tier has: where it lies, and what it is.
 
     depth: blocks before it in its prompt. asked: as it was told to `note`. token_ids: its tokens,
-    where they may be shown: none of a tenant's.
+    where they may be shown: none of a tenant's. node: its identity.
     """
 
     block_id: int
@@ -31,6 +31,11 @@ class UnsavedBlock(NamedTuple):
     depth: int
     asked: float
     token_ids: list[int]
+    node: PrefixNode
+
+    def path(self) -> tuple[Namespace, list[BlockKey]]:
+        """Its prefix: the namespace, and the keys of its blocks from the root on."""
+        return self.node.path()
 
 
 class UnsavedBlocks:
@@ -117,7 +122,7 @@ class UnsavedBlocks:
         name, parent = self._names.of_node(node), self._names.of_node(node.parent)
         is_told = self._tells_tokens and not node.salt()  # "": what tenants share
         tokens = read_tokens(cut_salt(node.key)[1]) if is_told else []
-        return UnsavedBlock(block_id, name, parent, _count_ancestors(node), asked, tokens)
+        return UnsavedBlock(block_id, name, parent, _count_ancestors(node), asked, tokens, node)
 
 
 def _count_ancestors(node: PrefixNode) -> int:

@@ -54,7 +54,7 @@ class Engine:
         self.manager, self.max_model_len = parts.manager, parts.max_model_len
         self.kv_cache_bytes = parts.memory.nbytes
         self.model.attach(backend := make_backend(parts.memory, share=config.share_attention))
-        self.tiers = make_tiers(parts.stores, self.manager, parts.memory)
+        self.tiers = make_tiers(parts.stores, self.manager)
         kept = self.tiers.image_rows if self.tiers is not None else None
         self.images = make_image_prompts(
             parts.vision, parts.tokenizer, config, kept, self.manager.shares
@@ -103,7 +103,8 @@ class Engine:
         hooks: EngineHooks | None = None,
     ) -> "Engine":
         """An engine for a model that is loaded. Raises ConfigError or OutOfMemoryError."""
-        return cls(make_parts(decoder, tokenizer, config), config, hooks)
+        rows = hooks.kept_rows if hooks is not None else None
+        return cls(make_parts(decoder, tokenizer, config, rows=rows), config, hooks)
 
     # Requests
 

@@ -10,13 +10,18 @@ from headstart.cache import ComputedBlocks
 from headstart.engine.batch import Batch
 from headstart.engine.limits import Limit
 from headstart.engine.request import Request
+from headstart.engine.tiering.payload import BlockRows
 
 
 class EngineHooks(Limit, Protocol):
     """Callbacks; the engine calls them in each step.
 
     As a limit, they have a request wait until the inputs of all tokens that it knows are there.
+    kept_rows: what outlives the process beside K/V, where these do; asked before the first step.
     """
+
+    @property
+    def kept_rows(self) -> BlockRows | None: ...
 
     def usable_blocks(self, request: Request, found: ComputedBlocks) -> int:
         """How many of the cached blocks the request may skip. Changes nothing."""

@@ -4,6 +4,7 @@ The engine runs as usual; only `EngineHooks` differ. A request waits while its i
 coming, its hits are limited to blocks with rows, and after each pass its rows are handed on.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from headstart.errors import ConfigError, EngineError, HeadstartError
 from headstart.models.omni.host_copies import HostCopy
 from headstart.models.omni.stage_decoder import StageDecoder
 from headstart.omni.feeds import Feed, Feeder
+from headstart.omni.kept_rows import KeptRows, keeps_blocks, without_store
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.rows import Chunk, Part, StageRows
 from headstart.omni.stage import (
@@ -38,6 +40,8 @@ from headstart.omni.stage import (
 )
 
 __all__ = ["EngineStage", "Said"]
+
+_LOG = logging.getLogger("headstart.omni")
 
 
 @dataclass(slots=True)
@@ -90,13 +94,18 @@ class EngineStage:
         self._feeder = feeder
         self._deterministic = config.deterministic
         used = cache if caching else None
+        place = used.place(spec.name) if used is not None else spec.name
         self.rows = StageRows(
-            used.place(spec.name) if used is not None else spec.name,
-            config.block_size,
-            spec.gives,
-            used,
-            find_outputs=spec.find_outputs,
+            place, config.block_size, spec.gives, used, find_outputs=spec.find_outputs
         )
+        self.kept_rows: KeptRows | None = None
+        self._is_named = caching
+        if keeps_blocks(config) and (used is None or spec.find_outputs):
+            _LOG.warning("stage %r keeps nothing: its outputs are not declared", spec.name)
+            config, self._is_named = without_store(config), False
+        elif keeps_blocks(config) and used is not None:
+            like = decoder.outputs_of_one()
+            self.kept_rows = KeptRows(spec, config.block_size, like, used, place)
         self._states: dict[str, _State] = {}
         self._unprompted: dict[str, _State] = {}
         self._events: list[Event] = []
@@ -288,7 +297,7 @@ class EngineStage:
         state.feed.begin(sequence)
         self.rows.open(sequence)
         manager = self.engine.manager
-        names = manager.block_hashes(sequence) if self.spec.enable_prefix_caching else []
+        names = manager.block_hashes(sequence) if self._is_named else []
         length = len(sequence.token_ids)
         self._events.append(Began(request_id, length, manager.block_size, names))
 

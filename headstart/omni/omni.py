@@ -30,7 +30,7 @@ from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt, SpokenPrompt
 from headstart.omni.pipeline import Pipeline, Progress
 from headstart.omni.stage import TOKENS, Input, OmniRequest
-from headstart.omni.stage_options import check_options
+from headstart.omni.stage_options import check_graph, check_options
 from headstart.validation import check_fields, describe
 
 __all__ = ["DEFAULT_CACHE_BYTES", "Omni"]
@@ -94,6 +94,8 @@ class Omni(OfOneProcess):
         told = dict(options or {})
         check_options(told)
         written = None if pipeline is None else read_graph(pipeline)
+        if written is not None:
+            check_graph(written)
         threads = told.pop("num_threads", None)
         if threads is not None:
             torch.set_num_threads(threads)

@@ -9,9 +9,9 @@ from typing import Any
 
 from headstart.engine.config import EngineConfig, make_config
 from headstart.errors import ConfigError
-from headstart.omni.graph import StageNode
+from headstart.omni.graph import Graph, StageNode
 
-__all__ = ["check_options", "no_options", "stage_config"]
+__all__ = ["check_graph", "check_options", "no_options", "stage_config"]
 
 _REFUSED = {
     "dtype": "it is of the whole model: Omni(model, dtype=...)",
@@ -20,10 +20,6 @@ _REFUSED = {
     "encoder_cache_rows": "what was heard and seen is kept in cache_bytes",
     "max_images": "an omni model reads images by its own processor",
     "max_image_pixels": "an omni model reads images by its own processor",
-    "cache_dir": "rows that stages hand on end with the process, and K/V are of no use without",
-    "cache_dir_bytes": "rows that stages hand on end with the process",
-    "cache_words": "rows that stages hand on end with the process",
-    "remote_cache": "rows that stages hand on end with the process",
     "enable_lora": "an omni model takes no adapters",
     "max_loras": "an omni model takes no adapters",
     "max_lora_rank": "an omni model takes no adapters",
@@ -32,6 +28,10 @@ _OF_ALL = {
     "enable_prefix_caching": "it stands beside a stage's options, or among those of all stages",
     "num_threads": "it is of the process: among the options of all stages",
 }
+_OF_STORES = dict.fromkeys(
+    ("cache_dir", "cache_dir_bytes", "cache_words", "remote_cache"),
+    "blocks are named by those of the stage before: among the options of all stages",
+)
 _ALWAYS = {"partial_hits": False}
 """Rows are kept by whole blocks."""
 
@@ -43,6 +43,12 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name, wanted in _ALWAYS.items():
         if getattr(config, name) != wanted:
             raise ConfigError(f"{name} is {options[name]!r}; in a stage it must be {wanted}")
+
+
+def check_graph(graph: Graph) -> None:
+    """Raise ConfigError if a graph gives one stage an option of all stages."""
+    for node in graph.nodes:
+        _refuse(node.options, _OF_STORES)
 
 
 def stage_config(node: StageNode) -> EngineConfig:

@@ -19,7 +19,8 @@ class ModelRecord(NamedTuple):
     """Who wrote blocks, and how large they are.
 
     fingerprint: all that must be the same for K/V to be exchanged; it is part of every name.
-    title: the model's name for people. block_bytes: the K/V of one block.
+    title: the model's name for people. block_bytes: of one block: its K/V, and what
+    is kept with them.
     """
 
     fingerprint: str

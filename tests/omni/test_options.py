@@ -42,10 +42,6 @@ REFUSED: dict[str, Any] = {
     "device": "cpu",
     "partial_hits": True,
     "encoder_cache_rows": 100,
-    "cache_dir": "kept",
-    "cache_dir_bytes": 1000,
-    "cache_words": True,
-    "remote_cache": "redis://host",
     "max_images": 1,
     "max_image_pixels": 1000,
     "enable_lora": True,
@@ -53,6 +49,8 @@ REFUSED: dict[str, Any] = {
     "max_lora_rank": 8,
 }
 OF_THE_PROCESS = {"num_threads"}
+OF_STORES = {"cache_dir", "cache_dir_bytes", "cache_words", "remote_cache"}
+"""Taken for all stages together: `test_restart.py`."""
 GRAPH = """
 collects = ["thinker.tokens", "talker.tokens", "token2wav.audio"]
 [stages.thinker]
@@ -81,7 +79,7 @@ def threads() -> Iterator[None]:
 
 
 def test_every_option_is_either_taken_or_refused() -> None:
-    assert TAKEN.keys() | REFUSED.keys() | OF_THE_PROCESS == {
+    assert TAKEN.keys() | REFUSED.keys() | OF_THE_PROCESS | OF_STORES == {
         field.name for field in fields(EngineConfig)
     }
 
@@ -117,7 +115,9 @@ def test_wrong_options_are_refused_before_the_model_is_read(
 
 
 @pytest.mark.parametrize("stage", ["thinker", "token2wav"])
-@pytest.mark.parametrize("option", ["enable_prefix_caching = false", "num_threads = 1"])
+@pytest.mark.parametrize(
+    "option", ["enable_prefix_caching = false", "num_threads = 1", "cache_dir = 'kept'"]
+)
 def test_an_option_at_the_wrong_place_of_a_graph_is_refused(
     folder: Path, stage: str, option: str
 ) -> None:

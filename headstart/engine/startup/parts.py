@@ -10,6 +10,7 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.startup.observed import ObservedManager
 from headstart.engine.startup.sizing import count_blocks, kv_dtype, longest_sequence
 from headstart.engine.tiering.identity import identify
+from headstart.engine.tiering.payload import BlockPayload, BlockRows
 from headstart.engine.tiering.tiers import Stores
 from headstart.engine.tiering.words import make_spell
 from headstart.imports import load_module
@@ -56,11 +57,12 @@ def make_parts(
     tokenizer: PreTrainedTokenizerBase | None,
     config: EngineConfig,
     *,
+    rows: BlockRows | None = None,
     is_observed: bool = False,
 ) -> Parts:
     """Memory, cache and store for a model. Raises ConfigError or OutOfMemoryError.
 
-    is_observed: the manager is an `ObservedManager`.
+    rows: what a store keeps beside K/V. is_observed: the manager is an `ObservedManager`.
     """
     vision = _load_vision(decoder, tokenizer)
     blocks = count_blocks(config, decoder, vision.bytes_per_row if vision is not None else 0)
@@ -72,9 +74,14 @@ def make_parts(
     if config.enable_prefix_caching and (folder is not None or config.remote_cache):
         if folder is not None:
             make_folder(folder)
-        model = identify(decoder, memory, config, folder)
-        spell = make_spell(tokenizer, config)
-        stores = Stores(open_store(model, config), open_store(OBJECTS, config), spell)
+        model = identify(decoder, memory, config, folder, rows)
+        stores = Stores(
+            open_store(model, config),
+            open_store(OBJECTS, config),
+            BlockPayload(memory, rows),
+            memory.device.type == "cpu",
+            make_spell(tokenizer, config),
+        )
         # The blocks that loading the longest prompt would write.
         memory.prefault(min(stores.kv.num_kept, -(-limit // config.block_size)))
     cache = CacheConfig(

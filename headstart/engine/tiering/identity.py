@@ -16,6 +16,7 @@ import torch
 from headstart.attention import PagedKVMemory, name_backend
 from headstart.attention.int8_rows import REVISION
 from headstart.engine.config import EngineConfig
+from headstart.engine.tiering.payload import BlockRows
 from headstart.machine import cpu_flags
 from headstart.models.decoder import DecoderModel
 from headstart.models.files import BUILT_IN, find_folder
@@ -33,9 +34,16 @@ _MOST = 256  # models whose fingerprints are remembered
 
 
 def identify(
-    decoder: DecoderModel, memory: PagedKVMemory, config: EngineConfig, folder: Path | None
+    decoder: DecoderModel,
+    memory: PagedKVMemory,
+    config: EngineConfig,
+    folder: Path | None,
+    rows: BlockRows | None = None,
 ) -> ModelRecord:
-    """Who the model is to a store. Reads all weights, unless `folder` remembers these files."""
+    """Who the model is to a store. Reads all weights, unless `folder` remembers these files.
+
+    rows: what is kept beside K/V.
+    """
     parts = [
         _LAYOUT,
         _weights(decoder, folder),
@@ -47,9 +55,13 @@ def identify(
         parts.append(f"K/V int8 {REVISION}")
     if config.deterministic:
         parts += [name_backend(memory), *_rounding(decoder, config)]
+    title, nbytes = _name(decoder.folder), memory.block_bytes
+    if rows is not None:
+        parts.append(rows.layout)
+        title, nbytes = f"{title}, {rows.title}", nbytes + rows.nbytes
     framed = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)
     fingerprint = hashlib.sha256(framed).hexdigest()
-    return ModelRecord(fingerprint, _name(decoder.folder), config.block_size, memory.block_bytes)
+    return ModelRecord(fingerprint, title, config.block_size, nbytes)
 
 
 def _kept_weights(decoder: DecoderModel) -> list[str]:

@@ -16,9 +16,9 @@ What does not come is computed. Nothing here fails a request.
 from collections import Counter
 from collections.abc import Callable
 
-from headstart.attention import PagedKVMemory
 from headstart.cache import BlockHash, KVCacheManager, TokenSequence
 from headstart.engine.request import Request, RequestGroup
+from headstart.engine.tiering.payload import BlockPayload
 from headstart.tiers import LoadedBlock, Loader, LoadJob
 
 __all__ = ["Load", "Loads"]
@@ -59,13 +59,13 @@ class Loads:
     def __init__(
         self,
         manager: KVCacheManager,
-        memory: PagedKVMemory,
+        payload: BlockPayload,
         loader: Loader,
         choose: Callable[[int], int],
         before_writing: Callable[[Request, list[LoadedBlock]], None],
     ) -> None:
         self._manager = manager
-        self._memory = memory
+        self._payload = payload
         self._loader = loader
         self._choose = choose
         self._before_writing = before_writing
@@ -186,7 +186,8 @@ class Loads:
         assert load.sequence is not None
         self._before_writing(load.request, blocks)
         ids = load.sequence.block_table()[load.next : load.next + len(blocks)]
-        self._memory.write_blocks(ids, [block.payload for block in blocks])
+        payloads = [block.payload for block in blocks]
+        self._payload.write(load.sequence, load.next, ids, payloads)
         load.next += len(blocks)
         load.tiers.update(block.tier for block in blocks)
         return True

@@ -7,8 +7,8 @@ are copied in the engine's thread, and saved in the saver's.
 
 from collections.abc import Sequence
 
-from headstart.attention import PagedKVMemory
 from headstart.cache import KVCacheManager, UnsavedBlock, UnsavedBlocks
+from headstart.engine.tiering.payload import BlockPayload
 from headstart.engine.tiering.rates import ComputeRate
 from headstart.engine.tiering.words import Spell
 from headstart.tiers import Saver, StoredBlock
@@ -23,20 +23,21 @@ class Offers:
 
     manager: one that collects events, which nobody else takes. spell: the text of tokens, which is
     kept with blocks; None to keep none. num_dropped: blocks that the pool reused before the saver
-    had room for them.
+    had room for them, or whose rows were gone by then.
     """
 
     def __init__(
         self,
         manager: KVCacheManager,
-        memory: PagedKVMemory,
+        payload: BlockPayload,
         saver: Saver,
         rate: ComputeRate,
         spell: Spell | None,
     ) -> None:
         self.num_dropped = 0
         self._manager = manager
-        self._memory = memory
+        self._payload = payload
+        self._block_size = manager.block_size
         self._saver = saver
         self._rate = rate
         self._spell = spell
@@ -71,19 +72,19 @@ class Offers:
 
     def _offer(self, blocks: Sequence[UnsavedBlock]) -> bool:
         """Copy blocks and offer them; False if the saver has no room."""
-        if not self._saver.has_room(len(blocks) * self._memory.block_bytes):
+        if not self._saver.has_room(len(blocks) * self._payload.nbytes):
             return False
-        rows = self._memory.read_blocks([block.block_id for block in blocks])
-        seconds = self._rate.seconds(self._memory.block_size)
-        return self._saver.offer(
-            [
-                StoredBlock(
-                    *(one.name, one.parent, one.depth, seconds, one.asked, row.numpy().data),
-                    words=self._words(one),
-                )
-                for one, row in zip(blocks, rows, strict=True)
-            ]
-        )
+        seconds = self._rate.seconds(self._block_size)
+        whole = [
+            StoredBlock(
+                *(one.name, one.parent, one.depth, seconds, one.asked, payload),
+                words=self._words(one),
+            )
+            for one, payload in zip(blocks, self._payload.read(blocks), strict=True)
+            if payload is not None
+        ]
+        self.num_dropped += len(blocks) - len(whole)
+        return not whole or self._saver.offer(whole)
 
     def _words(self, block: UnsavedBlock) -> str:
         return self._spell(block.token_ids) if self._spell is not None and block.token_ids else ""

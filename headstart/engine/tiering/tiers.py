@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headstart.attention import PagedKVMemory
 from headstart.cache import BlockHash, KVCacheManager
 from headstart.engine.batch import Batch
 from headstart.engine.request import Request
 from headstart.engine.tiering.image_rows import KeptRows
 from headstart.engine.tiering.loads import Loads
 from headstart.engine.tiering.offers import Offers
+from headstart.engine.tiering.payload import BlockPayload
 from headstart.engine.tiering.rates import ComputeRate, is_worth_loading
 from headstart.engine.tiering.words import Spell
 from headstart.errors import TierError
@@ -40,11 +40,14 @@ _SLOWEST = 16.0  # tokens a second: a prompt is computed, before that was measur
 class Stores(NamedTuple):
     """Where K/V of one model, and objects such as image embeddings, outlive the process.
 
-    spell: the text that is kept with K/V; None for none.
+    payload: what is kept of a block. on_cpu: blocks lie where steps are computed. spell: the text
+    that is kept with K/V; None for none.
     """
 
     kv: BlockStore
     objects: BlockStore
+    payload: BlockPayload
+    on_cpu: bool
     spell: Spell | None
 
 
@@ -66,13 +69,13 @@ class TierStats:
 class Tiers:
     """What an engine tells its tiers, in the order of a step. All in the engine's thread."""
 
-    def __init__(self, stores: Stores, manager: KVCacheManager, memory: PagedKVMemory) -> None:
+    def __init__(self, stores: Stores, manager: KVCacheManager) -> None:
         self._faults = Faults("kept prefixes")
         pause = Pause(self._faults)
         self._store = DeadlineStore(stores.kv, pause)
         self._objects = DeadlineStore(stores.objects, Pause(self._faults))
         self._manager = manager
-        self._memory = memory
+        self._payload, self._on_cpu = stores.payload, stores.on_cpu
         self._stats = TierStats()
         self._rate = ComputeRate()
         self._saver = Saver(self._store, _QUEUED_BYTES)
@@ -80,8 +83,8 @@ class Tiers:
         self._object_saver = Saver(self._objects, _QUEUED_BYTES)
         objects = ObjectStore(stores.objects, self._object_saver, self._objects.together)
         self.image_rows = KeptRows(objects)
-        self._offers = Offers(manager, memory, self._saver, self._rate, stores.spell)
-        self.loads = Loads(manager, memory, self._loader, self._choose, self._take_slots)
+        self._offers = Offers(manager, stores.payload, self._saver, self._rate, stores.spell)
+        self.loads = Loads(manager, stores.payload, self._loader, self._choose, self._take_slots)
         self._began = 0.0  # when the step under way had its blocks
         self._times_declined = 0
 
@@ -101,7 +104,7 @@ class Tiers:
     def _choose(self, found: int) -> int:
         """How many of the blocks found are loaded: all, or none if computing them is faster."""
         tokens = found * self._manager.block_size
-        nbytes = found * self._memory.block_bytes
+        nbytes = found * self._payload.nbytes
         if is_worth_loading(tokens, nbytes, self._rate.value, self._loader.rate):
             return found
         self._times_declined += 1
@@ -155,7 +158,7 @@ class Tiers:
         """The step has its blocks, and writes nothing yet."""
         arrivals = [part.request.group.arrival_time for part in batch.scheduled]
         self._began = time.perf_counter()
-        self._rest(self._memory.device.type == "cpu")
+        self._rest(self._on_cpu)
         self._offers.note(_wall_time(min(arrivals)))
 
     def committed(self, batch: Batch, *, is_last: bool) -> None:
@@ -203,11 +206,9 @@ class Tiers:
             part.close(max(0.0, until - time.monotonic()))
 
 
-def make_tiers(
-    stores: Stores | None, manager: KVCacheManager, memory: PagedKVMemory
-) -> Tiers | None:
+def make_tiers(stores: Stores | None, manager: KVCacheManager) -> Tiers | None:
     """The tiers of an engine; None for one without stores."""
-    return None if stores is None else Tiers(stores, manager, memory)
+    return None if stores is None else Tiers(stores, manager)
 
 
 def _wall_time(arrival: float) -> float:

@@ -16,9 +16,9 @@ from transformers import Qwen2_5OmniForConditionalGeneration
 
 from headstart.errors import DamagedModelError
 from headstart.models.dtypes import fast_dtype, find_device, find_dtype
-from headstart.models.files import check_files, find_folder
+from headstart.models.files import check_files, find_folder, stamp_files
 from headstart.models.omni.inputs import Media, Placed
-from headstart.models.omni.stage_decoder import PassTensors, StageDecoder, StageParts
+from headstart.models.omni.stage_decoder import Checkpoint, PassTensors, StageDecoder, StageParts
 from headstart.models.silence_transformers import silence_transformers
 from headstart.models.zoo.checkpoint import check_speaker
 from headstart.models.zoo.pretrained import load_config, load_weights
@@ -72,6 +72,8 @@ class Qwen25Omni:
         weights_dtype, wanted = find_dtype(dtype), find_device(device)
         folder = find_folder(model)
         check_files(folder)
+        self.checkpoint = Checkpoint(folder, stamp_files(folder))
+        """The files that it was read from."""
         options = {
             "dtype": fast_dtype(weights_dtype, folder, wanted),
             "attn_implementation": "eager",
@@ -128,6 +130,7 @@ class Qwen25Omni:
                 head=self._thinker.lm_head,
                 give=give,
                 eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+                checkpoint=self.checkpoint,
             )
         )
 
@@ -141,6 +144,7 @@ class Qwen25Omni:
                 eos_token_ids=frozenset([self.speech.pad, self.speech.end]),
                 project=self._talker.thinker_to_talker_proj,
                 hidden_ids=(self.speech.bos,),
+                checkpoint=self.checkpoint,
             )
         )
 

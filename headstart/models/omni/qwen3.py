@@ -27,10 +27,10 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 )
 
 from headstart.models.dtypes import fast_dtype, find_device, find_dtype
-from headstart.models.files import check_files, find_folder
+from headstart.models.files import check_files, find_folder, stamp_files
 from headstart.models.omni.code_predictor import Choose, CodePredictor
 from headstart.models.omni.inputs import Media, Placed
-from headstart.models.omni.stage_decoder import PassTensors, StageDecoder, StageParts
+from headstart.models.omni.stage_decoder import Checkpoint, PassTensors, StageDecoder, StageParts
 from headstart.models.silence_transformers import silence_transformers
 from headstart.models.zoo.checkpoint import check_speaker
 from headstart.models.zoo.pretrained import load_config, load_weights
@@ -74,6 +74,8 @@ class Qwen3Omni:
         weights_dtype, wanted = find_dtype(dtype), find_device(device)
         folder = find_folder(model)
         check_files(folder)
+        self.checkpoint = Checkpoint(folder, stamp_files(folder))
+        """The files that it was read from."""
         options = {
             "dtype": fast_dtype(weights_dtype, folder, wanted),
             "attn_implementation": "eager",
@@ -129,7 +131,9 @@ class Qwen3Omni:
         """Generates text; gives `handed`."""
         ends = frozenset([int(self._whole.config.im_end_token_id)])
         accept = int(self._talker.config.accept_hidden_layer)
-        return thinker_decoder(self._thinker, accept, ends, self._num_deep)
+        return thinker_decoder(
+            self._thinker, accept, ends, self._num_deep, checkpoint=self.checkpoint
+        )
 
     def talker(self) -> StageDecoder:
         """Generates first codes; gives `hidden`, the predictor's input."""
@@ -142,6 +146,7 @@ class Qwen3Omni:
                 give=lambda tensors: {"hidden": tensors.hidden},
                 eos_token_ids=frozenset([self.codec.end]),
                 hidden_ids=tuple(sorted(unspoken)),
+                checkpoint=self.checkpoint,
             )
         )
 
@@ -225,6 +230,8 @@ def thinker_decoder(
     accept_layer: int,
     eos_token_ids: frozenset[int] = frozenset(),
     num_deep: int = 0,
+    *,
+    checkpoint: Checkpoint | None = None,
 ) -> StageDecoder:
     """The thinker; gives `handed` `[tokens, hidden]`.
 
@@ -243,6 +250,7 @@ def thinker_decoder(
             eos_token_ids=eos_token_ids,
             needs_layers=True,
             num_deep=num_deep,
+            checkpoint=checkpoint,
         )
     )
 

@@ -1,7 +1,9 @@
 """A stage's decoder: separate text model and head; returns hidden rows besides logits."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +12,11 @@ from transformers import PreTrainedModel
 
 from headstart.attention.layout import LayerLayout
 from headstart.models.decoder import EmbeddingOverlay
+from headstart.models.files import FileStamp
 from headstart.models.omni.host_copies import HostCopy, host_copies
-from headstart.models.zoo.decoder import TransformersDecoder
+from headstart.models.zoo.decoder import TransformersDecoder, fingerprint_memory
 
-__all__ = ["PassTensors", "StageDecoder", "StageParts", "text_layouts"]
+__all__ = ["Checkpoint", "PassTensors", "StageDecoder", "StageParts", "text_layouts"]
 
 
 class PassTensors(NamedTuple):
@@ -31,6 +34,13 @@ class PassTensors(NamedTuple):
     hidden: Tensor
 
 
+class Checkpoint(NamedTuple):
+    """The files that a model was read from: their folder, and their versions before that."""
+
+    folder: Path
+    files: tuple[FileStamp, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageParts:
     """The parts of a stage's decoder.
@@ -40,7 +50,7 @@ class StageParts:
     the text model's. needs_layers: `give` reads `layers`. hidden_ids: tokens never sampled.
     num_deep: number of first layers after which rows are added where embeddings are given
     (DeepStack, https://arxiv.org/abs/2406.04334). These rows follow the embeddings, so a given row
-    is `1 + num_deep` times as wide.
+    is `1 + num_deep` times as wide. checkpoint: of the whole model, None for one in memory.
     """
 
     text_model: PreTrainedModel
@@ -51,13 +61,17 @@ class StageParts:
     needs_layers: bool = False
     hidden_ids: tuple[int, ...] = ()
     num_deep: int = 0
+    checkpoint: Checkpoint | None = None
 
 
 class StageDecoder(TransformersDecoder):
     """A `TransformersDecoder` whose passes also give rows for the next stage."""
 
     def __init__(self, parts: StageParts) -> None:
-        super().__init__(parts.text_model, text_layouts(parts.text_model))
+        source = parts.checkpoint
+        folder = source.folder if source is not None else None
+        super().__init__(parts.text_model, text_layouts(parts.text_model), folder)
+        self.files = source.files if source is not None else None
         self._parts = parts
         self._passes: list[HostCopy] = []
         self._begin_copy = host_copies(self.device)
@@ -71,6 +85,27 @@ class StageDecoder(TransformersDecoder):
         """The outputs of each pass since the last call, as copies to host memory."""
         passes, self._passes = self._passes, []
         return passes
+
+    def outputs_of_one(self) -> Mapping[str, Tensor]:
+        """The outputs of a pass over one token, of no meaning: what they look like."""
+        width = self.embed(torch.zeros(1, dtype=torch.int64, device=self.device)).shape[1]
+        embedded, hidden = (
+            torch.zeros(1, count, dtype=self.dtype, device=self.device)
+            for count in (width, self.config.get_text_config().hidden_size)
+        )
+        layers = [hidden] * (len(self.layouts) + 1) if self._parts.needs_layers else []
+        is_own = torch.ones(1, dtype=torch.bool, device=self.device)
+        with torch.inference_mode():
+            return self._parts.give(PassTensors(embedded, is_own, layers, hidden))
+
+    def _compute_fingerprint(self) -> str:
+        """That of the whole checkpoint, encoders included; in memory, of all that K/V come from."""
+        own = super()._compute_fingerprint()
+        if self._parts.checkpoint is not None or self._parts.project is None:
+            return own
+        return hashlib.sha256(
+            f"{own} {fingerprint_memory(self._parts.project)}".encode()
+        ).hexdigest()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings `[tokens, width]` of token ids."""

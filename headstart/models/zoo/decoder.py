@@ -21,7 +21,7 @@ from headstart.models.linear import QuantizedLinear
 from headstart.models.lora.files import Widths
 from headstart.models.packed import PackedLinear
 
-__all__ = ["TransformersDecoder", "forward_rows", "text_part"]
+__all__ = ["TransformersDecoder", "fingerprint_memory", "forward_rows", "text_part"]
 
 
 class TransformersDecoder(DecoderModel):
@@ -121,7 +121,7 @@ class TransformersDecoder(DecoderModel):
     def _compute_fingerprint(self) -> str:
         if self._folder is not None:
             return fingerprint_files(self._folder)
-        return _fingerprint_memory(self._model)
+        return fingerprint_memory(self._model)
 
     def attach(self, backend: AttentionBackend) -> None:
         self.detach()
@@ -189,7 +189,7 @@ def forward_rows(
     return logits
 
 
-def _fingerprint_memory(model: PreTrainedModel) -> str:
+def fingerprint_memory(model: nn.Module) -> str:
     """SHA-256 over configuration, names and weights of a model that was built in memory."""
     digest = hashlib.sha256()
 
@@ -197,7 +197,8 @@ def _fingerprint_memory(model: PreTrainedModel) -> str:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
 
-    frame(model.config.to_json_string(use_diff=False).encode())
+    if isinstance(model, PreTrainedModel):
+        frame(model.config.to_json_string(use_diff=False).encode())
     for name, tensor in sorted(model.state_dict().items()):
         frame(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         frame(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

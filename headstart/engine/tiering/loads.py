@@ -207,13 +207,15 @@ class Loads:
         size = self._manager.block_size
         if load.sequence is None:
             wanted = load.request.sequence
+            known = len(wanted.token_ids)
             # First, so that an interruption leaves nothing that nobody knows of.
             load.sequence = sequence = TokenSequence(
                 f"{load.request.group.request_id}/load",
                 wanted.token_ids,
                 adapter=wanted.namespace.adapter,
                 salt=wanted.namespace.salt,
-                items=wanted.items,
+                # Of tokens yet to come, too, in a stage whose inputs arrive one by one.
+                items=[item for item in wanted.items if item.offset + item.length <= known],
                 public=wanted.public,
             )
             sequence.is_counted = False  # the request that waits is

@@ -19,7 +19,7 @@ from headstart.engine.config import EngineConfig
 from headstart.omni.output_cache import BlockPath, OutputCache
 from headstart.omni.stage import StageSpec
 
-__all__ = ["KeptRows", "keeps_blocks", "without_store"]
+__all__ = ["KeptOutputs", "keeps_blocks", "without_store"]
 
 
 def keeps_blocks(config: EngineConfig) -> bool:
@@ -48,7 +48,7 @@ class _BlockLayout(NamedTuple):
         return rows is not None and (rows.dtype, tuple(rows.shape)) == (self.dtype, self.shape)
 
 
-class KeptRows:
+class KeptOutputs:
     """The declared rows of one stage, as bytes of its blocks; a `BlockRows` of its engine's tiers.
 
     place: the stage's name in `cache`. like: the stage's outputs for one token, `[ratio, ...]`.

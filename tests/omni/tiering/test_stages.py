@@ -1,0 +1,94 @@
+"""Stages whose blocks outlive the process, one by one, on a pipeline that is no known model's."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from headstart.cache import BlockHash
+from headstart.engine.tiering.tiers import Tiers
+from headstart.omni.pipeline import Progress
+from headstart.tiers import DiskStore, LoadedBlock
+from tests.omni.pipelines import Speech, request, said
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
+
+
+def tiers(speech: Speech, stage: str) -> Tiers:
+    found: Tiers | None = getattr(speech, stage).engine.tiers
+    assert found is not None
+    return found
+
+
+def run(speech: Speech, prompt: list[int] = PROMPT, **more: Any) -> Progress:
+    [progress] = speech.run(request("one", prompt, **more))
+    return progress
+
+
+def skipped(progress: Progress) -> tuple[int, int]:
+    """Tokens that thinker and talker did not compute."""
+    return progress.metrics["thinker"].cached_tokens, progress.metrics["talker"].cached_tokens
+
+
+@pytest.fixture(autouse=True)
+def _loads_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept is loaded, however fast so small a model computes."""
+    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
+
+
+def test_a_stage_may_have_several_outputs(tmp_path: Path) -> None:
+    with Speech() as speech:
+        alone = run(speech)
+        again = run(speech)
+    for expected in ((0, 0), skipped(again)):
+        with Speech(cache_dir=str(tmp_path)) as speech:
+            restarted = run(speech)
+            assert skipped(restarted) == expected
+            assert said(restarted) == said(alone)
+    assert restarted.metrics["thinker"].hit_rows == {"hidden": 12, "feature": 12}
+    assert tiers(speech, "thinker").stats.saved_blocks == 0, "it is all there"
+
+
+def test_a_talker_s_rows_may_come_while_its_prefix_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their names stood behind the tokens that are loaded, and the load raised in the step."""
+    with Speech(cache_dir=str(tmp_path)) as speech:
+        first = run(speech)
+    load, thought = DiskStore.load, Event()
+
+    def load_late(store: DiskStore, names: list[BlockHash]) -> Iterator[LoadedBlock]:
+        assert "talker" not in store.model.title or thought.wait(60)
+        yield from load(store, names)
+
+    monkeypatch.setattr(DiskStore, "load", load_late)
+    with Speech(cache_dir=str(tmp_path)) as speech:
+        progress = speech.pipeline.submit(request("one", PROMPT))
+        while "thinker" not in progress.metrics:
+            speech.pipeline.step()
+        thought.set()
+        while progress.finish_reason is None:
+            speech.pipeline.step()
+        assert skipped(progress) == (12, 12)
+        assert said(progress) == said(first)
+
+
+def test_a_stage_whose_outputs_are_not_declared_keeps_nothing(
+    tmp_path: Path, logged: list[logging.LogRecord]
+) -> None:
+    """Rows may turn out not to be its tokens', and are then dropped: a store has none of them."""
+    for _ in range(2):
+        with Speech(cache_dir=str(tmp_path), undeclared=True) as speech:
+            assert speech.thinker.engine.tiers is None
+            progress = run(speech)
+            assert skipped(progress)[0] == 0
+            run(speech, PROMPT[:9])  # a pass of another length: the rows are trusted
+            run(speech)
+            assert run(speech).metrics["thinker"].hit_rows
+    assert skipped(progress)[1] > 0, "the talker's blocks go by the rows' content"
+    assert [record.getMessage() for record in logged] == [
+        "stage 'thinker' keeps nothing on disk: its outputs are not declared"
+    ] * 2

@@ -74,12 +74,24 @@ class Graph:
         stages: list[Stage] = []
         try:
             for node in self.nodes:
-                stages.append(factories[node.kind](node))
+                stages.append(factories[node.kind](self._without_untaken(node)))
             return Pipeline(stages, self.collects)
         except BaseException:
             for stage in stages:
                 stage.close()
             raise
+
+    def _without_untaken(self, node: StageNode) -> StageNode:
+        """An engine's stage without rows that nobody takes: no store need keep them with K/V."""
+        taken = {*self.collects, *(one for other in self.nodes for one in other.spec.takes)}
+        gives = tuple(
+            output
+            for output in node.spec.gives
+            if not node.spec.autoregressive
+            or not output.alignment.is_by_token
+            or Input(node.spec.name, output.name) in taken
+        )
+        return replace(node, spec=replace(node.spec, gives=gives))
 
 
 def read_graph(text: str) -> Graph:

@@ -1,6 +1,7 @@
 """Pipelines written down in TOML."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,27 @@ def test_a_graph_is_read_as_it_was_written() -> None:
     )
     assert (second.kind, second.options) == ("double", {"times": 3})
     assert first.kind == "first" and not first.spec.enable_prefix_caching
+
+
+def test_an_engine_s_stage_is_made_without_rows_that_nobody_takes() -> None:
+    """Its blocks would be kept on disk with them only, and they are never there."""
+    text = """
+    collects = ["user.out"]
+    [stages.model]
+    gives = { taken = "token", untaken = "token", once = "request" }
+    [stages.user]
+    autoregressive = false
+    takes = ["model.taken"]
+    gives = { out = "token" }
+    """
+    made: dict[str, list[str]] = {}
+
+    def make(node: StageNode) -> Stage:
+        made[node.spec.name] = [output.name for output in node.spec.gives]
+        return WholeStage(replace(node.spec, autoregressive=False), lambda job: {})
+
+    read_graph(text).build({"model": make, "user": make})
+    assert made == {"model": ["taken", "once"], "user": ["out"]}
 
 
 def test_a_whole_result_is_known_again_by_content_and_by_nobody_else() -> None:

@@ -1,5 +1,7 @@
 """A restarted pipeline skips what its stages skipped before, and answers the same."""
 
+import errno
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,13 +10,25 @@ from typing import Any
 import pytest
 
 from headstart.engine.params import SamplingParams
+from headstart.models.demo.omni import write_omni
+from headstart.omni.engine_stage import EngineStage
 from headstart.omni.omni import Omni
+from headstart.omni.output_cache import ENTRY_BYTES
 from headstart.omni.params import OmniOutput, OmniParams
-from tests.omni.tiny_omni import save_qwen25
+from headstart.tiers.files import SlotFile
+from tests.omni.test_qwen3_omni import ANSWER, turn
+from tests.omni.tiny_omni import TINY, save_qwen25
+from tests.omni.tiny_qwen3 import save_qwen3
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PARAMS = OmniParams(text=GREEDY, speech=GREEDY, voice="Ada", seed=3)
 PROMPT = list(range(20, 51))
+
+
+@pytest.fixture(autouse=True)
+def _loads_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept is loaded, however fast so small a model computes."""
+    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +51,9 @@ def opened(model: Path, folder: Path | None, **more: Any) -> Iterator[Omni]:
         omni.close()
 
 
-def ask(omni: Omni, tokens: list[int] = PROMPT, salt: str | None = None) -> OmniOutput:
-    [output] = omni.generate({"prompt_token_ids": tokens}, PARAMS, cache_salt=salt)
+def ask(omni: Omni, salt: str | None = None, params: OmniParams = PARAMS) -> OmniOutput:
+    [output] = omni.generate({"prompt_token_ids": PROMPT}, params, cache_salt=salt)
+    omni.cache.check()
     return output
 
 
@@ -52,6 +67,7 @@ def says(output: OmniOutput) -> tuple[Any, ...]:
 
 
 NOTHING = {"thinker": 0, "talker": 0}
+ALL = {"thinker": 28, "talker": 28}
 
 
 def test_a_second_process_skips_what_the_first_computed(model: Path, tmp_path: Path) -> None:
@@ -64,6 +80,117 @@ def test_a_second_process_skips_what_the_first_computed(model: Path, tmp_path: P
     with opened(model, tmp_path) as omni:
         restarted = ask(omni)
         assert skipped(restarted) == skipped(again)
-        assert skipped(restarted) == {"thinker": 28, "talker": 28}
+        assert skipped(restarted) == ALL
         assert restarted.metrics["thinker"].hit_rows == {"spoken": 28}
     assert says(restarted) == says(again) == says(alone)
+
+
+def test_frames_of_several_codes_are_the_same_after_a_restart(tmp_path: Path) -> None:
+    model = save_qwen3(tmp_path / "model")
+    speech = SamplingParams(temperature=0, max_tokens=12)
+    params = OmniParams(text=GREEDY, speech=speech, voice="ada")
+    prompt = {"prompt_token_ids": [*turn("user", *range(20, 45)), *ANSWER]}
+    found = []
+    for _ in range(2):
+        with opened(model, tmp_path / "kept") as omni:
+            [output] = omni.generate(prompt, params)
+            again = omni.generate(prompt, params)[0]
+            found.append((skipped(output), says(output)))
+            assert says(again) == says(output)
+    assert found[0][0] == NOTHING
+    assert found[1][0] == skipped(again) and min(found[1][0].values()) >= 28
+    assert found[0][1] == found[1][1]
+
+
+def test_what_a_talker_says_with_another_voice_is_another_s(model: Path, tmp_path: Path) -> None:
+    bob = OmniParams(text=GREEDY, speech=GREEDY, voice="Bob", seed=3)
+    with opened(model, None) as omni:
+        alone = ask(omni, params=bob)
+    with opened(model, tmp_path) as omni:
+        ask(omni)
+    with opened(model, tmp_path) as omni:
+        output = ask(omni, params=bob)
+        assert skipped(output) == {"thinker": 28, "talker": 0}
+        assert says(output) == says(alone)
+
+
+def test_other_weights_under_the_same_path_hit_nothing(tmp_path: Path) -> None:
+    model, kept = tmp_path / "model", tmp_path / "kept"
+    save_qwen25(model)
+    with opened(model, kept) as omni:
+        ask(omni)
+    write_omni(model, TINY, seed=12)
+    with opened(model, None) as omni:
+        other = ask(omni)
+    with opened(model, kept) as omni:
+        output = ask(omni)
+        assert skipped(output) == NOTHING and says(output) == says(other)
+
+
+def test_salts_do_not_see_one_another(model: Path, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as omni:
+        first = ask(omni, "a")
+    with opened(model, tmp_path) as omni:
+        for salt, hit in (("b", NOTHING), (None, NOTHING), ("a", ALL)):
+            output = ask(omni, salt)
+            assert skipped(output) == hit and says(output) == says(first)
+
+
+@pytest.mark.parametrize("kept_rows", [0, 3], ids=["none", "few"])
+def test_rows_that_find_no_room_are_a_miss(model: Path, tmp_path: Path, kept_rows: int) -> None:
+    """K/V without their rows are no hit, and the answer is the same."""
+    with opened(model, tmp_path) as omni:
+        first = ask(omni)
+    room = kept_rows * (4 * 64 * 4 + 2 * ENTRY_BYTES)
+    with opened(model, tmp_path, cache_bytes=room) as omni:
+        for _ in range(2):
+            output = ask(omni)
+            assert output.metrics["thinker"].cached_tokens <= 4 * kept_rows
+            assert says(output) == says(first)
+
+
+def test_rows_that_went_before_their_block_was_saved(model: Path, tmp_path: Path) -> None:
+    """Such a block is not kept: a restarted pipeline could not use it."""
+    with opened(model, tmp_path, cache_bytes=0) as omni:
+        first = ask(omni)
+        stage = omni.pipeline.stages["thinker"]
+        assert isinstance(stage, EngineStage) and stage.engine.tiers is not None
+        assert stage.engine.tiers.flush(30)
+        stats = stage.engine.tiers.stats
+        assert (stats.saved_blocks, stats.dropped_blocks) == (0, 9)
+    with opened(model, tmp_path) as omni:
+        output = ask(omni)
+        assert output.metrics["thinker"].cached_tokens == 0
+        assert says(output) == says(first)
+
+
+def test_a_damaged_store_costs_time_alone(model: Path, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as omni:
+        first = ask(omni)
+    for damage in (lambda data: data[: len(data) // 2], lambda data: bytes(len(data))):
+        for file in [*tmp_path.glob("*.kv"), *tmp_path.glob("index*")]:
+            file.write_bytes(damage(file.read_bytes()))
+        with opened(model, tmp_path) as omni:
+            output = ask(omni)
+            assert says(output) == says(first) and output.metrics["thinker"].cached_tokens < 28
+        with opened(model, tmp_path) as omni:
+            assert skipped(ask(omni)) == ALL, "it was computed and kept again"
+
+
+@pytest.mark.parametrize("method", ["find", "load", "save"])
+def test_a_store_that_fails_is_a_miss(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """A disk that is full, or gone: the answer is the same."""
+    with opened(model, tmp_path) as omni:
+        first = ask(omni)
+    if method == "save":
+        shutil.rmtree(tmp_path)
+
+    def fail(*_: object) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(SlotFile, "write" if method == "save" else "read", fail)
+    with opened(model, tmp_path) as omni:
+        for _ in range(2):
+            assert says(ask(omni)) == says(first)

@@ -5,6 +5,7 @@ It holds embeddings of a sound, an image or a speaker, and whole results of func
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headstart.cache import BlockKey, Namespace
+from headstart.engine.images.encoder_cache import EmbeddingStore, EncoderKey
 from headstart.omni.output_cache import BlockPath, OutputCache
 
 __all__ = ["ContentCache", "content_bytes", "content_digest"]
@@ -21,8 +23,17 @@ class ContentCache:
     """Tensors by digest, in a namespace of their own in an `OutputCache`."""
 
     def __init__(self, cache: OutputCache, name: str) -> None:
-        self._cache = cache
+        self._cache, self._name = cache, name
         self._place = cache.place(name)
+        self._kept: EmbeddingStore | None = None
+        self._model = ""
+
+    def keep(self, store: EmbeddingStore, model: str) -> None:
+        """Keep what is made from now on in a store that outlives the process, too.
+
+        model: the fingerprint of all that a tensor depends on besides its digest.
+        """
+        self._kept, self._model = store, model
 
     def recall(self, digest: bytes, make: Callable[[], Tensor], salt: str | None = None) -> Tensor:
         """The cached tensor for this digest and salt, or the result of `make`, which is then kept.
@@ -34,9 +45,21 @@ class ContentCache:
         if known:
             self._cache.touch(path)
             return known[0]["made"]
-        made = make().cpu()
+        made = self._load_or_make(digest, make, salt)
         self._cache.put(path, 0, {"made": made})
         return made
+
+    def _load_or_make(self, digest: bytes, make: Callable[[], Tensor], salt: str | None) -> Tensor:
+        if self._kept is None:
+            return make().cpu()
+        key = EncoderKey(salt, content_digest(self._name, self._model, digest.hex()))
+        found = self._kept.load(key)
+        if found is None:
+            began = time.perf_counter()
+            found = make().cpu()
+            if bool(torch.isfinite(found).all()):
+                self._kept.save(key, found, time.perf_counter() - began)
+        return found
 
 
 def content_digest(*parts: Any) -> bytes:

@@ -14,7 +14,7 @@ from headstart.models.omni.qwen2_5 import Qwen25Omni, Voice
 from headstart.models.tokenizer import load_tokenizer
 from headstart.omni.content_cache import ContentCache, content_digest
 from headstart.omni.engine_stage import EngineStage
-from headstart.omni.families.spoken_prompts import TEXT, SpokenPrompts, make_thinker
+from headstart.omni.families.spoken_prompts import TEXT, SpokenPrompts
 from headstart.omni.feeds import Feed
 from headstart.omni.function_stage import Job, WholeStage
 from headstart.omni.graph import Factory, StageNode
@@ -92,7 +92,7 @@ class Qwen25Stages:
     # Stages
 
     def _make_thinker(self, node: StageNode) -> Stage:
-        return make_thinker(node, self._model.thinker(), self._cache, self.tokenizer)
+        return self._prompts.make_thinker(node, self._model.thinker(), self.tokenizer)
 
     def _make_talker(self, node: StageNode) -> Stage:
         decoder = self._model.talker()

@@ -13,7 +13,7 @@ from headstart.engine.prompt import PreparedPrompt, RotaryPositions
 from headstart.errors import DamagedModelError, RequestError
 from headstart.models.omni.qwen3 import CausalVocoder, Qwen3Omni
 from headstart.models.tokenizer import load_tokenizer
-from headstart.omni.families.spoken_prompts import TEXT, SpokenPrompts, make_thinker
+from headstart.omni.families.spoken_prompts import TEXT, SpokenPrompts
 from headstart.omni.frame_talker import CODES, FrameTalker, FrameTalkerFeed, FrameTalkerPlan
 from headstart.omni.function_stage import FramesPlan, FramesStage
 from headstart.omni.graph import Factory, StageNode
@@ -101,7 +101,7 @@ class Qwen3Stages:
         return self._prompts.prepare(text, media, salt)
 
     def _make_thinker(self, node: StageNode) -> Stage:
-        return make_thinker(node, self._model.thinker(), self._cache, self.tokenizer)
+        return self._prompts.make_thinker(node, self._model.thinker(), self.tokenizer)
 
     def _make_talker(self, node: StageNode) -> Stage:
         model, config = self._model, stage_config(node)

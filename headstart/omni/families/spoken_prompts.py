@@ -27,7 +27,7 @@ from headstart.omni.params import SpokenPrompt
 from headstart.omni.stage import OmniRequest
 from headstart.omni.stage_options import stage_config
 
-__all__ = ["SpokenPrompts", "make_thinker"]
+__all__ = ["SpokenPrompts"]
 
 TEXT = SamplingParams(max_tokens=1024, temperature=0.0)
 """A thinker's default sampling parameters."""
@@ -50,11 +50,28 @@ class HearingModel(Protocol):
 
 
 class SpokenPrompts:
-    """Makes prompts for one model; keeps the embeddings of audio and images in `cache`."""
+    """Makes prompts for one model; keeps the embeddings of audio and images in `cache`.
+
+    They outlive the process where the blocks of the thinker do, which this makes.
+    """
 
     def __init__(self, model: HearingModel, cache: OutputCache) -> None:
         self._model = model
+        self._cache = cache
         self._encoded = ContentCache(cache, "encoder")
+
+    def make_thinker(
+        self,
+        node: StageNode,
+        decoder: StageDecoder,
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> EngineStage:
+        """The stage that generates the text answer to such prompts."""
+        stage = EngineStage(node.spec, decoder, _think, stage_config(node), self._cache, tokenizer)
+        tiers = stage.engine.tiers
+        if tiers is not None:
+            self._encoded.keep(tiers.image_rows, stage.engine.manager.names.model)
+        return stage
 
     def prepare(
         self, text: PreparedPrompt, given: Mapping[str, Any], salt: str | None
@@ -97,16 +114,6 @@ class SpokenPrompts:
                 f"an {placed.kind} of {placed.length} placeholders became {len(rows)} embeddings"
             )
         return rows
-
-
-def make_thinker(
-    node: StageNode,
-    decoder: StageDecoder,
-    cache: OutputCache,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> EngineStage:
-    """The stage that generates the text answer to such prompts."""
-    return EngineStage(node.spec, decoder, _think, stage_config(node), cache, tokenizer)
 
 
 def _think(request: OmniRequest) -> Feed:

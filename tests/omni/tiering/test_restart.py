@@ -8,14 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from headstart.engine.params import SamplingParams
+from headstart.errors import EngineError
 from headstart.models.demo.omni import write_omni
+from headstart.models.omni.inputs import Placed
+from headstart.models.omni.qwen2_5 import Qwen25Omni
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.omni import Omni
 from headstart.omni.output_cache import ENTRY_BYTES
 from headstart.omni.params import OmniOutput, OmniParams
 from headstart.tiers.files import SlotFile
+from tests.omni.test_qwen2_5 import PROMPTS
 from tests.omni.test_qwen3_omni import ANSWER, turn
 from tests.omni.tiny_omni import TINY, save_qwen25
 from tests.omni.tiny_qwen3 import save_qwen3
@@ -112,6 +118,45 @@ def test_what_a_talker_says_with_another_voice_is_another_s(model: Path, tmp_pat
         output = ask(omni, params=bob)
         assert skipped(output) == {"thinker": 28, "talker": 0}
         assert says(output) == says(alone)
+
+
+def test_what_was_seen_and_heard_is_not_encoded_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, encoded = Qwen25Omni.encode, []
+
+    def count(of_model: Qwen25Omni, placed: Placed) -> Tensor:
+        encoded.append(placed.kind)
+        return encode(of_model, placed)
+
+    monkeypatch.setattr(Qwen25Omni, "encode", count)
+    answers = []
+    for made, skips in ((["image", "audio"], False), ([], True)):
+        with opened(model, tmp_path) as omni:
+            [output] = omni.generate(PROMPTS["both"], PARAMS, cache_salt="a")
+            assert encoded == made
+            assert skipped(output) == ({"thinker": 32, "talker": 36} if skips else NOTHING)
+            answers.append(says(output))
+            encoded.clear()
+    assert answers[0] == answers[1]
+    with opened(model, tmp_path) as omni:
+        omni.generate(PROMPTS["both"], PARAMS, cache_salt="b")
+        assert encoded == ["image", "audio"], "another tenant has it encoded for itself"
+
+
+def test_an_embedding_with_a_nan_is_not_kept(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = Qwen25Omni.encode
+    with monkeypatch.context() as patch, opened(model, tmp_path) as omni:
+        patch.setattr(Qwen25Omni, "encode", lambda *given: encode(*given) * torch.nan)
+        with pytest.raises(EngineError):
+            omni.generate(PROMPTS["image"], PARAMS)
+    with opened(model, None) as omni:
+        [alone] = omni.generate(PROMPTS["image"], PARAMS)
+    with opened(model, tmp_path) as omni:
+        [output] = omni.generate(PROMPTS["image"], PARAMS)
+        assert skipped(output) == NOTHING and says(output) == says(alone)
 
 
 def test_other_weights_under_the_same_path_hit_nothing(tmp_path: Path) -> None:

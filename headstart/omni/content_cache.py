@@ -57,8 +57,7 @@ class ContentCache:
         if found is None:
             began = time.perf_counter()
             found = make().cpu()
-            if bool(torch.isfinite(found).all()):
-                self._kept.save(key, found, time.perf_counter() - began)
+            self._kept.save(key, found, time.perf_counter() - began)
         return found
 
 

@@ -74,8 +74,9 @@ class Omni(OfOneProcess):
 
     pipeline: a graph in TOML that replaces the model's own; a stage's `options` are the fields of
     `EngineConfig`. cache_bytes: bound of the stage-output store. options: defaults for all engines;
-    without `enable_prefix_caching` no stage caches anything, and `num_threads` applies to the
-    process. An option without effect in a pipeline is refused.
+    without `enable_prefix_caching` no stage caches anything, `num_threads` applies to the process,
+    and with `cache_dir` a restarted pipeline skips what this one computed. An option without effect
+    in a pipeline is refused.
     """
 
     def __init__(
@@ -207,9 +208,9 @@ class Omni(OfOneProcess):
         return _Stream(self.pipeline, request, self.output)
 
     def reset_cache(self) -> bool:
-        """Drop everything cached; returns False and does nothing while a request runs.
+        """Drop everything cached in memory; returns False and does nothing while a request runs.
 
-        Raises EngineError after `close`.
+        What `cache_dir` has stays, and is found again. Raises EngineError after `close`.
         """
         self.pipeline.require_open()
         self.pipeline.abort_left()

@@ -1,4 +1,4 @@
-"""Embeddings of images that outlive the encoder cache and the process."""
+"""Embeddings of images and sounds that outlive the encoder cache and the process."""
 
 import json
 
@@ -31,8 +31,8 @@ class KeptRows:
         return rows.view(_DTYPES[dtype]).view(shape)
 
     def save(self, key: EncoderKey, rows: Tensor, seconds: float) -> None:
-        """Keep rows that took so long to compute."""
-        if str(rows.dtype) in _DTYPES:
+        """Keep rows that took so long to compute, unless one is not finite."""
+        if str(rows.dtype) in _DTYPES and bool(torch.isfinite(rows).all()):
             head = json.dumps([str(rows.dtype), list(rows.shape)]).encode()
             flat = rows.detach().cpu().contiguous().view(-1)
             data = flat.view(torch.uint8).numpy().tobytes()

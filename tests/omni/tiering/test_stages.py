@@ -92,3 +92,32 @@ def test_a_stage_whose_outputs_are_not_declared_keeps_nothing(
     assert [record.getMessage() for record in logged] == [
         "stage 'thinker' keeps nothing on disk: its outputs are not declared"
     ] * 2
+
+
+def test_a_pool_too_small_for_its_requests_answers_as_a_large_one(tmp_path: Path) -> None:
+    """Requests are preempted, their blocks go, and what the store has of them comes back."""
+    prompts = [[*PROMPT, at, *PROMPT[at : at + 4]] for at in range(6)]
+    requests = [request(str(at), prompt) for at, prompt in enumerate(prompts)]
+    with Speech() as speech:
+        wanted = [said(progress) for progress in speech.run(*requests)]
+    for _ in range(2):
+        with Speech(num_blocks=12, cache_dir=str(tmp_path)) as speech:
+            for _ in range(3):
+                assert [said(progress) for progress in speech.run(*requests)] == wanted
+                for stage in ("thinker", "talker"):
+                    assert tiers(speech, stage).flush(30)
+                    assert tiers(speech, stage).stats.loaded_tokens
+            assert speech.thinker.engine.num_preemptions
+
+
+def test_a_store_that_is_silent_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Speech(cache_dir=str(tmp_path)) as speech:
+        first = run(speech)
+    late = Event()
+    monkeypatch.setattr("headstart.tiers.loader.DEADLINE", 0.05)
+    monkeypatch.setattr(DiskStore, "find", lambda store, names: late.wait(60) and 0)
+    with Speech(cache_dir=str(tmp_path)) as speech:
+        progress = run(speech)
+        assert skipped(progress) == (0, 0) and said(progress) == said(first)
+        assert tiers(speech, "thinker").stats.late_answers == 1
+        late.set()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart.engine.params import SamplingParams
@@ -169,6 +170,24 @@ def test_other_weights_under_the_same_path_hit_nothing(tmp_path: Path) -> None:
         other = ask(omni)
     with opened(model, kept) as omni:
         output = ask(omni)
+        assert skipped(output) == NOTHING and says(output) == says(other)
+
+
+def test_other_weights_of_an_encoder_are_another_model(tmp_path: Path) -> None:
+    """What it makes of a sound is in the thinker's K/V, whose own weights are the same."""
+    model, kept = save_qwen25(tmp_path / "model"), tmp_path / "kept"
+    with opened(model, kept) as omni:
+        [first] = omni.generate(PROMPTS["sound"], PARAMS)
+    weights = load_file(file := model / "model.safetensors")
+    for name in weights:
+        if "audio_tower.layers" in name:
+            weights[name] = weights[name].flip(0).contiguous()
+    save_file(weights, file, {"format": "pt"})
+    with opened(model, None) as omni:
+        [other] = omni.generate(PROMPTS["sound"], PARAMS)
+    assert says(other) != says(first)
+    with opened(model, kept) as omni:
+        [output] = omni.generate(PROMPTS["sound"], PARAMS)
         assert skipped(output) == NOTHING and says(output) == says(other)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headstart.cache import BlockHash
+from headstart.engine.tiering.identity import identify
 from headstart.engine.tiering.tiers import Tiers
 from headstart.omni.pipeline import Progress
 from headstart.tiers import DiskStore, LoadedBlock
@@ -50,6 +51,23 @@ def test_a_stage_may_have_several_outputs(tmp_path: Path) -> None:
             assert said(restarted) == said(alone)
     assert restarted.metrics["thinker"].hit_rows == {"hidden": 12, "feature": 12}
     assert tiers(speech, "thinker").stats.saved_blocks == 0, "it is all there"
+
+
+def test_who_hands_on_which_rows_is_in_the_fingerprint(tmp_path: Path) -> None:
+    with Speech(cache_dir=str(tmp_path)) as speech:
+        engine = speech.thinker.engine
+        memory = engine._runner._memory
+        records = [
+            identify(engine.model, memory, engine.config, None, rows)
+            for rows in (None, speech.thinker.kept_rows, speech.talker.kept_rows)
+        ]
+        assert len({record.fingerprint for record in records}) == 3
+        assert records[1].fingerprint == engine.manager.names.model
+        rows_bytes = 4 * (32 + 16) * 4  # tokens of a block, widths, float32
+        more = [record.block_bytes - memory.block_bytes for record in records]
+        assert more == [0, rows_bytes, 0]
+        titles = [record.title.partition(",")[2] for record in records]
+        assert titles == ["", " thinker", " talker"]
 
 
 def test_a_talker_s_rows_may_come_while_its_prefix_is_loaded(

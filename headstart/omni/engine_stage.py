@@ -340,6 +340,7 @@ class EngineStage:
         metrics.prompt_tokens = len(output.prompt_token_ids)
         metrics.tokens = len(request.sequence.token_ids)
         metrics.cached_tokens = output.num_cached_tokens
+        metrics.loaded_tokens = output.num_loaded_tokens
         metrics.hit_rows = self.rows.close(request.sequence)
         self._events.append(Ended(name, metrics, output))
         del self._states[name]

@@ -97,8 +97,9 @@ class StageMetrics:
     """The metrics of one request in one stage.
 
     seconds: time of the steps that it was in. first_output, total: seconds from its arrival in the
-    pipeline. tokens: of prompt and answer; cached_tokens: not computed. hit_rows: tokens whose rows
-    came from the store, by output.
+    pipeline. tokens: of prompt and answer; cached_tokens: not computed; loaded_tokens:
+    of these, from disk or another machine. hit_rows: tokens whose rows came from the store, by
+    output.
     """
 
     seconds: float = 0.0
@@ -107,6 +108,7 @@ class StageMetrics:
     prompt_tokens: int = 0
     tokens: int = 0
     cached_tokens: int = 0
+    loaded_tokens: int = 0
     hit_rows: Counter[str] = field(default_factory=Counter)
 
     def __getattr__(self, name: str) -> NoReturn:

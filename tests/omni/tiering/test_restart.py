@@ -88,6 +88,8 @@ def test_a_second_process_skips_what_the_first_computed(model: Path, tmp_path: P
         restarted = ask(omni)
         assert skipped(restarted) == skipped(again)
         assert skipped(restarted) == ALL
+        assert [restarted.metrics[name].loaded_tokens for name in ALL] == [28, 28]
+        assert ask(omni).metrics["thinker"].loaded_tokens == 0
         assert restarted.metrics["thinker"].hit_rows == {"spoken": 28}
     assert says(restarted) == says(again) == says(alone)
 

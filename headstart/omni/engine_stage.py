@@ -5,6 +5,7 @@ coming, its hits are limited to blocks with rows, and after each pass its rows a
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -112,6 +113,8 @@ class EngineStage:
         self._torn: frozenset[str] = frozenset()
         """Requests whose rows may be lost in part, since `computed` was interrupted."""
         self.engine = Engine.of_model(decoder, tokenizer, config, self)
+        self._name_prefix = b"" if self.engine.tiers is not None else os.urandom(8)
+        """Before names without a model's fingerprint: to other processes they mean nothing."""
 
     # Stage
 
@@ -297,7 +300,8 @@ class EngineStage:
         state.feed.begin(sequence)
         self.rows.open(sequence)
         manager = self.engine.manager
-        names = manager.block_hashes(sequence) if self._is_named else []
+        hashes = manager.block_hashes(sequence) if self._is_named else []
+        names = [self._name_prefix + name for name in hashes]
         length = len(sequence.token_ids)
         self._events.append(Began(request_id, length, manager.block_size, names))
 

@@ -94,6 +94,20 @@ def test_a_talker_s_rows_may_come_while_its_prefix_is_loaded(
         assert said(progress) == said(first)
 
 
+def test_a_talker_s_blocks_are_not_named_by_a_thinker_whose_names_have_no_model(
+    tmp_path: Path,
+) -> None:
+    """Rows of other thinkers went by the same names, and were hit."""
+    kept = {"cache_dir": str(tmp_path)}
+    for seed in (1, 2):
+        with Speech(text_seed=seed) as speech:
+            alone = run(speech)
+        with Speech(text_seed=seed, talker_options=kept) as speech:
+            progress = run(speech)
+            assert skipped(progress) == (0, 0) and said(progress) == said(alone)
+            assert skipped(run(speech)) == (12, 12), "within the process all is as it was"
+
+
 def test_a_stage_whose_outputs_are_not_declared_keeps_nothing(
     tmp_path: Path, logged: list[logging.LogRecord]
 ) -> None:

@@ -27,10 +27,14 @@ FIRST_RATE = 15_000.0
 @dataclass(slots=True)
 class _Sent:
     request: RouteRequest
-    replica: int
+    load: ReplicaLoad
     num_tokens: int
     held: int | None  # blocks that are there or expected; None if prefixes are not looked at
     expected: Sequence[PrefixKey] = ()
+
+    @property
+    def replica(self) -> int:
+        return self.load.replica
 
 
 class Router:
@@ -44,23 +48,39 @@ class Router:
     ) -> None:
         self.index = ReplicaIndex(num_replicas)
         self.policy = policy
-        rate = MeasuredRate(first_rate, seconds=1.0)
-        self.loads = [ReplicaLoad(replica, rate) for replica in range(num_replicas)]
+        self._rate = MeasuredRate(first_rate, seconds=1.0)
+        self.loads = [ReplicaLoad(replica, self._rate) for replica in range(num_replicas)]
         self._alive = list(self.loads)
         self._waiting: dict[str, _Sent] = {}
         self._running: dict[str, _Sent] = {}
         self._last: _Sent | None = None  # whose blocks are not noted yet
 
     def set_alive(self, replica: int, is_alive: bool) -> None:
-        """Send requests to this replica, or no longer. What it holds is forgotten when it dies."""
+        """Send requests to this replica, or no longer. What it holds is forgotten when it dies.
+
+        The number may then stand for a new replica. Requests that the old one still ends are
+        counted in the old one's load, which they keep.
+        """
         self.catch_up()
+        if is_alive and not self.loads[replica].is_alive:
+            self.loads[replica] = self._new_load(replica)
         self.loads[replica].is_alive = is_alive
         self._alive = [load for load in self.loads if load.is_alive]
         if not is_alive:
             self.index.remove(replica)
+            self.policy.forget(replica)
             for sent in self._waiting.values():
                 if sent.replica == replica:  # nothing is expected there: nothing to take back
                     sent.expected = ()
+
+    def _new_load(self, replica: int) -> ReplicaLoad:
+        """The load of a new replica.
+
+        It begins with as many routed tokens as the replica with the fewest: with none it would get
+        every new prefix until it has caught up with months of the others'.
+        """
+        fewest = min((load.routed_tokens for load in self._alive), default=0)
+        return ReplicaLoad(replica, self._rate, routed_tokens=fewest)
 
     def route(self, request: RouteRequest, now: float) -> int:
         """The replica to send the request to. Raises RequestError if none is alive."""
@@ -72,7 +92,7 @@ class Router:
         held = None if match is None else match.expected[load.replica]
         num_tokens = request.num_tokens - request.tokens(held or 0)
         load.add(num_tokens, now)
-        self._last = _Sent(request, load.replica, num_tokens, held)
+        self._last = _Sent(request, load, num_tokens, held)
         self._waiting[request.request_id] = self._last
         return load.replica
 
@@ -91,7 +111,7 @@ class Router:
         if sent is None:
             return
         self.index.unexpect(sent.replica, sent.expected)
-        self.loads[sent.replica].finish_prompt(sent.num_tokens, now)
+        sent.load.finish_prompt(sent.num_tokens, now)
         self.policy.prompt_done(sent.request, sent.replica)
         self._running[request_id] = sent
 
@@ -100,11 +120,11 @@ class Router:
         self.catch_up()
         sent = self._running.pop(request_id, None)
         if sent is not None:
-            self.loads[sent.replica].finish()
+            sent.load.finish()
         else:
             sent = self._waiting.pop(request_id, None)
             if sent is None:
                 return
             self.index.unexpect(sent.replica, sent.expected)
-            self.loads[sent.replica].give_up(sent.num_tokens)
+            sent.load.give_up(sent.num_tokens)
         self.policy.done(sent.request, sent.replica)

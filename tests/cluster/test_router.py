@@ -12,6 +12,7 @@ from headstart.cluster.events import DISK
 from headstart.cluster.holders import PrefixKey
 from headstart.cluster.index import prefix_keys
 from headstart.cluster.load import RouteRequest
+from headstart.cluster.policies.sglang import CacheAware
 from headstart.errors import ConfigError, RequestError
 
 BLOCK = 16
@@ -202,6 +203,61 @@ def test_books_come_out_even(policy: str, data: st.DataObject) -> None:
     assert [(load.active, load.queued_tokens) for load in many.loads] == [(0, 0)] * 4
     found = many.index.match(keys(0, 64) + keys(1, 64))
     assert found.expected == found.cached == [0] * 4
+
+
+def test_a_number_that_is_used_again_has_none_of_the_old_replica_s_work() -> None:
+    """One that drains still ends its requests: they were counted, and timed, as the new one's."""
+    many = router(replicas=2)
+    for name, at in (("a", 0), ("b", 1), ("c", 0)):
+        assert many.route(request(name, at), 0.0) == at
+    many.first_token("a", 1.0)
+    drained = many.loads[0]
+    many.set_alive(0, False)
+    many.set_alive(0, True)
+    new = many.loads[0]
+    assert (new.waiting, new.running, new.queued_tokens) == (0, 0, 0)
+    many.route(request("d", 2), 100.0)
+    many.first_token("c", 200.0)
+    many.finish("c")
+    many.finish("a")
+    assert (new.active, new.rate) == (1, pytest.approx(new.all_rate.mean)), "it was not timed yet"
+    assert (drained.active, drained.queued_tokens) == (0, 0)
+
+
+def test_a_new_replica_does_not_get_every_new_prefix_until_it_has_caught_up() -> None:
+    many = router(replicas=2)
+    many.set_alive(1, False)
+    now = 0.0
+
+    def answer(number: int) -> int:
+        nonlocal now
+        at = many.route(request(str(number), number), now)
+        many.first_token(str(number), now := now + 1.0)
+        many.finish(str(number))
+        return at
+
+    for number in range(50):
+        answer(number)
+    many.set_alive(1, True)
+    assert Counter(answer(number) for number in range(50, 70)) == {0: 10, 1: 10}
+
+
+def test_sglang_s_tree_forgets_a_replica_that_is_gone() -> None:
+    """Its number, and with it all that it had been sent, was taken for that of the next one."""
+    many = router("sglang", 2)
+    assert many.route(request("a", 1), 0.0) == 0
+    assert many.route(request("b", 2, blocks=128), 0.0) == 1
+    many.set_alive(0, False)
+    many.set_alive(0, True)
+    policy = many.policy
+    assert isinstance(policy, CacheAware) and policy._tree is not None
+    assert policy._tree.match(request("c", 1).keys).expected == [0, 0]
+    assert many.route(request("d", 3, blocks=2), 0.0) == 0  # the smaller tree
+    many.catch_up()
+    assert {key for part in policy._tree._expected for key in part} == {
+        *keys(2, 128),
+        *keys(3, 2),
+    }
 
 
 def test_what_a_router_does_not_know_changes_nothing() -> None:

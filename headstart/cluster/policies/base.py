@@ -28,3 +28,6 @@ class RoutingPolicy:
 
     def done(self, request: RouteRequest, replica: int) -> None:
         """The request is finished, or given up."""
+
+    def forget(self, replica: int) -> None:
+        """The replica is gone with all that it held; its number may be another's from now on."""

@@ -54,3 +54,10 @@ class CacheAware(RoutingPolicy):
             known.move_to_end(key)
         while len(known) > self.max_blocks:
             self._tree.unexpect(replica, [known.popitem(last=False)[0]])
+        self._tree.sweep()  # no event ever comes to this index, which would do it
+
+    def forget(self, replica: int) -> None:
+        """Nothing was sent to the next replica of this number."""
+        if self._tree is not None:
+            self._tree.remove(replica)
+            self._sent.pop(replica, None)

@@ -22,6 +22,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -48,6 +49,7 @@ __all__ = ["MAX_LOST", "ReplicaDriver"]
 MAX_LOST = 3
 _CLOSED = "the engine is closed"
 _LARGE = 1 << 14  # bytes of names: 512 blocks, which take most of a millisecond
+_PATIENCE = 1.0  # seconds between two looks at whether the thread is alive
 _AGAIN = 0.5  # seconds until a replica is followed again whose stream broke
 _LOG = logging.getLogger("headstart.server")
 
@@ -146,7 +148,16 @@ class ReplicaDriver:
             return [one for one in told if not isinstance(one, Exception)]
 
         self._front.require_open()
-        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result()
+        asking = asyncio.run_coroutine_threadsafe(ask(), self._loop)
+        while True:
+            try:
+                return asking.result(_PATIENCE)
+            except TimeoutError:
+                if self._thread.is_alive():
+                    continue
+            except CancelledError:  # by `close`
+                pass
+            raise EngineError(_CLOSED)
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.append(order)
@@ -314,6 +325,8 @@ class ReplicaDriver:
     def _drop_feed(self, name: str, task: asyncio.Task[None]) -> None:
         if self._feeds.get(name) is task:
             del self._feeds[name]
+        # The replica may run all the same: Ray cancelled the stream, or it was back at once.
+        self._loop.call_later(_AGAIN, self._match_feeds)
 
     async def _follow(self, replica: str) -> None:
         while True:
@@ -346,13 +359,12 @@ class ReplicaDriver:
 
     async def _end_all(self) -> None:
         self._take_orders()
-        running = list(self._started.values())
-        for one in running:
+        for one in list(self._started.values()):
             one.fail(EngineError(_CLOSED))
-        for feed in self._feeds.values():
-            feed.cancel()
-        tasks = [one.task for one in running if one.task is not None]
-        await asyncio.gather(*tasks, *self._feeds.values(), return_exceptions=True)
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}  # feeds, and calls of all replicas
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _cancel(stream: DeploymentResponseGenerator[Any]) -> None:

@@ -124,22 +124,16 @@ class Part(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Part]) -> Part:
-        """All tokens of some parts, one behind the other, as one."""
+        """All tokens of some parts, one behind the other, as one. Copies each token once."""
         answers: dict[int, AnswerPart] = {}
         for one in (answer for part in parts for answer in part.answers):
-            before = answers.get(one.at)
-            if before is not None:
-                logprobs = None
-                if one.logprobs is not None:
-                    logprobs = [*(before.logprobs or ()), *one.logprobs]
-                one = AnswerPart(
-                    one.at,
-                    before.start,
-                    before.token_ids + one.token_ids,
-                    logprobs,
-                    one.finish_reason,
-                )
-            answers[one.at] = one
+            whole = answers.get(one.at) or AnswerPart(one.at, one.start, [], None, None)
+            whole.token_ids.extend(one.token_ids)
+            logprobs = whole.logprobs
+            if one.logprobs is not None:
+                logprobs = [] if logprobs is None else logprobs
+                logprobs.extend(one.logprobs)
+            answers[one.at] = whole._replace(logprobs=logprobs, finish_reason=one.finish_reason)
         return cls(None, tuple(answers.values()), parts[-1].finished)
 
 

@@ -5,9 +5,18 @@ from __future__ import annotations
 from headstart.errors import EngineError, HeadstartError, ReplicaLostError
 
 try:
-    from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+    from ray.exceptions import (
+        ActorDiedError,
+        NodeDiedError,
+        ObjectLostError,
+        RayActorError,
+        RayTaskError,
+    )
+
+    # A large part of an answer lies on its replica's machine, and may be lost with it.
+    _LOST = (RayActorError, NodeDiedError, ObjectLostError)
 except ModuleNotFoundError:  # without Ray nothing raises these
-    ActorDiedError = RayActorError = RayTaskError = ()
+    ActorDiedError = RayTaskError = _LOST = ()
 
 __all__ = ["has_died", "read_error"]
 
@@ -22,7 +31,7 @@ def read_error(error: Exception) -> HeadstartError:
 
     ReplicaLostError: the replica died, or cannot be reached and may still be there.
     """
-    if isinstance(error, RayActorError):
+    if isinstance(error, _LOST):
         return ReplicaLostError(str(error).partition("\n")[0])
     if isinstance(error, RayTaskError):
         cause = error.cause

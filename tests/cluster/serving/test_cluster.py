@@ -141,9 +141,23 @@ def test_ray_is_left_when_the_replicas_cannot_be_deleted(
 
 
 def test_what_ray_raises_is_read() -> None:
-    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+    from ray.exceptions import (
+        ActorDiedError,
+        ActorUnavailableError,
+        NodeDiedError,
+        ObjectLostError,
+        OwnerDiedError,
+        RayTaskError,
+    )
 
-    for lost in (ActorDiedError(), ActorUnavailableError("it does not answer", None)):
+    for lost in (
+        ActorDiedError(),
+        ActorUnavailableError("it does not answer", None),
+        NodeDiedError("its machine died"),
+        # A large part of an answer lies on the replica's machine until it is fetched.
+        ObjectLostError("0" * 56, None, ""),
+        OwnerDiedError("0" * 56, None, ""),
+    ):
         assert isinstance(read_error(lost), ReplicaLostError)
     refused = RayTaskError("answer", "", RequestError("the prompt is empty"))
     for error in (refused, refused.as_instanceof_cause()):

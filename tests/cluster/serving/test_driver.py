@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from headstart.cluster.serving.driver import MAX_LOST
+from headstart.cluster.serving.messages import Follow
 from headstart.engine.driver import Update
 from headstart.errors import EngineError, ReplicaLostError, RequestError
-from tests.cluster.serving.scripted import LIMIT, REPLICA, Server, Told, part
+from tests.cluster.serving.scripted import LIMIT, REPLICA, Server, Stream, Told, part
 
 
 @pytest.fixture
@@ -200,6 +201,61 @@ def test_a_request_ends_after_so_many_lost_replicas(server: Server) -> None:
     told = Told()
     server.driver.submit(server.request("a"), told)
     assert str(told.next()) == f"{MAX_LOST} replicas died under this request"
+
+
+def test_a_replica_that_is_back_before_its_feed_has_ended_is_followed(server: Server) -> None:
+    """The feed that ended was the last to hear of it, and nobody followed the replica again."""
+    server.dispatcher.set_replicas([REPLICA])
+    assert server.handle.is_asked_to_follow.wait(LIMIT)
+    server.handle.is_asked_to_follow.clear()
+
+    def go_and_come() -> None:
+        for names in ([], [REPLICA]):
+            server.dispatcher.set_replicas(names)
+            server.driver._match_feeds()
+
+    server.driver._soon(go_and_come)
+    assert server.handle.is_asked_to_follow.wait(LIMIT)
+
+
+def test_a_feed_that_ray_cancels_begins_again(server: Server) -> None:
+    calls = threading.Semaphore(0)
+
+    def follow(who: Follow) -> Stream:
+        calls.release()
+        return server.handle.feed
+
+    server.handle.follow.remote = follow
+    server.handle.feed.put(asyncio.CancelledError())
+    server.dispatcher.set_replicas([REPLICA])
+    for _ in range(2):
+        assert calls.acquire(timeout=LIMIT)
+
+
+def test_close_ends_a_call_of_all_replicas(server: Server) -> None:
+    """Its thread waited for ever, and with it the end of the process."""
+    is_asked = threading.Event()
+
+    class Call:
+        async def results_async(self, return_exceptions: bool) -> list[object]:
+            is_asked.set()
+            await asyncio.Event().wait()
+            return []
+
+    server.handle.broadcast = lambda *given: Call()  # type: ignore[attr-defined]
+    ended: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            server.driver.ask_all("reset", False, False)
+        except Exception as error:
+            ended.put(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    assert is_asked.wait(LIMIT)
+    server.driver.close()
+    error = ended.get(timeout=LIMIT)
+    assert isinstance(error, EngineError) and str(error) == "the engine is closed"
 
 
 def test_a_replica_that_dies_in_the_middle_of_a_stream_ends_it(server: Server) -> None:

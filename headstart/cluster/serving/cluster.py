@@ -89,18 +89,17 @@ class ReplicaCluster:
         self._is_own_ray = self._connect(engine)
         try:
             self._is_own_app = self._name not in _ask(serve.status).applications
-            dispatcher = Dispatcher(config.routing, config.most)
+            most = config.most if self._is_own_app else max(config.most, self._join())
+            dispatcher = Dispatcher(config.routing, most)
             register(self._name, dispatcher)
             if self._is_own_app:
                 self._deploy(model, options, engine, drain_seconds)
-            else:
-                self._join()
             handle = serve.get_deployment_handle(_DEPLOYMENT, self._name)
             facts = _ask(handle.facts.remote().result)
             adapters = ReplicaAdapters(
                 lambda name, path: _ask(handle.load_adapter.remote(name, path).result)
             )
-            front = FrontEngine(read.tokenizer or model, facts, engine, config.most, adapters)
+            front = FrontEngine(read.tokenizer or model, facts, engine, most, adapters)
             driver = ReplicaDriver(handle, front, dispatcher)
             self.llm = ReplicatedLLM(front, driver, dispatcher, read.sampling, read.chat_template)
         except BaseException:
@@ -172,8 +171,11 @@ class ReplicaCluster:
         except (RayError, RayServeException, RuntimeError) as error:
             raise EngineError(f"the replicas did not start: {self._why(error)}") from error
 
-    def _join(self) -> None:
-        """Wait until the replicas that another server deployed run. Raises EngineError."""
+    def _join(self) -> int:
+        """Wait until the replicas that another server deployed run; how many those are.
+
+        Raises EngineError.
+        """
         deadline = time.monotonic() + _START_PATIENCE
         while True:
             found = _ask(serve.status).applications.get(self._name)
@@ -195,6 +197,7 @@ class ReplicaCluster:
                 count,
                 asked,
             )
+        return count
 
     def _why(self, error: Exception) -> str:
         """What a replica said when it did not start; what Ray says if none said anything."""

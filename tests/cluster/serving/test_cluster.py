@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headstart.cluster.options import ReplicaConfig
+from headstart.cluster.serving.dispatch import dispatcher_of
 from headstart.cluster.serving.ray_errors import read_error
 from headstart.errors import EngineError, ReplicaLostError, RequestError
 from headstart.version import __version__
@@ -125,6 +126,17 @@ def test_another_number_of_replicas_than_asked_for_is_told(
     told = [record.getMessage() for record in logged]
     assert any(f"{running} replicas run" in line for line in told) == is_told
     assert fake.name.startswith(f"headstart-{__version__}-")
+
+
+def test_all_replicas_of_another_server_get_requests(start: Callable[[Fake], Any]) -> None:
+    """A server that asked for 2 where 9 run had numbers for 4 of them."""
+    fake = Fake(["RUNNING"], running=9)
+    with pytest.raises(EngineError, match="ConnectionError"):  # once they run
+        start(fake)
+    dispatcher = dispatcher_of(fake.name)
+    assert dispatcher is not None
+    dispatcher.set_replicas([str(number) for number in range(9)])
+    assert len(dispatcher.replicas) == 9
 
 
 def test_ray_is_left_when_the_replicas_cannot_be_deleted(

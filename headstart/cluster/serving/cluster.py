@@ -16,7 +16,10 @@ import json
 import logging
 import math
 import os
+import signal
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -53,6 +56,7 @@ _DRAIN_LOOK = 0.5  # seconds between two looks at whether a replica that goes is
 _STARTING = ("NOT_STARTED", "DEPLOYING", "UNHEALTHY")  # what may come to run
 _START_PATIENCE = 600.0  # seconds that replicas of another server may take to run
 _START_LOOK = 0.5  # seconds between two looks at whether they do
+_STOP_PATIENCE = 75.0  # seconds that deleting the replicas may take; Ray Serve itself takes 60
 _FEEDS = 1  # streams of events that count as requests under way in each replica
 _LOG = logging.getLogger("headstart.server")
 
@@ -88,12 +92,15 @@ class ReplicaCluster:
         self._is_own_app = False
         self._is_own_ray = self._connect(engine)
         try:
-            self._is_own_app = self._name not in _ask(serve.status).applications
-            most = config.most if self._is_own_app else max(config.most, self._join())
+            is_new = self._name not in _ask(serve.status).applications
+            most = config.most if is_new else max(config.most, self._join())
             dispatcher = Dispatcher(config.routing, most)
             register(self._name, dispatcher)
-            if self._is_own_app:
-                self._deploy(model, options, engine, drain_seconds)
+            if is_new:
+                share = self._share(engine, is_alone=self._is_own_ray)
+                self._check_gpus(share)
+                self._is_own_app = True
+                self._deploy(model, options, engine, drain_seconds, share)
             handle = serve.get_deployment_handle(_DEPLOYMENT, self._name)
             facts = _ask(handle.facts.remote().result)
             adapters = ReplicaAdapters(
@@ -128,6 +135,9 @@ class ReplicaCluster:
                 if address
                 else f"Ray cannot be started: {error}"
             ) from error
+        if threading.current_thread() is threading.main_thread():
+            # Ray's own handler kills the process at once, and leaves some of Ray's behind.
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         return not address
 
     def _share(self, engine: EngineConfig, *, is_alone: bool) -> _Share:
@@ -139,11 +149,32 @@ class ReplicaCluster:
             config.replica_gpus if config.replica_gpus is not None else float(on_gpu),
         )
 
+    def _check_gpus(self, share: _Share) -> None:
+        """Ray waits for GPUs for ever, without a word. Raises ConfigError.
+
+        A cluster may yet get more machines: there a line of the log says what it waits for.
+        """
+        if not share.gpus:
+            return
+        count = ray.cluster_resources().get("GPU", 0.0)
+        room = count // share.gpus if share.gpus > 1 else count * (1 // share.gpus)
+        if room >= self._config.least:
+            return
+        where = "this machine" if self._is_own_ray else "the cluster"
+        told = f"{self._config.least} replicas need {share.gpus:g} GPUs each; {where} has {count:g}"
+        if self._is_own_ray:
+            raise ConfigError(f"{told}; allowed: fewer replicas, or a smaller --replica-gpus")
+        _LOG.warning("%s: the server waits until there are more", told)
+
     def _deploy(
-        self, model: str, options: Mapping[str, Any], engine: EngineConfig, drain_seconds: float
+        self,
+        model: str,
+        options: Mapping[str, Any],
+        engine: EngineConfig,
+        drain_seconds: float,
+        share: _Share,
     ) -> None:
         config = self._config
-        share = self._share(engine, is_alone=self._is_own_ray)
         given = dict(options)
         if self._is_own_ray and engine.device == "cpu":  # they share one machine's memory
             given["kv_cache_fraction"] = engine.kv_cache_fraction / config.most
@@ -221,7 +252,7 @@ class ReplicaCluster:
     def _leave(self) -> None:
         try:
             if self._is_own_app:  # its replicas save what is to be kept
-                _ask(lambda: serve.delete(self._name))
+                _ask_in_time(lambda: serve.delete(self._name), _STOP_PATIENCE)
         except HeadstartError as error:
             _LOG.warning("the replicas may not have saved what they cached: %s", error)
         finally:
@@ -236,6 +267,27 @@ def _ask(function: Callable[[], Answer]) -> Answer:
         return function()
     except Exception as error:
         raise read_error(error) from error
+
+
+def _ask_in_time(function: Callable[[], object], seconds: float) -> None:
+    """As `_ask`, of a Ray that may have died: its calls then wait for ever. Raises EngineError."""
+    failed: list[HeadstartError] = []
+
+    def ask() -> None:
+        try:
+            if not any(node["Alive"] for node in ray.nodes()):
+                raise EngineError("no machine of Ray is alive")
+            _ask(function)
+        except Exception as error:
+            failed.append(read_error(error))
+
+    thread = threading.Thread(target=ask, name="headstart-replicas-end", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        failed.append(EngineError(f"Ray did not answer for {seconds:g} s"))
+    for error in failed:
+        raise error
 
 
 def _check_address(address: str | None) -> None:

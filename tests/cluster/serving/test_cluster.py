@@ -1,7 +1,9 @@
 """Starting replicas, and joining those of another server, where Ray fails. No Ray is started."""
 
 import logging
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from headstart.cluster.options import ReplicaConfig
 from headstart.cluster.serving.dispatch import dispatcher_of
 from headstart.cluster.serving.ray_errors import read_error
-from headstart.errors import EngineError, ReplicaLostError, RequestError
+from headstart.errors import EngineError, HeadstartError, ReplicaLostError, RequestError
 from headstart.version import __version__
 from tests.cluster.serving.scripted import MODEL, Server
 
@@ -25,6 +27,7 @@ class Fake:
         self.states, self.running = states, running
         self.shut_down = 0
         self.name = ""
+        self.is_alive, self.gpus = True, 0.0
 
     def status(self) -> Any:
         """Each call is a look at the next state; None is an application that is not there."""
@@ -64,23 +67,29 @@ def _raise(error: Exception) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fake], Any]:
+def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     from headstart.cluster.serving import cluster
 
-    def start(fake: Fake) -> Any:
+    def start(fake: Fake, **config: Any) -> Any:
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
         monkeypatch.setattr(cluster.ray, "init", lambda *given, **named: None)
         monkeypatch.setattr(cluster.ray, "shutdown", fake.shutdown)
+        monkeypatch.setattr(cluster.ray, "nodes", lambda: [{"Alive": fake.is_alive}])
+        monkeypatch.setattr(
+            cluster.ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": fake.gpus}
+        )
         monkeypatch.setattr(cluster, "serve", fake)
         monkeypatch.setattr(cluster, "_START_LOOK", 0.0)
         monkeypatch.setattr(cluster, "_START_PATIENCE", 1.0)
-        return cluster.ReplicaCluster(MODEL, {"num_blocks": 64}, ReplicaConfig(replicas=2))
+        return cluster.ReplicaCluster(
+            MODEL, {"num_blocks": 64}, ReplicaConfig(replicas=2, **config)
+        )
 
     return start
 
 
 def test_ray_is_left_when_it_cannot_tell_what_runs(
-    start: Callable[[Fake], Any], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = Fake([None])
     monkeypatch.setattr(fake, "status", _raise(ConnectionError("the head is gone")))
@@ -90,7 +99,7 @@ def test_ray_is_left_when_it_cannot_tell_what_runs(
 
 
 def test_what_ray_raises_for_the_first_call_is_an_error_of_ours(
-    start: Callable[[Fake], Any],
+    start: Callable[..., Any],
 ) -> None:
     fake = Fake(["RUNNING"])
     with pytest.raises(EngineError, match="the replicas cannot be asked: ConnectionError"):
@@ -100,14 +109,14 @@ def test_what_ray_raises_for_the_first_call_is_an_error_of_ours(
 
 @pytest.mark.parametrize("state", ["DEPLOY_FAILED", "DELETING", "DEPLOYING"])
 def test_replicas_of_another_server_that_do_not_come_to_run_are_told(
-    state: str, start: Callable[[Fake], Any]
+    state: str, start: Callable[..., Any]
 ) -> None:
     with pytest.raises(EngineError, match=f"and they are {state}; allowed: RUNNING"):
         start(Fake([state]))
 
 
 def test_replicas_that_go_while_they_are_waited_for_are_told(
-    start: Callable[[Fake], Any],
+    start: Callable[..., Any],
 ) -> None:
     with pytest.raises(EngineError, match="and they are gone"):
         start(Fake(["DEPLOYING", "DEPLOYING", None]))
@@ -117,7 +126,7 @@ def test_replicas_that_go_while_they_are_waited_for_are_told(
 def test_another_number_of_replicas_than_asked_for_is_told(
     running: int,
     is_told: bool,
-    start: Callable[[Fake], Any],
+    start: Callable[..., Any],
     logged: list[logging.LogRecord],
 ) -> None:
     fake = Fake(["DEPLOYING", "DEPLOYING", "RUNNING"], running)
@@ -140,7 +149,7 @@ def test_all_replicas_of_another_server_get_requests(start: Callable[[Fake], Any
 
 
 def test_ray_is_left_when_the_replicas_cannot_be_deleted(
-    start: Callable[[Fake], Any], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from headstart.cluster.serving.cluster import ReplicaCluster
 
@@ -149,6 +158,83 @@ def test_ray_is_left_when_the_replicas_cannot_be_deleted(
     monkeypatch.setattr(ReplicaCluster, "_deploy", lambda *given: None)
     with pytest.raises(EngineError, match="ConnectionError"):
         start(fake)
+    assert fake.shut_down == 1
+
+
+@pytest.fixture
+def handler() -> Iterator[None]:
+    """What SIGTERM does, put back; until a server says otherwise, nothing."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("handler")
+def test_sigterm_while_replicas_start_leaves_ray_in_order(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's own handler ended the process with a dump; some of Ray's processes stayed."""
+    from headstart.cluster.serving.cluster import ReplicaCluster
+
+    fake = Fake([None])
+    fake.delete = lambda name: None  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        ReplicaCluster, "_deploy", lambda *given: signal.raise_signal(signal.SIGTERM)
+    )
+    with pytest.raises(SystemExit) as ended:
+        start(fake)
+    assert (ended.value.code, fake.shut_down) == (128 + signal.SIGTERM, 1)
+
+
+@pytest.mark.usefixtures("handler")
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_replicas_of_a_ray_that_died_are_not_waited_for(
+    is_alive: bool,
+    start: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    logged: list[logging.LogRecord],
+) -> None:
+    """Ray Serve's `delete` waits for ever for a controller whose machine is gone."""
+    from headstart.cluster.serving import cluster
+
+    fake, deleted = Fake([None]), threading.Event()
+    fake.delete = lambda name: deleted.wait(20.0)  # type: ignore[attr-defined]
+    fake.is_alive = is_alive
+    monkeypatch.setattr(cluster.ReplicaCluster, "_deploy", lambda *given: None)
+    monkeypatch.setattr(cluster, "_STOP_PATIENCE", 20.0 if not is_alive else 0.1)
+    try:
+        with pytest.raises(EngineError, match="ConnectionError"):
+            start(fake)
+    finally:
+        deleted.set()
+    assert fake.shut_down == 1
+    why = "Ray did not answer for 0.1 s" if is_alive else "no machine of Ray is alive"
+    assert any(why in record.getMessage() for record in logged)
+
+
+@pytest.mark.usefixtures("handler")
+@pytest.mark.parametrize(
+    ("gpus", "share", "fits"),
+    [(1.0, 1.0, False), (1.0, 0.5, True), (2.0, 1.0, True), (2.0, 2.0, False), (1.0, 0.6, False)],
+)
+def test_gpus_that_this_machine_has_not_are_told_at_once(
+    gpus: float,
+    share: float,
+    fits: bool,
+    start: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray waited for them for ever, and the server with it, without a word."""
+    from headstart.cluster.serving.cluster import ReplicaCluster
+
+    monkeypatch.setattr(ReplicaCluster, "_deploy", lambda *given: None)
+    fake = Fake([None])
+    fake.gpus = gpus
+    fake.delete = lambda name: None  # type: ignore[attr-defined]
+    with pytest.raises(HeadstartError) as told:
+        start(fake, replica_gpus=share)
+    said = f"2 replicas need {share:g} GPUs each; this machine has {gpus:g}"
+    assert (said in str(told.value)) != fits
     assert fake.shut_down == 1
 
 

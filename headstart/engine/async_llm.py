@@ -300,6 +300,11 @@ class AsyncLLM(OfOneProcess):
         return not self.is_stopped
 
     @property
+    def has_engine(self) -> bool:
+        """Whether a request would be computed now: of replicas, none may run for a while."""
+        return True
+
+    @property
     def is_stopped(self) -> bool:
         """Whether it is closed, or broke."""
         try:

@@ -76,6 +76,11 @@ class Front(ABC):
         return ()
 
     @property
+    def has_engine(self) -> bool:
+        """Whether a request that is taken is computed now, and waits for no replica."""
+        return True
+
+    @property
     def is_ready(self) -> bool:
         """Whether new requests are taken."""
         return not self.is_draining and self.is_running
@@ -167,6 +172,10 @@ class Service(Front):
     @property
     def is_running(self) -> bool:
         return self.llm.is_running
+
+    @property
+    def has_engine(self) -> bool:
+        return self.llm.has_engine
 
     @property
     def max_model_len(self) -> int:

@@ -25,7 +25,6 @@ __all__ = ["router"]
 router = APIRouter(prefix="/cache")
 router.add_api_route("/prewarm", api.prewarm, methods=["POST"])
 router.add_api_route("/reset", api.reset, methods=["POST"])
-router.add_api_route("/advice", api.advise, methods=["GET"])
 
 
 @router.get("")
@@ -51,6 +50,16 @@ async def explain_prompt(body: PromptBody, request: Request) -> Response:
     held = llm.dispatcher.held(RouteRequest(prepared.request_id, prefix_keys(names), count, size))
     most = max(held.values(), default=0)
     return JsonResponse({"prompt_tokens": count, "cached_tokens": most, "replicas": held})
+
+
+@router.get("/advice")
+async def advise(request: Request) -> Response:
+    """As with one engine, without its memory.
+
+    What another replica has looks as if this one had evicted it.
+    """
+    told = await asyncio.to_thread(service_of(request).watch.advise)
+    return JsonResponse({name: value for name, value in told.items() if name != "memory"})
 
 
 def _spell(name: str, labels: dict[str, str]) -> str:

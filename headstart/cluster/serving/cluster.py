@@ -97,10 +97,9 @@ class ReplicaCluster:
             dispatcher = Dispatcher(config.routing, most)
             register(self._name, dispatcher)
             if is_new:
-                share = self._share(engine, is_alone=self._is_own_ray)
-                self._check_gpus(share)
+                self._check_gpus(self._share(engine, is_alone=self._is_own_ray))
                 self._is_own_app = True
-                self._deploy(model, options, engine, drain_seconds, share)
+                self._deploy(model, options, engine, drain_seconds)
             handle = serve.get_deployment_handle(_DEPLOYMENT, self._name)
             facts = _ask(handle.facts.remote().result)
             adapters = ReplicaAdapters(
@@ -167,14 +166,10 @@ class ReplicaCluster:
         _LOG.warning("%s: the server waits until there are more", told)
 
     def _deploy(
-        self,
-        model: str,
-        options: Mapping[str, Any],
-        engine: EngineConfig,
-        drain_seconds: float,
-        share: _Share,
+        self, model: str, options: Mapping[str, Any], engine: EngineConfig, drain_seconds: float
     ) -> None:
         config = self._config
+        share = self._share(engine, is_alone=self._is_own_ray)
         given = dict(options)
         if self._is_own_ray and engine.device == "cpu":  # they share one machine's memory
             given["kv_cache_fraction"] = engine.kv_cache_fraction / config.most

@@ -333,7 +333,7 @@ class ReplicaDriver:
             try:
                 await self._read_feed(replica)
             except Exception as error:  # it died, which Ray Serve tells the dispatcher, or broke
-                _LOG.info("replica %s is not followed: %s", replica, error)
+                _LOG.info("replica %s is not followed: %s", replica, read_error(error))
                 await asyncio.sleep(_AGAIN)
 
     async def _read_feed(self, replica: str) -> None:

@@ -43,6 +43,11 @@ class ReplicatedLLM(AsyncLLM):
         whole: AsyncDriver = driver
         self._take(Started(cast("Any", front), chats, cast("Any", whole), sampling))
 
+    @property
+    def has_engine(self) -> bool:
+        """Whether a replica runs; until one does, requests wait."""
+        return bool(self.dispatcher.replicas)
+
     def read_metrics(self) -> list[Metric]:
         """Those of all replicas: sums, and of shares the mean. For any thread."""
         told = [metric for metrics in self.dispatcher.metrics.values() for metric in metrics]

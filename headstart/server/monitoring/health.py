@@ -26,9 +26,12 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """Status 200 while new requests are taken; 503 while the server stops."""
-    if not front_of(request).is_ready:
+    """Status 200 while new requests are taken; 503 while the server stops, or no replica runs."""
+    front = front_of(request)
+    if not front.is_ready:
         raise ApiError(503, "the server is stopping", retry_after=5)
+    if not front.has_engine:
+        raise ApiError(503, "no replica runs; requests wait until one does", retry_after=5)
     return JsonResponse({"status": "ready"})
 
 

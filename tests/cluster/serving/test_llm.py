@@ -8,15 +8,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI
 
 from headstart import SamplingParams
 from headstart.cluster.serving import gauges
 from headstart.cluster.serving.adapters import check_adapter
+from headstart.cluster.serving.cache_api import router
 from headstart.cluster.serving.llm import ReplicatedLLM
 from headstart.engine.adapters.request import Adapter, LoRARequest
 from headstart.engine.vllm_api.metrics import Counter, Gauge, Histogram, Metric, read_metrics
 from headstart.errors import AdapterNotFoundError, DamagedAdapterError, RequestError
+from headstart.server.app import create_app
 from tests.cluster.serving.scripted import REPLICA, Server, Told, part
 from tests.engine.tiny_llm import make_llm, save_smallest
 
@@ -188,3 +192,29 @@ def test_a_prepared_request_is_answered() -> None:
     with pytest.raises(RequestError, match="request is 'text'; allowed: what `prepare`"):
         made.outputs("text")  # type: ignore[arg-type]
     made.close()
+
+
+async def _get(app: FastAPI, path: str) -> httpx.Response:
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        return await client.get(path)
+
+
+def test_a_server_is_ready_while_a_replica_runs() -> None:
+    """A load balancer sent requests to a server whose replicas were all dead: they waited."""
+    server = Server()
+    llm = ReplicatedLLM(server.front, server.driver, server.dispatcher, SamplingParams())
+    app = create_app(llm, "tiny", cache_api=router)
+    for replicas, status in (([], 503), ([REPLICA], 200), ([], 503)):
+        server.dispatcher.set_replicas(replicas)
+        told = asyncio.run(_get(app, "/ready"))
+        assert told.status_code == status
+        assert ("no replica runs" in told.text) == (status == 503)
+        assert asyncio.run(_get(app, "/health")).status_code == 200
+    llm.close()
+
+
+def test_advice_on_replicas_says_nothing_of_memory(llm: ReplicatedLLM) -> None:
+    """A prompt that went to another replica was told as evicted, and more memory advised."""
+    told = asyncio.run(_get(create_app(llm, "tiny", cache_api=router), "/cache/advice"))
+    assert set(told.json()) == {"prompts", "prompt_tokens", "cached_tokens", "forks"}

@@ -13,6 +13,7 @@ Files that end in .gz are unpacked.
 
 import gzip
 import json
+import math
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,7 +47,13 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            found = json.loads(line)
+            try:
+                found = json.loads(line)
+            except json.JSONDecodeError as error:  # which says "line 1" of every line
+                raise ConfigError(
+                    f"{path} cannot be read as a trace: {error.msg}: line {number} column "
+                    f"{error.colno}"
+                ) from error
             if not isinstance(found, dict) or not {"hash_ids", "tokens"} & found.keys():
                 raise ConfigError(
                     f"{path}, line {number}: {describe(found)}; allowed: an object with "
@@ -126,7 +133,8 @@ def _whole_numbers(path: Path, number: int, line: dict[str, Any], key: str) -> l
 
 def _number(path: Path, number: int, line: dict[str, Any], key: str, least: int) -> Any:
     value = line.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value < math.inf:
         raise ConfigError(
             f"{path}, request {number}: {key} is {describe(value)}; allowed: at least {least}"
         )

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,8 @@ def test_sessions(tmp_path: Path) -> None:
         ({"tokens": [True]}, "tokens is \\[True\\]"),
         ({"tokens": []}, "tokens is \\[\\]; allowed: at least one"),
         ({"tokens": [1], "output": -1}, "output is -1; allowed: at least 0"),
+        ({"tokens": [1], "time": math.inf}, "time is inf; allowed: at least 0"),
+        ({"tokens": [1], "time": math.nan}, "time is nan; allowed: at least 0"),
     ],
 )
 def test_a_wrong_line_is_said(tmp_path: Path, line: dict[str, Any], says: str) -> None:
@@ -110,6 +113,14 @@ def test_what_is_no_trace_is_said(tmp_path: Path) -> None:
     numpy.savez(tmp_path / "e.npz", B=numpy.int32(64))
     with pytest.raises(ConfigError, match="has no t, L, out"):
         read_trace(tmp_path / "e.npz")
+
+
+def test_a_line_that_is_no_json_is_said_by_its_number(tmp_path: Path) -> None:
+    (tmp_path / "cut.jsonl").write_text('{"tokens": [1]}\n\n{"tokens": [1')
+    with pytest.raises(
+        ConfigError, match=r"cut.jsonl cannot be read as a trace: .*: line 3 column 14"
+    ):
+        read_trace(tmp_path / "cut.jsonl")
 
 
 def test_copies_share_nothing_and_keep_their_sessions_apart(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstdint>
 #include <thread>
+#include <type_traits>
 
 // Changes with any exported signature; headstart/native/__init__.py holds the same number, so that
 // a library built from older sources is not used. bindings.py declares the signatures and structs.
@@ -46,6 +47,14 @@ void parallel(int threads, Function&& function) {
     run_parallel(
         [](void* data, int thread, int count) { (*static_cast<Function*>(data))(thread, count); },
         &function, threads);
+}
+
+// Calls a function with `count` (1 to MOST; more count as MOST) as the value of a type.
+template <int MOST, class Function>
+void with_count(int64_t count, const Function& function) {
+    if constexpr (MOST > 1)
+        if (count < MOST) return with_count<MOST - 1>(count, function);
+    function(std::integral_constant<int, MOST>());
 }
 
 // The work of one parallel(), in stages that follow one another.

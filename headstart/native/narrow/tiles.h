@@ -1,0 +1,100 @@
+// Products of rows with a weight of narrow numbers that lies in rows itself, in steps of 16 inputs;
+// include it after the pragma.
+//
+// A Kind says how numbers are multiplied:
+//
+//     Number, Input         of the weight, and of the rows
+//     OUTPUTS               how many outputs are summed together, by the number of rows (1 to 4):
+//                           sums and weights fit in 16 registers
+//     load(from)            a step of the weight
+//     Sum.add(step, from)   adds the products of a step of the weight and of a row
+//     Sum.total()           the sum for an output
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "digits.h"
+
+namespace headstart {
+namespace {
+
+constexpr int64_t STEP = 16;       // inputs
+constexpr int64_t TILE = 1 << 16;  // bytes of the weight that stay in the second cache
+constexpr int64_t MOST_ROWS = 64;  // that stay there with them
+constexpr int TOGETHER = 4;        // outputs, and rows, whose sums are taken together at most
+
+inline int64_t steps_of(int64_t inputs) { return (inputs + STEP - 1) / STEP; }
+
+// OUTPUTS rows of the weight, the first at `weight`, times ROWS rows: sums[row][output]. The last
+// step of the weight, if it is not a whole one, is copied: behind it lies another row.
+template <class Kind, int OUTPUTS, int ROWS>
+void multiply(const typename Kind::Number* weight, int64_t inputs,
+              const typename Kind::Input* rows, float (*sums)[TOGETHER]) {
+    using Number = typename Kind::Number;
+    const int64_t whole = inputs / STEP, steps = steps_of(inputs);
+    typename Kind::Sum sum[OUTPUTS][ROWS] = {};
+    const auto step = [&](int64_t at, int o, const Number* from) __attribute__((always_inline)) {
+        const auto numbers = Kind::load(from);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) sum[o][r].add(numbers, rows + (r * steps + at) * STEP);
+    };
+    // Rows of a weight are short: the hardware would find each anew. So the next rows are fetched
+    // while these are multiplied.
+    const int64_t ahead = OUTPUTS * inputs;
+    for (int64_t at = 0; at < whole; at++)
+#pragma GCC unroll 4
+        for (int o = 0; o < OUTPUTS; o++) {
+            const Number* now = weight + o * inputs + at * STEP;
+            _mm_prefetch(reinterpret_cast<const char*>(now + ahead), _MM_HINT_T0);
+            step(at, o, now);
+        }
+    if (whole < steps)
+#pragma GCC unroll 4
+        for (int o = 0; o < OUTPUTS; o++) {
+            Number tail[STEP] = {};
+            std::memcpy(tail, weight + o * inputs + whole * STEP, inputs % STEP * sizeof(Number));
+            step(whole, o, tail);
+        }
+#pragma GCC unroll 4
+    for (int o = 0; o < OUTPUTS; o++)
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) sums[r][o] = sum[o][r].total();
+}
+
+// Calls finish(row, output, sum) for the products of all rows, which lie in whole steps with zeros
+// at their ends, with a weight [outputs, inputs].
+template <class Kind, class Finish>
+void multiply_rows(const typename Kind::Number* weight, int64_t outputs, int64_t inputs,
+                   const typename Kind::Input* rows, int64_t count, int threads,
+                   const Finish& finish) {
+    const auto multiply_some = [&](int64_t row, auto height, int64_t from, int64_t to) {
+        constexpr int ROWS = height.value, OUTPUTS = Kind::OUTPUTS[ROWS - 1];
+        for (int64_t output = from; output < to;) {
+            const bool one = to - output < OUTPUTS;
+            float sums[ROWS][TOGETHER];
+            (one ? multiply<Kind, 1, ROWS> : multiply<Kind, OUTPUTS, ROWS>)(
+                weight + output * inputs, inputs, rows + row * steps_of(inputs) * STEP, sums);
+            for (int r = 0; r < ROWS; r++)
+                for (int o = 0; o < (one ? 1 : OUTPUTS); o++)
+                    finish(row + r, output + o, sums[r][o]);
+            output += one ? 1 : OUTPUTS;
+        }
+    };
+    const int64_t width = inputs * sizeof *weight;
+    const int64_t tile = std::max<int64_t>(TOGETHER, TILE / width / TOGETHER * TOGETHER);
+    parallel(threads, [&](int thread, int all) {
+        const int64_t begin = outputs * thread / all, end = outputs * (thread + 1) / all;
+        for (int64_t block = 0; block < count; block += MOST_ROWS)
+            for (int64_t from = begin; from < end; from += tile) {
+                const int64_t last = std::min(count, block + MOST_ROWS);
+                for (int64_t row = block; row < last; row += TOGETHER)
+                    with_count<TOGETHER>(last - row, [&](auto height) {
+                        multiply_some(row, height, from, std::min(end, from + tile));
+                    });
+            }
+    });
+}
+
+}  // namespace
+}  // namespace headstart

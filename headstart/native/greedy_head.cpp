@@ -74,7 +74,7 @@ struct Search {
 
     // Rows are cut into tiles of nearly the same height.
     int64_t tiles(bool high) const {
-        const int64_t tallest = high ? 2 * TALLEST : TALLEST;
+        const int64_t tallest = high ? INT8_TILE : INT8_TILE / 2;
         return (rows + tallest - 1) / tallest;
     }
     int64_t edge(bool high, int64_t tile) const { return rows * tile / tiles(high); }
@@ -128,18 +128,22 @@ struct Search {
                     for (int64_t r = 0; r < rows; r++) upper[r * panels + p] = -INFINITE;
                     continue;
                 }
-                const uint8_t* next = screen->panel(std::min(p + 1, panels - 1));
+                const auto words = [&](int64_t panel) {
+                    return reinterpret_cast<const uint32_t*>(screen->panel(panel));
+                };
+                const uint32_t* next = words(std::min(p + 1, panels - 1));
                 for (int64_t t = 0; t < count; t++) {
-                    __m512i sums[2 * TALLEST][2];
+                    alignas(64) float sums[INT8_TILE * PANEL];
                     const int64_t first = edge(HIGH, t), tall = edge(HIGH, t + 1) - first;
-                    multiply_integers(screen->panel(p), quads, packed + first * quads * WORDS,
-                                      WORDS * tall, next + (t == 1 ? quads * 64 : 0),
-                                      count == 1 ? 2 : t < 2 ? 1 : 0, sums);
+                    avx512_int8_products.multiply(
+                        packed + first * quads * WORDS, static_cast<int>(WORDS * tall), words(p),
+                        quads, sums, false, next + (t == 1 ? quads * PANEL / 2 : 0),
+                        count == 1 ? 2 : t < 2 ? 1 : 0);
                     for (int64_t r = first; r < first + tall; r++) {
                         __m512 ends = _mm512_load_ps(mine + r * 16);
                         upper[r * panels + p] =
                             bounds<HIGH>(*screen, p, known[r], allowed(r, p),
-                                         sums + WORDS * (r - first), &ends);
+                                         sums + WORDS * (r - first) * PANEL, &ends);
                         _mm512_store_ps(mine + r * 16, ends);
                     }
                 }

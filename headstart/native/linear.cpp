@@ -9,30 +9,40 @@ namespace {
 
 constexpr int TILE = 14;  // rows whose sums fit in registers: 2 x 14 of 32
 
+inline __m512 add_products(__m512 sum, __m512i weights, __m512i row) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(row),
+                            reinterpret_cast<__m512bh>(weights));
+}
+
+inline __m512i add_products(__m512i sum, __m512i weights, __m512i row) {
+    return _mm512_dpbusd_epi32(sum, weights, row);
+}
+
 // TALL rows times one panel, prefetching FETCH cache lines per pair of inputs. A single tile (2)
 // reads the panel from memory: it prefetches its own panel AHEAD pairs ahead, and at its end the
-// beginning of `next`. One of two tiles (1) prefetches its half of the next panel.
-template <int TALL, int FETCH>
+// beginning of `next`. One of two tiles (1) prefetches its half of the next panel. Sums are floats
+// or integers.
+template <class Sum, int TALL, int FETCH>
 void tile(const uint32_t* rows, const uint32_t* panel, int64_t pairs, float* sums, bool add,
           const char* next) {
     constexpr int64_t AHEAD = 96;
-    __m512 c[TALL][2];
+    Sum c[TALL][2];
     for (int r = 0; r < TALL; r++)
         for (int h = 0; h < 2; h++)
-            c[r][h] = add ? _mm512_load_ps(sums + r * PANEL + 16 * h) : _mm512_setzero_ps();
+            c[r][h] = reinterpret_cast<Sum>(
+                add ? _mm512_load_ps(sums + r * PANEL + 16 * h) : _mm512_setzero_ps());
     const char* fetch = reinterpret_cast<const char*>(panel + AHEAD * PANEL);
     const auto step = [&]() __attribute__((always_inline)) {
 #pragma GCC unroll 2
         for (int line = 0; line < FETCH; line++)
             _mm_prefetch(fetch + 64 * line, FETCH == 2 ? _MM_HINT_T0 : _MM_HINT_T1);
         fetch += 64 * FETCH;
-        const auto left = reinterpret_cast<__m512bh>(_mm512_loadu_si512(panel));
-        const auto right = reinterpret_cast<__m512bh>(_mm512_loadu_si512(panel + 16));
+        const __m512i left = _mm512_loadu_si512(panel), right = _mm512_loadu_si512(panel + 16);
 #pragma GCC unroll 16
         for (int r = 0; r < TALL; r++) {
-            const auto x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(rows[r])));
-            c[r][0] = _mm512_dpbf16_ps(c[r][0], x, left);
-            c[r][1] = _mm512_dpbf16_ps(c[r][1], x, right);
+            const __m512i x = _mm512_set1_epi32(static_cast<int>(rows[r]));
+            c[r][0] = add_products(c[r][0], left, x);
+            c[r][1] = add_products(c[r][1], right, x);
         }
         rows += TALL;
         panel += PANEL;
@@ -44,17 +54,8 @@ void tile(const uint32_t* rows, const uint32_t* panel, int64_t pairs, float* sum
 #pragma GCC unroll 4
     for (int64_t k = own; k < pairs; k++) step();
     for (int r = 0; r < TALL; r++)
-        for (int h = 0; h < 2; h++) _mm512_store_ps(sums + r * PANEL + 16 * h, c[r][h]);
+        for (int h = 0; h < 2; h++) _mm512_store_si512(sums + r * PANEL + 16 * h, reinterpret_cast<__m512i>(c[r][h]));
 }
-
-using Tile = void (*)(const uint32_t*, const uint32_t*, int64_t, float*, bool, const char*);
-
-template <int... TALL>
-struct Tiles {
-    Tile table[3][sizeof...(TALL)] = {{tile<TALL + 1, 0>...}, {tile<TALL + 1, 1>...},
-                                      {tile<TALL + 1, 2>...}};
-};
-constexpr Tiles<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13> tiles;
 
 // Transposes the pairs of up to 16 rows, 16 pairs at a time: out[pair * step + row].
 inline void turn(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out,
@@ -84,16 +85,23 @@ void pack(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out)
     if (width % 2 == 1) out[width / 2] = x[width - 1];
 }
 
+template <class Sum, int TALLEST>
 void multiply_rows(const uint32_t* rows, int count, const uint32_t* panel, int64_t pairs,
                    float* sums, bool add, const uint32_t* next, int fetch) {
-    tiles.table[fetch][count - 1](rows, panel, pairs, sums, add,
-                                  reinterpret_cast<const char*>(next));
+    with_count<TALLEST>(count, [&](auto tall) {
+        with_count<3>(fetch + 1, [&](auto lines) {
+            tile<Sum, tall.value, lines.value - 1>(rows, panel, pairs, sums, add,
+                                                   reinterpret_cast<const char*>(next));
+        });
+    });
 }
 
 }  // namespace
 
 const Products headstart::avx512_products{TILE, 18 * TILE, 640, 400 * 1024, pack,
-                                          multiply_rows};
+                                          multiply_rows<__m512, TILE>};
+const Products headstart::avx512_int8_products{INT8_TILE, 0, 0, 0, nullptr,
+                                               multiply_rows<__m512i, INT8_TILE>};
 
 extern "C" {
 

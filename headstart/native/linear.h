@@ -71,6 +71,10 @@ struct Products {
                      float* sums, bool add, const uint32_t* next, int fetch);
 };
 extern const Products avx512_products, amx_products, amx_int8_products;
+// Four bytes + 128 for a pair of weights, four int8 for one of a row, and sums in int32: multiply()
+// alone, of at most INT8_TILE rows.
+extern const Products avx512_int8_products;
+constexpr int INT8_TILE = 8;
 inline const Products& products() { return use_amx ? amx_products : avx512_products; }
 constexpr int64_t MOST_ROWS = 512;
 

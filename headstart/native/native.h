@@ -51,7 +51,7 @@ void parallel(int threads, Function&& function) {
 
 // Calls a function with `count` (1 to MOST; more count as MOST) as the value of a type.
 template <int MOST, class Function>
-void with_count(int64_t count, const Function& function) {
+__attribute__((always_inline)) inline void with_count(int64_t count, const Function& function) {
     if constexpr (MOST > 1)
         if (count < MOST) return with_count<MOST - 1>(count, function);
     function(std::integral_constant<int, MOST>());

@@ -77,56 +77,6 @@ inline float number(bf16 x) {
     std::memcpy(&value, &bits, 4);
     return std::fabs(value) < 0x1p-126f ? 0.0f : value;
 }
-// See multiply_integers(); a single tile prefetches AHEAD bytes ahead.
-template <int WORDS, int FETCH>
-void integers(const uint8_t* panel, int64_t quads, const uint32_t* rows, const uint8_t* next,
-              __m512i (*sums)[2]) {
-    constexpr int64_t AHEAD = 8192;
-    const uint8_t* fetch = FETCH == 2 ? panel + AHEAD : next;
-    __m512i c[WORDS][2];
-    for (int r = 0; r < WORDS; r++)
-        for (int h = 0; h < 2; h++) c[r][h] = _mm512_setzero_si512();
-    const auto step = [&](const uint32_t* x, const uint8_t* w) __attribute__((always_inline)) {
-        const __m512i left = _mm512_load_si512(w);
-        const __m512i right = _mm512_load_si512(w + 64);
-#pragma GCC unroll 12
-        for (int r = 0; r < WORDS; r++) {
-            const __m512i one = _mm512_set1_epi32(static_cast<int>(x[r]));
-            c[r][0] = _mm512_dpbusd_epi32(c[r][0], left, one);
-            c[r][1] = _mm512_dpbusd_epi32(c[r][1], right, one);
-        }
-    };
-    int64_t q = 0;
-    for (; q + 4 <= quads; q += 4) {
-#pragma GCC unroll 8
-        for (int line = 0; line < 4 * FETCH; line++)
-            _mm_prefetch(fetch + 64 * line, _MM_HINT_T0);
-        fetch += 4 * 64 * FETCH;
-        step(rows, panel);
-        step(rows + WORDS, panel + 4 * PANEL);
-        step(rows + 2 * WORDS, panel + 8 * PANEL);
-        step(rows + 3 * WORDS, panel + 12 * PANEL);
-        rows += 4 * WORDS;
-        panel += 16 * PANEL;
-    }
-    for (; q < quads; q++) {
-        step(rows, panel);
-        rows += WORDS;
-        panel += 4 * PANEL;
-    }
-    for (int r = 0; r < WORDS; r++)
-        for (int h = 0; h < 2; h++) sums[r][h] = c[r][h];
-}
-
-using Integers = void (*)(const uint8_t*, int64_t, const uint32_t*, const uint8_t*,
-                          __m512i (*)[2]);
-
-template <int... WORDS>
-struct AllIntegers {
-    Integers table[3][sizeof...(WORDS)] = {
-        {integers<WORDS + 1, 0>...}, {integers<WORDS + 1, 1>...}, {integers<WORDS + 1, 2>...}};
-};
-constexpr AllIntegers<0, 1, 2, 3, 4, 5, 6, 7> all_integers;
 
 }  // namespace
 
@@ -174,26 +124,21 @@ ScreenRow headstart::prepare_row(const bf16* x, int64_t inputs, uint32_t* out, i
     return row;
 }
 
-void headstart::multiply_integers(const uint8_t* panel, int64_t quads, const uint32_t* rows,
-                                  int64_t words, const uint8_t* next, int fetch,
-                                  __m512i (*sums)[2]) {
-    all_integers.table[fetch][words - 1](panel, quads, rows, next, sums);
-}
-
 template <bool COARSE>
 float headstart::bounds(const Screen& screen, int64_t panel, const ScreenRow& row,
-                        uint32_t allowed, const __m512i (*sums)[2], __m512* lower) {
+                        uint32_t allowed, const float* sums, __m512* lower) {
     __m512 most = _mm512_set1_ps(-INFINITE);
     const __m512 tiny = _mm512_set1_ps(static_cast<float>(screen.inputs) * 0x1p-120f);
     for (int half = 0; half < 2; half++) {
         const int64_t left = screen.outputs - panel * PANEL - 16 * half;
         if (left <= 0) break;
         const auto there = first_lanes(left) & static_cast<__mmask16>(allowed >> 16 * half);
-        const auto part = [&](__m512i sum, int32_t offset) {
-            return _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(offset)));
+        const auto part = [&](const float* from, int32_t offset) {
+            const __m512i integers = _mm512_load_si512(from + 16 * half);
+            return _mm512_cvtepi32_ps(_mm512_sub_epi32(integers, _mm512_set1_epi32(offset)));
         };
-        __m512 sum = _mm512_mul_ps(part(sums[0][half], row.high), _mm512_set1_ps(256.0f));
-        if (!COARSE) sum = _mm512_add_ps(sum, part(sums[1][half], row.low));
+        __m512 sum = _mm512_mul_ps(part(sums, row.high), _mm512_set1_ps(256.0f));
+        if (!COARSE) sum = _mm512_add_ps(sum, part(sums + PANEL, row.low));
         const auto of = [&](const float* x) { return _mm512_load_ps(x + 16 * half); };
         const __m512 logit = _mm512_mul_ps(_mm512_mul_ps(sum, of(screen.scales(panel))),
                                            _mm512_set1_ps(row.step));
@@ -207,9 +152,9 @@ float headstart::bounds(const Screen& screen, int64_t panel, const ScreenRow& ro
 }
 
 template float headstart::bounds<true>(const Screen&, int64_t, const ScreenRow&, uint32_t,
-                                       const __m512i (*)[2], __m512*);
+                                       const float*, __m512*);
 template float headstart::bounds<false>(const Screen&, int64_t, const ScreenRow&, uint32_t,
-                                        const __m512i (*)[2], __m512*);
+                                        const float*, __m512*);
 
 extern "C" {
 

@@ -19,7 +19,6 @@
 
 namespace headstart {
 
-constexpr int TALLEST = 4;  // rows whose sums fit in registers: 4 x 4 of 32
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 // Weights [outputs, inputs] in panels of 32 outputs. A panel holds, for each four inputs, 16
@@ -53,16 +52,11 @@ struct ScreenRow {
 ScreenRow prepare_row(const bf16* x, int64_t inputs, uint32_t* out, int64_t stride,
                       uint32_t* coarse, int64_t step);
 
-// A panel times `words` (1 to 2 * TALLEST) words of four bytes per four inputs, which are rows'
-// high bytes, or high and low bytes: sums[word][half]. Prefetches `fetch` cache lines per two lines
-// read: a single tile (2) its own panel, one of two tiles (1) its half of `next`.
-void multiply_integers(const uint8_t* panel, int64_t quads, const uint32_t* rows, int64_t words,
-                       const uint8_t* next, int fetch, __m512i (*sums)[2]);
-
 // The greatest upper bound of a row's logits in a panel, of outputs whose bit is set in `allowed`;
-// raises `lower` to greater lower bounds of these. COARSE: the sums are of high bytes only.
+// raises `lower` to greater lower bounds of these. `sums` [32] are of the row's high bytes; unless
+// COARSE, those of its low bytes follow.
 template <bool COARSE>
 float bounds(const Screen& screen, int64_t panel, const ScreenRow& row, uint32_t allowed,
-             const __m512i (*sums)[2], __m512* lower);
+             const float* sums, __m512* lower);
 
 }  // namespace headstart

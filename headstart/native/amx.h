@@ -6,8 +6,6 @@
 //     2 3  +=   5  *  6 7
 #pragma once
 
-#include <atomic>
-
 #include "native.h"
 
 #ifdef HEADSTART_HAS_AMX

@@ -2,19 +2,9 @@
 //
 // The compiler gets no -mavx flags: they would put such instructions into the functions that ask
 // what the CPU has. Headers that files for other CPUs include too come before the pragma for the same
-// reason: of an inline function that several files define, the linker keeps one.
+// reason: of an inline function that several files define, the linker keeps one. So native.h includes
+// the standard ones for all.
 #pragma once
-
-#include <algorithm>
-#include <atomic>
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <limits>
-#include <memory>
-#include <thread>
-#include <vector>
 
 #include "native.h"
 

@@ -15,9 +15,6 @@
 // of |x|, the wider bounds still leave few candidate panels.
 #include "avx512.h"
 
-#include <cmath>
-#include <limits>
-
 #include "screen.h"
 
 using namespace headstart;

@@ -10,11 +10,6 @@
 // result has the same bits alone and in any batch, on any thread.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-
 #include "native.h"
 #include "simd.h"
 

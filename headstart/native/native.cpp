@@ -2,7 +2,6 @@
 // operating system about pages of memory.
 #include "native.h"
 
-#include <atomic>
 #include <cstddef>
 
 #ifdef __linux__

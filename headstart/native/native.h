@@ -1,4 +1,4 @@
-// Shared by every kernel file: threads, and the version of this interface.
+// Shared by every kernel file: standard headers, threads, and the version of this interface.
 //
 // Kernels are plain `extern "C"` functions, loaded by ctypes: neither Python's nor torch's headers
 // are needed, so the library builds wherever there is a compiler. Most files need AVX-512 with bf16
@@ -8,10 +8,17 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
 #include <thread>
 #include <type_traits>
+#include <vector>
 
 // Changes with any exported signature; headstart/native/__init__.py holds the same number, so that
 // a library built from older sources is not used. bindings.py declares the signatures and structs.

@@ -3,8 +3,6 @@
 
 #include "screen.h"
 
-#include <cmath>
-
 using namespace headstart;
 
 namespace {

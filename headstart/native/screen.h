@@ -13,8 +13,6 @@
 // x' may be only the high bytes of the 16 bits: half the work, and wider bounds.
 #pragma once
 
-#include <limits>
-
 #include "linear.h"
 
 namespace headstart {

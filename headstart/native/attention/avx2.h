@@ -1,8 +1,6 @@
 // Small AVX2 functions over floats; include it after the pragma.
 #pragma once
 
-#include <immintrin.h>
-
 #include "rows.h"
 
 namespace headstart {

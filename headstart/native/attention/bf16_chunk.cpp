@@ -17,10 +17,6 @@
 
 #include "../avx512.h"
 
-#include <algorithm>
-#include <cstring>
-#include <memory>
-
 #include "bf16_products.h"
 
 namespace headstart {

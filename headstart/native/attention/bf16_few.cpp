@@ -14,9 +14,6 @@
 
 #include "../avx512.h"
 
-#include <algorithm>
-#include <cstring>
-
 #include "bf16_rows.h"
 
 namespace headstart {

@@ -1,9 +1,6 @@
 // Code that both attention kernels in bf16 share.
 #pragma once
 
-#include <algorithm>
-#include <cstring>
-
 #include "../simd.h"
 #include "rows.h"
 

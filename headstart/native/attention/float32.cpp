@@ -15,13 +15,6 @@
 // other row of its chunk, and not on how many there are.
 #include "rows.h"
 
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <limits>
-#include <memory>
-#include <vector>
-
 #pragma GCC target("avx2,fma")
 
 #include "float32_tile.h"

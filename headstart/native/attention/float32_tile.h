@@ -2,12 +2,6 @@
 // the pragma.
 #pragma once
 
-#include <cmath>
-#include <cstring>
-#include <limits>
-#include <memory>
-#include <type_traits>
-
 #include "int8_rows.h"
 
 namespace headstart {

@@ -2,12 +2,6 @@
 // pragma.
 #pragma once
 
-#include <immintrin.h>
-
-#include <algorithm>
-#include <cstring>
-#include <limits>
-
 #include "../narrow/digits.h"
 #include "avx2.h"
 

@@ -1,10 +1,6 @@
 // A chunk's rows and keys: their addresses, and which positions they see.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <type_traits>
-
 #include "attention.h"
 
 namespace headstart {

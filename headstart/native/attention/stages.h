@@ -11,9 +11,6 @@
 //     store_row(to, from, dim, factor)    writes floats times a factor
 #pragma once
 
-#include <algorithm>
-#include <vector>
-
 #include "rows.h"
 
 namespace headstart {

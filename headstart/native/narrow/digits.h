@@ -1,13 +1,6 @@
 // Small AVX2 functions over rows that become whole numbers; include it after the pragma.
 #pragma once
 
-#include <immintrin.h>
-
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-
 namespace headstart {
 
 // The largest of 8 whole numbers.

@@ -7,12 +7,6 @@
 // rows and threads.
 #include "../native.h"
 
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <limits>
-#include <memory>
-
 #pragma GCC target("avx2,fma")
 
 #include "tiles.h"

@@ -1,9 +1,6 @@
 // Products of float32 rows with a weight of 4 or 5 bits, for CPUs with AVX2.
 #include "int4.h"
 
-#include <cmath>
-#include <limits>
-
 #pragma GCC target("avx2,fma,f16c")
 
 #include "digits.h"

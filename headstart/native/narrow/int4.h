@@ -15,11 +15,6 @@
 // same bits alone, in any batch, on any number of threads, and by either instruction set.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <memory>
-
 #include "../native.h"
 
 namespace headstart::int4 {

@@ -6,12 +6,6 @@
 // added in one order, so a row has the same bits alone, in any batch and on any number of threads.
 #include "../native.h"
 
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <limits>
-#include <memory>
-
 #pragma GCC target("avx2,fma")
 
 #include "tiles.h"

@@ -11,9 +11,6 @@
 //     Sum.total()           the sum for an output
 #pragma once
 
-#include <algorithm>
-#include <cstring>
-
 #include "digits.h"
 
 namespace headstart {

@@ -117,23 +117,14 @@ void attend_tile(Lanes& s, int tile, int count, const AttentionCall& call,
 template <int VECTORS>
 void attend_keys(Lanes& s, const Rows<bf16>& rows) {
     const AttentionCall& call = rows.call;
-    Seen seen(s.rows[0]);
-    for (int lane = 1; lane < rows.chunk.count; ++lane) seen.add(s.rows[lane]);
     const bool amx = use_amx && call.key_dim % 32 == 0 && call.value_dim % 32 == 0;
-    const int step = amx ? 32 : 8;  // a tile is cut short to a multiple of this
-    ScoreOptions options{call.scaling * LOG2_E, call.softcap, false, amx, call.value_dim};
-    const int start = seen.start(*rows.chunk.segment), last = seen.last;
-    rows.find_tile(s.next, start, last);
-    for (int tile = start; tile < last; tile += TILE) {
-        const int count = std::min(TILE, (last - tile + step - 1) / step * step);
-        options.masked = seen.partly(tile, count);
-        s.now = s.next;
-        rows.find_tile(s.next, tile + TILE, last);
-        if (seen.partly(tile, std::min(count, last - tile)))
-            isolate_nonfinite(s.now, count, call.value_dim);
-        if (!amx) pair_values(s, count, call.value_dim);
-        attend_tile<VECTORS>(s, tile, count, call, options);
-    }
+    attend_tiles(s, rows, amx ? 32 : 8, nullptr, [&](const Keys& keys) {
+        if (keys.partly) isolate_nonfinite(s.now, keys.filled, call.value_dim);
+        if (!amx) pair_values(s, keys.filled, call.value_dim);
+        attend_tile<VECTORS>(s, keys.first, keys.filled, call,
+                             {call.scaling * LOG2_E, call.softcap, keys.partly_filled, amx,
+                              call.value_dim});
+    });
 }
 
 // The output of 16 lanes, one row after the other.
@@ -158,23 +149,16 @@ void attend_rows(Lanes& s, const Rows<bf16>& rows) {
     attend_keys<VECTORS>(s, rows);
     release_tiles();
     for (int v = 0; v < VECTORS; ++v) store_rows(s, rows, v);
-    for (int lane = 0; rows.partial() && lane < rows.chunk.count; ++lane) {
-        float* to = rows.partial_of(s.rows[lane]);
-        to[0] = s.maximum[lane];
-        to[1] = s.sum[lane];
-    }
+    for (int lane = 0; lane < rows.chunk.count; ++lane)
+        rows.store_sum(s.rows[lane], s.maximum[lane], s.sum[lane]);
 }
 
 }  // namespace
 
 void attend_chunk(const Rows<bf16>& rows) {
     Lanes& s = *scratch;
-    switch ((rows.chunk.count + 15) / 16) {
-        case 1: return attend_rows<1>(s, rows);
-        case 2: return attend_rows<2>(s, rows);
-        case 3: return attend_rows<3>(s, rows);
-        default: return attend_rows<4>(s, rows);
-    }
+    with_count<CHUNK_VECTORS>((rows.chunk.count + 15) / 16,
+                              [&](auto vectors) { attend_rows<vectors.value>(s, rows); });
 }
 
 }  // namespace headstart

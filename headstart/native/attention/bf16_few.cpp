@@ -15,6 +15,7 @@
 #include "../avx512.h"
 
 #include "bf16_rows.h"
+#include "softmax.h"
 
 namespace headstart {
 namespace {
@@ -23,17 +24,10 @@ constexpr int LANES = 16;
 constexpr int VECTORS = TILE / LANES;
 
 // The state of one chunk; one per thread, reused for every chunk.
-struct alignas(64) Few {
+struct alignas(64) Few : Softmax<FEW_ROWS, LANES, bf16> {
     uint32_t query[FEW_ROWS][MAX_DIM / 2];  // pairs of dims
-    float scores[FEW_ROWS][TILE];
     uint32_t weights[FEW_ROWS][TILE / 2];  // pairs of keys
     float out[FEW_ROWS][MAX_DIM];
-    float sum[FEW_ROWS][LANES];  // one of every 16 keys in each
-    float maximum[FEW_ROWS];     // in units of log2
-    float shrink[FEW_ROWS];      // the factor for weights of earlier tiles
-    Row rows[FEW_ROWS];
-    Tile<bf16> now;
-    Tile<bf16> next;
 };
 
 thread_local Few few;
@@ -42,16 +36,12 @@ void begin(Few& s, const Rows<bf16>& rows) {
     const AttentionCall& call = rows.call;
     const int pairs = call.key_dim / 2;
     for (int r = 0; r < rows.chunk.count; ++r) {
-        const Row row = s.rows[r] = rows.row(r);
-        const bf16* query = rows.query(row);
+        const bf16* query = rows.query(s.begin(rows, r));
         for (int p = 0; p < pairs; p += LANES)
             _mm512_store_si512(&s.query[r][p],
                                _mm512_maskz_loadu_epi32(first_lanes(pairs - p), query + 2 * p));
         for (int d = 0; d < call.value_dim; d += LANES)
             _mm512_store_ps(&s.out[r][d], _mm512_setzero_ps());
-        _mm512_store_ps(s.sum[r], _mm512_setzero_ps());
-        s.maximum[r] = rows.first_maximum(row);
-        s.sum[r][0] = rows.first_sum();
     }
 }
 
@@ -88,19 +78,6 @@ void score_keys(Few& s, int k, int key_dim, float scale) {
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
         _mm512_store_ps(&s.scores[r][k], _mm512_mul_ps(sums[r], _mm512_set1_ps(scale)));
-}
-
-void hide(Few& s, int r, int tile, int count) {
-    const __m512i first = _mm512_set1_epi32(s.rows[r].first_key);
-    const __m512i last = _mm512_set1_epi32(s.rows[r].last_key);
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    __m512i at = _mm512_add_epi32(_mm512_set1_epi32(tile), lanes);
-    for (int k = 0; k < count; k += LANES) {
-        const __mmask16 hidden =
-            _mm512_cmpgt_epi32_mask(first, at) | _mm512_cmple_epi32_mask(last, at);
-        _mm512_mask_store_ps(&s.scores[r][k], hidden, _mm512_set1_ps(HIDDEN));
-        at = _mm512_add_epi32(at, _mm512_set1_epi32(LANES));
-    }
 }
 
 // Turns a row's scores into weights relative to the new maximum.
@@ -153,40 +130,20 @@ void add_values(Few& s, int count, int d, __mmask32 there) {
 }
 
 template <int ROWS>
-void attend_tile(Few& s, const Rows<bf16>& rows, int tile, int count, bool masked) {
-    const AttentionCall& call = rows.call;
+void attend_tile(Few& s, const AttentionCall& call, const Keys& keys) {
+    const int count = keys.filled;
+    if (keys.partly) isolate_nonfinite(s.now, count, call.value_dim);
     for (int k = 0; k < count; k += LANES)
         score_keys<ROWS>(s, k, call.key_dim, call.scaling * LOG2_E);
     for (int r = 0; r < ROWS; ++r) {
         for (int k = 0; call.softcap > 0.0f && k < count; k += LANES)
             _mm512_store_ps(&s.scores[r][k],
                             soft_cap(_mm512_load_ps(&s.scores[r][k]), call.softcap));
-        if (masked) hide(s, r, tile, count);
+        if (keys.partly_filled) s.hide(r, keys);
         weigh(s, r, count);
     }
     for (int d = 0; d < call.value_dim; d += 32)
         add_values<ROWS>(s, count, d, first_halves(call.value_dim - d));
-}
-
-template <int ROWS>
-__attribute__((noinline)) void attend_keys(Few& s, const Rows<bf16>& rows, const Rows<bf16>* following) {
-    Seen seen(s.rows[0]);
-    for (int r = 1; r < ROWS; ++r) seen.add(s.rows[r]);
-    const int start = seen.start(*rows.chunk.segment), last = seen.last;
-    rows.find_tile(s.next, start, last);
-    for (int tile = start; tile < last; tile += TILE) {
-        const int count = std::min(TILE, (last - tile + 2 * LANES - 1) / (2 * LANES) * (2 * LANES));
-        s.now = s.next;
-        if (tile + TILE < last) {  // the tile to prefetch while this one is computed
-            rows.find_tile(s.next, tile + TILE, last);
-        } else if (following != nullptr) {
-            const Row row = following->row(0);
-            following->find_tile(s.next, std::min(row.first_key, row.last_key - 1), row.last_key);
-        }
-        if (seen.partly(tile, std::min(count, last - tile)))
-            isolate_nonfinite(s.now, count, rows.call.value_dim);
-        attend_tile<ROWS>(s, rows, tile, count, seen.partly(tile, count));
-    }
 }
 
 void finish(const Few& s, const Rows<bf16>& rows) {
@@ -195,24 +152,20 @@ void finish(const Few& s, const Rows<bf16>& rows) {
         const __m512 share = _mm512_set1_ps(rows.partial() ? 1.0f : 1.0f / sum);
         for (int d = 0; d < rows.call.value_dim; d += LANES)
             store_dims(rows, s.rows[r], d, _mm512_mul_ps(_mm512_load_ps(&s.out[r][d]), share));
-        if (!rows.partial()) continue;
-        float* to = rows.partial_of(s.rows[r]);
-        to[0] = s.maximum[r];
-        to[1] = sum;
+        rows.store_sum(s.rows[r], s.maximum[r], sum);
     }
 }
 
 }  // namespace
 
 void attend_few(const Rows<bf16>& rows, const Chunk* next) {
-    using Attend = void (*)(Few&, const Rows<bf16>&, const Rows<bf16>*);
-    constexpr Attend attend[FEW_ROWS] = {attend_keys<1>, attend_keys<2>, attend_keys<3>,
-                                         attend_keys<4>, attend_keys<5>, attend_keys<6>,
-                                         attend_keys<7>, attend_keys<8>};
     Few& s = few;
     begin(s, rows);
-    const Rows<bf16> following{rows.step, rows.call, next == nullptr ? rows.chunk : *next};
-    attend[rows.chunk.count - 1](s, rows, next == nullptr ? nullptr : &following);
+    with_count<FEW_ROWS>(rows.chunk.count, [&](auto count) {
+        attend_tiles(s, rows, 2 * LANES, next, [&](const Keys& keys) {
+            attend_tile<count.value>(s, rows.call, keys);
+        });
+    });
     finish(s, rows);
 }
 

@@ -19,27 +19,16 @@ void attend_chunk(const Rows<bf16>& rows);
 constexpr int FEW_ROWS = 8;
 void attend_few(const Rows<bf16>& rows, const Chunk* next);
 
-struct NanRow {
-    bf16 numbers[MAX_DIM];
-    constexpr NanRow() : numbers() {
-        for (bf16& number : numbers) number = 0x7fc0;
-    }
-};
-inline constexpr NanRow NAN_ROW;
-inline constexpr bf16 ZERO_ROW[MAX_DIM] = {};
+inline bool has_nonfinite(const bf16* row, int dim) {
+    __mmask32 found = 0;
+    for (int d = 0; d < dim; d += 32) found |= nonfinite(load_pairs(row + d, dim - d));
+    return found != 0;
+}
 
-// For a tile that some rows see only in part. A weight of 0 times a value that is not finite is
-// NaN, so a hidden key would affect rows that do not see it. Such a value becomes zeros and its key
-// NaN: the score is then NaN for every row that sees it, and masked for every other row.
 inline void isolate_nonfinite(Tile<bf16>& tile, int count, int value_dim) {
-    for (int k = 0; k < count; ++k) {
-        __mmask32 found = 0;
-        for (int d = 0; d < value_dim; d += 32)
-            found |= nonfinite(load_pairs(tile.values[k] + d, value_dim - d));
-        if (found == 0) continue;
-        tile.keys[k] = NAN_ROW.numbers;
-        tile.values[k] = ZERO_ROW;
-    }
+    static constexpr Constant<bf16> nan(0x7fc0);
+    isolate_nonfinite(tile, count, nan,
+                      [&](const bf16* row) { return has_nonfinite(row, value_dim); });
 }
 
 // 16 dims of a row's output from `d` on: to the result, or to a partial.

@@ -72,7 +72,7 @@ inline void multiply(Matrix a, int count, const Line& line, Matrix c, const floa
 
 template <int ROWS, class Stored>
 void score_rows(Scratch<Stored>& s, int row, int count, int key_dim) {
-    const Matrix query{s.query, key_dim}, scores{s.weights[0], TILE};
+    const Matrix query{s.query, key_dim}, scores{s.scores[0], TILE};
     for (int k = 0; k < count; k += PANEL)
         multiply<ROWS>(
             query.from(row, 0), key_dim,
@@ -89,7 +89,7 @@ void score_rows(Scratch<Stored>& s, int row, int count, int key_dim) {
 // Adds the tile's weighted values to the rows' output.
 template <int ROWS, class Stored>
 void add_values(Scratch<Stored>& s, int row, int count, int value_dim, int64_t width) {
-    const Matrix weights{s.weights[0], TILE}, out{s.out, width};
+    const Matrix weights{s.scores[0], TILE}, out{s.out, width};
     const auto add = [&](int d, const auto& line) {
         multiply<ROWS>(weights.from(row, 0), count, line, out.from(row, d), s.shrink + row);
     };
@@ -105,61 +105,38 @@ void add_values(Scratch<Stored>& s, int row, int count, int value_dim, int64_t w
         if (whole < value_dim) add(whole, [&](int k) { return s.values.tails[k]; });
 }
 
-template <class Stored>
-void hide(Scratch<Stored>& s, int r, int tile, int count) {
-    const __m256i first = _mm256_set1_epi32(s.rows[r].first_key);
-    const __m256i last = _mm256_set1_epi32(s.rows[r].last_key);
-    for (int k = 0; k < count; k += LANES) {
-        const __m256i at = _mm256_add_epi32(_mm256_set1_epi32(tile + k), lane_numbers());
-        const __m256i seen =
-            _mm256_andnot_si256(_mm256_cmpgt_epi32(first, at), _mm256_cmpgt_epi32(last, at));
-        const __m256 scores = _mm256_load_ps(&s.weights[r][k]);
-        _mm256_store_ps(&s.weights[r][k], _mm256_blendv_ps(_mm256_set1_ps(HIDDEN), scores,
-                                                           _mm256_castsi256_ps(seen)));
-    }
-}
-
 // Turns a row's scores into weights relative to the new maximum, times the values' scales.
 template <class Stored>
 void weigh(Scratch<Stored>& s, int r, int count) {
-    __m256 most = _mm256_load_ps(s.weights[r]);
+    __m256 most = _mm256_load_ps(s.scores[r]);
     for (int k = LANES; k < count; k += LANES)
-        most = _mm256_max_ps(most, _mm256_load_ps(&s.weights[r][k]));
+        most = _mm256_max_ps(most, _mm256_load_ps(&s.scores[r][k]));
     const float before = s.maximum[r];
     s.maximum[r] = std::max(before, largest_lane(most));
     const __m256 maximum = _mm256_set1_ps(s.maximum[r]);
     const __m256 shrink = power(_mm256_sub_ps(_mm256_set1_ps(before), maximum));
     s.shrink[r] = _mm256_cvtss_f32(shrink);
     __m256 sum = _mm256_mul_ps(_mm256_load_ps(s.sum[r]), shrink);
+#pragma GCC unroll 8
     for (int k = 0; k < count; k += LANES) {
-        __m256 weight = power(_mm256_sub_ps(_mm256_load_ps(&s.weights[r][k]), maximum));
+        __m256 weight = power(_mm256_sub_ps(_mm256_load_ps(&s.scores[r][k]), maximum));
         sum = _mm256_add_ps(sum, weight);
         if constexpr (SCALED<Stored>)
             weight = _mm256_mul_ps(weight, _mm256_loadu_ps(s.values.value_scales + k));
-        _mm256_store_ps(&s.weights[r][k], weight);
+        _mm256_store_ps(&s.scores[r][k], weight);
     }
     _mm256_store_ps(s.sum[r], sum);
 }
 
 // Calls a function for groups of up to MOST rows of nearly the same size, with the first row of each
 // and the number of its rows as a type.
-template <int ROWS>
-struct Count {
-    static constexpr int value = ROWS;
-};
 template <class Function>
 void in_groups(int rows, const Function& function) {
     const int groups = (rows + MOST - 1) / MOST;
     for (int group = 0; group < groups; ++group) {
         const int row = rows * group / groups;
-        switch (rows * (group + 1) / groups - row) {
-            case 1: function(row, Count<1>()); break;
-            case 2: function(row, Count<2>()); break;
-            case 3: function(row, Count<3>()); break;
-            case 4: function(row, Count<4>()); break;
-            case 5: function(row, Count<5>()); break;
-            default: function(row, Count<MOST>()); break;
-        }
+        with_count<MOST>(rows * (group + 1) / groups - row,
+                         [&](auto count) { function(row, count); });
     }
 }
 
@@ -172,15 +149,7 @@ class Attention {
 
     void run() {
         begin();
-        Seen seen(s.rows[0]);
-        for (int r = 1; r < count; ++r) seen.add(s.rows[r]);
-        const int start = seen.start(*rows.chunk.segment);
-        rows.find_tile(s.next, start, seen.last);
-        for (int tile = start; tile < seen.last; tile += TILE) {
-            s.now = s.next;
-            rows.find_tile(s.next, tile + TILE, seen.last);
-            attend_tile(seen, tile);
-        }
+        attend_tiles(s, rows, PANEL, nullptr, [&](const Keys& keys) { attend_tile(keys); });
         finish();
     }
 
@@ -188,59 +157,43 @@ class Attention {
     void begin() {
         const float scale = call.scaling * LOG2_E;
         for (int r = 0; r < count; ++r) {
-            const Row row = s.rows[r] = rows.row(r);
-            const float* query = rows.query(row);
+            const float* query = rows.query(s.begin(rows, r));
             for (int d = 0; d < call.key_dim; ++d) s.query[r * call.key_dim + d] = query[d] * scale;
-            s.maximum[r] = rows.first_maximum(row);
-            for (int lane = 0; lane < LANES; ++lane) s.sum[r][lane] = 0.0f;
-            s.sum[r][0] = rows.first_sum();
         }
         std::memset(s.out, 0, count * width * sizeof(float));
     }
 
-    void attend_tile(const Seen& seen, int tile) {
-        const int keys = std::min(TILE, seen.last - tile);
-        const int filled = (keys + PANEL - 1) / PANEL * PANEL;
-        const bool masked = seen.partly(tile, filled);
+    void attend_tile(const Keys& keys) {
+        const int filled = std::min(keys.filled, TILE);  // so loops over it can be unrolled
         if constexpr (SCALED<Stored>) load_scales(s);
-        if (seen.partly(tile, keys)) isolate_nonfinite(s, keys, call.value_dim);
+        if (keys.partly) isolate_nonfinite(s, keys.count, call.value_dim);
         transpose_keys(s, filled, call.key_dim);
         in_groups(count, [&](int row, auto group) {
             score_rows<group.value>(s, row, filled, call.key_dim);
         });
         for (int r = 0; r < count; ++r) {
-            if constexpr (SCALED<Stored>) scale_scores(r, filled);
+            if constexpr (SCALED<Stored>)
+                for (int k = 0; k < filled; ++k) s.scores[r][k] *= s.values.key_scales[k];
             for (int k = 0; call.softcap > 0.0f && k < filled; k += LANES)
-                _mm256_store_ps(&s.weights[r][k],
-                                soft_cap(_mm256_load_ps(&s.weights[r][k]), call.softcap));
-            if (masked) hide(s, r, tile, filled);
+                _mm256_store_ps(&s.scores[r][k],
+                                soft_cap(_mm256_load_ps(&s.scores[r][k]), call.softcap));
+            if (keys.partly_filled) s.hide(r, keys);
             weigh(s, r, filled);
         }
-        load_values(s, keys, call.value_dim, width);
+        load_values(s, keys.count, call.value_dim, width);
         in_groups(count, [&](int row, auto group) {
-            add_values<group.value>(s, row, keys, call.value_dim, width);
+            add_values<group.value>(s, row, keys.count, call.value_dim, width);
         });
-    }
-
-    void scale_scores(int r, int count) {
-        for (int k = 0; k < count; k += LANES)
-            _mm256_store_ps(&s.weights[r][k],
-                            _mm256_mul_ps(_mm256_load_ps(&s.weights[r][k]),
-                                          _mm256_loadu_ps(s.values.key_scales + k)));
     }
 
     void finish() {
         for (int r = 0; r < count; ++r) {
             const float sum = total(_mm256_load_ps(s.sum[r]));
             const float* from = s.out + r * width;
-            float* to = rows.out(s.rows[r]);
-            float share = 1.0f / sum;
-            if (rows.partial()) {
-                to = rows.partial_of(s.rows[r]);
-                *to++ = s.maximum[r];
-                *to++ = sum;
-                share = 1.0f;
-            }
+            const bool partial = rows.partial();
+            float* to = partial ? rows.partial_of(s.rows[r]) + 2 : rows.out(s.rows[r]);
+            const float share = partial ? 1.0f : 1.0f / sum;
+            rows.store_sum(s.rows[r], s.maximum[r], sum);
             for (int d = 0; d < call.value_dim; ++d) to[d] = from[d] * share;
         }
     }
@@ -256,11 +209,8 @@ struct Float32 {
     static constexpr int CHUNK_ROWS = CHUNK;
 
     static bool write_row(float* to, float*, const float* from, int dim) {
-        __m256i found = _mm256_setzero_si256();
-        for (int d = 0; d < dim; d += LANES)
-            found = _mm256_or_si256(found, nonfinite(load(from + d, dim - d)));
         std::memcpy(to, from, dim * sizeof(float));
-        return _mm256_testz_si256(found, found) == 0;
+        return has_nonfinite(from, dim);
     }
 
     static bool write_row(int8_t* to, float* scale, const float* from, int dim) {

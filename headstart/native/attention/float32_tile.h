@@ -3,6 +3,7 @@
 #pragma once
 
 #include "int8_rows.h"
+#include "softmax.h"
 
 namespace headstart {
 namespace {
@@ -32,18 +33,11 @@ constexpr int LINE = 64 / sizeof(Stored);  // numbers in a cache line
 
 // A thread's working memory for one chunk, reused for every chunk.
 template <class Stored>
-struct alignas(64) Scratch {
+struct alignas(64) Scratch : Softmax<CHUNK, LANES, Stored> {
     float query[CHUNK * MAX_DIM];   // [row, key_dim], in units of log2
     float out[CHUNK * MAX_DIM];     // [row, value_dim in whole panels]
-    float weights[CHUNK][TILE];     // scores at first
     float keys[MAX_DIM][TILE];      // transposed
     Values<Stored> values;
-    float sum[CHUNK][LANES];        // one of every 8 keys in each
-    float maximum[CHUNK];           // in units of log2
-    float shrink[CHUNK];            // the factor for weights of earlier tiles
-    Row rows[CHUNK];
-    Tile<Stored> now;
-    Tile<Stored> next;
 };
 
 // Made on a thread's first use. Behind a pointer, since the compiler recomputes the address of a
@@ -54,15 +48,6 @@ Scratch<Stored>& scratch() {
         std::make_unique<Scratch<Stored>>();
     return *made;
 }
-
-struct NanRow {
-    float numbers[MAX_DIM];
-    constexpr NanRow() : numbers() {
-        for (float& number : numbers) number = std::numeric_limits<float>::quiet_NaN();
-    }
-};
-constexpr NanRow NAN_ROW;
-constexpr float ZERO_ROW[MAX_DIM] = {};
 
 template <class Stored>
 void transpose_keys(Scratch<Stored>& s, int count, int key_dim) {
@@ -79,19 +64,17 @@ void transpose_keys(Scratch<Stored>& s, int count, int key_dim) {
         }
 }
 
-// For a tile that some rows see only in part. A weight of 0 times a value that is not finite is
-// NaN, so a hidden key would affect rows that do not see it. Such a value becomes zeros and its key
-// NaN: the score is then NaN for every row that sees it, and masked for every other row.
+inline bool has_nonfinite(const float* row, int dim) {
+    __m256i found = _mm256_setzero_si256();
+    for (int d = 0; d < dim; d += LANES)
+        found = _mm256_or_si256(found, nonfinite(load(row + d, dim - d)));
+    return _mm256_testz_si256(found, found) == 0;
+}
+
 void isolate_nonfinite(Scratch<float>& s, int count, int value_dim) {
-    Tile<float>& tile = s.now;
-    for (int k = 0; k < count; ++k) {
-        __m256i found = _mm256_setzero_si256();
-        for (int d = 0; d < value_dim; d += LANES)
-            found = _mm256_or_si256(found, nonfinite(load(tile.values[k] + d, value_dim - d)));
-        if (_mm256_testz_si256(found, found)) continue;
-        tile.keys[k] = NAN_ROW.numbers;
-        tile.values[k] = ZERO_ROW;
-    }
+    static constexpr Constant<float> nan(std::numeric_limits<float>::quiet_NaN());
+    isolate_nonfinite(s.now, count, nan,
+                      [&](const float* row) { return has_nonfinite(row, value_dim); });
 }
 
 void isolate_nonfinite(Scratch<int8_t>& s, int count, int) {

@@ -68,6 +68,14 @@ struct Rows {
         return step.partials + (number * call.heads + row.head) * (2 + call.value_dim);
     }
 
+    // Writes the maximum and the sum of a row, if it is partial.
+    void store_sum(const Row& row, float maximum, float sum) const {
+        if (!partial()) return;
+        float* to = partial_of(row);
+        to[0] = maximum;
+        to[1] = sum;
+    }
+
     // A sink is a score whose value is zero: it only initialises the maximum and the sum.
     bool sinks() const { return call.sinks != nullptr && chunk.segment->first_key == 0; }
 
@@ -124,5 +132,60 @@ struct Seen {
     // True if some row does not see all of the positions from `tile` on, `count` of them.
     bool partly(int tile, int count) const { return tile < all_first || tile + count > all_last; }
 };
+
+// A tile of a chunk's keys: the first position, the number of keys, and their number filled up to a
+// multiple of what a kernel takes together. True if some row does not see all of either.
+struct Keys {
+    int first, count, filled;
+    bool partly, partly_filled;
+};
+
+// Calls attend(keys) for each tile of the keys that a chunk's rows, s.rows, see; s.now has the
+// addresses. Those of s.next may be prefetched: of the next tile, then of the first tile of
+// `following`, unless that is null.
+template <class Scratch, class Number, class Stored, class Attend>
+void attend_tiles(Scratch& s, const Rows<Number, Stored>& rows, int together,
+                  const Chunk* following, const Attend& attend) {
+    Seen seen(s.rows[0]);
+    for (int r = 1; r < rows.chunk.count; ++r) seen.add(s.rows[r]);
+    const int start = seen.start(*rows.chunk.segment), last = seen.last;
+    rows.find_tile(s.next, start, last);
+    for (int tile = start; tile < last; tile += TILE) {
+        const int count = std::min(TILE, last - tile);
+        const int filled = (count + together - 1) / together * together;
+        s.now = s.next;
+        if (tile + TILE < last || following == nullptr) {
+            rows.find_tile(s.next, tile + TILE, last);
+        } else {
+            const Rows<Number, Stored> after{rows.step, rows.call, *following};
+            const Row row = after.row(0);
+            after.find_tile(s.next, std::min(row.first_key, row.last_key - 1), row.last_key);
+        }
+        attend(Keys{tile, count, filled, seen.partly(tile, count), seen.partly(tile, filled)});
+    }
+}
+
+// A row of one number.
+template <class Number>
+struct Constant {
+    Number numbers[MAX_DIM] = {};
+    constexpr explicit Constant(Number number) {
+        for (Number& one : numbers) one = number;
+    }
+};
+
+// For a tile that some rows see only in part. A weight of 0 times a value that is not finite is
+// NaN, so a hidden key would affect rows that do not see it. Such a value becomes zeros and its key
+// `nan`: the score is then NaN for every row that sees it, and masked for every other row.
+template <class Number, class IsNonfinite>
+void isolate_nonfinite(Tile<Number>& tile, int count, const Constant<Number>& nan,
+                       const IsNonfinite& is_nonfinite) {
+    static constexpr Constant<Number> zeros(0);
+    for (int k = 0; k < count; ++k) {
+        if (!is_nonfinite(tile.values[k])) continue;
+        tile.keys[k] = nan.numbers;
+        tile.values[k] = zeros.numbers;
+    }
+}
 
 }  // namespace headstart

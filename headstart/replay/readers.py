@@ -134,7 +134,7 @@ def _whole_numbers(path: Path, number: int, line: dict[str, Any], key: str) -> l
 def _number(path: Path, number: int, line: dict[str, Any], key: str, least: int) -> Any:
     value = line.get(key)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not least <= value < math.inf:
+    if value is None or not is_number or not least <= value < math.inf:
         raise ConfigError(
             f"{path}, request {number}: {key} is {describe(value)}; allowed: at least {least}"
         )

@@ -58,7 +58,7 @@ async def advise(request: Request) -> Response:
 
     What another replica has looks as if this one had evicted it.
     """
-    told = await asyncio.to_thread(service_of(request).watch.advise)
+    told = await api.read_advice(request)
     return JsonResponse({name: value for name, value in told.items() if name != "memory"})
 
 

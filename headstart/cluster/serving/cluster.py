@@ -215,7 +215,7 @@ class ReplicaCluster:
                 )
             time.sleep(_START_LOOK)
         states = found.deployments[_DEPLOYMENT].replica_states
-        count, least, most = states.get("RUNNING", 0), self._config.least, self._config.most
+        count, least, most = int(states.get("RUNNING", 0)), self._config.least, self._config.most
         if not least <= count <= most:
             asked = str(least) if least == most else f"{least} to {most}"
             _LOG.warning(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from headstart.errors import EngineError, HeadstartError, ReplicaLostError
 
 try:
@@ -14,9 +16,10 @@ try:
     )
 
     # A large part of an answer lies on its replica's machine, and may be lost with it.
-    _LOST = (RayActorError, NodeDiedError, ObjectLostError)
+    _LOST: tuple[Any, ...] = (RayActorError, NodeDiedError, ObjectLostError)
 except ModuleNotFoundError:  # without Ray nothing raises these
-    ActorDiedError = RayTaskError = _LOST = ()
+    ActorDiedError = RayTaskError = ()
+    _LOST = ()
 
 __all__ = ["has_died", "read_error"]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headstart.cache import BlockHash
     from headstart.engine.request import RequestGroup
 
-__all__ = ["prepare", "router"]
+__all__ = ["prepare", "read_advice", "router"]
 
 router = APIRouter(prefix="/cache")
 
@@ -106,11 +106,16 @@ async def advise(request: Request) -> Response:
     An administrator's key is told of the prompts of all; any other key of its own tenant's alone,
     and `memory` is null, since what was evicted depends on other tenants.
     """
+    return JsonResponse(await read_advice(request))
+
+
+async def read_advice(request: Request) -> dict[str, Any]:
+    """What the asker may know of `advise`. Raises ApiError (429) for a tenant without a place."""
     service, tenant = service_of(request), tenant_of(request)
     if tenant.is_admin:
-        return JsonResponse(await asyncio.to_thread(service.watch.advise))
+        return await asyncio.to_thread(service.watch.advise)
     with service.calls.call(tenant):  # so that a tenant that asks often takes no more threads
-        return JsonResponse(await asyncio.to_thread(service.watch.advise_tenant, tenant.salt))
+        return await asyncio.to_thread(service.watch.advise_tenant, tenant.salt)
 
 
 @router.get("/live")

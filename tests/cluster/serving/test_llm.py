@@ -21,6 +21,8 @@ from headstart.engine.adapters.request import Adapter, LoRARequest
 from headstart.engine.vllm_api.metrics import Counter, Gauge, Histogram, Metric, read_metrics
 from headstart.errors import AdapterNotFoundError, DamagedAdapterError, RequestError
 from headstart.server.app import create_app
+from headstart.server.keys import KeyFolder
+from headstart.server.options import ServerOptions
 from tests.cluster.serving.scripted import REPLICA, Server, Told, part
 from tests.engine.tiny_llm import make_llm, save_smallest
 
@@ -194,10 +196,10 @@ def test_a_prepared_request_is_answered() -> None:
     made.close()
 
 
-async def _get(app: FastAPI, path: str) -> httpx.Response:
+async def _get(app: FastAPI, path: str, **headers: str) -> httpx.Response:
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-        return await client.get(path)
+        return await client.get(path, headers=headers)
 
 
 def test_a_server_is_ready_while_a_replica_runs() -> None:
@@ -218,3 +220,17 @@ def test_advice_on_replicas_says_nothing_of_memory(llm: ReplicatedLLM) -> None:
     """A prompt that went to another replica was told as evicted, and more memory advised."""
     told = asyncio.run(_get(create_app(llm, "tiny", cache_api=router), "/cache/advice"))
     assert set(told.json()) == {"prompts", "prompt_tokens", "cached_tokens", "forks"}
+
+
+def test_advice_on_replicas_is_of_a_tenants_own_prompts_alone(
+    llm: ReplicatedLLM, tmp_path: Path
+) -> None:
+    keys = KeyFolder(tmp_path)
+    own, admin = keys.add("alice"), keys.add("monitor", admin=True)
+    options = ServerOptions(api_keys=True, keys_folder=str(tmp_path))
+    app = create_app(llm, "tiny", options, cache_api=router)
+    request = llm.engine.prepare([5, 6, 7], SamplingParams(), salt="another tenant's")
+    app.state.service.watch.finished(request, request.output())
+    for key, prompts in ((own, 0), (admin, 1)):
+        told = asyncio.run(_get(app, "/cache/advice", authorization=f"Bearer {key}"))
+        assert (told.status_code, told.json()["prompts"]) == (200, prompts)

@@ -264,12 +264,19 @@ def _ask(function: Callable[[], Answer]) -> Answer:
         raise read_error(error) from error
 
 
+def _knock(address: str) -> None:
+    """Raise OSError if nobody answers at `host:port`: Ray itself tries for a minute or more."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=_PATIENCE).close()
+
+
 def _ask_in_time(function: Callable[[], object], seconds: float) -> None:
     """As `_ask`, of a Ray that may have died: its calls then wait for ever. Raises EngineError."""
     failed: list[HeadstartError] = []
 
     def ask() -> None:
         try:
+            _knock(ray.get_runtime_context().gcs_address)
             if not any(node["Alive"] for node in ray.nodes()):
                 raise EngineError("no machine of Ray is alive")
             _ask(function)
@@ -286,7 +293,7 @@ def _ask_in_time(function: Callable[[], object], seconds: float) -> None:
 
 
 def _check_address(address: str | None) -> None:
-    """Ray itself tries an address that nobody answers at for minutes. Raises ConfigError."""
+    """Raise ConfigError for an address that Ray cannot use, or where nobody answers."""
     host, _, port = (address or "").rpartition(":")
     if "://" in host:
         raise ConfigError(
@@ -295,7 +302,7 @@ def _check_address(address: str | None) -> None:
         )
     if port.isdecimal():
         try:
-            socket.create_connection((host, int(port)), timeout=_PATIENCE).close()
+            _knock(f"{host}:{port}")
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"RAY_ADDRESS is {address!r}, and nobody answers there: {error}"

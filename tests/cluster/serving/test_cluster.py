@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -67,8 +68,18 @@ def _raise(error: Exception) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def listening() -> Iterator[int]:
+    """The port of a head that takes connections."""
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        yield head.getsockname()[1]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, listening: int) -> Callable[..., Any]:
     from headstart.cluster.serving import cluster
+
+    at = SimpleNamespace(gcs_address=f"127.0.0.1:{listening}")
+    monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: at)
 
     def start(fake: Fake, **config: Any) -> Any:
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -210,6 +221,25 @@ def test_replicas_of_a_ray_that_died_are_not_waited_for(
     assert fake.shut_down == 1
     why = "Ray did not answer for 0.1 s" if is_alive else "no machine of Ray is alive"
     assert any(why in record.getMessage() for record in logged)
+
+
+@pytest.mark.usefixtures("handler")
+def test_a_head_that_is_gone_is_not_asked_to_delete_replicas(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
+) -> None:
+    """Ray tried to reach it for a minute, and then ended the process: a signal to all of them."""
+    from headstart.cluster.serving import cluster
+
+    asked: list[str] = []
+    fake = Fake([None])
+    fake.delete = asked.append  # type: ignore[attr-defined]
+    monkeypatch.setattr(cluster.ReplicaCluster, "_deploy", lambda *given: None)
+    at = SimpleNamespace(gcs_address="127.0.0.1:1")
+    monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: at)
+    with pytest.raises(EngineError, match="ConnectionError"):
+        start(fake)
+    assert (asked, fake.shut_down) == ([], 1)
+    assert any("ConnectionRefusedError" in record.getMessage() for record in logged)
 
 
 @pytest.mark.usefixtures("handler")

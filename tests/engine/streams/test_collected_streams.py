@@ -38,14 +38,14 @@ class Collecting(Interruption):
             gc.collect()
         return super().line(frame, event, arg)
 
-within = sys.modules[type(store).__module__]
+within = [sys.modules[kind.__module__] for kind in type(store).__mro__[:2]]  # and of names
 garbage = []
-with Collecting(-1, None, within) as counted:
+with Collecting(-1, None, *within) as counted:
     use_adapters()
 gc.collect()
 gc.freeze()
 garbage = [abandoned() for _ in counted.lines]
-with Collecting(-1, None, within):
+with Collecting(-1, None, *within):
     use_adapters()
 print("collected", len(counted.lines) - len(garbage), flush=True)
 assert llm.reset_prefix_cache()

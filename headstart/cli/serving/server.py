@@ -114,10 +114,7 @@ def _of_stages(engine: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("tokenizer", "chat_template", "generation_config", "override_generation_config"):
         if name in engine:
             raise ConfigError(f"{name} is given; allowed with a model that speaks: none")
-    given = read_config(engine)
-    if given.get("cache_dir") in ("", "off"):  # by HEADSTART_CACHE_DIR: it asks for nothing
-        del given["cache_dir"]
-    return given
+    return read_config(engine)
 
 
 @contextmanager

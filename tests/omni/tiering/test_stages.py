@@ -138,7 +138,9 @@ def test_a_pool_too_small_for_its_requests_answers_as_a_large_one(tmp_path: Path
                 assert [said(progress) for progress in speech.run(*requests)] == wanted
                 for stage in ("thinker", "talker"):
                     assert tiers(speech, stage).flush(30)
-                    assert tiers(speech, stage).stats.loaded_tokens
+            # Of the first round a store may have nothing before it is over.
+            for stage in ("thinker", "talker"):
+                assert tiers(speech, stage).stats.loaded_tokens
             assert speech.thinker.engine.num_preemptions
 
 

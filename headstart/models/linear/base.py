@@ -31,10 +31,10 @@ def find_kind(name: str) -> WeightKind | None:
     return next((kind for kind in kinds if kind == name), None)
 
 
-REVISIONS: dict[WeightKind, int] = {"int8": 2, "int5": 1, "int4": 2}
+REVISIONS: dict[WeightKind, int] = {"int8": 3, "int5": 1, "int4": 2}
 """How a kind rounds weights and rows: another number where that changes, and so do K and V."""
 
-OWN_BITS_REVISION = 1
+OWN_BITS_REVISION = 2
 """How weights are read that are in a kind's bits before: as above."""
 
 

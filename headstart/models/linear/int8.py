@@ -1,6 +1,6 @@
 """Weights in 8 bits: one scale for each output, symmetric.
 
-    weight[o, i]  ~  values[o, i] * scales[o]        values int8, -127 .. 127
+    weight[o, i]  ~  values[o, i] * scales[o]        values int8, -127 .. 127; -128 from checkpoints
 
 Four ways to multiply, of which `Int8Linear` takes the first that this machine is made for:
 

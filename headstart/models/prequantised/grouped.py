@@ -72,13 +72,13 @@ class Grouped(NamedTuple):
         return packed._replace(scales=units.squeeze(1), inputs=inputs)
 
     def as_int8(self) -> Int8Weight | None:
-        """The weight, value for value but that -128 becomes -127.
+        """The weight, value for value.
 
         None if it has other bits, several steps for an output, or a zero point.
         """
         if self.bits != 8 or self.steps.shape[1] != 1 or not (self.zeros == _MIDDLE).all():
             return None
-        values = (self.values ^ _MIDDLE).view(torch.int8).clamp_min_(-127)
+        values = (self.values ^ _MIDDLE).view(torch.int8)
         return Int8Weight(values, self.steps.squeeze(1))
 
 

@@ -14,7 +14,7 @@ using namespace headstart;
 
 namespace {
 
-constexpr int64_t MOST_WEIGHT = 127;
+constexpr int64_t MOST_WEIGHT = 128;
 
 // Rows as whole numbers, in whole steps; zeros at their ends.
 struct Rows {
@@ -76,7 +76,7 @@ struct Int8 {
 extern "C" {
 
 // out float [rows, outputs] = x float [rows, inputs] times weight int8 [outputs, inputs] times scales
-// float [outputs]; all contiguous. Weights lie in -127 .. 127.
+// float [outputs]; all contiguous.
 void headstart_int8_linear(const int8_t* weight, const float* scales, int64_t outputs,
                            int64_t inputs, const float* x, int64_t rows, float* out, int threads) {
     Rows numbers(rows, inputs);

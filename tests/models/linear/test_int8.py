@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headstart.models.linear import QuantizedLinear, make_linear
 from headstart.models.linear import int8 as kinds
-from headstart.models.linear.int8 import quantize_int8
+from headstart.models.linear.int8 import Int8Linear, Int8Weight, quantize_int8
 
 SHAPES = [(1, 1), (7, 3), (64, 48), (131, 95), (300, 896), (2100, 512)]
 COUNTS = [1, 2, 5, 16, 128, 129, 200]
@@ -31,9 +31,7 @@ def make_rows(count: int, inputs: int) -> Tensor:
     return rows * torch.logspace(-4, 4, count).unsqueeze(1)
 
 
-def make_layer(
-    weight: Tensor, bias: Tensor | None, path: str, patch: pytest.MonkeyPatch
-) -> QuantizedLinear:
+def take_path(path: str, patch: pytest.MonkeyPatch) -> None:
     if path == "amx" and kinds.level() < kinds.AMX:
         pytest.skip("no AMX here")
     patch.setattr(kinds, "level", lambda: kinds.AMX if path == "amx" else kinds.AMX - 1)
@@ -44,6 +42,12 @@ def make_layer(
         pytest.skip("no compiled kernels for AVX2 here")
     elif path == "packed" and not kinds._has_fbgemm():
         pytest.skip("this torch has no FBGEMM")
+
+
+def make_layer(
+    weight: Tensor, bias: Tensor | None, path: str, patch: pytest.MonkeyPatch
+) -> QuantizedLinear:
+    take_path(path, patch)
     layer = make_linear(weight, bias, "int8")
     assert isinstance(layer, QuantizedLinear)
     return layer
@@ -109,6 +113,27 @@ def test_sums_of_long_rows_do_not_overflow(
     layer = make_layer(torch.ones(5, inputs), None, path, monkeypatch)
     expected = torch.full((3, 5), 7.0 * inputs)
     torch.testing.assert_close(layer(torch.full((3, inputs), 7.0)), expected)
+    lowest = torch.full((5, inputs), -128, dtype=torch.int8)
+    layer = Int8Linear(Int8Weight(lowest, torch.full((5,), 1 / 128)))
+    torch.testing.assert_close(layer(torch.full((3, inputs), -7.0)), expected)
+
+
+@PATHS
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_checkpoints_may_have_128_steps_down(
+    outputs: int, inputs: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchao and llm-compressor write -128, which was read as -127."""
+    take_path(path, monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-128, 128, (outputs, inputs), generator=generator).char()
+    values[0] = -128
+    weight = Int8Weight(values, torch.logspace(-3, 3, outputs))
+    layer = Int8Linear(weight)
+    assert torch.equal(layer.unpack(), weight.unpack())
+    rows = make_rows(33, inputs)
+    rows[0], rows[1] = 7.0, -7.0
+    assert_near(layer(rows), rows, weight.unpack())
 
 
 @pytest.mark.parametrize("path", ["amx", "compiled"])

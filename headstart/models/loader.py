@@ -50,6 +50,13 @@ def load_model(
     zoo = load_module("headstart.models.zoo.loader")
     if wider:  # transformers' weights are as wide as its arithmetic
         fast = fast_dtype(weights_dtype, folder, wanted)
-    loaded: DecoderModel = zoo.load_transformers(folder, fast, wanted, ready_memory, kind)
+    try:
+        loaded: DecoderModel = zoo.load_transformers(folder, fast, wanted, ready_memory, kind)
+    except UnsupportedModelError as error:
+        if not isinstance(error.__cause__, ImportError):
+            raise
+        raise UnsupportedModelError(f"{error}; headstart itself does not read it: {reason}") from (
+            error
+        )
     loaded.fallback_reason = reason
     return loaded

@@ -102,13 +102,13 @@ def test_weights_of_a_subclass_stay_and_their_modules_run(kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torchao's own
-def test_a_torchao_checkpoint_of_8_bits_answers_as_in_transformers(tmp_path: Path) -> None:
+def test_a_torchao_checkpoint_of_float8_answers_as_in_transformers(tmp_path: Path) -> None:
     quantization = pytest.importorskip("torchao.quantization")
     from transformers import TorchAoConfig  # needs torchao
 
     plain, quantized = tmp_path / "plain", tmp_path / "quantized"
     llama().save_pretrained(plain)
-    settings = TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    settings = TorchAoConfig(quantization.Float8WeightOnlyConfig())
     made = AutoModelForCausalLM.from_pretrained(plain, dtype=BF16, quantization_config=settings)
     made.save_pretrained(quantized)
     decoder = load_model(quantized)

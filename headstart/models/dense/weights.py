@@ -101,10 +101,12 @@ class Checkpoint:
         self._files = ExitStack()
         self._open: dict[Path, Any] = {}
         self.entries: dict[str, Entry] = {}
+        self.metadata: dict[str, str] = {}
         for file in weight_files(folder):
             if file.suffix != ".safetensors":
                 raise OtherKind("its weights are not in safetensors files")
             with safe_open(file, framework="pt") as opened:
+                self.metadata |= opened.metadata() or {}
                 for name in opened.keys():  # noqa: SIM118 - no mapping, it only has keys()
                     part = opened.get_slice(name)
                     entry = Entry(file, tuple(part.get_shape()), part.get_dtype())

@@ -1,1 +1,1 @@
-"""Checkpoints whose weights were quantised before: AWQ, GPTQ, compressed-tensors."""
+"""Checkpoints whose weights were quantised before: AWQ, GPTQ, compressed-tensors, torchao."""

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from headstart.errors import DamagedModelError
 from headstart.models.dense.weights import Checkpoint
+from headstart.models.files import weight_files
 from headstart.models.linear import WeightKind
 from headstart.models.linear.int4 import Int4Weight
 from headstart.models.linear.int8 import Int8Weight
 from headstart.models.prequantised.grouped import Grouped, read_grouped
 from headstart.models.prequantised.layout import NAMES, find_modules
 from headstart.models.prequantised.scheme import Scheme
+from headstart.models.prequantised.torchao import check_pickle, find_described
 
 __all__ = ["PrequantisedCheckpoint"]
 
@@ -26,14 +28,20 @@ _MOST = 512.0  # that a value's distance from its zero point may be, twice
 class PrequantisedCheckpoint(Checkpoint):
     """As `Checkpoint`; the packed tensors of a module stand for its weight.
 
-    Raises `DamagedModelError` for tensors that do not fit together, and `OtherKind` for those that
-    are kept in a way that is not read here.
+    Raises `DamagedModelError` for tensors that do not fit together, `OtherKind` for those that are
+    kept in a way that is not read here, and `UnsupportedModelError` for pickles of torchao's.
     """
 
     def __init__(self, folder: Path, scheme: Scheme) -> None:
+        described = scheme.method == "torchao"
+        if described:
+            check_pickle(weight_files(folder))
         super().__init__(folder)
         self._folder, self._scheme = folder, scheme
-        self._modules = find_modules(folder, scheme, self.entries, super().tensor)
+        if described:
+            self._modules = find_described(folder, scheme, self.entries, self.metadata)
+        else:
+            self._modules = find_modules(folder, scheme, self.entries, super().tensor)
 
     @cached_property
     def _parts(self) -> frozenset[str]:
@@ -85,6 +93,11 @@ class PrequantisedCheckpoint(Checkpoint):
         read = read_grouped(self._scheme, module, lambda part: held.get(f"{prefix}{part}"))
         if not torch.isfinite(read.steps * _MOST).all():
             raise DamagedModelError(f"{name} in {self._folder} has scales that are not finite")
+        if (most := int(read.values.max())) >> read.bits:
+            raise DamagedModelError(
+                f"{name} in {self._folder} has a value that is {most} above its smallest possible, "
+                f"and {read.bits} bits"
+            )
         low, high = (int(end) for end in torch.aminmax(read.groups))
         if low < 0 or high >= read.steps.shape[1]:
             raise DamagedModelError(

@@ -7,8 +7,11 @@
     compressed-tensors  weight_packed int32 [outputs, inputs / fields], weight_zero_point
                         [outputs / fields, groups], of signed values plus half their range; or
                         weight int8 [outputs, inputs] as it is
+    torchao             _weight_qdata int8 [outputs, inputs], _weight_zero_point int8
+                        [outputs / rows, groups]: neighbouring outputs may share a step
 
-Scales are `[groups, outputs]` in the first two, `[outputs, groups]` in the third.
+Scales are `[groups, outputs]` in the first two, `[outputs, groups]` in the third, and in torchao as
+zero points are.
 """
 
 from collections.abc import Callable
@@ -91,8 +94,8 @@ def read_grouped(scheme: Scheme, module: Module, parts: Parts) -> Grouped:
     """The weight of a module."""
     if scheme.method == "gptq":
         return _read_gptq(module, parts, scheme.zeros_less)
-    read = _read_awq if scheme.method == "awq" else _read_compressed
-    return read(module, parts)
+    read = {"awq": _read_awq, "compressed-tensors": _read_compressed, "torchao": _read_torchao}
+    return read[scheme.method](module, parts)
 
 
 def _read_awq(module: Module, parts: Parts) -> Grouped:
@@ -128,6 +131,20 @@ def _read_compressed(module: Module, parts: Parts) -> Grouped:
     if groups is not None and (groups == -1).all():  # what older versions wrote for groups in order
         groups = None
     return _grouped(module, values, steps, zeros, groups)
+
+
+def _read_torchao(module: Module, parts: Parts) -> Grouped:
+    middle, values = 1 << (module.bits - 1), _need(parts, "_weight_qdata")
+    steps, zeros = _need(parts, "_weight_scale").float(), parts("_weight_zero_point")
+    zeros = torch.zeros_like(steps) if zeros is None else zeros.float()
+    rows = len(values) // len(steps)
+    return _grouped(
+        module,
+        # In bytes -128 is 128: the sum needs no more of them.
+        values.view(torch.uint8) + middle,
+        steps.repeat_interleave(rows, dim=0),
+        zeros.repeat_interleave(rows, dim=0) + middle,
+    )
 
 
 def _grouped(

@@ -11,7 +11,7 @@ from headstart.models.dense.shape import OtherKind
 from headstart.models.dense.weights import Entry
 from headstart.models.prequantised.scheme import Method, Scheme
 
-__all__ = ["NAMES", "Module", "find_modules"]
+__all__ = ["NAMES", "SCALE_TYPES", "Module", "find_modules"]
 
 
 class _Names(NamedTuple):
@@ -29,9 +29,11 @@ NAMES: dict[Method, _Names] = {
     "compressed-tensors": _Names(
         "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"
     ),
+    "torchao": _Names("_weight_qdata", "_weight_scale", "_weight_zero_point"),
 }
 _SHAPE = "weight_shape"
-_SCALE_TYPES = frozenset({"F16", "BF16", "F32"})
+SCALE_TYPES = frozenset({"F16", "BF16", "F32"})
+"""The types of scales that are read, as safetensors names them."""
 _PLACES = frozenset({"I32", "I64"})
 
 _Shape = tuple[int, ...]
@@ -52,7 +54,7 @@ class Module(NamedTuple):
 def find_modules(
     folder: Path, scheme: Scheme, entries: Mapping[str, Entry], read: Callable[[str], Tensor]
 ) -> dict[str, Module]:
-    """The quantised weights by name.
+    """The quantised weights by name, of a method that has no description of each.
 
     Raises `DamagedModelError` for tensors of types or shapes that do not fit together, and
     `OtherKind` for groups that are kept in another way.
@@ -96,7 +98,7 @@ def _check_types(held: Mapping[str, Entry], words: str, scheme: Scheme, told: st
     """Raise `DamagedModelError` for a missing tensor, or one of a type that is not read."""
     packed = frozenset({"I8" if words == "weight" else "I32"})
     _, scales, zeros, order = NAMES[scheme.method]
-    types = {words: packed, scales: _SCALE_TYPES, zeros: packed, order: _PLACES, _SHAPE: _PLACES}
+    types = {words: packed, scales: SCALE_TYPES, zeros: packed, order: _PLACES, _SHAPE: _PLACES}
     wrong = [name for name, entry in held.items() if entry.dtype not in types[name]]
     if wrong:
         raise DamagedModelError(f"{told}: the type of {wrong[0]} is not read")

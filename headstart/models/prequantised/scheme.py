@@ -5,11 +5,18 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from headstart.models.dense.shape import OtherKind
 
-__all__ = ["Method", "Scheme", "is_read", "read_scheme"]
+__all__ = ["Method", "Scheme", "is_read", "read_scheme", "torchao_bits"]
 
-Method = Literal["awq", "gptq", "compressed-tensors"]
+Method = Literal["awq", "gptq", "compressed-tensors", "torchao"]
 _METHODS: tuple[Method, ...] = get_args(Method)
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision")
+# torchao's configurations of weights that are read, and the part that names what shares a step.
+_TORCHAO = {
+    "Int8WeightOnlyConfig": "granularity",
+    "Int8DynamicActivationInt8WeightConfig": "granularity",
+    "IntxWeightOnlyConfig": "granularity",
+    "Int8DynamicActivationIntxWeightConfig": "weight_granularity",
+}
 
 
 class Scheme(NamedTuple):
@@ -146,4 +153,65 @@ def _weights_of(group: object) -> Mapping[str, Any]:
     return weights
 
 
-_READ = {"awq": _read_awq, "gptq": _read_gptq, "compressed-tensors": _read_compressed}
+def _read_torchao(given: Mapping[str, Any]) -> Scheme:
+    kinds = given.get("quant_type")
+    if kinds in ("int8_weight_only", "int8_dynamic_activation_int8_weight"):  # transformers 4
+        return Scheme("torchao", frozenset({8}), frozenset({-1}), has_zeros=False)
+    if not isinstance(kinds, Mapping) or kinds.keys() != {"default"}:
+        raise OtherKind(f"its weights are torchao's of {kinds!r}")
+    kind, about = _torchao_config(kinds["default"])
+    configs = [(kind, about)]
+    if kind in ("FqnToConfig", "ModuleFqnToConfig"):  # a configuration for each module
+        named = about.get("fqn_to_config", about.get("module_fqn_to_config"))
+        each = named.values() if isinstance(named, Mapping) else ()
+        configs = [_torchao_config(one) for one in each if one is not None]
+    if not configs:
+        raise OtherKind("its quant_type names no configuration of weights")
+    read = [_torchao_weights(*config) for config in configs]
+    return Scheme(
+        "torchao",
+        frozenset(bits for bits, _ in read),
+        frozenset().union(*(groups for _, groups in read)),
+        has_zeros=False,
+    )
+
+
+def _torchao_config(given: object) -> tuple[str, Mapping[str, Any]]:
+    """The class and the fields of an object that torchao wrote as JSON."""
+    kind = given.get("_type") if isinstance(given, Mapping) else None
+    about = given.get("_data") if isinstance(given, Mapping) else None
+    if not isinstance(kind, str) or not isinstance(about, Mapping):
+        raise OtherKind(f"its quant_type holds {given!r}, which is no configuration of torchao's")
+    return kind, about
+
+
+def _torchao_weights(kind: str, about: Mapping[str, Any]) -> tuple[int, Iterable[int]]:
+    """The bits and the groups of weights of one configuration."""
+    if kind not in _TORCHAO:
+        raise OtherKind(f"its weights are torchao's of {kind}: {', '.join(_TORCHAO)} are read")
+    bits = torchao_bits(about.get("weight_dtype", {"_data": "int8"}))
+    given = about.get(_TORCHAO[kind])
+    if isinstance(given, list) and len(given) == 2:  # of inputs and of weights
+        given = given[1]
+    shared, sizes = ("PerRow", {}) if given is None else _torchao_config(given)
+    if shared == "PerGroup":
+        return bits, _group(sizes)
+    if shared not in ("PerRow", "PerAxis", "PerTensor"):
+        raise OtherKind(f"its weights have steps by {shared}")
+    return bits, {-1}
+
+
+def torchao_bits(dtype: object) -> int:
+    """The bits of a value of this dtype, which is an object that torchao wrote as JSON."""
+    name = dtype.get("_data") if isinstance(dtype, Mapping) else dtype
+    if name not in ("int8", "int4"):
+        raise OtherKind(f"its weights are torchao's of {name!r}, and not int8 or int4")
+    return 8 if name == "int8" else 4
+
+
+_READ = {
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "compressed-tensors": _read_compressed,
+    "torchao": _read_torchao,
+}

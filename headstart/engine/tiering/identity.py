@@ -68,11 +68,9 @@ def _kept_weights(decoder: DecoderModel) -> list[str]:
     """Each layer whose weight is not a float: one file may be read into several kinds."""
     kept = []
     for name, module in sorted(decoder.module.named_modules()):
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLinear | Int8Embedding):
             own = f" as it was, {OWN_BITS_REVISION}" if module.has_own_bits else ""
             kept.append(f"{name} {module.kind} {REVISIONS[module.kind]}{own}")
-        elif isinstance(module, Int8Embedding):
-            kept.append(f"{name} int8 {REVISIONS['int8']}")
     return kept
 
 

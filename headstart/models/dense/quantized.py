@@ -37,7 +37,9 @@ class QuantizedReader:
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
         if isinstance(embedding, Int8Embedding):
-            return Int8Linear(Int8Weight(embedding.values, embedding.scales))
+            made = Int8Linear(Int8Weight(embedding.values, embedding.scales))
+            made.has_own_bits = embedding.has_own_bits
+            return made
         return make_linear(self._floats.tensor(f"{name}.weight"), None, "int8")
 
     def release(self) -> None:
@@ -53,6 +55,10 @@ class QuantizedTensors(Tensors, Protocol):
 
     def packed(self, name: str) -> Int4Weight | Int8Weight | None:
         """The weight in its own bits; None if no kind of ours holds it."""
+        ...
+
+    def packed_int8(self, name: str) -> Int8Weight | None:
+        """The weight in its own bits; None if an int8 weight does not hold it."""
         ...
 
     def tell(self) -> None:
@@ -77,7 +83,13 @@ class OwnBitsReader(QuantizedReader):
         packed = self._checkpoint.packed(f"{name}.weight")
         if packed is None:
             return make_linear(self._floats.tensor(f"{name}.weight"), own, kind)
-        made = _make_packed(packed, own, self._floats.device)
+        return _make_packed(packed, own, self._floats.device)
+
+    def embedding(self, name: str, count: int, width: int) -> nn.Module:
+        packed = self._checkpoint.packed_int8(f"{name}.weight") if self._tied else None
+        if packed is None:
+            return super().embedding(name, count, width)
+        made = Int8Embedding(_move_int8(packed, self._floats.device), self._floats.dtype)
         made.has_own_bits = True
         return made
 
@@ -86,16 +98,27 @@ class OwnBitsReader(QuantizedReader):
             embedding is None and self._checkpoint.kind(f"{name}.weight") is None
         ):
             return self._floats.head(embedding, name, outputs, inputs)
-        return super().head(embedding, name, outputs, inputs)
+        packed = self._checkpoint.packed_int8(f"{name}.weight") if embedding is None else None
+        if packed is None:
+            return super().head(embedding, name, outputs, inputs)
+        return _make_packed(packed, None, self._floats.device)
 
 
 def _make_packed(
     weight: Int4Weight | Int8Weight, bias: Tensor | None, device: torch.device
 ) -> QuantizedLinear:
+    made: QuantizedLinear
     if isinstance(weight, Int8Weight):
-        return Int8Linear(Int8Weight(*(part.to(device) for part in weight)), bias)
-    columns = None if weight.columns is None else weight.columns.to(device)
-    weight = weight._replace(
-        panels=weight.panels.to(device), scales=weight.scales.to(device), columns=columns
-    )
-    return (Int5Linear if weight.form.bits == 5 else Int4Linear)(weight, bias)
+        made = Int8Linear(_move_int8(weight, device), bias)
+    else:
+        columns = None if weight.columns is None else weight.columns.to(device)
+        weight = weight._replace(
+            panels=weight.panels.to(device), scales=weight.scales.to(device), columns=columns
+        )
+        made = (Int5Linear if weight.form.bits == 5 else Int4Linear)(weight, bias)
+    made.has_own_bits = True
+    return made
+
+
+def _move_int8(weight: Int8Weight, device: torch.device) -> Int8Weight:
+    return Int8Weight(*(part.to(device) for part in weight))

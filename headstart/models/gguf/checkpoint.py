@@ -127,6 +127,9 @@ class GGUFCheckpoint:
             return None
         return read_weight(self._rows(name, self._tensors[name].data), own, self._gguf)
 
+    def packed_int8(self, name: str) -> None:
+        """None: all of a GGUF file's tensors of 8 bits are in groups."""
+
     def tell(self) -> None:
         """Log in one line what becomes of the file's formats."""
         kinds = Counter(map(self._type, self._tensors))

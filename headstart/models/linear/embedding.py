@@ -1,8 +1,11 @@
 """Token embeddings that share an int8 weight with the LM head."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
+from headstart.models.linear.base import WeightKind
 from headstart.models.linear.int8 import Int8Weight
 
 __all__ = ["Int8Embedding"]
@@ -11,6 +14,9 @@ __all__ = ["Int8Embedding"]
 class Int8Embedding(nn.Module):
     """Replaces an `nn.Embedding`; `dtype` is that of its rows."""
 
+    kind: ClassVar[WeightKind] = "int8"
+    has_own_bits = False
+    """The weight was in these bits before it came here: nothing was rounded."""
     values: Tensor
     scales: Tensor
 

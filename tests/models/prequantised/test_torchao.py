@@ -14,7 +14,7 @@ from headstart import LLM, SamplingParams
 from headstart.engine.tiering.identity import identify
 from headstart.errors import UnsupportedModelError
 from headstart.models.decoder import DecoderModel
-from headstart.models.linear import QuantizedLinear
+from headstart.models.linear import Int8Embedding, QuantizedLinear
 from headstart.models.loader import load_model
 from tests.models.paged import Paged
 
@@ -184,9 +184,38 @@ def test_each_module_may_have_a_configuration(tmp_path: Path) -> None:
     assert kinds == {"lm_head": "int8"} | dict.fromkeys(
         ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), "int4"
     )
+    original = in_float(theirs)
+    head = original.lm_head.weight
+    torch.testing.assert_close(layers_of(model)["lm_head"].unpack(), head, rtol=1e-6, atol=1e-7)
     with torch.no_grad():
-        expected = in_float(theirs)(TOKENS[None]).logits[0]
+        expected = original(TOKENS[None]).logits[0]
     assert apart(logits(model), expected) <= 0.03
+
+
+def test_an_embedding_may_share_its_8_bits_with_the_head(tmp_path: Path) -> None:
+    """torchao saves it twice, and transformers does not load it again."""
+    folder = tmp_path / "model"
+    each = {
+        "re:.*embed_tokens": quantization.IntxWeightOnlyConfig(granularity=BY_OUTPUT),
+        "re:.*_proj": quantization.Int8WeightOnlyConfig(),
+    }
+    settings = TorchAoConfig(
+        quantization.FqnToConfig(each),
+        include_input_output_embeddings=True,
+        modules_to_not_convert=[],
+    )
+    theirs = save(folder, LlamaConfig(**SIZES, tie_word_embeddings=True), settings)
+    model = load_model(folder, "float32")
+    assert model.fallback_reason is None
+    layers, original = layers_of(model), in_float(theirs)
+    assert all(layer.has_own_bits for layer in layers.values()) and "lm_head" in layers
+    embedding = model.module.get_submodule("model.embed_tokens")
+    assert isinstance(embedding, Int8Embedding) and embedding.has_own_bits
+    with torch.no_grad():
+        expected = original(TOKENS[None]).logits[0]
+    assert apart(logits(model), expected) <= 5e-4
+    rounded = load_model(folder, "float32", weights="int8")
+    assert not any(layer.has_own_bits for layer in layers_of(rounded).values())
 
 
 def test_an_llm_answers_and_keeps_prefixes(tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ def find_described(
         if name.endswith(".weight")
     }
     quantised = {module for module, one in about.items() if one.get("_type") != "Tensor"}
+    if not quantised | held.keys():
+        raise DamagedModelError(f"{folder}: by config.json torchao quantised weights, and none is")
     modules = {}
     for module in sorted(quantised | held.keys()):
         parts = held.get(module, {})

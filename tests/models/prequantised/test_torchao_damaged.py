@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from headstart.errors import DamagedModelError, HeadstartError, UnsupportedModelError
 from headstart.models.dense.shape import OtherKind
+from headstart.models.dense.weights import Entry
 from headstart.models.loader import load_model
 from headstart.models.prequantised.scheme import Scheme, read_scheme
+from headstart.models.prequantised.torchao import find_described
 from tests.models.prequantised.written import BASE, Tensors, save
 
 About = dict[str, Any]
@@ -30,6 +34,13 @@ def config(kind: str = "Int8WeightOnlyConfig", **data: Any) -> About:
         "quant_method": "torchao",
         "quant_type": {"default": {"_type": kind, "_version": 2, "_data": data}},
     }
+
+
+def config_like(anything: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    kinds = st.sampled_from(["Int8WeightOnlyConfig", "IntxWeightOnlyConfig", "FqnToConfig"])
+    names = ("granularity", "weight_dtype", "fqn_to_config")
+    data = st.fixed_dictionaries({}, optional=dict.fromkeys(names, anything))
+    return st.fixed_dictionaries({"_type": kinds, "_data": data})
 
 
 def shared(kind: str, **data: Any) -> About:
@@ -56,10 +67,10 @@ def describe(inputs: int) -> About:
 def write(
     folder: Path,
     change: Callable[[Tensors, dict[str, str]], None],
-    given: About | None = None,
+    about: About | None = None,
 ) -> None:
     """A checkpoint; change: of its tensors and of its header."""
-    save(folder, LlamaConfig(**BASE), given or config(), quantise)
+    save(folder, LlamaConfig(**BASE), about or config(), quantise)
     file = folder / "model.safetensors"
     tensors = load_file(file)
     described = {
@@ -157,6 +168,14 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "blocks of nothing": (describing(_data={"block_size": [1, 0]}), "do not fit together"),
     "blocks of other inputs": (describing(_data={"block_size": [1, 32]}), "do not fit together"),
     "blocks that leave a rest": (describing(_data={"block_size": [1, 48]}), "do not fit together"),
+    "all in float": (
+        lambda tensors, header: (
+            tensors.update({n: torch.ones(3) for n in header}),
+            [tensors.pop(name) for name in list(tensors) if "._weight_" in name],
+            header.clear(),
+        ),
+        "torchao quantised weights, and none is",
+    ),
     "a weight that is nowhere": (
         lambda tensors, header: header.update({"x.weight": json.dumps(describe(3))}),
         "x in .* no tensors: there is no _weight_qdata",
@@ -204,8 +223,8 @@ CONTRADICTIONS: dict[str, tuple[About, Any, str]] = {
 
 @pytest.mark.parametrize("kind", CONTRADICTIONS)
 def test_config_json_and_tensors_must_agree(kind: str, tmp_path: Path) -> None:
-    given, change, said = CONTRADICTIONS[kind]
-    write(tmp_path, change, given)
+    about, change, said = CONTRADICTIONS[kind]
+    write(tmp_path, change, about)
     with pytest.raises(DamagedModelError, match=said):
         load_model(tmp_path, "float32")
 
@@ -236,6 +255,55 @@ def test_an_error_of_a_missing_package_says_what_wants_it(
     said = r"named 'torchao'; headstart itself .*up_proj is kept as torchao's Float8Tensor: Int8T"
     with pytest.raises(UnsupportedModelError, match=said):
         load_model(tmp_path)
+
+
+KEYS = ("_type", "_data", "_tensor_data_names", "block_size", "target_dtype", "fqn_to_config")
+KINDS = (
+    "Int8Tensor",
+    "IntxUnpackedToInt8Tensor",
+    "IntxWeightOnlyConfig",
+    "FqnToConfig",
+    "PerGroup",
+)
+WORDS = st.sampled_from((*KEYS, *KINDS, "qdata", "scale", "int8", "granularity", "group_size"))
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 64) | st.floats() | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=4),
+)
+
+
+@given(
+    about=st.fixed_dictionaries(
+        {},
+        optional={
+            "_type": st.just("Int8Tensor") | ANYTHING,
+            "_data": st.fixed_dictionaries({"block_size": ANYTHING, "target_dtype": ANYTHING}),
+            "_tensor_data_names": st.just(["qdata", "scale"]) | ANYTHING,
+        },
+    )
+    | ANYTHING
+)
+def test_any_description_is_read_or_refused(about: Any) -> None:
+    entries = {
+        "a._weight_qdata": Entry(Path("x"), (4, 64), "I8"),
+        "a._weight_scale": Entry(Path("x"), (4, 1), "F32"),
+    }
+    scheme = Scheme("torchao", frozenset({4, 8}), frozenset({-1}), has_zeros=False)
+    try:
+        found = find_described(Path("x"), scheme, entries, {"a.weight": json.dumps(about)})
+    except (DamagedModelError, OtherKind):
+        return
+    assert found["a.weight"].shape == (4, 64) and found["a.weight"].group == 64
+
+
+@given(ANYTHING | st.fixed_dictionaries({"default": config_like(ANYTHING)}))
+def test_any_configuration_is_read_or_refused(kind: Any) -> None:
+    content = {"quantization_config": {"quant_method": "torchao", "quant_type": kind}}
+    try:
+        scheme = read_scheme(content)
+    except OtherKind:
+        return
+    assert scheme is not None and scheme.bits <= {4, 8} and scheme.groups
 
 
 def test_pickles_are_refused_before_any_work(tmp_path: Path) -> None:
@@ -283,13 +351,13 @@ READ: dict[str, tuple[About, set[int], set[int]]] = {
 
 @pytest.mark.parametrize("kind", READ)
 def test_what_config_json_says_is_read(kind: str) -> None:
-    given, bits, groups = READ[kind]
+    about, bits, groups = READ[kind]
     expected = Scheme("torchao", frozenset(bits), frozenset(groups), has_zeros=False)
-    assert read_scheme({"quantization_config": given}) == expected
+    assert read_scheme({"quantization_config": about}) == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("about", "reason"),
     [
         (config("Float8WeightOnlyConfig"), "torchao's of Float8WeightOnlyConfig: Int8Weight"),
         (config("Int4WeightOnlyConfig", group_size=32), "of Int4WeightOnlyConfig"),
@@ -309,6 +377,6 @@ def test_what_config_json_says_is_read(kind: str) -> None:
         ({"quant_method": "torchao", "quant_type": {"other": {}}}, "torchao's of {'other'"),
     ],
 )
-def test_other_configurations_are_not_read(given: About, reason: str) -> None:
+def test_other_configurations_are_not_read(about: About, reason: str) -> None:
     with pytest.raises(OtherKind, match=reason):
-        read_scheme({"quantization_config": given})
+        read_scheme({"quantization_config": about})

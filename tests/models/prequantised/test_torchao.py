@@ -14,9 +14,11 @@ from headstart import LLM, SamplingParams
 from headstart.engine.tiering.identity import identify
 from headstart.errors import UnsupportedModelError
 from headstart.models.decoder import DecoderModel
+from headstart.models.families import FAMILIES
 from headstart.models.linear import Int8Embedding, QuantizedLinear
 from headstart.models.loader import load_model
 from tests.models.paged import Paged
+from tests.tiny_models import TINY
 
 quantization: Any = pytest.importorskip("torchao.quantization")
 from transformers import TorchAoConfig  # noqa: E402 - needs torchao
@@ -78,8 +80,12 @@ KINDS: dict[str, tuple[Any, str, bool]] = {
 def save(folder: Path, config: Any, quantised: Any, **options: Any) -> Any:
     """A model that torchao quantised, and its files in `folder`."""
     torch.manual_seed(0)
+    return save_model(folder, AutoModelForCausalLM.from_config(config), quantised, **options)
+
+
+def save_model(folder: Path, model: Any, quantised: Any, **options: Any) -> Any:
     plain = folder.parent / "plain"
-    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(plain)
+    model.bfloat16().save_pretrained(plain)
     made = AutoModelForCausalLM.from_pretrained(
         plain, dtype=torch.bfloat16, quantization_config=quantised
     )
@@ -152,6 +158,19 @@ def test_a_checkpoint_has_torchaos_weights_and_answers(
     limit = 5e-4 if own and wanted == "int8" else 0.03  # rows are rounded
     assert apart(found, expected) <= limit
     assert apart(found, directly) <= apart(expected, directly) + limit  # it rounds to bfloat16
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() & TINY.keys()))
+def test_every_family_is_read(family: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    settings = TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    theirs = save_model(folder, TINY[family](), settings)
+    model = load_model(folder, "float32")
+    assert model.fallback_reason is None
+    assert all(layer.has_own_bits for layer in layers_of(model).values())
+    with torch.no_grad():
+        expected = in_float(theirs)(TOKENS[None]).logits[0]
+    assert apart(logits(model), expected) <= 3e-3
 
 
 def test_parts_of_a_weight_may_lie_in_several_files(tmp_path: Path) -> None:

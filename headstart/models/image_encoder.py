@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["PlacedImage", "ProcessedImage", "VisionModel"]
+__all__ = ["PlacedImage", "ProcessedImage", "VisionFacts", "VisionModel"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +31,18 @@ class PlacedImage(NamedTuple):
 
     offset: int
     shape: tuple[int, ...]
+
+
+class VisionFacts(NamedTuple):
+    """What a process without the weights must know of a vision model to make prompts for it.
+
+    fingerprint, bytes_per_row: of `VisionModel`. extra_rows: embeddings of an image beyond those
+    that its shape tells, which only encoding one shows.
+    """
+
+    fingerprint: bytes
+    bytes_per_row: int
+    extra_rows: int
 
 
 class VisionModel(Protocol):
@@ -71,4 +83,8 @@ class VisionModel(Protocol):
         """SHA-256 over all that determines embeddings except the image: weights, configuration,
         dtype, processor, version of transformers. Reads all weights on the first call.
         """
+        ...
+
+    def facts(self) -> VisionFacts:
+        """What a process without the weights must know. Reads all weights on the first call."""
         ...

@@ -105,7 +105,7 @@ class ReplicaCluster:
             adapters = ReplicaAdapters(
                 lambda name, path: _ask(handle.load_adapter.remote(name, path).result)
             )
-            front = FrontEngine(read.tokenizer or model, facts, engine, most, adapters)
+            front = FrontEngine(model, facts, engine, most, adapters, read.tokenizer)
             driver = ReplicaDriver(handle, front, dispatcher)
             self.llm = ReplicatedLLM(front, driver, dispatcher, read.sampling, read.chat_template)
         except BaseException:

@@ -255,6 +255,7 @@ class ReplicaDriver:
             async for part in stream:
                 if not attempt.is_begun:
                     self._dispatcher.first_token(running.name)
+                    self._front.note_encoded(running.group)
                 # A report may overtake the first tokens.
                 attempt.parts.insert(len(attempt.parts) if attempt.is_begun else 0, part)
                 attempt.is_begun = True
@@ -297,6 +298,7 @@ class ReplicaDriver:
             follower=self._name if running.every_step else None,
             num_public=self._front.count_public(group),
             adapter=group.adapter,
+            images=self._front.send_images(group),
         )
 
     def _route(self, running: Running) -> RouteRequest:

@@ -18,12 +18,15 @@ from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.request_maker import RequestMaker
 from headstart.engine.text.max_length import TextLimit
 from headstart.errors import EngineError
+from headstart.imports import load_module
 from headstart.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from headstart.cluster.serving.adapters import ReplicaAdapters
+    from headstart.cluster.serving.images import FrontImages
     from headstart.cluster.serving.messages import EngineFacts
     from headstart.engine.config import EngineConfig
+    from headstart.engine.images.transfer import SentImages
     from headstart.engine.params import SamplingParams
     from headstart.engine.request import RequestGroup
 
@@ -53,7 +56,6 @@ class _ModelFacts:
 class FrontEngine:
     """What the server, and those who make requests, ask of an `Engine`, without a model."""
 
-    images = None
     tiers = None
 
     def __init__(
@@ -63,19 +65,24 @@ class FrontEngine:
         config: EngineConfig,
         most: int,
         adapters: ReplicaAdapters,
+        tokenizer: str | Path | None = None,
     ) -> None:
-        """`config` is a replica's; there are at `most` so many. Raises ModelError."""
+        """`config` is a replica's; there are at `most` so many. Raises ModelError.
+
+        tokenizer: where it is, None for the model's own.
+        """
         self.config = replace(config, max_num_seqs=config.max_num_seqs * most)
-        self.tokenizer = load_tokenizer(model)
+        self.tokenizer = load_tokenizer(tokenizer or model)
         self.max_model_len = facts.max_model_len
         self.kv_cache_bytes = facts.kv_cache_bytes * most
         names = BlockNames(facts.block_size, facts.model_name)
         self.manager = _PoolFacts(facts.block_size, _PoolSize(facts.num_blocks * most), names)
         self.model = _ModelFacts(facts.vocab_size)
         self.adapters = adapters
+        self.images = self._see(model, facts)
         self.text_limit = TextLimit(self.tokenizer, facts.max_model_len)
         self._maker = RequestMaker(
-            InputProcessor(self.tokenizer, facts.vocab_size, self.text_limit),
+            InputProcessor(self.tokenizer, facts.vocab_size, self.text_limit, self.images),
             Vocabulary(self.tokenizer, facts.vocab_size, facts.eos_token_ids),
             self.adapters,
             max_model_len=facts.max_model_len,
@@ -83,6 +90,14 @@ class FrontEngine:
             public=self.manager.names.public,
         )
         self.is_closed = False
+
+    def _see(self, model: str | Path, facts: EngineFacts) -> FrontImages | None:
+        """The image side; None for a model without vision. Image processors take long to import."""
+        if facts.vision is None:
+            return None
+        images = load_module("headstart.cluster.serving.images")
+        found: FrontImages = images.FrontImages(model, facts.vision, self.tokenizer, self.config)
+        return found
 
     def prepare(
         self,
@@ -118,6 +133,15 @@ class FrontEngine:
     def keys(self, request: RequestGroup) -> PromptKeys:
         """What the router's index knows these blocks by."""
         return PromptKeys(self.manager.names, request.requests[0].sequence)
+
+    def send_images(self, request: RequestGroup) -> SentImages | None:
+        """What a replica must have of a request's images; None for a request without any."""
+        return None if self.images is None else self.images.send(request)
+
+    def note_encoded(self, request: RequestGroup) -> None:
+        """A replica has computed the request's prompt."""
+        if self.images is not None:
+            self.images.note_encoded(request)
 
     def require_open(self) -> None:
         """Raise EngineError after `close`."""

@@ -64,6 +64,12 @@ class ReplicatedLLM(AsyncLLM):
         tiers = check_flag("reset_connector", reset_connector)
         return all(await asyncio.to_thread(self._replicas.ask_all, "reset", again, tiers))
 
+    async def forget_inputs(self) -> None:
+        """As `AsyncLLM.forget_inputs`, of the server and of every replica."""
+        await super().forget_inputs()
+        if self.engine.images is not None:
+            await asyncio.to_thread(self._replicas.ask_all, "forget_inputs")
+
 
 def _add(same: list[Metric]) -> Metric:
     """One metric of what several replicas say of it."""

@@ -10,9 +10,11 @@ from typing import NamedTuple
 from headstart.cache import Mark, MissExplanation
 from headstart.cluster.events import EventBatch
 from headstart.engine.adapters.request import Adapter
+from headstart.engine.images.transfer import SentImages
 from headstart.engine.outputs import Logprobs, RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.vllm_api.metrics import Metric
+from headstart.models.image_encoder import VisionFacts
 
 __all__ = ["AnswerPart", "AnswerRequest", "EngineFacts", "Follow", "Head", "Part", "Report"]
 
@@ -23,7 +25,8 @@ RequestKey = tuple[str, int]
 class EngineFacts(NamedTuple):
     """What all replicas have in common, and the server must know of them.
 
-    model_name: the fingerprint that the names of blocks begin with, "" without tiers.
+    model_name: the fingerprint that the names of blocks begin with, "" without tiers. vision: None
+    for a model that takes text alone.
     """
 
     vocab_size: int
@@ -33,6 +36,7 @@ class EngineFacts(NamedTuple):
     num_blocks: int
     kv_cache_bytes: int
     model_name: str
+    vision: VisionFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class AnswerRequest:
     its tokens as they come, None if they are wanted at the end alone. attempt: how often it was
     sent before. num_public: blocks at the prompt's head that all tenants share; a replica that does
     not know them shares them from then on. adapter: is read by a replica that has none of this name
-    and digest.
+    and digest. images: those of the prompt, checked; None for a prompt without any.
     """
 
     request_id: str
@@ -57,6 +61,7 @@ class AnswerRequest:
     attempt: int = 0
     num_public: int = 0
     adapter: Adapter | None = None
+    images: SentImages | None = None
 
     @property
     def key(self) -> RequestKey:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
@@ -17,6 +18,7 @@ from headstart.engine.adapters.request import Adapter
 from headstart.engine.async_llm import AsyncLLM
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import RequestOutputKind
+from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.startup.start import start_engine
 
 __all__ = ["EngineReplica"]
@@ -40,6 +42,7 @@ class EngineReplica:
     async def facts(self) -> EngineFacts:
         """What the server must know of the engine."""
         engine = self._llm.engine
+        images = engine.images
         return EngineFacts(
             vocab_size=engine.model.vocab_size,
             eos_token_ids=frozenset(engine.model.eos_token_ids),
@@ -48,6 +51,8 @@ class EngineReplica:
             num_blocks=engine.manager.config.num_blocks,
             kv_cache_bytes=engine.kv_cache_bytes,
             model_name=engine.manager.names.model,
+            # Which reads all weights, so that the first image need not wait for it.
+            vision=await asyncio.to_thread(images.facts) if images is not None else None,
         )
 
     async def answer(self, asked: AnswerRequest) -> AsyncGenerator[Part]:
@@ -62,7 +67,7 @@ class EngineReplica:
         if asked.num_public:  # the server that says so has read the operator's files
             names.publish(asked.prompt_token_ids[: asked.num_public * names.block_size])
         request = await self._llm.prepare(
-            {"prompt_token_ids": asked.prompt_token_ids},
+            await self._read(asked),
             params,
             asked.engine_id,
             cache_salt=asked.salt,
@@ -100,6 +105,13 @@ class EngineReplica:
             elif asked.follower is not None:
                 self._publisher.add_progress(asked.follower, asked.key, part)
 
+    async def _read(self, asked: AnswerRequest) -> PreparedPrompt:
+        """The prompt. Raises RequestError or EngineError for images that cannot be taken."""
+        token_ids, images = asked.prompt_token_ids, self._llm.engine.images
+        if asked.images is None or images is None:
+            return PreparedPrompt(token_ids)
+        return await asyncio.to_thread(images.receive, token_ids, asked.images, asked.salt)
+
     async def _name(self, adapter: Adapter | None) -> str | None:
         """The name of an adapter, which is read if it is not here."""
         if adapter is None:
@@ -127,6 +139,10 @@ class EngineReplica:
         if done:
             await self._publisher.publish_reset()
         return done
+
+    async def forget_inputs(self) -> None:
+        """As `AsyncLLM.forget_inputs`."""
+        await self._llm.forget_inputs()
 
     async def check_health(self) -> None:
         """Called by Ray Serve. Raises EngineError when the engine is closed or broken.

@@ -153,7 +153,7 @@ class EncoderCache:
         """Rows of all entries, those about to be encoded included."""
         return self._used
 
-    def __contains__(self, key: EncoderKey) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._entries
 
     def rows(self, key: EncoderKey) -> Tensor:

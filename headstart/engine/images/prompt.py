@@ -25,11 +25,12 @@ from headstart.engine.images.encoder_cache import (
 )
 from headstart.engine.images.reading import NOBODY, ImageReader, LoadedImage, Tenant, check_sources
 from headstart.engine.images.similar import SimilarImages
+from headstart.engine.images.transfer import SentImages
 from headstart.engine.outputs import ImageUse
 from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
 from headstart.engine.text.codec import encode_text
-from headstart.errors import RequestError
-from headstart.models.image_encoder import PlacedImage, VisionModel
+from headstart.errors import EngineError, RequestError
+from headstart.models.image_encoder import PlacedImage, VisionFacts, VisionModel
 from headstart.validation import describe
 
 __all__ = ["IMAGE_MARK", "ImagePrompts", "make_image_prompts"]
@@ -121,6 +122,29 @@ class ImagePrompts:
         """The ids in the place of one placeholder, image tokens marked."""
         expansion = self._vision.expand(shape)
         return [IMAGE_MARK if token_id == self.token_id else token_id for token_id in expansion]
+
+    def receive(
+        self, token_ids: Sequence[int], sent: SentImages, salt: str | None
+    ) -> PreparedPrompt:
+        """A prompt whose images another process has read, for the tenant with this salt.
+
+        Reads all weights on the first call. Raises EngineError if they are named for another
+        vision model, and RequestError for what the image processor refuses.
+        """
+        if sent.fingerprint != self._vision.fingerprint():
+            raise EngineError(
+                "the model, or a version of transformers, is another here than in the process "
+                "that has read the prompt's images; allowed: the same"
+            )
+        loaded = [self._reader.receive(image, salt) for image in sent.images]
+        marked = np.array(token_ids, dtype=np.int64)
+        for image in sent.images:
+            marked[image.places] = IMAGE_MARK
+        return self.settle(None, marked.tolist(), loaded)
+
+    def facts(self) -> VisionFacts:
+        """As of `VisionModel`."""
+        return self._vision.facts()
 
     def settle(
         self, text: str | None, marked: Sequence[int], loaded: Sequence[LoadedImage]

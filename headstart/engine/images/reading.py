@@ -17,6 +17,7 @@ from headstart.engine.images.decoding import decode_image
 from headstart.engine.images.encoder_cache import EncoderKey
 from headstart.engine.images.files import ImageSource
 from headstart.engine.images.perceptual_hash import Look, look_of
+from headstart.engine.images.transfer import SentImage
 from headstart.errors import RequestError
 from headstart.models.image_encoder import ProcessedImage, VisionModel
 from headstart.validation import shorten
@@ -77,6 +78,14 @@ class ImageReader:
         look = look_of(image) if tenant.similar and own_id is None else None
         processed = self._process(image, EncoderKey(tenant.salt, digest))
         return LoadedImage(digest, processed, tenant.salt, look)
+
+    def receive(self, sent: SentImage, salt: str | None) -> LoadedImage:
+        """A tenant's image that another process has read. Raises RequestError."""
+        from PIL import Image
+
+        image = Image.fromarray(sent.pixels)
+        processed = self._process(image, EncoderKey(salt, sent.digest))
+        return LoadedImage(sent.digest, processed, salt)
 
     def _process(self, image: "Image", key: EncoderKey) -> ProcessedImage:
         """The image made ready; one that its tenant showed before waits until it is encoded again.

@@ -19,9 +19,10 @@ An image for which the user gave an id of their own takes no other's place, and 
 
 import threading
 from collections import OrderedDict
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
-from headstart.engine.images.encoder_cache import EncoderCache, EncoderKey
+from headstart.engine.images.encoder_cache import EncoderKey
 from headstart.engine.images.perceptual_hash import Look, PackedLook
 from headstart.engine.images.reading import LoadedImage
 
@@ -60,8 +61,12 @@ class SimilarImages:
     """
 
     def __init__(
-        self, cache: EncoderCache, capacity: int = CAPACITY, max_known: int = MAX_KNOWN
+        self,
+        cache: Container[EncoderKey],
+        capacity: int = CAPACITY,
+        max_known: int = MAX_KNOWN,
     ) -> None:
+        """`cache` has the images whose embeddings are there."""
         self._cache = cache
         self._capacity = capacity
         self._max_known = max_known

@@ -2,169 +2,31 @@
 
 transformers does the work: its image processors (on Pillow) make pixel values, the model's own
 vision tower and projection make embeddings. headstart decides how many placeholders an image has
-and which tokens stand around them, for these families:
-
-    llava                  all images are cropped to one size: one row per patch
-    qwen2_vl, qwen2_5_vl   a grid of patches that follows the image's size, merged 2 × 2;
-                           M-RoPE gives each token a place in time, height and width
-    idefics3, smolvlm      the image in tiles, each with tokens that say its row and column,
-                           and a small copy of the whole
+and which tokens stand around them: see `image_families`.
 """
 
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from headstart.errors import DamagedModelError, HeadstartError, UnsupportedModelError
-from headstart.imports import install
 from headstart.models.decoder import DecoderModel
-from headstart.models.image_encoder import PlacedImage, ProcessedImage
+from headstart.models.image_encoder import ProcessedImage, VisionFacts
 from headstart.models.silence_transformers import silence_transformers
 from headstart.models.zoo.decoder import TransformersDecoder
+from headstart.models.zoo.image_families import Fixed
+from headstart.models.zoo.image_processor import ImageProcessor
 
-__all__ = ["VISION_MODELS", "TransformersVision", "load_vision"]
-
-
-class _Family(Protocol):
-    """The differences between model families."""
-
-    def arguments(self, image: Any) -> dict[str, Any]:
-        """The image processor's arguments."""
-
-    def shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """The image's shape, from the processor's output."""
-
-    def expand(self, shape: tuple[int, ...]) -> list[int]:
-        """The tokens that replace one placeholder."""
-
-    def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
-        """Position ids int64 `[axes, tokens]` of a prompt, None if they are 0, 1, 2, ..."""
+__all__ = ["TransformersVision", "load_vision"]
 
 
-class _Fixed:
-    """LLaVA: every image has the processor's crop size."""
-
-    def __init__(self, model: PreTrainedModel, _: PreTrainedTokenizerBase | None) -> None:
-        self._token = int(model.config.image_token_id)
-        self._patch = int(model.config.vision_config.patch_size)
-        self.extra_rows = 0  # +1 for a kept class token, -1 for a cut first patch; set at load
-
-    def arguments(self, image: Any) -> dict[str, Any]:
-        return {"images": [image]}
-
-    def shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        height, width = inputs["pixel_values"].shape[-2:]
-        return (height // self._patch, width // self._patch)
-
-    def expand(self, shape: tuple[int, ...]) -> list[int]:
-        return [self._token] * (shape[0] * shape[1] + self.extra_rows)
-
-    def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
-        return None
-
-
-class _Grid:
-    """Qwen2-VL and Qwen2.5-VL: as many patches as the image has room for, and M-RoPE."""
-
-    def __init__(self, model: PreTrainedModel, _: PreTrainedTokenizerBase | None) -> None:
-        self._model: Any = model.base_model
-        self._token = int(model.config.image_token_id)
-        self._merge = int(model.config.vision_config.spatial_merge_size)
-
-    def arguments(self, image: Any) -> dict[str, Any]:
-        return {"images": [image]}
-
-    def shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        return tuple(inputs["image_grid_thw"][0].tolist())
-
-    def expand(self, shape: tuple[int, ...]) -> list[int]:
-        return [self._token] * self._rows(shape)
-
-    def _rows(self, shape: tuple[int, ...]) -> int:
-        return int(np.prod(shape)) // self._merge**2
-
-    def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
-        """Text counts on all axes alike. An image counts its frames, rows and columns from the end
-        of the text before it; the text after it continues after the longest of these axes.
-
-        Equal to the model's `get_rope_index`, which cannot separate two adjacent images.
-        """
-        parts: list[Tensor] = []
-        at = place = 0
-        for offset, shape in images:
-            parts.append(torch.arange(place, place + offset - at).expand(3, -1))
-            place += offset - at
-            grid = torch.tensor(shape)
-            parts.append(self._model.get_vision_position_ids(place, grid, 1, self._merge))
-            place += max(shape[1], shape[2]) // self._merge
-            at = offset + self._rows(shape)
-        parts.append(torch.arange(place, place + num_tokens - at).expand(3, -1))
-        table: NDArray[np.int64] = torch.cat(parts, dim=1).numpy()
-        return table
-
-
-class _Tiles:
-    """Idefics3 and SmolVLM: rows and columns of tiles, then a small copy of the whole image."""
-
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        if tokenizer is None:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} came without a tokenizer, which spells what stands "
-                "around an image"
-            )
-        config = model.config
-        self._tokenizer = tokenizer
-        side = int(config.vision_config.image_size) // int(config.vision_config.patch_size)
-        self._rows = side * side // int(config.scale_factor) ** 2
-        self._image = tokenizer.convert_ids_to_tokens(int(config.image_token_id))
-        self._fake = getattr(tokenizer, "fake_image_token", "<fake_token_around_image>")
-        self._global = getattr(tokenizer, "global_image_token", "<global-img>")
-
-    def arguments(self, image: Any) -> dict[str, Any]:
-        return {"images": [[image]], "return_row_col_info": True}
-
-    def shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        return (int(inputs["rows"][0][0]), int(inputs["cols"][0][0]))
-
-    def expand(self, shape: tuple[int, ...]) -> list[int]:
-        rows, columns = shape
-        tile = f"{self._image}" * self._rows
-        text = ""
-        for row in range(1, rows + 1):
-            for column in range(1, columns + 1):
-                text += f"{self._fake}<row_{row}_col_{column}>{tile}"
-            text += "\n"
-        text += "\n" if rows else ""
-        text += f"{self._fake}{self._global}{tile}{self._fake}"
-        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return token_ids
-
-    def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
-        return None
-
-
-_FAMILIES: dict[str, type[_Fixed] | type[_Grid] | type[_Tiles]] = {
-    "llava": _Fixed,
-    "qwen2_vl": _Grid,
-    "qwen2_5_vl": _Grid,
-    "idefics3": _Tiles,
-    "smolvlm": _Tiles,
-}
-
-VISION_MODELS = frozenset(_FAMILIES)
-"""transformers' model types that take images."""
-
-
-class TransformersVision:
+class TransformersVision(ImageProcessor):
     """A `VisionModel` by transformers' image processor and the model's own vision tower."""
 
     def __init__(
@@ -174,27 +36,12 @@ class TransformersVision:
 
         Raises `DamagedModelError` or `UnsupportedModelError`.
         """
-        model = decoder.module
+        super().__init__(decoder.config, folder, tokenizer)
         self._decoder = decoder
-        self._model: Any = model
-        self._processor = _load_processor(folder)
+        self._model: Any = decoder.module
         self._fingerprint: bytes | None = None
-        self.image_token_id = int(model.config.image_token_id)
-        self._family: _Family = _FAMILIES[model.config.model_type](model, tokenizer)
         self.bytes_per_row = self._try()
         """Bytes of one embedding."""
-
-    def process(self, image: Any) -> ProcessedImage:
-        found = self._processor(**self._family.arguments(image), return_tensors="pt")
-        shape = self._family.shape(found)
-        inputs = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-        return ProcessedImage(inputs, shape, self.expand(shape).count(self.image_token_id))
-
-    def recall(self, image: Any, shape: tuple[int, ...]) -> ProcessedImage:
-        return ProcessedImage(None, shape, self.expand(shape).count(self.image_token_id), image)
-
-    def expand(self, shape: tuple[int, ...]) -> list[int]:
-        return self._family.expand(shape)
 
     def encode(self, image: ProcessedImage) -> Tensor:
         device, dtype = self._model.device, self._model.dtype
@@ -209,22 +56,20 @@ class TransformersVision:
             rows: Tensor = output.pooler_output[0].to(dtype)
         return rows
 
-    def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
-        return self._family.positions(num_tokens, images)
-
     def fingerprint(self) -> bytes:
         if self._fingerprint is None:
             # From the weights' files: weights in memory may be packed, cast, or both.
             parts = [transformers.__version__, str(self._model.dtype), self._decoder.fingerprint()]
-            parts.append(type(self._processor).__name__)
-            settings = _without_places(self._processor.to_dict())
-            parts.append(json.dumps(settings, sort_keys=True, default=str))
+            parts += self.settings()
             digest = hashlib.sha256()
             for part in map(str.encode, parts):
                 digest.update(len(part).to_bytes(8, "little"))
                 digest.update(part)
             self._fingerprint = digest.digest()
         return self._fingerprint
+
+    def facts(self) -> VisionFacts:
+        return VisionFacts(self.fingerprint(), self.bytes_per_row, self._family.extra_rows)
 
     def _try(self) -> int:
         """Encode a blank image; returns the bytes of one embedding."""
@@ -234,7 +79,7 @@ class TransformersVision:
             with silence_transformers():
                 image = self.process(blank)
                 rows = self.encode(image)
-                if isinstance(self._family, _Fixed):
+                if isinstance(self._family, Fixed):
                     self._family.extra_rows = len(rows) - image.num_rows
                     image = self.process(blank)
         except HeadstartError:
@@ -262,25 +107,3 @@ def load_vision(
         return None
     assert isinstance(decoder, TransformersDecoder), "our own modules take no images"
     return TransformersVision(decoder, decoder.folder, tokenizer)
-
-
-def _without_places(settings: Any) -> Any:
-    """Settings without the path of the folder that they were read from."""
-    if not isinstance(settings, dict):
-        return settings
-    return {
-        name: _without_places(value) for name, value in settings.items() if name != "_name_or_path"
-    }
-
-
-def _load_processor(folder: Path) -> Any:
-    try:
-        with silence_transformers():
-            return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
-    except ImportError as error:
-        raise UnsupportedModelError(f"images need Pillow: {install('vision')} ({error})") from error
-    # A damaged settings file raises OSError, ValueError, KeyError and more.
-    except Exception as error:
-        raise DamagedModelError(
-            f"the image processor in {folder} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error

@@ -23,7 +23,7 @@ from headstart.models.prefetch import ReadyMemory
 from headstart.models.silence_transformers import silence_transformers
 from headstart.models.zoo.checkpoint import check_decoder
 from headstart.models.zoo.decoder import TransformersDecoder
-from headstart.models.zoo.image_encoder import VISION_MODELS
+from headstart.models.zoo.image_families import VISION_MODELS
 from headstart.models.zoo.pretrained import load_config, load_weights
 from headstart.models.zoo.quantize import quantize_linears
 from headstart.models.zoo.swap import accelerate

@@ -147,10 +147,10 @@ async def _chat(llm: ReplicatedLLM) -> None:
 
 
 @pytest.mark.parametrize("call", [_prompt, _chat])
-def test_replicas_take_text_alone(
+def test_an_image_for_a_model_that_takes_text_alone(
     llm: ReplicatedLLM, call: Callable[[ReplicatedLLM], Coroutine[Any, Any, Any]]
 ) -> None:
-    """Whatever the model sees: before anything is sent to one of them."""
+    """It is refused before anything is sent to a replica."""
     with pytest.raises(RequestError, match="takes text alone"):
         asyncio.run(call(llm))
 

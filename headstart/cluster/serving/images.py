@@ -1,0 +1,123 @@
+"""The image side of the server's process: reads images and places them, and encodes none.
+
+It reads, checks and names images as an engine does, so a prompt has the same tokens and its blocks
+the same names as in one engine. A replica gets the pixels, and computes the embeddings.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Container
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headstart.engine.images.encoder_cache import EncoderKey, PromptImages
+from headstart.engine.images.prompt import ImagePrompts
+from headstart.engine.images.similar import SimilarImages
+from headstart.engine.images.transfer import SentImages, send_images
+from headstart.models.files import find_folder
+from headstart.models.image_encoder import ProcessedImage, VisionFacts
+from headstart.models.zoo.image_processor import ImageProcessor
+from headstart.models.zoo.pretrained import load_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from headstart.engine.config import EngineConfig
+    from headstart.engine.request import RequestGroup
+
+__all__ = ["FrontImages"]
+
+
+class FrontImages(ImagePrompts):
+    """Makes prompts with images that replicas encode. For any thread."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        facts: VisionFacts,
+        tokenizer: PreTrainedTokenizerBase | None,
+        config: EngineConfig,
+    ) -> None:
+        """`facts` are a replica's, `config` too. Raises ModelError."""
+        super().__init__(_UnweightedVision(model, facts, tokenizer), tokenizer, config)
+        self._fingerprint = facts.fingerprint
+        self._encoded = _Encoded(config.encoder_cache_rows)
+        self._similar = SimilarImages(self._encoded)
+
+    def send(self, group: RequestGroup) -> SentImages | None:
+        """What a replica must have of a request's images; None for a request without any."""
+        return send_images(self._fingerprint, group.extras)
+
+    def note_encoded(self, group: RequestGroup) -> None:
+        """A replica has computed the request's prompt, so it has the embeddings of its images."""
+        extras = group.extras
+        if extras is not None and isinstance(extras.embeddings, PromptImages):
+            for one in extras.embeddings.images if group.params.is_stored else ():
+                self._encoded.add(one.key, one.image.num_rows)
+
+    def clear(self) -> None:
+        """As of an engine, for any thread."""
+        super().clear()
+        self._encoded.clear()
+
+
+class _UnweightedVision(ImageProcessor):
+    """A `VisionModel` that knows an image's shape and not its embeddings. Keeps pixels alone."""
+
+    def __init__(
+        self, model: str | Path, facts: VisionFacts, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
+        folder = find_folder(model)
+        super().__init__(load_config(folder), folder, tokenizer)
+        self._family.extra_rows = facts.extra_rows
+        self._facts = facts
+        self.bytes_per_row = facts.bytes_per_row
+
+    def process(self, image: Any) -> ProcessedImage:
+        return self.recall(image, super().process(image).shape)
+
+    def recall(self, image: Any, shape: tuple[int, ...]) -> ProcessedImage:
+        # As an array, which Ray hands over to a replica of the same machine without copying it.
+        return super().recall(np.asarray(image), shape)
+
+    def encode(self, image: ProcessedImage) -> Tensor:
+        raise AssertionError("replicas encode images")
+
+    def fingerprint(self) -> bytes:
+        return self._facts.fingerprint
+
+    def facts(self) -> VisionFacts:
+        return self._facts
+
+
+class _Encoded(Container[EncoderKey]):
+    """Which images replicas have embeddings of: those encoded last, as many as one can keep.
+
+    A guess, for images that look alike: an image that is not there any more is encoded again.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._rows: OrderedDict[EncoderKey, int] = OrderedDict()
+        self._used = 0
+        self._lock = threading.Lock()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._rows
+
+    def add(self, key: EncoderKey, rows: int) -> None:
+        with self._lock:
+            self._used += rows - self._rows.pop(key, 0)
+            self._rows[key] = rows
+            while self._used > self._capacity:
+                self._used -= self._rows.popitem(last=False)[1]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._rows.clear()
+            self._used = 0

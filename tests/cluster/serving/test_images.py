@@ -1,0 +1,385 @@
+"""Images in prompts to replicas: as one engine takes them. Without Ray.
+
+A replica is called in this process, with messages that went through pickle as Ray sends them.
+"""
+
+import asyncio
+import base64
+import io
+import pickle
+from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headstart import AsyncLLM, SamplingParams
+from headstart.cluster.serving.adapters import ReplicaAdapters
+from headstart.cluster.serving.dispatch import Dispatcher
+from headstart.cluster.serving.driver import ReplicaDriver
+from headstart.cluster.serving.front import FrontEngine
+from headstart.cluster.serving.images import _Encoded
+from headstart.cluster.serving.llm import ReplicatedLLM
+from headstart.cluster.serving.messages import AnswerRequest, EngineFacts
+from headstart.cluster.serving.replica import EngineReplica
+from headstart.engine.config import make_config
+from headstart.engine.images.encoder_cache import EncoderKey
+from headstart.engine.outputs import RequestOutput
+from headstart.engine.vllm_api.options import read_options
+from headstart.errors import EngineError, ReplicaLostError, RequestError
+from tests.cluster.serving.scripted import REPLICA
+from tests.engine.images.test_generate import FAMILIES, PLACEHOLDERS
+from tests.engine.images.test_similar import as_jpeg, spots
+from tests.tiny_vision import IDS, make_image, save_tiny_vision
+
+OPTIONS = {"num_blocks": 64, "block_size": 16, "debug": True, "max_images": 3, "dtype": "float32"}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+class _Call:
+    """A call of a replica's generator, as Ray Serve returns one."""
+
+    def __init__(self, parts: AsyncGenerator[Any]) -> None:
+        self._parts = parts
+
+    def __aiter__(self) -> AsyncGenerator[Any]:
+        return self._parts
+
+    def cancel(self) -> None:
+        """As of Ray Serve's."""
+        self._closing = asyncio.ensure_future(self._parts.aclose())
+
+
+class _Method:
+    def __init__(self, call: Callable[[Any], AsyncGenerator[Any]]) -> None:
+        self._call = call
+
+    def remote(self, given: Any) -> _Call:
+        """As of Ray Serve's."""
+        return _Call(self._call(given))
+
+
+class _Broadcast:
+    def __init__(self, called: Any) -> None:
+        self._called = called
+
+    async def results_async(self, return_exceptions: bool) -> list[Any]:
+        """As of Ray Serve's."""
+        return [await self._called]
+
+
+class LocalHandle:
+    """A deployment whose one replica is in this process; `lost` attempts find it dead."""
+
+    def __init__(self, replica: EngineReplica) -> None:
+        self._replica = replica
+        self.asked: list[AnswerRequest] = []
+        self.sizes: list[int] = []
+        self.lost = 0
+        self.answer, self.follow = _Method(self._answer), _Method(replica.follow)
+
+    def options(self, stream: bool) -> "LocalHandle":
+        """As of Ray Serve's."""
+        return self
+
+    def broadcast(self, method: str, *given: Any) -> _Broadcast:
+        """As of Ray Serve's."""
+        return _Broadcast(getattr(self._replica, method)(*given))
+
+    async def _answer(self, asked: AnswerRequest) -> AsyncGenerator[Any]:
+        sent = pickle.dumps(asked)
+        self.sizes.append(len(sent))
+        self.asked.append(pickle.loads(sent))
+        if self.lost:
+            self.lost -= 1
+            raise ReplicaLostError("it is dead")
+        async for part in self._replica.answer(self.asked[-1]):
+            yield pickle.loads(pickle.dumps(part))
+
+
+class Replicas:
+    """One replica of a model in a folder, and the `llm` before it."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        given = OPTIONS | options
+        self.replica = EngineReplica(str(folder), given)
+        self.handle = LocalHandle(self.replica)
+        facts: EngineFacts = pickle.loads(pickle.dumps(asyncio.run(self.replica.facts())))
+        config = make_config(read_options(str(folder), given).config)
+        self.front = FrontEngine(folder, facts, config, 1, ReplicaAdapters(_no_adapter))
+        dispatcher = Dispatcher("expected", 1)
+        driver = ReplicaDriver(self.handle, self.front, dispatcher)  # type: ignore[arg-type]
+        self.llm = ReplicatedLLM(self.front, driver, dispatcher, SamplingParams())
+        dispatcher.set_replicas([REPLICA])
+
+    @property
+    def num_encoded(self) -> int:
+        """Images that the replica encoded."""
+        assert self.replica._llm.engine.images is not None
+        return self.replica._llm.engine.images.cache.num_encoded
+
+    def close(self) -> None:
+        """End both."""
+        self.llm.close()
+        self.replica._llm.close()
+
+
+def _no_adapter(name: str, path: Path) -> Any:
+    raise AssertionError("no test here has one")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_vision("qwen2_vl", tmp_path_factory.mktemp("qwen2_vl"))
+
+
+@pytest.fixture
+def replicas(folder: Path) -> Iterator[Replicas]:
+    made = Replicas(folder)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Iterator[AsyncLLM]:
+    made = AsyncLLM(folder, **OPTIONS)
+    yield made
+    made.close()
+
+
+def prompt(text: str, *images: Any, name: str = "qwen2_vl", **more: Any) -> dict[str, Any]:
+    """Each `@` of the text is an image."""
+    placed = text.replace("@", PLACEHOLDERS.get(name, "<image>"))
+    return {"prompt": placed, "multi_modal_data": {"image": list(images)}, **more}
+
+
+def ask(llm: AsyncLLM, given: Any, params: SamplingParams = GREEDY, **more: Any) -> RequestOutput:
+    async def last() -> RequestOutput:
+        chat = isinstance(given, list)
+        async for output in (llm.chat if chat else llm.generate)(given, params, **more):
+            found = output
+        return found
+
+    return asyncio.run(last())
+
+
+def told(output: RequestOutput) -> tuple[Any, ...]:
+    """What a user sees of it."""
+    tokens = [list(one.token_ids) for one in output.outputs]
+    return (tokens, output.prompt_token_ids, output.num_cached_tokens, output.images)
+
+
+def data_url(seed: int, width: int = 40, height: int = 32) -> str:
+    file = io.BytesIO()
+    make_image(seed, width, height).save(file, "png")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def shown(*parts: Any) -> dict[str, Any]:
+    """What a user says, where a number is an image."""
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": data_url(part)}}
+        for part in parts
+    ]
+    return {"role": "user", "content": content}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_names_and_hits_are_those_of_one_engine(name: str, tmp_path: Path) -> None:
+    """One image and several, of other sizes, and a second question about the same ones."""
+    folder = save_tiny_vision(name, tmp_path)
+    prompts = [
+        prompt("What is on @ here?", make_image(1), name=name),
+        prompt("What is on @ here, say?", make_image(1), name=name),
+        prompt("What is on @ here?", make_image(2), name=name),
+        prompt("@ and @: which one?", make_image(3, 24, 60), make_image(1), name=name),
+        prompt("@ and @: which one, then?", make_image(3, 24, 60), make_image(1), name=name),
+        "No image at all.",
+    ]
+    alone, replicas = AsyncLLM(folder, **OPTIONS), Replicas(folder)
+    expected = [told(ask(alone, one)) for one in prompts]
+    assert [told(ask(replicas.llm, one)) for one in prompts] == expected
+    cached = [one[2] for one in expected]
+    assert cached[0] == 0 and cached[1] >= 16 and cached[4] >= 32, "nothing was hit"
+    assert expected[0][0] != expected[2][0], "the image changes nothing"
+    for one in prompts:
+        group = replicas.front.prepare(one, GREEDY)
+        own = alone.engine.prepare(one, GREEDY).requests[0].sequence
+        names = alone.engine.manager.block_hashes(own)
+        assert replicas.front.names(group) == names and len(names) > 0
+    alone.close()
+    replicas.close()
+
+
+def test_chats_go_on_where_an_image_was_shown(replicas: Replicas, alone: AsyncLLM) -> None:
+    """The next turn hits all that was said, in replicas as in one engine."""
+    turns: list[Any] = [shown("What is ", 1, "?")]
+    said = 0
+    for text in ("And now?", "Really?"):
+        theirs, ours = ask(alone, turns), ask(replicas.llm, turns)
+        assert told(ours) == told(theirs)
+        assert ours.num_cached_tokens >= said
+        said = len(ours.prompt_token_ids)
+        reply = {"role": "assistant", "content": ours.outputs[0].text}
+        turns = [*turns, reply, shown(text, 2)]
+
+
+def test_a_message_has_pixels_and_nothing_that_is_made_of_them(replicas: Replicas) -> None:
+    image = make_image(1, 48, 40)
+    ask(replicas.llm, prompt("@", image))
+    [sent] = replicas.handle.asked
+    assert sent.images is not None
+    assert np.array_equal(sent.images.images[0].pixels, np.asarray(image))
+    assert 48 * 40 * 3 < replicas.handle.sizes[0] < 48 * 40 * 3 + 4096
+    ask(replicas.llm, "No image.")
+    assert replicas.handle.asked[1].images is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        prompt("@", b"no image"),
+        prompt("@ @", make_image(1)),
+        prompt("@@@@", *map(make_image, range(4))),
+        prompt("@", make_image(1, 1000, 4)),
+        prompt("@", make_image(1), multi_modal_uuids={"image": [3]}),
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y"}}]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}],
+        {"prompt_token_ids": [IDS["<|image_pad|>"], 5]},
+    ],
+)
+def test_what_one_engine_refuses_is_sent_nowhere(
+    replicas: Replicas, alone: AsyncLLM, given: Any
+) -> None:
+    with pytest.raises(RequestError) as theirs:
+        ask(alone, given)
+    with pytest.raises(RequestError) as ours:
+        ask(replicas.llm, given)
+    assert str(ours.value) == str(theirs.value)
+    assert not replicas.handle.asked
+
+
+def test_an_image_that_never_has_room_is_sent_nowhere(folder: Path) -> None:
+    replicas = Replicas(folder, encoder_cache_rows=4)
+    with pytest.raises(RequestError, match="the encoder cache holds 4"):
+        ask(replicas.llm, prompt("@", make_image(1)))
+    assert not replicas.handle.asked
+    replicas.close()
+
+
+def test_a_request_takes_its_images_to_another_replica(replicas: Replicas, alone: AsyncLLM) -> None:
+    asked = prompt("What is on @ here?", make_image(1))
+    replicas.handle.lost = 2
+    assert told(ask(replicas.llm, asked))[0] == told(ask(alone, asked))[0]
+    assert [one.attempt for one in replicas.handle.asked] == [0, 1, 2]
+    first, *others = (one.images for one in replicas.handle.asked)
+    assert first is not None and all(one is not None for one in others)
+
+
+def test_a_replica_of_another_model_refuses(
+    replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows would be found under the names of others."""
+    monkeypatch.setattr(replicas.front.images, "_fingerprint", b"another")
+    with pytest.raises(EngineError, match="another here than in the process"):
+        ask(replicas.llm, prompt("@", make_image(1)))
+    assert replicas.num_encoded == 0
+
+
+def test_tenants_do_not_see_each_others_images(replicas: Replicas) -> None:
+    """Neither blocks nor embeddings; one's own are found."""
+    asked = prompt("What is on @ here?", make_image(1))
+    found = [
+        (ask(replicas.llm, {**asked, "cache_salt": salt}).num_cached_tokens, replicas.num_encoded)
+        for salt in ("a", "b", "a")
+    ]
+    assert [cached > 0 for cached, _ in found] == [False, False, True]
+    assert [encoded for _, encoded in found] == [1, 2, 2]
+
+
+def test_an_image_at_another_place_is_not_encoded_again(replicas: Replicas) -> None:
+    for text in ("@", "Here is @.", "And @, then."):
+        ask(replicas.llm, prompt(text, make_image(1)))
+    assert replicas.num_encoded == 1
+
+
+def test_a_copy_takes_the_place_of_an_image_that_a_replica_has(replicas: Replicas) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, similar_images=True)
+    image = spots(1)
+    first = ask(replicas.llm, prompt("@", image), params)
+    other = ask(replicas.llm, prompt("@", as_jpeg(image)))
+    again = ask(replicas.llm, prompt("Say: @", as_jpeg(image)), params)
+    assert not first.images[0].is_similar and not other.images[0].is_similar
+    assert again.images[0].is_similar and again.images[0].digest == first.images[0].digest
+    assert other.images[0].digest != first.images[0].digest
+    assert replicas.num_encoded == 2
+    sent = replicas.handle.asked[-1].images
+    assert sent is not None
+    assert np.array_equal(sent.images[0].pixels, np.asarray(image)), "the copy's pixels were sent"
+
+
+def test_inputs_are_forgotten_by_the_server_and_its_replicas(replicas: Replicas) -> None:
+    asked = prompt("@", make_image(1))
+    ask(replicas.llm, asked)
+    assert asyncio.run(replicas.llm.reset_prefix_cache())
+    ask(replicas.llm, asked)
+    assert replicas.num_encoded == 1
+    asyncio.run(replicas.llm.forget_inputs())
+    assert asyncio.run(replicas.llm.reset_prefix_cache())
+    ask(replicas.llm, asked)
+    assert replicas.num_encoded == 2
+
+
+def test_a_placeholder_that_a_model_said_is_a_token_like_any_other(
+    replicas: Replicas, alone: AsyncLLM
+) -> None:
+    """The next turn has its id; a replica took it for an image that is missing."""
+    pad = IDS["<|image_pad|>"]
+    params = GREEDY.clone()
+    params.logit_bias, params.skip_special_tokens = {pad: 100.0}, False
+    for llm in (alone, replicas.llm):
+        first = ask(llm, [shown("Say it.")], params)
+        assert set(first.outputs[0].token_ids) == {pad}
+        reply = {"role": "assistant", "content": first.outputs[0].text}
+        answers = told(ask(llm, [shown("Say it."), reply, shown(3)]))
+        assert answers[1].count(pad) > len(first.outputs[0].token_ids)
+        if llm is alone:
+            expected = answers
+    assert answers == expected
+
+
+@pytest.mark.parametrize("first", ["one engine", "a replica"])
+def test_a_store_has_images_for_one_engine_and_replicas_alike(
+    folder: Path, tmp_path: Path, first: str
+) -> None:
+    """Blocks behind an image and its embeddings, whichever of them computed these."""
+    asked = prompt("What is on @ here? Say it in a few words.", make_image(1))
+
+    def answer(which: str) -> tuple[RequestOutput, int]:
+        options = {"cache_dir": str(tmp_path)}
+        made = Replicas(folder, **options) if which == "a replica" else None
+        llm = AsyncLLM(folder, **OPTIONS, **options) if made is None else made.llm
+        found = ask(llm, asked), ask(llm, {**prompt("@", make_image(1))})
+        images = (llm if made is None else made.replica._llm).engine.images
+        assert images is not None
+        made.close() if made is not None else llm.close()
+        return found[0], images.cache.num_encoded
+
+    other = "a replica" if first == "one engine" else "one engine"
+    (computed, encoded), (loaded, anew) = answer(first), answer(other)
+    assert loaded.outputs[0].token_ids == computed.outputs[0].token_ids
+    assert (computed.num_loaded_tokens, encoded) == (0, 1)
+    assert loaded.num_loaded_tokens >= 32 and anew == 0
+
+
+def test_known_images_are_as_many_as_a_replica_can_keep() -> None:
+    known = _Encoded(10)
+    keys = [EncoderKey("a", bytes([at])) for at in range(4)]
+    for key in (keys[0], keys[1], keys[0], keys[2]):
+        known.add(key, 4)
+    assert [key in known for key in keys] == [True, False, True, False]
+    known.clear()
+    assert not any(key in known for key in keys)

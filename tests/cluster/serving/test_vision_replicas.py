@@ -1,0 +1,185 @@
+"""Two replicas of a model that sees, on a Ray of their own: images as one engine takes them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import httpx
+import pytest
+
+from headstart import AsyncLLM, SamplingParams
+from headstart.cluster.options import ReplicaConfig
+from headstart.engine.params import RequestOutputKind
+from tests.cluster.serving.test_images import prompt
+from tests.server.running import Running, running, serving
+from tests.server.templates import png_of
+from tests.tiny_vision import make_image
+
+if TYPE_CHECKING:
+    from headstart.cluster.serving.cluster import ReplicaCluster
+
+pytest.importorskip("ray", reason="replicas need Ray")
+# What Ray and its dependencies warn of in this process is theirs.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
+
+OPTIONS = {"num_blocks": 256, "dtype": "float32", "debug": True}
+NAME = "llava"
+# So much that a second question is worth the replica that has it: see the router's slack.
+DOCUMENT = "Anna is 31. Ben is 45. Carl is 28. Dora is 52. " * 8
+
+
+class Servers(NamedTuple):
+    """A server before two replicas, and one with an engine of its own."""
+
+    server: Running
+    alone: Running
+    replicas: ReplicaCluster
+
+
+@pytest.fixture(scope="module")
+def servers(demo_vision: Path) -> Iterator[Servers]:
+    from headstart.cluster.serving.cache_api import router
+    from headstart.cluster.serving.cluster import ReplicaCluster
+
+    cluster = ReplicaCluster(
+        str(demo_vision), OPTIONS, ReplicaConfig(replicas=2, replica_cpus=0.25), drain_seconds=5.0
+    )
+    try:
+        with (
+            serving(cluster.llm, "tiny", {}, cache_api=router) as server,
+            running(demo_vision, **OPTIONS) as alone,
+        ):
+            yield Servers(server, alone, cluster)
+    finally:
+        cluster.close()
+
+
+def _chat(question: str, **more: Any) -> tuple[str, dict[str, Any]]:
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png_of(1)}"}}
+    turn = {"role": "user", "content": [image, {"type": "text", "text": question}]}
+    return "/v1/chat/completions", {"messages": [turn], "max_tokens": 8, **more}
+
+
+def _messages(question: str) -> tuple[str, dict[str, Any]]:
+    source = {"type": "base64", "media_type": "image/png", "data": png_of(2)}
+    parts = [{"type": "image", "source": source}, {"type": "text", "text": question}]
+    return "/v1/messages", {"messages": [{"role": "user", "content": parts}], "max_tokens": 8}
+
+
+def _responses(question: str) -> tuple[str, dict[str, Any]]:
+    image = {"type": "input_image", "image_url": f"data:image/png;base64,{png_of(3)}"}
+    parts = [image, {"type": "input_text", "text": question}]
+    return "/v1/responses", {
+        "input": [{"role": "user", "content": parts}],
+        "max_output_tokens": 8,
+    }
+
+
+def _post(server: Running, path: str, body: dict[str, Any]) -> Any:
+    whole = {"model": "tiny", "temperature": 0, **body}
+    told = httpx.post(server.url + path, json=whole, timeout=60)
+    assert told.status_code == 200, told.text
+    return told.json()
+
+
+def _answer(told: dict[str, Any]) -> Any:
+    """What any API says, without the names and times of this call."""
+    if "choices" in told:
+        return told["choices"]
+    if "output" in told:
+        return [part["text"] for one in told["output"] for part in one["content"]]
+    return [part["text"] for part in told["content"]]
+
+
+@pytest.mark.parametrize("api", [_chat, _messages, _responses])
+def test_an_api_answers_as_with_one_engine(servers: Servers, api: Any) -> None:
+    """A second question about the same image hits it, whichever replica the first went to."""
+    found = []
+    for question in ("What is it?", "Who is shown?"):
+        path, body = api(DOCUMENT + question)
+        ours, theirs = (_post(one, path, body) for one in servers[:2])
+        assert _answer(ours) == _answer(theirs) != []
+        found.append((_cached(ours["usage"]), _cached(theirs["usage"])))
+    assert found[1][0] == found[1][1] >= len(DOCUMENT)
+    assert found[0][0] < 32, "the first one has nothing to hit but what all prompts begin with"
+
+
+def _cached(usage: dict[str, Any]) -> int:
+    for name in ("prompt_tokens_details", "input_tokens_details"):
+        if name in usage:
+            return int(usage[name]["cached_tokens"])
+    return int(usage["cache_read_input_tokens"])
+
+
+def test_what_is_no_image_has_the_status_and_the_words_of_one_engine(servers: Servers) -> None:
+    url = {"url": "data:image/png;base64,AAAA"}
+    turn = {"role": "user", "content": [{"type": "image_url", "image_url": url}]}
+    body = {"model": "tiny", "messages": [turn]}
+    ours, theirs = (
+        httpx.post(f"{one.url}/v1/chat/completions", json=body, timeout=60) for one in servers[:2]
+    )
+    assert ours.status_code == theirs.status_code == 400
+    assert ours.json() == theirs.json()
+
+
+def test_a_photograph_goes_to_a_replica_and_is_hit(servers: Servers) -> None:
+    """Two megapixels: Ray carries arguments of that size another way than small ones."""
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    image = make_image(9, 1600, 1200)
+
+    async def ask(llm: AsyncLLM, text: str) -> tuple[list[int], int]:
+        async for output in llm.generate(prompt(text, image, name=NAME), params):
+            found = output
+        return list(found.outputs[0].token_ids), found.num_cached_tokens
+
+    for question in ("What?", "Who?"):
+        ours, theirs = (
+            asyncio.run(ask(one.llm, f"@ {DOCUMENT} {question}")) for one in servers[:2]
+        )
+        assert ours[0] == theirs[0]
+    assert ours[1] == theirs[1] > len(DOCUMENT)
+
+
+def test_requests_of_a_dead_replica_are_answered_with_their_images(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None has sent its client anything, so none is lost."""
+    from tests.cluster.serving.test_replicas import process_of, wait_until
+
+    dispatcher, llm = servers.replicas.llm.dispatcher, servers.replicas.llm
+    routed: dict[str, list[str]] = {}
+    choose = dispatcher.choose
+
+    def note_choice(request_id: str) -> str | None:
+        chosen = choose(request_id)
+        if chosen is not None:
+            routed.setdefault(request_id, []).append(chosen)
+        return chosen
+
+    monkeypatch.setattr(dispatcher, "choose", note_choice)
+    params = SamplingParams(
+        temperature=0, max_tokens=192, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+
+    async def answer(llm: AsyncLLM, row: int) -> list[int]:
+        given = prompt(f"Row {row} of @", make_image(20 + row), name=NAME)
+        async for output in llm.generate(given, params, f"row {row}"):  # noqa: B007
+            pass
+        return list(output.outputs[0].token_ids)
+
+    async def kill_one() -> list[list[int]]:
+        tasks = [asyncio.ensure_future(answer(llm, row)) for row in range(8)]
+        while len(routed) < len(tasks):
+            await asyncio.sleep(0.005)
+        os.kill(await asyncio.to_thread(process_of, routed["row 0"][0]), signal.SIGKILL)
+        return await asyncio.gather(*tasks)
+
+    told = asyncio.run(kill_one())
+    assert any(len(places) > 1 for places in routed.values()), "no request was moved"
+    assert told == [asyncio.run(answer(servers.alone.llm, row)) for row in range(8)]
+    wait_until(lambda: len(dispatcher.replicas) == 2)

@@ -106,7 +106,7 @@ class ReplicaCluster:
                 lambda name, path: _ask(handle.load_adapter.remote(name, path).result)
             )
             front = FrontEngine(model, facts, engine, most, adapters, read.tokenizer)
-            driver = ReplicaDriver(handle, front, dispatcher)
+            driver = ReplicaDriver(handle, front, dispatcher, ray.put)
             self.llm = ReplicatedLLM(front, driver, dispatcher, read.sampling, read.chat_template)
         except BaseException:
             self._leave()

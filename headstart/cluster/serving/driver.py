@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from headstart.cluster.events import EventBatch
     from headstart.cluster.serving.front import FrontEngine
+    from headstart.engine.images.transfer import SentImages
     from headstart.engine.request import RequestGroup
 
 __all__ = ["MAX_LOST", "ReplicaDriver"]
@@ -60,11 +61,17 @@ class ReplicaDriver:
     """What `AsyncLLM` asks of a `Driver`. Every method may be called from any thread."""
 
     def __init__(
-        self, handle: DeploymentHandle, front: FrontEngine, dispatcher: Dispatcher
+        self,
+        handle: DeploymentHandle,
+        front: FrontEngine,
+        dispatcher: Dispatcher,
+        put: Callable[[SentImages], Awaitable[SentImages]],
     ) -> None:
+        """`put` lays images where replicas find them by what it returns: `ray.put`."""
         self._replicas = handle.options(stream=True)
         self._handle = handle
         self._front = front
+        self._put = put
         self._dispatcher = dispatcher
         self._name = uuid.uuid4().hex  # of this server, to the replicas that it follows
         self._orders: deque[Callable[[], None]] = deque()  # in the order they were given
@@ -225,7 +232,7 @@ class ReplicaDriver:
         """
         name = running.name
         try:
-            asked = self._describe(running)
+            asked = await self._describe(running)
             self._dispatcher.expect(self._route(running))
             for attempt in range(MAX_LOST):
                 try:
@@ -283,7 +290,7 @@ class ReplicaDriver:
             except EngineError as error:
                 attempt.running.fail(error)
 
-    def _describe(self, running: Running) -> AnswerRequest:
+    async def _describe(self, running: Running) -> AnswerRequest:
         group = running.group
         salt, shares = group.namespace.salt, self._front.manager.shares
         owner = shares.owner(salt)
@@ -298,8 +305,13 @@ class ReplicaDriver:
             follower=self._name if running.every_step else None,
             num_public=self._front.count_public(group),
             adapter=group.adapter,
-            images=self._front.send_images(group),
+            images=await self._put_images(group),
         )
+
+    async def _put_images(self, group: RequestGroup) -> Awaitable[SentImages] | None:
+        """A prompt's images for replicas. In another thread: a large one takes 0.2 s to copy."""
+        images = self._front.send_images(group)
+        return None if images is None else await asyncio.to_thread(self._put, images)
 
     def _route(self, running: Running) -> RouteRequest:
         group = running.group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,7 +47,8 @@ class AnswerRequest:
     its tokens as they come, None if they are wanted at the end alone. attempt: how often it was
     sent before. num_public: blocks at the prompt's head that all tenants share; a replica that does
     not know them shares them from then on. adapter: is read by a replica that has none of this name
-    and digest. images: those of the prompt, checked; None for a prompt without any.
+    and digest. images: what to await for those of the prompt, checked; None for a prompt without
+    any. They lie in Ray's store, so that a second attempt sends no pixels again.
     """
 
     request_id: str
@@ -61,7 +62,7 @@ class AnswerRequest:
     attempt: int = 0
     num_public: int = 0
     adapter: Adapter | None = None
-    images: SentImages | None = None
+    images: Awaitable[SentImages] | None = None
 
     @property
     def key(self) -> RequestKey:

@@ -110,7 +110,8 @@ class EngineReplica:
         token_ids, images = asked.prompt_token_ids, self._llm.engine.images
         if asked.images is None or images is None:
             return PreparedPrompt(token_ids)
-        return await asyncio.to_thread(images.receive, token_ids, asked.images, asked.salt)
+        sent = await asked.images
+        return await asyncio.to_thread(images.receive, token_ids, sent, asked.salt)
 
     async def _name(self, adapter: Adapter | None) -> str | None:
         """The name of an adapter, which is read if it is not here."""

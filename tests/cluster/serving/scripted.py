@@ -3,7 +3,7 @@
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,17 @@ class Told:
         return list(update.outputs[0].token_ids)
 
 
+class Put:
+    """What lies in Ray's store, which this goes through pickle with."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        yield from ()
+        return self.value
+
+
 class Server:
     """A driver over scripted replicas."""
 
@@ -130,7 +141,8 @@ class Server:
         config = make_config(read_options(MODEL, {}).config)
         self.front = FrontEngine(MODEL, facts, config, 1, adapters)
         self.handle, self.dispatcher = Handle(), Dispatcher("expected", 1)
-        self.driver = ReplicaDriver(self.handle, self.front, self.dispatcher)  # type: ignore[arg-type]
+        handle: Any = self.handle
+        self.driver = ReplicaDriver(handle, self.front, self.dispatcher, Put)
 
     def request(self, name: str, adapter: str | None = None) -> RequestGroup:
         """A prepared request that wants four tokens."""

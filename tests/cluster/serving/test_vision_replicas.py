@@ -59,30 +59,28 @@ def servers(demo_vision: Path) -> Iterator[Servers]:
         cluster.close()
 
 
-def _chat(question: str, **more: Any) -> tuple[str, dict[str, Any]]:
+def _chat(question: str) -> tuple[str, dict[str, Any]]:
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png_of(1)}"}}
     turn = {"role": "user", "content": [image, {"type": "text", "text": question}]}
-    return "/v1/chat/completions", {"messages": [turn], "max_tokens": 8, **more}
+    return "/v1/chat/completions", {"messages": [turn], "max_tokens": 8, "temperature": 0}
 
 
 def _messages(question: str) -> tuple[str, dict[str, Any]]:
     source = {"type": "base64", "media_type": "image/png", "data": png_of(2)}
     parts = [{"type": "image", "source": source}, {"type": "text", "text": question}]
-    return "/v1/messages", {"messages": [{"role": "user", "content": parts}], "max_tokens": 8}
+    turns = [{"role": "user", "content": parts}]
+    return "/v1/messages", {"messages": turns, "max_tokens": 8, "temperature": 0}
 
 
 def _responses(question: str) -> tuple[str, dict[str, Any]]:
     image = {"type": "input_image", "image_url": f"data:image/png;base64,{png_of(3)}"}
     parts = [image, {"type": "input_text", "text": question}]
-    return "/v1/responses", {
-        "input": [{"role": "user", "content": parts}],
-        "max_output_tokens": 8,
-    }
+    turns = [{"role": "user", "content": parts}]
+    return "/v1/responses", {"input": turns, "max_output_tokens": 8, "temperature": 0}
 
 
 def _post(server: Running, path: str, body: dict[str, Any]) -> Any:
-    whole = {"model": "tiny", "temperature": 0, **body}
-    told = httpx.post(server.url + path, json=whole, timeout=60)
+    told = httpx.post(server.url + path, json={"model": "tiny", **body}, timeout=60)
     assert told.status_code == 200, told.text
     return told.json()
 
@@ -114,6 +112,14 @@ def _cached(usage: dict[str, Any]) -> int:
         if name in usage:
             return int(usage[name]["cached_tokens"])
     return int(usage["cache_read_input_tokens"])
+
+
+def test_it_is_told_which_replica_has_a_prompt_with_an_image(servers: Servers) -> None:
+    path, body = _chat(DOCUMENT + "Who is told of?")
+    usage = _post(servers.server, path, body)["usage"]
+    told = _post(servers.server, "/cache/explain", {"messages": body["messages"]})
+    assert told["prompt_tokens"] == usage["prompt_tokens"]
+    assert told["cached_tokens"] == max(told["replicas"].values()) > len(DOCUMENT)
 
 
 def test_what_is_no_image_has_the_status_and_the_words_of_one_engine(servers: Servers) -> None:

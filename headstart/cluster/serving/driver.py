@@ -310,7 +310,7 @@ class ReplicaDriver:
 
     async def _put_images(self, group: RequestGroup) -> Awaitable[SentImages] | None:
         """A prompt's images for replicas. In another thread: a large one takes 0.2 s to copy."""
-        images = self._front.send_images(group)
+        images = self._front.take_images(group)
         return None if images is None else await asyncio.to_thread(self._put, images)
 
     def _route(self, running: Running) -> RouteRequest:

@@ -134,9 +134,9 @@ class FrontEngine:
         """What the router's index knows these blocks by."""
         return PromptKeys(self.manager.names, request.requests[0].sequence)
 
-    def send_images(self, request: RequestGroup) -> SentImages | None:
-        """What a replica must have of a request's images; None for a request without any."""
-        return None if self.images is None else self.images.send(request)
+    def take_images(self, request: RequestGroup) -> SentImages | None:
+        """A request's images for a replica, which it has no more; None if it has none."""
+        return None if self.images is None else self.images.take(request)
 
     def note_encoded(self, request: RequestGroup) -> None:
         """A replica has computed the request's prompt."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headstart.engine.images.encoder_cache import EncoderKey, PromptImages
+from headstart.engine.images.encoder_cache import EncoderKey
 from headstart.engine.images.prompt import ImagePrompts
 from headstart.engine.images.similar import SimilarImages
 from headstart.engine.images.transfer import SentImages, send_images
@@ -49,16 +49,19 @@ class FrontImages(ImagePrompts):
         self._encoded = _Encoded(config.encoder_cache_rows)
         self._similar = SimilarImages(self._encoded)
 
-    def send(self, group: RequestGroup) -> SentImages | None:
-        """What a replica must have of a request's images; None for a request without any."""
-        return send_images(self._fingerprint, group.extras)
+    def take(self, group: RequestGroup) -> SentImages | None:
+        """A request's images for a replica, None for a request without any.
+
+        The request has them no more: what a replica reads need not stay in this process, too.
+        """
+        extras, group.extras = group.extras, None
+        return send_images(self._fingerprint, extras)
 
     def note_encoded(self, group: RequestGroup) -> None:
         """A replica has computed the request's prompt, so it has the embeddings of its images."""
-        extras = group.extras
-        if extras is not None and isinstance(extras.embeddings, PromptImages):
-            for one in extras.embeddings.images if group.params.is_stored else ():
-                self._encoded.add(one.key, one.image.num_rows)
+        for one in group.images if group.params.is_stored else ():
+            key = EncoderKey(group.namespace.salt, bytes.fromhex(one.digest))
+            self._encoded.add(key, one.num_tokens)
 
     def clear(self) -> None:
         """As of an engine, for any thread."""

@@ -20,6 +20,7 @@ from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import RequestOutputKind
 from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.startup.start import start_engine
+from headstart.errors import EngineError
 
 __all__ = ["EngineReplica"]
 
@@ -108,8 +109,10 @@ class EngineReplica:
     async def _read(self, asked: AnswerRequest) -> PreparedPrompt:
         """The prompt. Raises RequestError or EngineError for images that cannot be taken."""
         token_ids, images = asked.prompt_token_ids, self._llm.engine.images
-        if asked.images is None or images is None:
+        if asked.images is None:
             return PreparedPrompt(token_ids)
+        if images is None:
+            raise EngineError("the prompt has images, and the model in this replica sees none")
         sent = await asked.images
         return await asyncio.to_thread(images.receive, token_ids, sent, asked.salt)
 

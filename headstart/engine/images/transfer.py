@@ -36,7 +36,7 @@ class SentImages(NamedTuple):
 
 
 def send_images(fingerprint: bytes, extras: PromptExtras | None) -> SentImages | None:
-    """The images of a prompt that were read here, with their pixels; None if it has none."""
+    """The images of a prompt that was made here, with their pixels; None if it has none."""
     if extras is None or not isinstance(extras.embeddings, PromptImages):
         return None
     return SentImages(

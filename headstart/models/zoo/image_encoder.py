@@ -6,6 +6,7 @@ and which tokens stand around them: see `image_families`.
 """
 
 import hashlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class TransformersVision(ImageProcessor):
         self._decoder = decoder
         self._model: Any = decoder.module
         self._fingerprint: bytes | None = None
+        self._fingerprinting = threading.Lock()
         self.bytes_per_row = self._try()
         """Bytes of one embedding."""
 
@@ -57,16 +59,20 @@ class TransformersVision(ImageProcessor):
         return rows
 
     def fingerprint(self) -> bytes:
-        if self._fingerprint is None:
-            # From the weights' files: weights in memory may be packed, cast, or both.
-            parts = [transformers.__version__, str(self._model.dtype), self._decoder.fingerprint()]
-            parts += self.settings()
-            digest = hashlib.sha256()
-            for part in map(str.encode, parts):
-                digest.update(len(part).to_bytes(8, "little"))
-                digest.update(part)
-            self._fingerprint = digest.digest()
-        return self._fingerprint
+        with self._fingerprinting:  # or many first images would each read all weights
+            if self._fingerprint is None:
+                self._fingerprint = self._compute_fingerprint()
+            return self._fingerprint
+
+    def _compute_fingerprint(self) -> bytes:
+        # From the weights' files: weights in memory may be packed, cast, or both.
+        parts = [transformers.__version__, str(self._model.dtype), self._decoder.fingerprint()]
+        parts += self.settings()
+        digest = hashlib.sha256()
+        for part in map(str.encode, parts):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+        return digest.digest()
 
     def facts(self) -> VisionFacts:
         return VisionFacts(self.fingerprint(), self.bytes_per_row, self._family.extra_rows)

@@ -1,6 +1,7 @@
 """Replicas that say what a test wrote down, in place of Ray Serve's handle."""
 
 import asyncio
+import pickle
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Generator
@@ -122,10 +123,10 @@ class Told:
 
 
 class Put:
-    """What lies in Ray's store, which this goes through pickle with."""
+    """What lies in Ray's store, where it came through pickle."""
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self.value = pickle.loads(pickle.dumps(value))
 
     def __await__(self) -> Generator[Any, None, Any]:
         yield from ()

@@ -1,13 +1,15 @@
 """Images in prompts to replicas: as one engine takes them. Without Ray.
 
-A replica is called in this process, with messages that went through pickle as Ray sends them.
+A replica is called in this process: see `in_process`.
 """
 
 import asyncio
 import base64
+import gc
 import io
-import pickle
-from collections.abc import AsyncGenerator, Callable, Iterator
+import json
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,119 +17,18 @@ import numpy as np
 import pytest
 
 from headstart import AsyncLLM, SamplingParams
-from headstart.cluster.serving.adapters import ReplicaAdapters
-from headstart.cluster.serving.dispatch import Dispatcher
-from headstart.cluster.serving.driver import ReplicaDriver
-from headstart.cluster.serving.front import FrontEngine
 from headstart.cluster.serving.images import _Encoded
-from headstart.cluster.serving.llm import ReplicatedLLM
-from headstart.cluster.serving.messages import AnswerRequest, EngineFacts
-from headstart.cluster.serving.replica import EngineReplica
-from headstart.engine.config import make_config
-from headstart.engine.images.encoder_cache import EncoderKey
+from headstart.cluster.serving.messages import AnswerRequest
+from headstart.engine.images.encoder_cache import EncoderKey, PromptImages
 from headstart.engine.images.transfer import SentImage
 from headstart.engine.outputs import RequestOutput
-from headstart.engine.vllm_api.options import read_options
-from headstart.errors import EngineError, ReplicaLostError, RequestError
-from tests.cluster.serving.scripted import REPLICA, Put
-from tests.engine.images.test_generate import FAMILIES, PLACEHOLDERS, Oracle
+from headstart.engine.request import RequestGroup
+from headstart.errors import EngineError, RequestError
+from tests.cluster.serving.in_process import GREEDY, OPTIONS, Replicas, ask, prompt, told
+from tests.cluster.serving.scripted import Put
+from tests.engine.images.test_generate import FAMILIES, Oracle
 from tests.engine.images.test_similar import as_jpeg, spots
 from tests.tiny_vision import IDS, make_image, save_tiny_vision
-
-OPTIONS = {"num_blocks": 64, "block_size": 16, "debug": True, "max_images": 3, "dtype": "float32"}
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-
-
-class _Call:
-    """A call of a replica's generator, as Ray Serve returns one."""
-
-    def __init__(self, parts: AsyncGenerator[Any]) -> None:
-        self._parts = parts
-
-    def __aiter__(self) -> AsyncGenerator[Any]:
-        return self._parts
-
-    def cancel(self) -> None:
-        """As of Ray Serve's."""
-        self._closing = asyncio.ensure_future(self._parts.aclose())
-
-
-class _Method:
-    def __init__(self, call: Callable[[Any], AsyncGenerator[Any]]) -> None:
-        self._call = call
-
-    def remote(self, given: Any) -> _Call:
-        """As of Ray Serve's."""
-        return _Call(self._call(given))
-
-
-class _Broadcast:
-    def __init__(self, called: Any) -> None:
-        self._called = called
-
-    async def results_async(self, return_exceptions: bool) -> list[Any]:
-        """As of Ray Serve's."""
-        return [await self._called]
-
-
-class LocalHandle:
-    """A deployment whose one replica is in this process; `lost` attempts find it dead."""
-
-    def __init__(self, replica: EngineReplica) -> None:
-        self._replica = replica
-        self.asked: list[AnswerRequest] = []
-        self.sizes: list[int] = []
-        self.lost = 0
-        self.answer, self.follow = _Method(self._answer), _Method(replica.follow)
-
-    def options(self, stream: bool) -> "LocalHandle":
-        """As of Ray Serve's."""
-        return self
-
-    def broadcast(self, method: str, *given: Any) -> _Broadcast:
-        """As of Ray Serve's."""
-        return _Broadcast(getattr(self._replica, method)(*given))
-
-    async def _answer(self, asked: AnswerRequest) -> AsyncGenerator[Any]:
-        sent = pickle.dumps(asked)
-        self.sizes.append(len(sent))
-        self.asked.append(pickle.loads(sent))
-        if self.lost:
-            self.lost -= 1
-            raise ReplicaLostError("it is dead")
-        async for part in self._replica.answer(self.asked[-1]):
-            yield pickle.loads(pickle.dumps(part))
-
-
-class Replicas:
-    """One replica of a model in a folder, and the `llm` before it."""
-
-    def __init__(self, folder: Path, **options: Any) -> None:
-        given = OPTIONS | options
-        self.replica = EngineReplica(str(folder), given)
-        self.handle = LocalHandle(self.replica)
-        facts: EngineFacts = pickle.loads(pickle.dumps(asyncio.run(self.replica.facts())))
-        config = make_config(read_options(str(folder), given).config)
-        self.front = FrontEngine(folder, facts, config, 1, ReplicaAdapters(_no_adapter))
-        dispatcher = Dispatcher("expected", 1)
-        driver = ReplicaDriver(self.handle, self.front, dispatcher, Put)  # type: ignore[arg-type]
-        self.llm = ReplicatedLLM(self.front, driver, dispatcher, SamplingParams())
-        dispatcher.set_replicas([REPLICA])
-
-    @property
-    def num_encoded(self) -> int:
-        """Images that the replica encoded."""
-        assert self.replica._llm.engine.images is not None
-        return self.replica._llm.engine.images.cache.num_encoded
-
-    def close(self) -> None:
-        """End both."""
-        self.llm.close()
-        self.replica._llm.close()
-
-
-def _no_adapter(name: str, path: Path) -> Any:
-    raise AssertionError("no test here has one")
 
 
 @pytest.fixture(scope="module")
@@ -147,28 +48,6 @@ def alone(folder: Path) -> Iterator[AsyncLLM]:
     made = AsyncLLM(folder, **OPTIONS)
     yield made
     made.close()
-
-
-def prompt(text: str, *images: Any, name: str = "qwen2_vl", **more: Any) -> dict[str, Any]:
-    """Each `@` of the text is an image."""
-    placed = text.replace("@", PLACEHOLDERS.get(name, "<image>"))
-    return {"prompt": placed, "multi_modal_data": {"image": list(images)}, **more}
-
-
-def ask(llm: AsyncLLM, given: Any, params: SamplingParams = GREEDY, **more: Any) -> RequestOutput:
-    async def last() -> RequestOutput:
-        chat = isinstance(given, list)
-        async for output in (llm.chat if chat else llm.generate)(given, params, **more):
-            found = output
-        return found
-
-    return asyncio.run(last())
-
-
-def told(output: RequestOutput) -> tuple[Any, ...]:
-    """What a user sees of it."""
-    tokens = [list(one.token_ids) for one in output.outputs]
-    return (tokens, output.prompt_token_ids, output.num_cached_tokens, output.images)
 
 
 def data_url(seed: int, width: int = 40, height: int = 32) -> str:
@@ -225,6 +104,20 @@ def test_answers_names_and_hits_are_those_of_one_engine(name: str, tmp_path: Pat
         own = alone.engine.prepare(one, GREEDY).requests[0].sequence
         names = alone.engine.manager.block_hashes(own)
         assert replicas.front.names(group) == names and len(names) > 0
+    alone.close()
+    replicas.close()
+
+
+def test_a_tower_may_give_more_rows_than_an_image_has_patches(tmp_path: Path) -> None:
+    """Only encoding an image shows it: LLaVA's may keep the class token."""
+    folder = save_tiny_vision("llava", tmp_path)
+    settings = json.loads((folder / "config.json").read_text())
+    settings["vision_feature_select_strategy"] = "full"
+    (folder / "config.json").write_text(json.dumps(settings))
+    alone, replicas = AsyncLLM(folder, **OPTIONS), Replicas(folder)
+    asked = prompt("What is on @ here?", make_image(1), name="llava")
+    assert told(ask(replicas.llm, asked)) == (expected := told(ask(alone, asked)))
+    assert expected[3][0].num_tokens == 17
     alone.close()
     replicas.close()
 
@@ -303,6 +196,38 @@ def test_a_replica_of_another_model_refuses(
     assert replicas.num_encoded == 0
 
 
+def test_a_replica_of_a_model_that_sees_nothing_refuses(
+    replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are others than those of the replica that the server asked."""
+    monkeypatch.setattr(replicas.replica._llm.engine, "images", None)
+    with pytest.raises(EngineError, match="the model in this replica sees none"):
+        ask(replicas.llm, prompt("@", make_image(1)))
+
+
+def test_the_server_keeps_no_pixels_of_what_it_has_sent(replicas: Replicas) -> None:
+    """They lie in Ray's store while the request runs, and were in the server's memory as well."""
+
+    async def ask_and_look() -> list[bool]:
+        request = await replicas.llm.prepare(prompt("@", make_image(1)), GREEDY)
+        pixels = weakref.ref(pixels_of(request))
+        kept = [pixels() is not None]
+        async for _ in replicas.llm.outputs(request):
+            gc.collect()
+            kept.append(pixels() is not None)
+        return kept
+
+    first, *later = asyncio.run(ask_and_look())
+    assert first and len(later) > 1 and not any(later)
+
+
+def pixels_of(request: RequestGroup) -> Any:
+    """Of its first image."""
+    assert request.extras is not None
+    assert isinstance(request.extras.embeddings, PromptImages)
+    return request.extras.embeddings.images[0].image.pixels
+
+
 def test_tenants_do_not_see_each_others_images(replicas: Replicas) -> None:
     """Neither blocks nor embeddings; one's own are found."""
     asked = prompt("What is on @ here?", make_image(1))
@@ -357,8 +282,9 @@ def test_a_placeholder_that_a_model_said_is_a_token_like_any_other(
         first = ask(llm, [shown("Say it.")], params)
         assert set(first.outputs[0].token_ids) == {pad}
         reply = {"role": "assistant", "content": first.outputs[0].text}
-        answers = told(ask(llm, [shown("Say it."), reply, shown(3)]))
-        assert answers[1].count(pad) > len(first.outputs[0].token_ids)
+        answers = [told(ask(llm, [shown("Say it."), reply, shown(turn)])) for turn in ("And?", 3)]
+        counts = [one[1].count(pad) for one in answers]
+        assert counts[0] == len(first.outputs[0].token_ids) < counts[1]
         if llm is alone:
             expected = answers
     assert answers == expected

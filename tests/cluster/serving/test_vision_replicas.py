@@ -15,7 +15,7 @@ import pytest
 from headstart import AsyncLLM, SamplingParams
 from headstart.cluster.options import ReplicaConfig
 from headstart.engine.params import RequestOutputKind
-from tests.cluster.serving.test_images import prompt
+from tests.cluster.serving.in_process import prompt
 from tests.server.running import Running, running, serving
 from tests.server.templates import png_of
 from tests.tiny_vision import make_image

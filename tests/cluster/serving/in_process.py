@@ -1,0 +1,142 @@
+"""A replica of a model that sees in this process, and what tests ask one engine and replicas.
+
+Messages go through pickle, as Ray sends them.
+"""
+
+import asyncio
+import pickle
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+from headstart import AsyncLLM, SamplingParams
+from headstart.cluster.serving.adapters import ReplicaAdapters
+from headstart.cluster.serving.dispatch import Dispatcher
+from headstart.cluster.serving.driver import ReplicaDriver
+from headstart.cluster.serving.front import FrontEngine
+from headstart.cluster.serving.llm import ReplicatedLLM
+from headstart.cluster.serving.messages import AnswerRequest, EngineFacts
+from headstart.cluster.serving.replica import EngineReplica
+from headstart.engine.config import make_config
+from headstart.engine.outputs import RequestOutput
+from headstart.engine.vllm_api.options import read_options
+from headstart.errors import ReplicaLostError
+from tests.cluster.serving.scripted import REPLICA, Put
+from tests.engine.images.test_generate import PLACEHOLDERS
+
+OPTIONS = {"num_blocks": 64, "block_size": 16, "debug": True, "max_images": 3, "dtype": "float32"}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+class _Call:
+    """A call of a replica's generator, as Ray Serve returns one."""
+
+    def __init__(self, parts: AsyncGenerator[Any]) -> None:
+        self._parts = parts
+
+    def __aiter__(self) -> AsyncGenerator[Any]:
+        return self._parts
+
+    def cancel(self) -> None:
+        """As of Ray Serve's."""
+        self._closing = asyncio.ensure_future(self._parts.aclose())
+
+
+class _Method:
+    def __init__(self, call: Callable[[Any], AsyncGenerator[Any]]) -> None:
+        self._call = call
+
+    def remote(self, given: Any) -> _Call:
+        """As of Ray Serve's."""
+        return _Call(self._call(given))
+
+
+class _Broadcast:
+    def __init__(self, called: Any) -> None:
+        self._called = called
+
+    async def results_async(self, return_exceptions: bool) -> list[Any]:
+        """As of Ray Serve's."""
+        return [await self._called]
+
+
+class LocalHandle:
+    """A deployment whose one replica is in this process; `lost` attempts find it dead."""
+
+    def __init__(self, replica: EngineReplica) -> None:
+        self._replica = replica
+        self.asked: list[AnswerRequest] = []
+        self.sizes: list[int] = []
+        self.lost = 0
+        self.answer, self.follow = _Method(self._answer), _Method(replica.follow)
+
+    def options(self, stream: bool) -> "LocalHandle":
+        """As of Ray Serve's."""
+        return self
+
+    def broadcast(self, method: str, *given: Any) -> _Broadcast:
+        """As of Ray Serve's."""
+        return _Broadcast(getattr(self._replica, method)(*given))
+
+    async def _answer(self, asked: AnswerRequest) -> AsyncGenerator[Any]:
+        sent = pickle.dumps(asked)
+        self.sizes.append(len(sent))
+        self.asked.append(pickle.loads(sent))
+        if self.lost:
+            self.lost -= 1
+            raise ReplicaLostError("it is dead")
+        async for part in self._replica.answer(self.asked[-1]):
+            yield pickle.loads(pickle.dumps(part))
+
+
+class Replicas:
+    """One replica of a model in a folder, and the `llm` before it."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        given = OPTIONS | options
+        self.replica = EngineReplica(str(folder), given)
+        self.handle = LocalHandle(self.replica)
+        facts: EngineFacts = pickle.loads(pickle.dumps(asyncio.run(self.replica.facts())))
+        config = make_config(read_options(str(folder), given).config)
+        self.front = FrontEngine(folder, facts, config, 1, ReplicaAdapters(_no_adapter))
+        dispatcher = Dispatcher("expected", 1)
+        driver = ReplicaDriver(self.handle, self.front, dispatcher, Put)  # type: ignore[arg-type]
+        self.llm = ReplicatedLLM(self.front, driver, dispatcher, SamplingParams())
+        dispatcher.set_replicas([REPLICA])
+
+    @property
+    def num_encoded(self) -> int:
+        """Images that the replica encoded."""
+        assert self.replica._llm.engine.images is not None
+        return self.replica._llm.engine.images.cache.num_encoded
+
+    def close(self) -> None:
+        """End both."""
+        self.llm.close()
+        self.replica._llm.close()
+
+
+def _no_adapter(name: str, path: Path) -> Any:
+    raise AssertionError("no test here has one")
+
+
+def prompt(text: str, *images: Any, name: str = "qwen2_vl", **more: Any) -> dict[str, Any]:
+    """Each `@` of the text is an image."""
+    placed = text.replace("@", PLACEHOLDERS.get(name, "<image>"))
+    return {"prompt": placed, "multi_modal_data": {"image": list(images)}, **more}
+
+
+def ask(llm: AsyncLLM, given: Any, params: SamplingParams = GREEDY, **more: Any) -> RequestOutput:
+    async def last() -> RequestOutput:
+        chat = isinstance(given, list)
+        async for output in (llm.chat if chat else llm.generate)(given, params, **more):
+            found = output
+        return found
+
+    return asyncio.run(last())
+
+
+def told(output: RequestOutput) -> tuple[Any, ...]:
+    """What a user sees of it."""
+    tokens = [list(one.token_ids) for one in output.outputs]
+    return (tokens, output.prompt_token_ids, output.num_cached_tokens, output.images)

@@ -10,8 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -24,6 +23,7 @@ from headstart.engine.vllm_api.options import read_options
 from headstart.errors import ReplicaLostError, RequestError
 from headstart.models.files import find_folder
 from headstart.server.errors import as_api_error
+from tests.cluster.serving.ray_processes import process_of, wait_until
 from tests.server.running import Running, serving
 from tests.tiny_adapters import make_adapter
 
@@ -74,13 +74,6 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 @pytest.fixture
 def server(cluster: Cluster) -> Running:
     return cluster.server
-
-
-def wait_until(is_so: Callable[[], bool], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.05)
 
 
 def ask(server: Running, question: str, **options: Any) -> Any:
@@ -219,16 +212,6 @@ def held_shares(cluster: Cluster) -> dict[str, float]:
         for name in cluster.replicas.llm.dispatcher.replicas
         if name in told
     }
-
-
-def process_of(replica: str) -> int:
-    """The process id of a replica."""
-    import ray
-
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    named = next(one for one in actors if one["name"].endswith(f"#{replica}"))
-    actor = ray.get_actor(**named)
-    return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
 
 
 def test_a_dead_replica_ends_only_what_it_was_streaming(

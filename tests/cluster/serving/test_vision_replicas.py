@@ -16,7 +16,7 @@ from headstart import AsyncLLM, SamplingParams
 from headstart.cluster.options import ReplicaConfig
 from headstart.engine.params import RequestOutputKind
 from tests.cluster.serving.in_process import prompt
-from tests.cluster.serving.test_replicas import process_of, wait_until
+from tests.cluster.serving.ray_processes import process_of, wait_until
 from tests.server.running import Running, running, serving
 from tests.server.templates import png_of
 from tests.tiny_vision import make_image

@@ -7,8 +7,9 @@ as it hits all else. A load takes blocks only if those suffice for the request t
 
     queue     a request comes: look for what the pool lacks, in the loader's thread
     take_in   between two steps: put what has arrived into the pool
-    reach     as a limit, the request waits meanwhile; others run. One that was preempted looks for
-              what the pool lost of it, once there is room for it again
+    reach     as a limit, the request waits meanwhile; others run. While the pool has no room for it
+              they go past it a few times, as with all that waits for blocks. One that was preempted
+              looks for what the pool lost of it, once there is room for it again
 
 What does not come is computed. Nothing here fails a request.
 """
@@ -29,6 +30,7 @@ class Load:
 
     first: the block of the prompt that the job begins with. next: the block that is taken in next.
     sequence: what holds the blocks; None before the first has arrived. requests: who waits.
+    lacks_room: the free blocks do not suffice for its request.
     """
 
     def __init__(self, request: Request, first: int, job: LoadJob) -> None:
@@ -36,6 +38,7 @@ class Load:
         self.first = self.next = first
         self.job = job
         self.sequence: TokenSequence | None = None
+        self.lacks_room = False
         self.requests = {request}
         self.tiers: Counter[str] = Counter()  # blocks by the tier that had them
 
@@ -116,8 +119,9 @@ class Loads:
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
         """All of it, or nothing yet."""
-        if request in self._waiting:
-            return None
+        load = self._waiting.get(request)
+        if load is not None:
+            return start if load.lacks_room else None
         if request.num_preemptions and start < request.num_read and self._load_again(request):
             return None
         return stop
@@ -199,8 +203,9 @@ class Loads:
         """
         if any(other.sequence is not None for other in self._waiting.values()):
             return False
-        wanted = load.request.sequence
-        return self._manager.can_admit(self._manager.get_computed_blocks(wanted))
+        found = self._manager.get_computed_blocks(load.request.sequence)
+        load.lacks_room = not self._manager.can_admit(found)
+        return not load.lacks_room
 
     def _take_slots(self, load: Load, blocks: list[LoadedBlock]) -> list[LoadedBlock]:
         """Have the load hold blocks for these; those that the pool lacks, none if it is full."""

@@ -195,6 +195,44 @@ def test_a_request_waits_for_the_rest_of_its_prefix(
         assert answers == [says(output)[0] for output in alone]
 
 
+def test_whoever_is_loaded_is_bypassed_no_more_than_others(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prefix had come, the pool had no room for it, and small requests went past for ever."""
+    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
+    large = [3 + at * 7 % 140 for at in range(220)]
+    with opened(model, tmp_path) as llm:
+        ask(llm, large)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with opened(model, tmp_path, num_blocks=20) as llm:
+        engine, sent = llm.engine, 0
+
+        def submit_small() -> None:
+            nonlocal sent
+            tokens = [3 + (sent + at * (sent + 1)) % 140 for at in range(40)]
+            engine.submit(engine.prepare({"prompt_token_ids": tokens}, params))
+            sent += 1
+
+        for _ in range(3):  # one after the other, so that they do not end together
+            submit_small()
+            for _ in range(13):
+                engine.step()
+        group = engine.prepare({"prompt_token_ids": large}, GREEDY)
+        engine.submit(group)
+        assert engine.tiers is not None
+        [load] = engine.tiers.loads._waiting.values()
+        while not load.job.done:
+            engine.tiers.wait()
+        for _ in range(2000):
+            while sum(engine.num_requests) < 6:
+                submit_small()
+            engine.step()
+            if group.finished:
+                break
+        assert group.requests[0].times_bypassed <= engine.config.max_bypassed
+        assert group.output().num_loaded_tokens == 208
+
+
 def test_who_reads_no_cache_loads_nothing(model: Path, tmp_path: Path) -> None:
     with opened(model, tmp_path) as llm:
         ask(llm, PROMPTS[0])

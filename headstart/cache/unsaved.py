@@ -38,6 +38,17 @@ class UnsavedBlock(NamedTuple):
         return self.node.path()
 
 
+class _Place(NamedTuple):
+    """Where a node stands.
+
+    depth: blocks before it in its prompt. salt: whose it is; None, too, where nobody asks for that.
+    """
+
+    node: PrefixNode
+    depth: int
+    salt: str | None
+
+
 class UnsavedBlocks:
     """What of one pool was not handed to a tier. Whoever uses it is told all events of the pool.
 
@@ -74,7 +85,7 @@ class UnsavedBlocks:
             else:
                 self._filling.clear()
                 self._follow()
-        return [self._describe(node, at, when) for node, (at, when) in leaving.items()]
+        return self._describe((node, at, when) for node, (at, when) in leaving.items())
 
     def commit(self) -> None:
         """What the step under way was to fill is written."""
@@ -100,29 +111,45 @@ class UnsavedBlocks:
     def pending(self, most: int) -> list[UnsavedBlock]:
         """The first blocks that are pending; they stay so until `handed_on`."""
         gone: list[PrefixNode] = []
-        found: list[UnsavedBlock] = []
+        found: list[tuple[PrefixNode, int, float]] = []
         for node, asked in self._pending.items():
             if len(found) == most:
                 break
             if node.block is None:
                 gone.append(node)
             else:
-                found.append(self._describe(node, node.block.block_id, asked))
+                found.append((node, node.block.block_id, asked))
         for node in gone:
             del self._pending[node]
-        return found
+        return self._describe(found)
 
     def handed_on(self, count: int) -> None:
         """The first `count` that `pending` gave are saved, or will be."""
         for node in list(islice(self._pending, count)):
             del self._pending[node]
 
-    def _describe(self, node: PrefixNode, block_id: int, asked: float) -> UnsavedBlock:
-        assert node.parent is not None
-        name, parent = self._names.of_node(node), self._names.of_node(node.parent)
-        is_told = self._tells_tokens and not node.salt()  # "": what tenants share
-        tokens = read_tokens(cut_salt(node.key)[1]) if is_told else []
-        return UnsavedBlock(block_id, name, parent, _count_ancestors(node), asked, tokens, node)
+    def _describe(self, found: Iterable[tuple[PrefixNode, int, float]]) -> list[UnsavedBlock]:
+        """Blocks by node, block id, and when they were asked for."""
+        described: list[UnsavedBlock] = []
+        place: _Place | None = None
+        for node, block_id, asked in found:
+            assert node.parent is not None
+            place = self._find_place(node, place)
+            name, parent = self._names.of_node(node), self._names.of_node(node.parent)
+            is_told = self._tells_tokens and not place.salt  # "": what tenants share
+            tokens = read_tokens(cut_salt(node.key)[1]) if is_told else []
+            described.append(UnsavedBlock(block_id, name, parent, place.depth, asked, tokens, node))
+        return described
+
+    def _find_place(self, node: PrefixNode, before: _Place | None) -> _Place:
+        """The place of a node. before: that of the node before, which mostly is its parent.
+
+        Walking to the root for each block of a prompt takes the square of their number.
+        """
+        if before is not None and node.parent is before.node:
+            salt = cut_salt(node.key)[0] if self._tells_tokens else None
+            return _Place(node, before.depth + 1, before.salt if salt is None else salt)
+        return _Place(node, _count_ancestors(node), node.salt() if self._tells_tokens else None)
 
 
 def _count_ancestors(node: PrefixNode) -> int:

@@ -25,7 +25,9 @@ class Engine:
         names = BlockNames(BLOCK, "model")
         config = CacheConfig(num_blocks=12, block_size=BLOCK, events=True, **options)
         self.manager = KVCacheManager(config, names)
-        self.unsaved = UnsavedBlocks(names)
+        names.publish([0] * BLOCK)  # in such a prompt the salt enters behind its first block
+        self.public = names.public
+        self.unsaved = UnsavedBlocks(names, tells_tokens=True)
         self.random = random.Random(seed)
         self.rows: dict[int, bytes] = {}  # by block id: the name of what is written there
         self.saved: set[bytes] = set()
@@ -35,6 +37,8 @@ class Engine:
     def save(self, blocks: list[UnsavedBlock], has_room: bool) -> int:
         for block in blocks:
             assert self.rows[block.block_id] == block.name, "these are other rows"
+            assert block.depth == len(block.path()[1]) - 1
+            assert len(block.token_ids) == (0 if block.node.salt() else BLOCK)
             if has_room:
                 self.saved.add(block.name)
         return len(blocks) if has_room else 0
@@ -47,7 +51,8 @@ class Engine:
             if not manager.append_slots(sequence, 1):
                 self.end(sequence)
         tokens = [drawn.randrange(2) for _ in range(drawn.randrange(1, 30))]
-        new = TokenSequence(f"{number}", tokens)
+        salt = drawn.choice([None, None, "one", "other"])
+        new = TokenSequence(f"{number}", tokens, salt=salt, public=self.public)
         found = manager.get_computed_blocks(new)
         if manager.can_admit(found) and found.writer is None:
             found = found.cut(len(found.blocks), BLOCK)

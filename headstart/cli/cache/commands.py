@@ -59,16 +59,21 @@ def cache() -> None:
 @click.option("--lines", type=click.IntRange(1), default=30, show_default=True, help="At the most.")
 @_folder()
 def list_kept(model: str | None, lines: int, folder: str | None) -> None:
-    """List the models, or the prefixes of one MODEL, from fork to fork."""
+    """List the models, or the prefixes of one MODEL, from fork to fork.
+
+    MODEL is what ls shows: a name, or digits of a fingerprint where several have one name.
+    """
     with _opened(folder) as path:
         columns = columns_of(sys.stdout)
         if model is None:
             click.echo(show_models(read_models(path), columns))
             return
-        state = _find_model(path, model)
-        with closing(reopen(path, None).connection) as index:
-            prefixes = read_prefixes(index, state.model.id)
-        click.echo(show_prefixes(prefixes, state.model.record, lines, columns))
+        states = _find_models(path, model)
+        for state in states:
+            record = state.model.record
+            if len(states) > 1:
+                click.echo(f"{record.title}  {record.fingerprint[:NAME_DIGITS]}")
+            click.echo(show_prefixes(_all_of(path, state), record, lines, columns))
 
 
 @cache.command(short_help="Say how much is kept, and saved.")
@@ -88,7 +93,7 @@ def stat(folder: str | None) -> None:
 
 @cache.command(short_help="Drop prefixes, a model's, or all.")
 @click.argument("names", nargs=-1)
-@click.option("--model", help="Drop all prefixes of this model.")
+@click.option("--model", help="Drop all prefixes of models of this name, or fingerprint.")
 @click.option("--all", "everything", is_flag=True, help="Drop all prefixes of all models.")
 @_folder()
 def drop(names: Sequence[str], model: str | None, everything: bool, folder: str | None) -> None:
@@ -96,7 +101,7 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
     if sum((bool(names), model is not None, everything)) != 1:
         raise click.UsageError("give names, or --model, or --all")
     with _opened(folder) as path:
-        states = [_find_model(path, model)] if model is not None else read_models(path)
+        states = _find_models(path, model) if model is not None else read_models(path)
         wanted = [as_typed(name) for name in names]
         _require_kept(path, states, wanted)
         dropped = 0
@@ -203,18 +208,25 @@ def _most(path: Path) -> int:
     return max(EngineConfig.cache_dir_bytes, 2 * sum(f.stat().st_size for f in path.glob("*.kv")))
 
 
-def _find_model(path: Path, name: str) -> ModelState:
+def _find_models(path: Path, name: str) -> list[ModelState]:
+    """The models of this name, or the one whose fingerprint begins so. Raises CacheError."""
     states = read_models(path)
     wanted = as_typed(name)
-    found = [
-        one
-        for one in states
-        if wanted == one.model.record.title or one.model.record.fingerprint.startswith(wanted)
-    ]
-    if not found:
-        titles = ", ".join(dict.fromkeys(one.model.record.title for one in states)) or "none"
-        raise CacheError(f"no prefixes of a model {wanted!r} are kept; models that have: {titles}")
-    return found[0]
+    if titled := [one for one in states if one.model.record.title == wanted]:
+        return titled
+    prints = [one.model.record.fingerprint for one in states]
+    if found := [one for one in prints if len(wanted) >= _SHORTEST and one.startswith(wanted)]:
+        _require_one(wanted, found)
+        return [one for one in states if one.model.record.fingerprint == found[0]]
+    titles = ", ".join(dict.fromkeys(one.model.record.title for one in states)) or "none"
+    raise CacheError(f"no prefixes of a model {wanted!r} are kept; models that have: {titles}")
+
+
+def _require_one(name: str, found: Sequence[str]) -> None:
+    """Raise CacheError if a name is the beginning of several."""
+    if len(found) > 1:
+        shown = ", ".join(one[: max(NAME_DIGITS, len(name) + 4)] for one in found[:_MOST_SHOWN])
+        raise CacheError(f"{name!r} is the beginning of {len(found)} names; give more of: {shown}")
 
 
 def _all_of(path: Path, state: ModelState) -> list[KeptPrefix]:
@@ -240,11 +252,12 @@ def _is_named(prefix: KeptPrefix, name: str) -> bool:
 
 
 def _require_kept(path: Path, states: Sequence[ModelState], names: Sequence[str]) -> None:
-    """Raise CacheError for a name that no prefix has."""
+    """Raise CacheError for a name that no prefix has, or several."""
     roots = [prefix for state in states for prefix in _all_of(path, state)]
     everything = [prefix for _, prefix in in_order(roots)]
     for name in names:
-        if any(_is_named(prefix, name) for prefix in everything):
+        if found := [prefix.name.hex() for prefix in everything if _is_named(prefix, name)]:
+            _require_one(name, found)
             continue
         if len(name) < _SHORTEST:
             raise CacheError(f"{name!r} is no name; allowed: at least {_SHORTEST} digits of one")

@@ -145,9 +145,10 @@ class Engine:
     def abort(self, request_id: str) -> RequestOutput | None:
         """Forget a request; its output so far, with finish reason "abort", or None if unknown."""
         step = self._begin()
-        group = self._groups.get(request_id)
-        if group is not None:
+        if (group := self._groups.get(request_id)) is not None:
             self._leave(group, "abort")
+        if self.tiers is not None and not self._groups:
+            self.tiers.idle()
         self._close_step(step)
         return group.output() if group is not None else None
 
@@ -324,9 +325,8 @@ class Engine:
                 ended.append(request.group)
         earlier = [r for r in step.results if r.error is not None or r.group not in moved]
         step.results, step.phase = [*earlier, *map(StepResult, moved)], Phase.DELIVERED
-        for group in ended:
-            if group.finished:
-                self._groups.pop(group.request_id, None)
+        for name in [group.request_id for group in ended if group.finished]:
+            self._groups.pop(name, None)
 
     # What ends a request, or rolls a step back. All of it may be interrupted and called again.
     def _begin(self) -> OpenStep:

@@ -133,6 +133,10 @@ class Tiers:
         if self.loads.take_in():
             self._manager.commit_step()
             self._offers.commit()
+        self._end_loads()
+
+    def _end_loads(self) -> None:
+        """Let go of loads that have all, or that nobody wants any more, and count what they had."""
         for load in self.loads.end_those_done():
             names = load.job.names[: load.next - load.first]
             self._saver.touch(names)
@@ -166,8 +170,13 @@ class Tiers:
         self._rate.add(batch.num_tokens, time.perf_counter() - self._began)
         self._offers.commit()
         if is_last:
-            self._offers.flush()
-            self._rest(False)
+            self.idle()
+
+    def idle(self) -> None:
+        """No request is left: nothing is loaded, and all that is written is saved now."""
+        self._end_loads()
+        self._offers.flush()
+        self._rest(False)
 
     def _rest(self, on: bool) -> None:
         """Have saving leave the cores to the steps, or no longer."""

@@ -195,6 +195,36 @@ def test_a_request_waits_for_the_rest_of_its_prefix(
         assert answers == [says(output)[0] for output in alone]
 
 
+def test_after_the_last_request_was_aborted_all_is_saved_and_no_block_is_held(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both waited for the next request: what was computed, and the blocks of a load for nobody."""
+    monkeypatch.setattr("headstart.tiers.loader._CHUNK_BYTES", 1)
+    with opened(model, tmp_path) as llm:
+        engine = llm.engine
+        engine.submit(group := engine.prepare({"prompt_token_ids": TEXT}, GREEDY))
+        engine.step()
+        engine.abort(group.request_id)
+        assert engine.tiers is not None
+        assert engine.tiers._saver.flush(10) and engine.tiers.stats.saved_blocks == 5
+    rest, load = Event(), DiskStore.load
+
+    def load_in_part(store: DiskStore, names: list[BlockHash]) -> Iterator[LoadedBlock]:
+        yield next(load(store, names))
+        assert rest.wait(60)
+
+    monkeypatch.setattr(DiskStore, "load", load_in_part)
+    with opened(model, tmp_path) as llm:
+        engine = llm.engine
+        engine.submit(group := engine.prepare({"prompt_token_ids": TEXT}, GREEDY))
+        while engine.manager.num_free_blocks == 24:
+            engine.step()
+        engine.abort(group.request_id)
+        assert engine.manager.num_free_blocks == 24
+        assert llm.reset_prefix_cache()
+        rest.set()
+
+
 def test_whoever_is_loaded_is_bypassed_no_more_than_others(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from headstart import LLM, SamplingParams
 from headstart.engine.images.encoder_cache import EncoderCache
@@ -56,6 +57,21 @@ def test_an_image_is_encoded_by_the_first_process_alone(model: Path, tmp_path: P
         assert cache.num_encoded == 1, "another image is another identity"
         ask(llm, "Another text: <image>", 1, cache_salt="another")
         assert cache.num_encoded == 2, "another tenant's is not found"
+
+
+def test_another_vision_tower_s_embeddings_are_not_taken(tmp_path: Path) -> None:
+    """All models of a folder keep their embeddings in one store."""
+    model, kept = save_tiny_vision("llava", tmp_path / "model"), tmp_path / "kept"
+    found = []
+    for _ in range(2):
+        with opened(model, kept) as (llm, cache):
+            ask(llm, "Look: <image>", 1)
+            found.append((cache.num_encoded, cache.num_loaded))
+        weights = load_file(file := model / "model.safetensors")
+        name = max(name for name in weights if "vision_tower" in name)
+        weights[name][0] += 1
+        save_file(weights, file, {"format": "pt"})
+    assert found == [(1, 0), (1, 0)]
 
 
 def test_damaged_embeddings_are_made_anew(model: Path, tmp_path: Path) -> None:

@@ -11,9 +11,15 @@ from headstart.cli.chat.explanation import explain_turn
 from tests.cli.test_main import SMALL, call
 
 
-def output(total: int, cached: int, reason: MissReason, adapter: str | None = None) -> Any:
-    why = MissExplanation(reason, cached, adapter)
-    return SimpleNamespace(prompt_token_ids=[0] * total, num_cached_tokens=cached, why_missed=why)
+def output(
+    total: int, cached: int, reason: MissReason, adapter: str | None = None, loaded: int = 0
+) -> Any:
+    return SimpleNamespace(
+        prompt_token_ids=[0] * total,
+        num_cached_tokens=cached,
+        num_loaded_tokens=loaded,
+        why_missed=MissExplanation(reason, cached, adapter),
+    )
 
 
 @pytest.mark.parametrize("reason", MissReason)
@@ -32,6 +38,13 @@ def test_an_adapter_is_named() -> None:
     assert said == "none of the last prompt's 9 tokens was cached: it is cached for the adapter fr"
     said = explain_turn(output(9, 8, MissReason.ADAPTER))
     assert said.endswith("and the rest is cached without an adapter")
+
+
+def test_what_was_loaded() -> None:
+    assert explain_turn(output(41, 32, MissReason.UNSEEN, loaded=16)) == (
+        "the first 32 of the last prompt's 41 tokens were cached (16 of them loaded), and the rest "
+        "is new"
+    )
 
 
 def test_one_token_that_was_cached() -> None:

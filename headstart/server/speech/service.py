@@ -148,6 +148,12 @@ class SpeechMetrics:
         self._cached = Counter(
             "headstart:stage_cached_tokens", "Tokens not computed.", by_stage, registry=told
         )
+        self._loaded = Counter(
+            "headstart:stage_loaded_tokens",
+            "Those of them from disk or another machine.",
+            by_stage,
+            registry=told,
+        )
         self._seconds = Counter(
             "headstart:stage_seconds", "Time of a stage's steps.", by_stage, registry=told
         )
@@ -167,6 +173,7 @@ class SpeechMetrics:
         for stage, metrics in output.metrics.items():
             self._tokens.labels(self._name, stage).inc(metrics.tokens)
             self._cached.labels(self._name, stage).inc(metrics.cached_tokens)
+            self._loaded.labels(self._name, stage).inc(metrics.loaded_tokens)
             self._seconds.labels(self._name, stage).inc(metrics.seconds)
         self._spoken.labels(self._name).inc(output.seconds)
         first = output.metrics["thinker"].first_output

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -175,7 +176,8 @@ class Tiers:
     def idle(self) -> None:
         """No request is left: nothing is loaded, and all that is written is saved now."""
         self._end_loads()
-        self._offers.flush()
+        with suppress(MemoryError, RuntimeError):  # torch's: what has no room is offered again
+            self._offers.flush()
         self._rest(False)
 
     def _rest(self, on: bool) -> None:

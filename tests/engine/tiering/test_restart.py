@@ -225,6 +225,25 @@ def test_after_the_last_request_was_aborted_all_is_saved_and_no_block_is_held(
         rest.set()
 
 
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_an_abort_without_memory_to_copy_blocks_ends_the_request(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(memory: PagedKVMemory, block_ids: list[int]) -> Any:
+        raise error("no memory")
+
+    with opened(model, tmp_path) as llm:
+        engine = llm.engine
+        engine.submit(group := engine.prepare({"prompt_token_ids": TEXT}, GREEDY))
+        engine.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(PagedKVMemory, "read_blocks", fail)
+            engine.abort(group.request_id)
+        assert not engine.has_unfinished and group.requests[0].finish_reason == "abort"
+    with opened(model, tmp_path) as llm:
+        assert ask(llm, TEXT).num_loaded_tokens == 64, "they were saved later"
+
+
 def test_whoever_is_loaded_is_bypassed_no_more_than_others(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

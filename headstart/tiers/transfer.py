@@ -31,22 +31,32 @@ _BATCH = 32
 def export_blocks(store: DiskStore, blocks: Iterable[KeptBlock], path: Path) -> int:
     """Write blocks to a new file, parents before children; how many were whole.
 
-    Raises CacheError if the file is there or cannot be written.
+    Raises CacheError if the file is there or cannot be written; none is left behind then.
     """
-    count = 0
     try:
         with path.open("xb") as file:
-            file.write(_MAGIC + json.dumps(store.model._asdict()).encode() + b"\n")
-            for block in sorted(blocks, key=lambda one: one.depth):
-                for loaded in store.load([block.name]):
-                    file.write(make_header(_stored(block, loaded.payload)))
-                    file.write(loaded.payload)
-                    count += 1
-            file.write(_END + count.to_bytes(8, "little"))
+            try:
+                return _write(file, store, blocks)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
     except FileExistsError as error:
         raise CacheError(f"{path} exists; allowed: a new file") from error
     except OSError as error:
         raise CacheError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _write(file: BinaryIO, store: DiskStore, blocks: Iterable[KeptBlock]) -> int:
+    """Write the model, the blocks that are whole, and the end; how many blocks those are."""
+    count = 0
+    file.write(_MAGIC + json.dumps(store.model._asdict()).encode() + b"\n")
+    for block in sorted(blocks, key=lambda one: one.depth):
+        for loaded in store.load([block.name]):
+            file.write(make_header(_stored(block, loaded.payload)))
+            file.write(loaded.payload)
+            count += 1
+    file.write(_END + count.to_bytes(8, "little"))
+    file.flush()
     return count
 
 
@@ -67,11 +77,12 @@ def import_blocks(store: DiskStore, path: Path, now: float) -> int:
     """Keep the blocks of a file up to the first that is not whole; how many are new.
 
     now: when they count as used, in seconds since 1970. Raises CacheError if the file is of
-    another model, or no such file; and, when the whole ones are kept, if it lacks others.
+    another model, or no such file; and, when the whole ones are kept, if it lacks others, or the
+    folder has no room for all.
     """
     if read_model(path).fingerprint != store.model.fingerprint:
         raise CacheError(f"{path} holds blocks of another model than {store.model.title}")
-    count = num_read = 0
+    count = num_read = num_kept = 0
     try:
         with path.open("rb") as file:
             model = _read_model(file, path)
@@ -79,12 +90,18 @@ def import_blocks(store: DiskStore, path: Path, now: float) -> int:
             while batch := list(islice(blocks, _BATCH)):
                 count += store.save(batch)
                 num_read += len(batch)
+                num_kept += sum(store.find([block.name]) for block in batch)
     except OSError as error:
         raise CacheError(f"{path} cannot be read: {error.strerror}") from error
     if not blocks.is_whole:
         raise CacheError(
             f"{path} is damaged or cut after {num_read * model.block_size:,} tokens; these are "
             f"kept, {count * model.block_size:,} of them are new here"
+        )
+    if num_kept < num_read:
+        raise CacheError(
+            f"{path} holds {num_read * model.block_size:,} tokens, and {store.folder} keeps "
+            f"{num_kept * model.block_size:,} of them: there is no room for the others"
         )
     return count
 

@@ -1,5 +1,6 @@
 """`headstart cache` as a person uses it, over a folder that an engine has filled."""
 
+import os
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +11,7 @@ from click.testing import CliRunner, Result
 from headstart import SamplingParams
 from headstart.cache import BlockHash
 from headstart.cli.main import main
-from headstart.tiers import DiskStore, ModelRecord, StoredBlock
+from headstart.tiers import DiskStore, ModelRecord, StoredBlock, transfer
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 TEXT = list(range(3, 83))
@@ -132,6 +133,31 @@ def test_a_prefix_goes_to_another_folder(
     cache("drop", "--model", "tiny-model")
     assert cache("import", moved).output == "112 tokens of tiny-model are new here\n"
     assert hits(model, folder) == [96, 16]
+
+
+def test_a_file_that_cannot_be_written_is_not_left_behind(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed, and the next try said that it exists."""
+    name = cache("ls", "tiny-model").output.splitlines()[1].split()[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, "make_header", lambda block: os.write(-1, b""))
+        said = cache("export", name, str(tmp_path / "moved"), status=2).stderr
+    assert "moved cannot be written: " in said and not (tmp_path / "moved").exists()
+    cache("export", name, str(tmp_path / "moved"))
+
+
+def test_blocks_without_room_are_told(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that was full kept none, and "0 tokens are new here" sounded as if it had them all."""
+    moved = str(tmp_path / "moved")
+    cache("export", cache("ls", "tiny-model").output.splitlines()[1].split()[0], moved)
+    cache("drop", "--model", "tiny-model")
+    with monkeypatch.context() as patch:
+        patch.setattr("headstart.tiers.disk._LEAST_FREE", 1 << 60)
+        said = cache("import", moved, status=2).stderr
+    assert "moved holds 112 tokens, and " in said and "keeps 0 of them" in said
 
 
 @pytest.mark.parametrize("harm", ["cut in a block", "cut at a border", "flipped"])

@@ -13,9 +13,7 @@ from headstart.tiers.store import StoredBlock
 __all__ = ["SlotFile"]
 
 _ALIGN = 512
-_AT_ONCE = (
-    2 << 20
-)  # bytes of neighbouring slots that are read by one call, and checked while cached
+_AT_ONCE = 2 << 20  # bytes that one call reads; checked while they are in the CPU's cache
 _KEPT = 8  # buffers of so many bytes that wait for the next read
 
 _buffers = ReadBuffers(_AT_ONCE, _KEPT)

@@ -1,0 +1,32 @@
+"""`headstart run --file` typed twice reads the file once, unless it is told to keep nothing."""
+
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_main import SMALL, cached_tokens, call
+
+
+def test_a_file_is_read_once(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HEADSTART_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept, book = tmp_path / "headstart" / "prefixes", tmp_path / "book.txt"
+    book.write_text("A prefix that was computed once stays computed. " * 8)
+
+    def ask(question: str, *options: str) -> str:
+        return call("run", *SMALL, "--file", str(book), question, *options).stderr
+
+    first = ask("What is it?")
+    assert f"prefixes are kept in {kept}: 0 B of 10.7 GB; --cache-dir off keeps none" in first
+    assert cached_tokens(first) == [0] and " loaded" not in first
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    second = ask("Who is it for?")
+    [loaded] = re.findall(r"cached (\d+) \(\d+%\), (\d+) loaded", second)
+    assert loaded[0] == loaded[1] and int(loaded[0]) > 350
+    assert f"prefixes are kept in {kept}: 0 B" not in second
+    third = ask("Who is it for?", "--cache-dir", "off")
+    assert cached_tokens(third) == [0] and "prefixes are kept" not in third

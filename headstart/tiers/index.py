@@ -277,18 +277,38 @@ class DiskIndex:
         One that others continue stays, since without it they cannot be found. A block that was
         used in the future was used before the clock was set back.
         """
-        row = self._connection.execute(  # of columns that the order of eviction has by itself
-            "SELECT name, worth FROM blocks AS block WHERE (used < ? OR used > ?) AND "
-            "NOT EXISTS (SELECT 1 FROM blocks AS next WHERE next.parent = block.name) "
-            "ORDER BY worth, used, depth DESC LIMIT 1",
+        continued: list[tuple[int, BlockHash]] = []
+        rows = self._connection.execute(  # of columns that the order of eviction has by itself
+            "SELECT name, worth, depth, EXISTS "
+            "(SELECT 1 FROM blocks AS next WHERE next.parent = block.name) AS is_continued "
+            "FROM blocks AS block WHERE is_continued OR used < ? OR used > ? "
+            "ORDER BY worth, used, depth DESC",
             (before, time.time()),
-        ).fetchone()
-        if row is None:
-            return None
-        block = self.block(row[0])
-        if block is None:
-            raise ValueError("the order of eviction tells of a block that is not there")
-        return block, row[1]
+        )
+        for name, worth, depth, is_continued in rows:
+            if is_continued:
+                continued.append((depth, name))
+                continue
+            rows.close()  # it would see what is changed now
+            self._place_behind(continued)
+            block = self.block(name)
+            if block is None:
+                raise ValueError("the order of eviction tells of a block that is not there")
+            return block, worth
+        return None
+
+    def _place_behind(self, continued: list[tuple[int, BlockHash]]) -> None:
+        """Have blocks, with their depths, go right after those that continue them.
+
+        They stay until then. Where they were worth less, each eviction would pass all of them.
+        """
+        for _, name in sorted(continued, reverse=True):  # the end of a prompt first
+            self._connection.execute(
+                "UPDATE blocks AS block SET (worth, used) = "
+                "(SELECT max(block.worth, max(next.worth)), max(block.used, max(next.used)) "
+                "FROM blocks AS next WHERE next.parent = block.name) WHERE name = ?",
+                (name,),
+            )
 
     def advance(self, worth: float) -> None:
         """A block of this worth was evicted."""

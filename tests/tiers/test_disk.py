@@ -104,6 +104,29 @@ def test_a_block_that_was_of_use_stays_longer(tmp_path: Path) -> None:
         assert held(store, range(300, 304)) == 4
 
 
+def test_what_may_not_go_is_not_looked_at_for_each_block_that_goes(tmp_path: Path) -> None:
+    """The ends of prompts are of use, and the pool has their beginnings: these are worth less, and
+    each eviction passed all of them, in 17 ms where a folder had 40,000 blocks."""
+    ticks = 0
+
+    def tick() -> int:
+        nonlocal ticks
+        ticks += 1
+        return 0
+
+    with closing(disk(tmp_path, 2000 * SLOT)) as store:
+        for first in range(0, 2000, 100):
+            store.save(blocks(range(first, first + 100)))
+        for first in range(50, 2000, 100):
+            store.touch(names(range(first, first + 50)))
+        assert store.save(blocks(range(9000, 9010), used=1e12)) == 10
+        store._open_writer()._connection.set_progress_handler(tick, 1000)
+        assert store.save(blocks(range(9010, 9074), used=1e12)) == 64
+        assert ticks < 200, "thousands of steps of SQLite"
+        left = [store.find(names(range(first, first + 100))) for first in range(0, 2000, 100)]
+        assert sum(left) == 2000 - 74, "each prompt went from its end"
+
+
 def test_models_share_the_folder_and_see_nothing_of_one_another(tmp_path: Path) -> None:
     other = ModelRecord("other weights", "another model", 16, 700)
     with (

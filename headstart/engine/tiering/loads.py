@@ -181,10 +181,9 @@ class Loads:
 
     def _insert(self, load: Load) -> bool:
         """Take blocks for what has arrived of a load, and write it; True if anything was."""
-        if load.sequence is None and not self._has_room(load):
+        if not load.job.arrived or (load.sequence is None and not self._has_room(load)):
             return False
-        arrived = self._loader.take(load.job, len(load.job.names))
-        blocks = self._take_slots(load, arrived) if arrived else []
+        blocks = self._take_slots(load, self._loader.take(load.job, len(load.job.names)))
         if not blocks:
             return False
         assert load.sequence is not None

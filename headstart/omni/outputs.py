@@ -25,7 +25,7 @@ _FRAMES = re.compile(r"frames\((\d+)\)")
 
 
 class Kind(Enum):
-    """What the first axis of an output counts."""
+    """The unit of an output's first axis."""
 
     TOKEN = "token"
     FRAMES = "frames"

@@ -142,7 +142,7 @@ class StageRows:
     # Admission
 
     def usable(self, sequence: TokenSequence, found: ComputedBlocks) -> int:
-        """How many of the blocks found by a lookup have rows, or need none.
+        """Number of the blocks found by a lookup that have rows, or need none.
 
         Blocks below the watermark need none. Blocks that this step computes will have their rows
         when it ends. They are not usable with undeclared outputs, since such an output may first

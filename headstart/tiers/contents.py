@@ -1,4 +1,4 @@
-"""What a folder holds, for people: its models, and their prefixes from fork to fork."""
+"""The contents of a folder, for people: its models, and their prefixes from fork to fork."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -40,7 +40,7 @@ class KeptPrefix:
 
     @property
     def words(self) -> str:
-        """How its text begins, on one line; empty where none is kept."""
+        """The beginning of its text, on one line; empty where none is kept."""
         some = b"".join(block.words for block in self.stretch[:_BLOCKS_OF_WORDS])
         text = some.decode("utf-8", "replace").replace("\ufffd", "")  # halves of characters
         return " ".join("".join(one if one.isprintable() else " " for one in text).split())

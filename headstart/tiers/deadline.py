@@ -53,7 +53,7 @@ class DeadlineStore:
         return self._ask(lambda: self._store.load(names))
 
     def together(self, work: Callable[[], T]) -> T | None:
-        """What `work` returns, which calls the other store; None if all of it is late."""
+        """The result of `work`, which calls the other store; None if all of it is late."""
         return next(self._ask(lambda: iter([work()])), None)
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:

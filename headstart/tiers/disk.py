@@ -242,7 +242,7 @@ class DiskStore:
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """What goes wrong inside is noted; a damaged index is made anew."""
+        """Note an exception that is raised inside, and end it; make a damaged index anew."""
         try:
             yield
         except _Closed:

@@ -1,4 +1,4 @@
-"""What went wrong in a store: counted, and told in the log once in a while."""
+"""Faults of a store: counted, and logged at most once a minute for each kind."""
 
 import logging
 import time

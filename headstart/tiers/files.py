@@ -52,7 +52,7 @@ class SlotFile:
 
     @property
     def num_slots(self) -> int:
-        """How many slots the file has; the last may not be filled up."""
+        """Number of slots in the file; the last may not be filled up."""
         return -(-os.fstat(self._fd).st_size // self.slot_bytes)
 
     @staticmethod

@@ -171,7 +171,7 @@ class DiskIndex:
     # Blocks
 
     def count(self, model: int) -> int:
-        """How many blocks a model has; they lie in as many slots, from 0 on."""
+        """Number of blocks of a model; they lie in as many slots, from 0 on."""
         row = self._connection.execute("SELECT max(slot) FROM blocks WHERE model = ?", (model,))
         last = row.fetchone()[0]
         if last is not None and last < 0:
@@ -204,7 +204,7 @@ class DiskIndex:
         return slots
 
     def block(self, name: BlockHash) -> KeptBlock | None:
-        """What is known of a block.
+        """A block's row; None if there is none.
 
         In a damaged index it may be found in one slot by its name, and in another by slots. Were it
         taken out then, the last block of the file would be moved to where another one lies.
@@ -265,7 +265,7 @@ class DiskIndex:
     # Worth
 
     def worth(self, seconds: float, nbytes: int) -> float:
-        """What a block is worth that is used now, by what computing it takes and its size."""
+        """The worth of a block that is used now, from its seconds to compute and its size."""
         return self._clock() + seconds / max(nbytes, 1)
 
     def _clock(self) -> float:

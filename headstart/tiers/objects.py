@@ -20,7 +20,7 @@ _LENGTH = struct.Struct("<Q")
 _NOTHING = BlockHash(bytes(32))
 
 OBJECTS = ModelRecord("objects, 1", "image embeddings", 1, OBJECT_BLOCK)
-"""Who the objects belong to in a store: their keys say all that they depend on."""
+"""The record of all objects, whatever their model: their keys say all that they depend on."""
 
 Together = Callable[[Callable[[], memoryview | None]], memoryview | None]
 

@@ -26,7 +26,7 @@ _CHECKSUM = struct.Struct("<Q")
 
 
 class RecordHeader(NamedTuple):
-    """What a record's header says."""
+    """The fields of a record's header; `seconds` as in `StoredBlock`, checksums of 64 bits."""
 
     name: BlockHash
     parent: BlockHash

@@ -1,4 +1,4 @@
-"""What a tier is: a store of blocks by their portable names, outside the pool.
+"""The protocol of a tier: a store of blocks by their portable names, outside the pool.
 
     pool ──offer──▶ saver's thread ──save──▶ store          a block filled, or is about to go
     pool ◀──rows─── loader's thread ◀──load── store         a lookup goes on where the pool's ends
@@ -16,7 +16,7 @@ __all__ = ["BlockStore", "LoadedBlock", "ModelRecord", "StoredBlock"]
 
 
 class ModelRecord(NamedTuple):
-    """Who wrote blocks, and how large they are.
+    """The model that blocks are of, and their size.
 
     fingerprint: all that must be the same for K/V to be exchanged; it is part of every name.
     title: the model's name for people. block_bytes: of one block: its K/V, and what
@@ -65,11 +65,11 @@ class BlockStore(Protocol):
 
     @property
     def num_kept(self) -> int:
-        """How many blocks were there when it was opened; 0 where that is not known at once."""
+        """Number of blocks when it was opened; 0 where that is not known at once."""
         ...
 
     def find(self, names: Sequence[BlockHash]) -> int:
-        """How many of these, from the first on, are probably there. Reads no payload."""
+        """Number of these, from the first on, that are probably there. Reads no payload."""
         ...
 
     def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:

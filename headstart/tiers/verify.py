@@ -155,11 +155,11 @@ class _Reader:
 
     @property
     def num_steps(self) -> int:
-        """How many records there are to read."""
+        """Number of records to read."""
         return len(self._listed) + len(self._others)
 
     def report(self) -> ModelReport:
-        """What was found."""
+        """The counts so far."""
         found = (self._whole, self._damaged, self._lost, len(self._unlisted), self.gaps)
         return ModelReport(self._record, Counts(*found))
 

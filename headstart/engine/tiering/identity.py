@@ -1,4 +1,4 @@
-"""What must be the same for K/V to be exchanged between processes: the fingerprint of a model.
+"""The fingerprint of a model: processes exchange K/V only where it is the same.
 
 It covers the content of the weights and of the configuration, the dtype, the bits in which weights
 and K/V are kept, and the layout of a block's bytes; adapter, salt, tokens and items are in a
@@ -40,7 +40,7 @@ def identify(
     folder: Path | None,
     rows: BlockRows | None = None,
 ) -> ModelRecord:
-    """Who the model is to a store. Reads all weights, unless `folder` remembers these files.
+    """The model's record for a store. Reads all weights, unless `folder` remembers these files.
 
     rows: what is kept beside K/V.
     """
@@ -75,7 +75,7 @@ def _kept_weights(decoder: DecoderModel) -> list[str]:
 
 
 def _name(folder: Path | None) -> str:
-    """What people call a model: its name on the hub, or its folder's."""
+    """A model's name for people: that on the hub, or its folder's."""
     if folder is None:
         return "a model in memory"
     folder = folder.absolute()
@@ -87,7 +87,7 @@ def _name(folder: Path | None) -> str:
 
 
 def _rounding(decoder: DecoderModel, config: EngineConfig) -> list[str]:
-    """What decides on the last bits of K and V."""
+    """All that decides on the last bits of K and V."""
     return [
         "deterministic",
         __version__,

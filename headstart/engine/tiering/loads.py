@@ -149,7 +149,7 @@ class Loads:
         return True
 
     def enter(self, request: Request, start: int, stop: int) -> None:
-        """It runs again; what it will have lost after another preemption is looked for anew."""
+        """It runs again: after another preemption it looks for its blocks anew."""
         self._tried.pop(request, None)
 
     def leave(self, request: Request) -> None:

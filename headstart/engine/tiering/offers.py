@@ -54,7 +54,7 @@ class Offers:
             self.num_dropped += len(leaving)
 
     def commit(self) -> None:
-        """What the step under way filled is written."""
+        """Callback: the blocks that the step under way filled are written."""
         self._unsaved.commit()
         if len(self._unsaved) >= _TOGETHER:
             self.flush()

@@ -1,4 +1,4 @@
-"""What a store keeps of a block: the bytes of its K/V, and behind them those of its rows.
+"""A block's bytes in a store: those of its K/V, and behind them those of its rows.
 
 Rows are what a stage of a pipeline made of the block's tokens and hands the next stage: without
 them K/V are of no use there. One record holds both, so a store has either both or nothing.

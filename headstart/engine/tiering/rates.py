@@ -8,7 +8,7 @@ _OVERHEAD = 0.002  # seconds that a load takes besides its bytes
 
 
 class ComputeRate:
-    """How many tokens of prompts are computed in a second."""
+    """Tokens of prompts that are computed in a second: a moving average."""
 
     def __init__(self) -> None:
         self.value: float | None = None
@@ -21,7 +21,7 @@ class ComputeRate:
         self.value = rate if self.value is None else self.value + _WEIGHT * (rate - self.value)
 
     def seconds(self, tokens: int) -> float:
-        """What computing so many tokens takes; 0 before anything was computed."""
+        """Seconds to compute so many tokens; 0 before anything was computed."""
         return tokens / self.value if self.value else 0.0
 
 

@@ -68,7 +68,7 @@ class TierStats:
 
 
 class Tiers:
-    """What an engine tells its tiers, in the order of a step. All in the engine's thread."""
+    """The tiers of one engine, which calls these methods in the order of a step, in its thread."""
 
     def __init__(self, stores: Stores, manager: KVCacheManager) -> None:
         self._faults = Faults("kept prefixes")
@@ -103,7 +103,7 @@ class Tiers:
         return self.loads.are_under_way
 
     def _choose(self, found: int) -> int:
-        """How many of the blocks found are loaded: all, or none if computing them is faster."""
+        """Number of the blocks found to load: all, or none if computing them is faster."""
         tokens = found * self._manager.block_size
         nbytes = found * self._payload.nbytes
         if is_worth_loading(tokens, nbytes, self._rate.value, self._loader.rate):

@@ -16,7 +16,7 @@ Spell = Callable[[Sequence[int]], str]
 
 
 def make_spell(tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig) -> Spell | None:
-    """How a model spells its tokens; None if no text is to be kept."""
+    """A function from a model's tokens to their text; None if no text is to be kept."""
     if tokenizer is None or not config.cache_words:
         return None
 

@@ -83,6 +83,7 @@ class Scheduler:
             self._leave_limits(request)
             self.running.remove(request)
         elif request in self.waiting:
+            self._leave_limits(request)  # what it waits for may hold blocks
             self.waiting.remove(request)
         self._limited.pop(request, None)
 
@@ -183,9 +184,11 @@ class Scheduler:
         self.waiting.insert(bisect_left(self.waiting, request.rank, key=_rank), request)
 
     def preempt_all(self) -> None:
-        """Have all requests wait. Not during a step."""
+        """Have all requests wait, with no block held for any. Not during a step."""
         while self.running:
             self._preempt(self.running.pop())
+        for request in self.waiting:
+            self._leave_limits(request)
 
     def _free(self, request: Request) -> None:
         if self._manager.is_known(request.sequence):

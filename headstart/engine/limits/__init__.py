@@ -3,7 +3,7 @@
     applies   asked when a request is queued, and again when it was preempted
     reach     asked before each step that the request could be in
     enter     told of each step that it is in
-    leave     told when it runs no longer
+    leave     told when it runs no longer, or waits no longer
 
 Limits there are: the places for adapters (`adapters/store.py`), the encoder budget of images
 (`images/budget.py`), the turns of owners (`fair_share.py`), and in a pipeline the inputs that
@@ -38,5 +38,5 @@ class Limit(Protocol):
         ...
 
     def leave(self, request: Request) -> None:
-        """The request runs no longer. Again, or of one that never ran, is no error."""
+        """The request runs no longer, or is gone. Again, or of one that never ran, is no error."""
         ...

@@ -153,7 +153,14 @@ class Loads:
         self._tried.pop(request, None)
 
     def leave(self, request: Request) -> None:
-        """Nothing to note."""
+        """It waits for no load any more; one that nobody waits for gives its blocks back."""
+        load = self._waiting.get(request)
+        if load is None:
+            return
+        if any(self._waiting.get(other) is load for other in load.requests - {request}):
+            del self._waiting[request]
+        else:
+            self._end(load)
 
     # Between two steps
 

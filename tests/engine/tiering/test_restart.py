@@ -331,3 +331,44 @@ def test_memory_is_got_ahead_for_what_a_folder_has_and_no_more(
             ask(llm, PROMPTS[0])
     with opened(model, tmp_path, max_model_len=40):
         assert asked == [3]
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_a_load_under_way_keeps_nobody_from_forgetting_all(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_aborted: bool
+) -> None:
+    """The blocks that it had taken were held until the next step, by nobody's request."""
+    monkeypatch.setattr("headstart.tiers.loader._CHUNK_BYTES", 1)
+    with opened(model, tmp_path) as llm:
+        alone = ask(llm, PROMPTS[0])
+    rest = Event()
+    load = DiskStore.load
+
+    def load_slowly(store: DiskStore, names: list[BlockHash]) -> Iterator[LoadedBlock]:
+        for at, found in enumerate(load(store, names)):
+            assert at < 2 or rest.wait(60)
+            yield found
+
+    monkeypatch.setattr(DiskStore, "load", load_slowly)
+    with opened(model, tmp_path) as llm:
+        engine = llm.engine
+        groups = [engine.prepare({"prompt_token_ids": PROMPTS[0]}, GREEDY) for _ in range(2)]
+        for group in groups:
+            engine.submit(group)
+        while engine.manager.num_free_blocks > 22:
+            assert engine.step() == []
+        if is_aborted:
+            engine.abort(groups[0].request_id)
+            assert engine.manager.num_free_blocks == 22, "another request waits for it"
+            assert not engine.reset_prefix_cache()
+            engine.abort(groups[1].request_id)
+        assert engine.reset_prefix_cache(reset_running_requests=not is_aborted)
+        assert engine.manager.num_free_blocks == 24
+        engine.manager.check()
+        rest.set()
+        while engine.has_unfinished:
+            engine.step()
+        assert ask(llm, PROMPTS[0]).outputs[0].token_ids == says(alone)[0]
+        if not is_aborted:
+            assert [group.output().num_loaded_tokens for group in groups] == [0, 0]
+            assert groups[0].output().outputs[0].token_ids == says(alone)[0]

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import math
 import os
 import re
 import time
@@ -150,7 +149,7 @@ def _add_records(index: DiskIndex, model: int, record: ModelRecord, file: SlotFi
     found: dict[bytes, tuple[int, RecordHeader]] = {
         header.name: (slot, header)
         for slot, header in file.headers()
-        if header.length == record.block_bytes and math.isfinite(header.seconds)
+        if header.length == record.block_bytes
     }
     kept = sorted(found.values())
     gaps = sorted(set(range(len(kept))) - {slot for slot, _ in kept})

@@ -6,6 +6,7 @@ The last two are XXH3 of 64 bits, which misses one in 2^64 of what is damaged by
 as fast as memory. It is no signature: who can write to a store can make it say anything.
 """
 
+import math
 import struct
 from typing import NamedTuple
 
@@ -51,14 +52,17 @@ def make_header(block: StoredBlock) -> bytes:
 
 
 def read_header(data: bytes | memoryview) -> RecordHeader | None:
-    """The header that the bytes begin with; None if it is damaged, or none."""
+    """The header that the bytes begin with; None if it is damaged, or none.
+
+    Nor is it one if computing the block took no such time: an index could not order it.
+    """
     if len(data) < HEADER_BYTES:
         return None
     head = bytes(data[: _HEAD.size])
     if checksum_of(head) != _CHECKSUM.unpack_from(data, _HEAD.size)[0]:
         return None
     magic, depth, seconds, length, name, parent, checksum = _HEAD.unpack(head)
-    if magic != _MAGIC:
+    if magic != _MAGIC or not 0 <= seconds < math.inf:
         return None
     return RecordHeader(BlockHash(name), BlockHash(parent), depth, seconds, length, checksum)
 

@@ -80,7 +80,7 @@ def import_blocks(store: DiskStore, path: Path, now: float) -> int:
     another model, or no such file; and, when the whole ones are kept, if it lacks others, or the
     folder has no room for all.
     """
-    if read_model(path).fingerprint != store.model.fingerprint:
+    if read_model(path)._replace(title="") != store.model._replace(title=""):
         raise CacheError(f"{path} holds blocks of another model than {store.model.title}")
     count = num_read = num_kept = 0
     try:

@@ -29,7 +29,7 @@ from headstart.engine.config import EngineConfig
 from headstart.errors import CacheError
 from headstart.tiers import DiskStore, default_folder, make_folder
 from headstart.tiers.contents import KeptPrefix, ModelState, read_models, read_prefixes
-from headstart.tiers.folder import reopen
+from headstart.tiers.folder import reopen, slot_path
 from headstart.tiers.index import KeptBlock
 from headstart.tiers.transfer import export_blocks, import_blocks, read_model
 from headstart.tiers.verify import verify as verify_folder
@@ -162,7 +162,7 @@ def import_file(file: Path, folder: str | None) -> None:
         record = read_model(file)
         with closing(reopen(path, None).connection) as index:
             known = [one.record for one in index.models()]
-        if record.fingerprint not in [one.fingerprint for one in known]:
+        if slot_path(path, record) not in [slot_path(path, one) for one in known]:
             titles = ", ".join(sorted({one.title for one in known})) or "none"
             raise CacheError(
                 f"{file} is of a model {record.title!r} that has not run here with these weights, "

@@ -1,0 +1,67 @@
+"""Files of exported blocks that say what no export would: nothing that is kept suffers."""
+
+import json
+import math
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from headstart.errors import CacheError
+from headstart.tiers import DiskStore, ModelRecord, StoredBlock
+from headstart.tiers.folder import INDEX
+from headstart.tiers.records import VERSION, make_header
+from headstart.tiers.transfer import import_blocks
+from tests.tiers.stores import MODEL, block, blocks, disk, held, names
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DiskStore]:
+    """Twenty blocks, five of which were hit."""
+    with closing(disk(tmp_path / "kept")) as store:
+        store.save(blocks(range(20)))
+        store.touch(names(range(5)))
+        yield store
+
+
+def write(path: Path, model: ModelRecord, kept: list[StoredBlock]) -> Path:
+    """A file as `export_blocks` writes it."""
+    head = b"headstart blocks %d\n%s\n" % (VERSION, json.dumps(model._asdict()).encode())
+    records = b"".join(make_header(one) + bytes(one.payload) for one in kept)
+    path.write_bytes(head + records + b"end" + len(kept).to_bytes(8, "little"))
+    return path
+
+
+def hits(store: DiskStore) -> list[int]:
+    with closing(sqlite3.connect(store.folder / INDEX)) as index:
+        return [n for (n,) in index.execute("SELECT hits FROM blocks WHERE hits > 0")]
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0])
+def test_a_block_whose_cost_is_no_time_is_damaged(
+    store: DiskStore, tmp_path: Path, seconds: float
+) -> None:
+    """With a NaN the index was made anew, and forgot what was hit and when; with an infinity the
+    block would never have gone.
+    """
+    odd = block(101)._replace(seconds=seconds)
+    path = write(tmp_path / "moved", MODEL, [block(100), odd, block(102)])
+    with pytest.raises(CacheError, match="damaged or cut after 16 tokens"):
+        import_blocks(store, path, 1.0)
+    assert held(store, range(100, 103)) == 1 and held(store, range(20)) == 20
+    assert hits(store) == [1] * 5 and not store.faults.counts
+
+
+@pytest.mark.parametrize(
+    "other", [{"fingerprint": "another"}, {"block_size": 32}, {"block_bytes": 1 << 39}]
+)
+def test_blocks_of_another_size_are_another_model_s(
+    store: DiskStore, tmp_path: Path, other: dict[str, int | str]
+) -> None:
+    """A file told the size of its blocks itself: 512 GB were asked of the system for one."""
+    path = write(tmp_path / "moved", MODEL._replace(**other), [block(100)])
+    with pytest.raises(CacheError, match="of another model than a model"):
+        import_blocks(store, path, 1.0)
+    assert import_blocks(store, write(path, MODEL._replace(title="moved"), [block(100)]), 1.0) == 1

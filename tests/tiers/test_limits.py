@@ -147,3 +147,23 @@ def test_closing_has_one_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
                 patch.setattr(getattr(tiers, part), "close", close)
             tiers.close()
     assert allowed == [10.0, 6.0, 2.0, 0.0, 0.0]
+
+
+def test_an_engine_that_is_closed_again_has_no_more_time_for_its_tiers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its driver closes it twice, and the exit of Python once more: 30 s for a silent store."""
+    now, waited = 100.0, []
+
+    def close(loader: Loader, timeout: float) -> None:
+        nonlocal now
+        waited.append(timeout)
+        now += timeout  # its thread is in the store, for ever
+
+    clock = SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: now, time=lambda: now)
+    monkeypatch.setattr("headstart.engine.tiering.tiers.time", clock)
+    monkeypatch.setattr(Loader, "close", close)
+    llm = make_llm(save_smallest(tmp_path / "model"), cache_dir=str(tmp_path / "kept"))
+    llm.close()
+    llm.close()
+    assert waited[0] == 10.0 and len(waited) > 1 and set(waited[1:]) == {0.0}

@@ -88,6 +88,7 @@ class Tiers:
         self.loads = Loads(manager, stores.payload, self._loader, self._choose, self._take_slots)
         self._began = 0.0  # when the step under way had its blocks
         self._times_declined = 0
+        self._until: float | None = None  # when closing it is over, by `time.monotonic`
 
     @property
     def stats(self) -> TierStats:
@@ -209,12 +210,16 @@ class Tiers:
         return self._saver.flush(timeout) and self._object_saver.flush(timeout)
 
     def close(self) -> None:
-        """Save what is not saved yet, and let go of the store. Idempotent."""
+        """Save what is not saved yet, and let go of the store. Idempotent.
+
+        A call that comes again, or after an interruption, has what the first one left of its time.
+        """
+        if self._until is None:
+            self._until = time.monotonic() + _LAST_SAVES
         self.loads.end_all()
         self._offers.flush()
-        until = time.monotonic() + _LAST_SAVES
         for part in (self._saver, self._object_saver, self._loader, self._store, self._objects):
-            part.close(max(0.0, until - time.monotonic()))
+            part.close(max(0.0, self._until - time.monotonic()))
 
 
 def make_tiers(stores: Stores | None, manager: KVCacheManager) -> Tiers | None:

@@ -2,7 +2,8 @@
 
 A block is one value under its model's and its own name: a record with checksums, as on disk. How
 much is kept and what goes first is the server's to decide (`maxmemory`, `allkeys-lru`). A server
-that is down or slow is left alone for a while, and all is a miss meanwhile.
+that is down or slow is left alone for a while, and all is a miss meanwhile. One that takes no
+blocks, such as a full one or a replica, is offered none for a while, and asked as before.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,7 @@ class RemoteStore:
         self._prefix = b"headstart:%d:%s:" % (VERSION, model.fingerprint[:32].encode())
         self._at_once = max(1, _AT_ONCE_BYTES // model.block_bytes)
         self._pause = Pause(self.faults)
+        self._refusal = Pause(self.faults)  # of blocks alone: such a server still gives what it has
 
     def find(self, names: Sequence[BlockHash]) -> int:
         count = 0
@@ -77,6 +79,8 @@ class RemoteStore:
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
         saved = 0
+        if self._refusal.is_on:
+            return 0
         for at in range(0, len(blocks), self._at_once):
             some = blocks[at : at + self._at_once]
             saved += sum(map(bool, self._ask([], self._set, some)))
@@ -89,7 +93,13 @@ class RemoteStore:
             if not is_known:
                 value = b"".join((make_header(block), block.payload))
                 orders.set(self._prefix + block.name, value, nx=True)
-        return list(orders.execute())
+        answers = orders.execute(raise_on_error=False)
+        refused = [one for one in answers if isinstance(one, Exception)]
+        if refused:  # it is full, a replica, or ours to read alone
+            self._refusal.failed("the server gives blocks and takes none", refused[0])
+        elif answers:
+            self._refusal.answered()
+        return [one for one in answers if not isinstance(one, Exception)]
 
     def touch(self, names: Sequence[BlockHash]) -> None:
         """Nothing: the server has seen what was read."""

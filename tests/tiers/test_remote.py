@@ -135,6 +135,37 @@ def test_a_server_that_is_down_costs_a_miss_and_is_asked_again(
         assert held(store, range(4)) == 4
 
 
+@pytest.mark.parametrize("why", ["full", "replica", "reader"])
+def test_a_server_that_takes_no_blocks_still_gives_what_it_has(
+    server: Server, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Each save that it refused had it left alone by those who load, too."""
+    now = 0.0
+    monkeypatch.setattr("headstart.tiers.pause.time", SimpleNamespace(monotonic=lambda: now))
+    orders = {
+        "full": [("CONFIG SET maxmemory-policy", "noeviction"), ("CONFIG SET maxmemory", "1")],
+        "replica": [("REPLICAOF", "127.0.0.1", "1")],
+        "reader": [("ACL SETUSER", "default", "-@write")],
+    }
+    undo = {
+        "full": ("CONFIG SET maxmemory", "0"),
+        "replica": ("REPLICAOF", "NO", "ONE"),
+        "reader": ("ACL SETUSER", "default", "+@all"),
+    }
+    with closing(RemoteStore(server.url, MODEL)) as store:
+        assert store.save(blocks(range(4))) == 4
+        for order in orders[why]:
+            server.client.execute_command(*order)
+        for _ in range(2):
+            assert store.save(blocks(range(8))) == 0
+            assert store.find(names(range(8))) == held(store, range(8)) == 4
+        assert store.faults.counts == {"the server gives blocks and takes none": 1}
+        server.client.execute_command(*undo[why])
+        now += 60
+        assert store.save(blocks(range(8))) == 4
+        assert held(store, range(8)) == 8
+
+
 @pytest.mark.parametrize("url", ["", "host", "http://host", "redis://host:port/x"])
 def test_a_wrong_url_is_an_error_of_ours(url: str) -> None:
     with pytest.raises(ConfigError, match="remote_cache"):

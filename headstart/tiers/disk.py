@@ -18,7 +18,7 @@ from pathlib import Path
 from headstart.cache import BlockHash
 from headstart.errors import ConfigError
 from headstart.tiers.faults import Faults
-from headstart.tiers.files import SlotFile
+from headstart.tiers.files import SlotFile, slot_bytes
 from headstart.tiers.folder import (
     OpenIndex,
     describe_model,
@@ -156,12 +156,20 @@ class DiskStore:
         return sum(self._bytes_of(index, kept) for kept in index.models())
 
     def _bytes_of(self, index: DiskIndex, model: KeptModel) -> int:
-        """Bytes that a model's blocks take. Raises ValueError if its file has no such slots."""
-        file, count = self._file(model.record), index.count(model.id)
-        if count > file.num_slots:
-            raise ValueError(f"it tells of {count:,} blocks, and {file.num_slots:,} are there")
-        file.cut(count)  # what comes after was written by a process that was killed
-        return count * file.slot_bytes
+        """Bytes that a model's blocks take. Raises ValueError if its file has no such slots.
+
+        Opens no file that is as long as it should be: a folder may have hundreds.
+        """
+        count, size = index.count(model.id), slot_bytes(model.record.block_bytes)
+        try:
+            there = slot_path(self.folder, model.record).stat().st_size
+        except FileNotFoundError:
+            there = 0
+        if count * size > -(-there // size) * size:
+            raise ValueError(f"it tells of {count:,} blocks, and {there // size:,} are there")
+        if there > count * size:  # what comes after was written by a process that was killed
+            self._file(model.record).cut(count)
+        return count * size
 
     def _has_space(self, nbytes: int) -> bool:
         state = os.statvfs(self.folder)

@@ -10,7 +10,7 @@ from headstart.tiers.buffers import ReadBuffers
 from headstart.tiers.records import HEADER_BYTES, RecordHeader, make_header, payload_of, read_header
 from headstart.tiers.store import StoredBlock
 
-__all__ = ["SlotFile"]
+__all__ = ["SlotFile", "slot_bytes"]
 
 _ALIGN = 512
 _AT_ONCE = 2 << 20  # bytes that one call reads; checked while they are in the CPU's cache
@@ -28,7 +28,7 @@ class SlotFile:
 
     def __init__(self, path: Path, block_bytes: int) -> None:
         self._fd = -1  # first, for `__del__`: a damaged index may tell no number of bytes
-        self.slot_bytes = -(-(HEADER_BYTES + block_bytes) // _ALIGN) * _ALIGN
+        self.slot_bytes = slot_bytes(block_bytes)
         self._path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._inode = os.fstat(self._fd).st_ino
@@ -114,6 +114,11 @@ class SlotFile:
     def header(self, slot: int) -> RecordHeader | None:
         """The header that a slot begins with; None if it is damaged, or none."""
         return read_header(os.pread(self._fd, HEADER_BYTES, slot * self.slot_bytes))
+
+
+def slot_bytes(block_bytes: int) -> int:
+    """Bytes of a slot for a block of so many."""
+    return -(-(HEADER_BYTES + block_bytes) // _ALIGN) * _ALIGN
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -127,6 +127,17 @@ def test_what_may_not_go_is_not_looked_at_for_each_block_that_goes(tmp_path: Pat
         assert sum(left) == 2000 - 74, "each prompt went from its end"
 
 
+def test_a_store_opens_no_files_of_other_models(tmp_path: Path) -> None:
+    """It kept one open for each that the folder has, and a server ran out of descriptors."""
+    for number in range(40):
+        other = ModelRecord(f"weights {number}", "another model", 16, 700)
+        with closing(disk(tmp_path, model=other)) as store:
+            assert store.save([block(1000 * number + 5000, model=other)]) == 1
+    with closing(disk(tmp_path)) as store:
+        assert store.save(blocks(range(9))) == 9
+        assert len(store._files) == 1
+
+
 def test_models_share_the_folder_and_see_nothing_of_one_another(tmp_path: Path) -> None:
     other = ModelRecord("other weights", "another model", 16, 700)
     with (

@@ -14,9 +14,9 @@ import asyncio
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -225,17 +225,15 @@ class Driver:
         followed = self._followed.get(group.request_id)
         return followed is not None and followed.group is group
 
-    @contextmanager
-    def awaited(self) -> Iterator[None]:
+    def awaited(self) -> AbstractContextManager[None]:
         """Whoever enters this waits for the engine's thread in it.
 
-        Raises EngineError on entering where that thread waits for who enters: in itself, in a
-        coroutine that its work began, in a step of another engine that it asked.
+        Raises EngineError, also on entering, where that thread waits for who enters: in itself, in
+        a coroutine that its work began, in a step of another engine that it asked.
         """
         if threading.current_thread() is self._thread:
             raise would_wait()
-        with self._turns.awaited():
-            yield
+        return self._turns.awaited()
 
     def _post(self, order: _Order) -> None:
         if self._ended is not None:

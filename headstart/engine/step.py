@@ -145,7 +145,10 @@ class Turns:
         other work that this waits for, as where two engines' logits processors ask one another.
         """
         turn = _turn.get()
-        return nullcontext() if turn is None else turn.awaiting(self)
+        return _NOBODY if turn is None else turn.awaiting(self)
+
+
+_NOBODY = nullcontext()
 
 
 def would_wait() -> EngineError:

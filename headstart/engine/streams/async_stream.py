@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -50,6 +50,13 @@ class AsyncRequestStream(OfOneProcess, AsyncGenerator["RequestOutput", None]):
         self._ended = self._is_read = False
         self._failure: Exception | None = None  # which ended it, and was not told
 
+    # Set twice for each output: in C. No property is here that could be set.
+    __setattr__ = object.__setattr__  # type: ignore[assignment]
+
+    def __anext__(self) -> Coroutine[Any, Any, RequestOutput]:
+        """The next output."""
+        return self.asend(None)
+
     async def asend(self, value: None) -> RequestOutput:
         """The next output; `value` is ignored. Raises what preparing the request does.
 
@@ -64,14 +71,23 @@ class AsyncRequestStream(OfOneProcess, AsyncGenerator["RequestOutput", None]):
             raise RuntimeError("another task waits for this stream's next output")
         self._is_read = True
         try:
-            return await self._next()
-        except StopAsyncIteration:
-            self._stop()
+            if self._group is None:
+                await self._begin()
+            while not self._ended:
+                output = await self._updates.get()
+                if output.finished:
+                    await self._finish(output)
+                shown = self._shown.next(output)
+                if shown is not None:
+                    return shown
+        except StopAsyncIteration:  # which came in an output's place
+            pass
         except BaseException:
             self._leave()
             raise
         finally:
             self._is_read = False
+        self._stop()
 
     async def athrow(self, *error: Any) -> RequestOutput:
         """Cancel the request, then raise the error."""
@@ -82,28 +98,25 @@ class AsyncRequestStream(OfOneProcess, AsyncGenerator["RequestOutput", None]):
         """Cancel the request if it is unfinished."""
         self._leave()
 
-    async def _next(self) -> RequestOutput:
+    async def _begin(self) -> None:
+        """Prepare and submit the request, unless the stream was ended meanwhile."""
+        assert self._prepare is not None
+        group = await self._prepare()
+        if self._ended:
+            return
+        self._shown = ShownOutputs(group.params.output_kind)
+        self._updates = AsyncMailbox(self._driver, group, paced=self._paced)
+        self._group = group  # last: from here on there is something to cancel
+        every_step = self._shown.wants_every_step
+        self._driver.submit(group, self._updates.receive, every_step=every_step)
+
+    async def _finish(self, output: RequestOutput) -> None:
+        """The last output has come; a chat is remembered before it is told."""
+        self._end()
         group = self._group
-        if group is None:
-            assert self._prepare is not None
-            group = await self._prepare()
-            if self._ended:  # meanwhile
-                raise StopAsyncIteration
-            self._shown = ShownOutputs(group.params.output_kind)
-            self._updates = AsyncMailbox(self._driver, group, paced=self._paced)
-            self._group = group  # last: from here on there is something to cancel
-            every_step = self._shown.wants_every_step
-            self._driver.submit(group, self._updates.receive, every_step=every_step)
-        while not self._ended:
-            output = await self._updates.get()
-            if output.finished:
-                self._end()
-                if group.chat is not None:
-                    await asyncio.to_thread(self._chats.remember, group, output)
-            shown = self._shown.next(output)
-            if shown is not None:
-                return shown
-        raise StopAsyncIteration
+        assert group is not None
+        if group.chat is not None:
+            await asyncio.to_thread(self._chats.remember, group, output)
 
     def fail(self, error: Exception) -> None:
         """Cancel the request if it is unfinished; the next output that is asked for is this error.

@@ -60,7 +60,9 @@ class AsyncMailbox:
         self._loop = asyncio.get_running_loop()
         self._post = _POSTS.get(self._loop) or _POSTS.setdefault(self._loop, _Post(self._loop))
         self._updates: deque[Update] = deque()
+        self._late: deque[Update] = deque(maxlen=1)  # the newest that may wait; not yet handed out
         self._num_sent = self._num_read = 0
+        self._is_over = False  # the last was sent
         self._waiter: asyncio.Future[None] | None = None  # done once there may be something to tell
         self._timer: asyncio.TimerHandle | None = None
 
@@ -69,13 +71,28 @@ class AsyncMailbox:
 
         Counts what is on its way as well: a loop that is busy takes nothing in.
         """
-        if _is_last(update) or self._num_sent - self._num_read < _MOST_UPDATES:
-            may_wait = self.paced and self._num_sent > 0 and not _is_last(update)
+        is_last = _is_last(update)
+        if self.paced and self._num_sent > 0 and not is_last:
+            if not self._is_over:
+                self._late.append(update)
+                self._post.send_late(self)
+        elif is_last or self._num_sent - self._num_read < _MOST_UPDATES:
             self._num_sent += 1
-            self._post.send(self, update, may_wait=may_wait)
+            self._is_over = is_last
+            self._post.send(self, update)
 
     def take_in(self, update: Update) -> None:
         """An update has come; called by the loop."""
+        if _is_last(update):  # an error does not take the place of what came before
+            self.take_late()
+        self._append(update)
+
+    def take_late(self) -> None:
+        """What could wait is told now; called by the loop."""
+        if self._late:
+            self._append(self._late.pop())
+
+    def _append(self, update: Update) -> None:
         may_replace = self.paced and not isinstance(update, BaseException)
         if may_replace and self._updates and not _is_last(self._updates[-1]):
             self._updates.pop()  # nobody has read it, and the new one has all that it says
@@ -92,27 +109,23 @@ class AsyncMailbox:
             )
 
     async def get(self) -> RequestOutput:
-        """As `Mailbox.get`."""
+        """As `Mailbox.get`. One timer serves many waits."""
         reason = None
         while not self._updates:
-            await self._wait()
+            self._waiter = self._loop.create_future()
+            if self._timer is None:
+                self._timer = self._loop.call_later(_PATIENCE, _look_again, weakref.ref(self))
+            try:
+                with self._driver.awaited():
+                    await self._waiter
+            finally:
+                self._waiter = None
             if not self._updates:
                 if reason is not None:  # since before the last wait: nothing was on its way
                     raise reason
                 reason = self._driver.explain_silence([self._group])
         self._num_read += 1
         return _open(self._updates.popleft())
-
-    async def _wait(self) -> None:
-        """Until an update comes, `_PATIENCE` at the most. One timer serves many waits."""
-        self._waiter = self._loop.create_future()
-        if self._timer is None:
-            self._timer = self._loop.call_later(_PATIENCE, _look_again, weakref.ref(self))
-        try:
-            with self._driver.awaited():
-                await self._waiter
-        finally:
-            self._waiter = None
 
     def look(self) -> None:
         """Somebody has waited for `_PATIENCE`; called by the loop."""
@@ -136,7 +149,8 @@ class _Post:
 
     One call wakes the loop for all that came since it last looked: a call for each token of each
     request is a system call in the engine's thread, which lets go of the interpreter's lock for it.
-    For what may wait the loop looks by itself, as long as there is something every `PACE`.
+    For what may wait the loop looks by itself, as long as there is something every `PACE`: a call
+    between two looks hands out only what it was made for.
 
         nothing comes ──send: a call──▶ handed out ──after PACE, if something came──▶ handed out
               ▲                             └────after PACE, if nothing came────▶ nothing comes
@@ -146,20 +160,28 @@ class _Post:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._letters: deque[tuple[AsyncMailbox, Update]] = deque()
+        self._late: deque[AsyncMailbox] = deque()  # which have something that may wait
         self._is_called = False  # the loop was asked to hand out, and has not begun
         self._looks = False  # the loop looks again by itself
         self._next_look: asyncio.TimerHandle | None = None  # the one that is due, or was
 
-    def send(self, mailbox: AsyncMailbox, update: Update, *, may_wait: bool) -> None:
+    def send(self, mailbox: AsyncMailbox, update: Update) -> None:
         """From any thread. Raises RuntimeError when the loop was closed."""
         self._letters.append((mailbox, update))  # first: who hands out looks at the flags before
-        will_come = self._is_called or (may_wait and self._looks)
+        self._call(will_come=self._is_called)
+
+    def send_late(self, mailbox: AsyncMailbox) -> None:
+        """As `send`, of what waits in the mailbox."""
+        self._late.append(mailbox)
+        self._call(will_come=self._is_called or self._looks)
+
+    def _call(self, *, will_come: bool) -> None:
         if not will_come or self._loop.is_closed():
             self._is_called = True
             self._loop.call_soon_threadsafe(self.hand_out)
 
     def hand_out(self) -> None:
-        """All that has come; called by the loop."""
+        """All that has come, but for what a look is due for; called by the loop."""
         self._is_called = False
         paced = set()
         while self._letters:
@@ -167,6 +189,10 @@ class _Post:
             mailbox.take_in(update)
             if mailbox.paced:
                 paced.add(mailbox)
+        while self._late and not self._looks:
+            mailbox = self._late.popleft()
+            mailbox.take_late()
+            paced.add(mailbox)
         if paced and not self._looks:
             self._looks = True
             pause = max(PACE, _PACE_OF_EACH * len(paced))

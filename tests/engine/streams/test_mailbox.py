@@ -90,10 +90,34 @@ def test_paced_updates_come_together_and_wake_nobody(
     asyncio.run(read())
 
 
-def test_an_error_does_not_take_the_place_of_what_came_before(llm: AsyncLLM) -> None:
+def test_what_may_wait_is_not_told_with_what_may_not(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token of each of many requests had all others told theirs one by one."""
+    monkeypatch.setattr(mailbox, "PACE", 3600.0)
+
+    async def read() -> None:
+        early, late = make_box(llm, paced=True), make_box(llm, paced=True)
+        early[0].receive(early[1])
+        assert await early[0].get() is early[1]
+        early[0].receive(early[1])
+        late[0].receive(late[1])
+        assert await late[0].get() is late[1]
+        assert not early[0]._updates and early[0]._late
+        early[0].look()
+        assert await early[0].get() is early[1]
+
+    asyncio.run(read())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_error_does_not_take_the_place_of_what_came_before(llm: AsyncLLM, count: int) -> None:
+    """Nor of what may wait."""
+
     async def read() -> None:
         box, output = make_box(llm, paced=True)
-        box.receive(output)
+        for _ in range(count):
+            box.receive(output)
         box.receive(ValueError("on purpose"))
         assert await box.get() is output
         with pytest.raises(ValueError, match="on purpose"):

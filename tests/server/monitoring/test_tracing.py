@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from headstart.engine.streams.async_stream import AsyncRequestStream
+from headstart.engine.streams.mailbox import AsyncMailbox
 from headstart.errors import ConfigError, EngineError
 from headstart.server.monitoring.tracing import Tracer, open_tracer
 from headstart.server.options import ServerOptions
@@ -99,10 +99,10 @@ def test_a_broken_traceparent_begins_a_trace(
 def test_a_request_that_fails_is_an_error(
     server: Running, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(stream: object) -> object:
+    async def fail(mailbox: object) -> object:
         raise EngineError("broken")
 
-    monkeypatch.setattr(AsyncRequestStream, "_next", fail)
+    monkeypatch.setattr(AsyncMailbox, "get", fail)
     assert ask(server).status_code == 500
     whole = by_name(exporter)["llm_request"]
     assert whole.status.status_code is StatusCode.ERROR

@@ -220,16 +220,17 @@ def check_fields(options: Any, error: type[Exception]) -> None:
     A field that may be of several types, besides None, is left to its own check.
     """
     kind: Any = type(options)
-    for name, allowed in _allowed_values(kind).items():
+    for name, (allowed, default) in _allowed_values(kind).items():
         value = getattr(options, name)
-        if value not in allowed:
+        if value is not default and value not in allowed:
             raise error(f"{name} is {describe(value)}; allowed: {allowed}")
 
 
 @cache
-def _allowed_values(kind: Any) -> Mapping[str, Allowed]:
+def _allowed_values(kind: Any) -> Mapping[str, tuple[Allowed, Any]]:
+    """What each field may be, and its default, which is checked here."""
     hints = get_type_hints(kind)
-    found: dict[str, Allowed] = {}
+    found: dict[str, tuple[Allowed, Any]] = {}
     for one in fields(kind):
         hint = hints[one.name]
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -239,5 +240,7 @@ def _allowed_values(kind: Any) -> Mapping[str, Allowed]:
             assert plain[0] not in (int, float), f"{one.name}: give its range"
             allowed = _Instance(plain[0])
         if allowed is not None:
-            found[one.name] = allowed if len(plain) == len(kinds) else _OrNone(allowed)
+            allowed = allowed if len(plain) == len(kinds) else _OrNone(allowed)
+            assert one.default is MISSING or one.default in allowed, one.name
+            found[one.name] = allowed, one.default
     return found

@@ -241,6 +241,8 @@ class Traffics:
 
 
 _LOST = (MissReason.EVICTED, MissReason.UNSEEN, MissReason.TOKEN)
+_WEIGHTS: NDArray[np.int64] = np.array([31**n for n in range(_SPAN)], np.int64)
+_ONES: NDArray[np.int64] = np.ones(_SPAN, np.int64)
 _DIFFERENT = (MissReason.TOKEN, MissReason.ITEM, MissReason.UNSEEN)
 
 
@@ -278,10 +280,9 @@ def count_again(tokens: Tokens, earlier: Tokens) -> int:
     """
     if len(tokens) < _SPAN or len(earlier) < _SPAN:
         return 0
-    mine, theirs = (np.lib.stride_tricks.sliding_window_view(t, _SPAN) for t in (tokens, earlier))
-    weights = np.array([31**n for n in range(_SPAN)], np.int64)
-    found = np.isin(mine.astype(np.int64) @ weights, theirs.astype(np.int64) @ weights)
-    covered = np.zeros(len(tokens), bool)
-    for shift in range(_SPAN):
-        covered[shift : len(tokens) - _SPAN + 1 + shift] |= found
-    return int(covered.sum())
+    # Each run of `_SPAN` tokens as a number; `np.isin` takes ten times as long for a short prompt.
+    mine, theirs = (np.convolve(t.astype(np.int64), _WEIGHTS, "valid") for t in (tokens, earlier))
+    theirs.sort()
+    places = theirs.searchsorted(mine)
+    found = theirs.take(places, mode="clip") == mine
+    return int(np.count_nonzero(np.convolve(found, _ONES))) if found.any() else 0

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headstart.cache import MissExplanation, Namespace
 from headstart.server.cache.advice import Adviser, Explanation
@@ -24,6 +24,32 @@ _MOST_REQUESTS = 200  # told to pages
 _FEW_TOKENS = 2048  # of a prompt that is compared with another in no time
 
 
+class _Answered(NamedTuple):
+    """What is kept of a request that was answered."""
+
+    request_id: str
+    at: float  # `time.time`
+    num_prompt: int
+    num_cached: int
+    num_generated: int
+    first: float | None  # seconds to its first token
+    missed: MissExplanation | None
+
+    def describe(self) -> dict[str, Any]:
+        """As it is told."""
+        missed = self.missed
+        return {
+            "id": self.request_id,
+            "time": round(self.at, 3),
+            "prompt_tokens": self.num_prompt,
+            "cached_tokens": self.num_cached,
+            "generated_tokens": self.num_generated,
+            "time_to_first_token": self.first,
+            "missed": missed.reason.name.lower() if missed is not None else None,
+            "why": str(missed) if missed is not None else None,
+        }
+
+
 class Watch:
     """Keeps what is told of requests later. May be used from several threads."""
 
@@ -36,7 +62,7 @@ class Watch:
         self._lock = threading.Lock()
         self._traffics = Traffics(by_tenant=by_tenant)
         self._adviser = Adviser(self.decode, engine.manager.block_size)
-        self._recent: deque[dict[str, Any]] = deque(maxlen=_MOST_REQUESTS)
+        self._recent: deque[_Answered] = deque(maxlen=_MOST_REQUESTS)
         self.metrics = Metrics(llm, name)
 
     def finished(self, request: RequestGroup, output: RequestOutput) -> None:
@@ -68,7 +94,17 @@ class Watch:
             )
             age, num_lost = _age(seen), seen.num_lost
         self.metrics.finished(request, output, age, num_lost)
-        self._recent.append(_describe(output))
+        self._recent.append(
+            _Answered(
+                output.request_id,
+                time.time(),
+                len(output.prompt_token_ids),
+                output.num_cached_tokens,
+                sum(len(answer.token_ids) for answer in output.outputs),
+                output.metrics.time_to_first_token,
+                output.why_missed,
+            )
+        )
 
     def cut_off(self, request: RequestGroup, reason: str) -> None:
         """A request ended without an answer: reason "abort", or "error"."""
@@ -100,7 +136,8 @@ class Watch:
     def recent_requests(self) -> list[dict[str, Any]]:
         """The last requests that were answered, oldest first: counts and times, no text."""
         with self._lock:
-            return list(self._recent)
+            recent = list(self._recent)
+        return [one.describe() for one in recent]
 
     def clear(self) -> None:
         """Forget the prompts of late."""
@@ -110,20 +147,6 @@ class Watch:
     def _decode(self, token_ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
         return str(self._tokenizer.decode(list(token_ids)))
-
-
-def _describe(output: RequestOutput) -> dict[str, Any]:
-    missed = output.why_missed
-    return {
-        "id": output.request_id,
-        "time": round(time.time(), 3),
-        "prompt_tokens": len(output.prompt_token_ids),
-        "cached_tokens": output.num_cached_tokens,
-        "generated_tokens": sum(len(answer.token_ids) for answer in output.outputs),
-        "time_to_first_token": output.metrics.time_to_first_token,
-        "missed": missed.reason.name.lower() if missed is not None else None,
-        "why": str(missed) if missed is not None else None,
-    }
 
 
 def _ago(metrics: RequestMetrics) -> Times:

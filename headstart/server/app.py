@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headstart.server import page, tokenize
 from headstart.server.anthropic import messages
 from headstart.server.cache import api as cache
+from headstart.server.endpoints import Endpoints
 from headstart.server.errors import add_handlers
 from headstart.server.middleware import Frontdoor
 from headstart.server.monitoring import health
-from headstart.server.monitoring.logs import RequestLog
 from headstart.server.openai import chat, completions, models
 from headstart.server.options import ServerOptions
 from headstart.server.responses import api as responses
@@ -61,7 +62,8 @@ def create_app(
     """
     options = options or ServerOptions()
     tenants = tenants or open_tenants(options)
-    app = _open(Service(llm, name, options, tenants, tracer), (*_ROUTERS, cache_api))
+    service = Service(llm, name, options, tenants, tracer)
+    app = _Application(service, (*_ROUTERS, cache_api))
     app.state.responses = ResponseStore()
     page.mount(app, with_pool=cache_api is cache.router)
     return app
@@ -76,27 +78,37 @@ def create_speech_app(
     """As `create_app`, for a model that speaks: chats, metrics, its name. Raises ConfigError."""
     options = options or ServerOptions()
     service = SpeechService(omni, name, options, tenants or open_tenants(options))
-    app = _open(service, _SPEECH_ROUTERS)
+    app = _Application(service, _SPEECH_ROUTERS)
     page.mount(app, with_pool=False)
     return app
 
 
-def _open(service: Front, routers: Iterable[APIRouter]) -> FastAPI:
-    """An application of these routes, behind what is common to all."""
-    options = service.options
-    app = FastAPI(title="headstart", version=__version__, docs_url=None, redoc_url=None)
-    app.state.service = service
-    for router in routers:
-        app.include_router(router)
-    add_handlers(app)
-    app.add_middleware(Frontdoor, service=service)
-    app.add_middleware(RequestLog)
-    if options.cors_origin is not None:  # outermost, since browsers ask first, without a key
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=[one.strip() for one in options.cors_origin.split(",")],
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
-        )
-    return app
+class _Application(FastAPI):
+    """FastAPI's application of these routes, behind what is common to all requests.
+
+    The door stands before FastAPI's own layers: what takes a body passes none of them, and what
+    fails in them is in the log like all else.
+    """
+
+    def __init__(self, service: Front, routers: Sequence[APIRouter]) -> None:
+        super().__init__(title="headstart", version=__version__, docs_url=None, redoc_url=None)
+        self.state.service = service
+        for router in routers:
+            self.include_router(router)
+        add_handlers(self)
+        self._door: ASGIApp = Frontdoor(Endpoints(super().__call__, routers), service)
+        if (origin := service.options.cors_origin) is not None:
+            self._door = CORSMiddleware(  # before the door: browsers ask first, without a key
+                self._door,
+                allow_origins=[one.strip() for one in origin.split(",")],
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        scope["app"] = self
+        await self._door(scope, receive, send)

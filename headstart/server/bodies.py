@@ -17,6 +17,7 @@ __all__ = [
     "CacheFields",
     "Flag",
     "Real",
+    "Texts",
     "Whole",
     "read_keeping",
     "read_retention",
@@ -27,6 +28,8 @@ __all__ = [
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Whole = Annotated[int, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
+# Of thousands of token ids none is a text; the first one says so, and is what an error tells.
+Texts = Annotated[list[str], Field(fail_fast=True)]
 _DAY = 86_400.0
 
 

@@ -9,26 +9,37 @@ so whatever holds memory for it is counted. A call of several prompts has a plac
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Iterator, Mapping
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol
 
 from headstart.server.errors import ApiError
 from headstart.server.tenants import EVERYBODY, Tenant
 
-__all__ = ["Call", "Calls", "current_call"]
+__all__ = ["Call", "Calls", "Outputs", "TimeLimit", "current_call", "new_name"]
 
 _RETRY_AFTER = 1  # seconds; places come free one by one
 _CALL: ContextVar[Call | None] = ContextVar("call", default=None)
+
+
+class Outputs(Protocol):
+    """The outputs of a request, whatever its model."""
+
+    def fail(self, error: Exception) -> None:
+        """Cancel the request if it is unfinished; who waits for an output gets this error."""
 
 
 @dataclass(eq=False, slots=True)
 class Call:
     """One call: its tenant, its places, and when it must be done, in the event loop's time.
 
-    trace: the headers by which its client says of which trace it is part.
+    trace: the headers by which its client says of which trace it is part. read: the outputs that
+    are read for its answer.
     """
 
     tenant: Tenant
@@ -36,6 +47,52 @@ class Call:
     num_places: int = 1
     num_prompts: int = 0
     trace: Mapping[str, str] = field(default_factory=dict)
+    read: set[Outputs] = field(default_factory=set)
+
+
+class TimeLimit:
+    """Ends what is done inside when a call's time is over. One timer serves all of a call's waits.
+
+        body read, prompts prepared ──deadline──▶ cancelled
+        outputs read                ──deadline──▶ they fail ──grace──▶ cancelled
+
+    grace: seconds in which an answer that came too late is told to be so. error: makes the error
+    that readers of outputs get, and that is raised by what was cancelled. For one task.
+    """
+
+    def __init__(self, call: Call, grace: float, error: Callable[[], ApiError]) -> None:
+        self._call = call
+        self._grace = grace
+        self._error = error
+        self._is_over = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._before = task, task.cancelling()
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_at(self._call.deadline, self._end)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        is_cancelled = self._is_over and kind is asyncio.CancelledError
+        if is_cancelled and self._task.uncancel() <= self._before:
+            raise self._error()
+
+    def _end(self) -> None:
+        """The time is over."""
+        if not self._call.read:
+            self._cancel()
+            return
+        for outputs in list(self._call.read):
+            outputs.fail(self._error())
+        self._timer = self._loop.call_at(self._call.deadline + self._grace, self._cancel)
+
+    def _cancel(self) -> None:
+        self._is_over = True
+        self._task.cancel()
 
 
 class Calls:
@@ -95,6 +152,22 @@ class Calls:
 def current_call() -> Call | None:
     """The call under way; None outside calls."""
     return _CALL.get()
+
+
+def new_name() -> str:
+    """A name that nobody can guess: 32 hexadecimal digits.
+
+    Each call of the system lets go of the interpreter's lock, so one has random bytes for many.
+    """
+    try:
+        return _NAMES.pop()
+    except IndexError:  # also where another thread took the last one
+        fresh = os.urandom(16 * 64).hex()
+        _NAMES.extend(fresh[at : at + 32] for at in range(32, len(fresh), 32))
+        return fresh[:32]
+
+
+_NAMES: deque[str] = deque()
 
 
 def _full(text: str) -> ApiError:

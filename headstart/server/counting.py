@@ -22,4 +22,5 @@ class TokenCount:
         """Count a request's next output."""
         self.prompt = len(output.prompt_token_ids)
         self.cached = output.num_cached_tokens
-        self.completion += sum(len(answer.token_ids) for answer in output.outputs)
+        for answer in output.outputs:
+            self.completion += len(answer.token_ids)

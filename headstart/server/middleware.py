@@ -1,17 +1,20 @@
-"""What happens to every request before an API sees it: its id, whose it is, its bounds."""
+"""What happens to every request before an API sees it: its id, whose it is, its bounds, its line
+in the log."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import uuid
 from collections.abc import Mapping
+from functools import partial
 
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headstart.server.calls import TimeLimit, new_name
 from headstart.server.errors import ApiError, JsonResponse, body_of, headers_of
+from headstart.server.monitoring.logs import Line, RequestLog
 from headstart.server.origins import check_origin
 from headstart.server.service import Front, stopped, too_late
 from headstart.validation import shorten
@@ -43,21 +46,21 @@ class Frontdoor:
         self._max_bytes = service.options.max_request_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        scope.setdefault("state", {})
+        with RequestLog(scope) as line:
+            await self._open(scope, receive, send, line)
+
+    async def _open(self, scope: Scope, receive: Receive, send: Send, line: Line) -> None:
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
-        name = given.decode() if _NAME.fullmatch(given) else uuid.uuid4().hex
-        state = scope.setdefault("state", {})
+        name = given.decode() if _NAME.fullmatch(given) else new_name()
+        state = scope["state"]
         state["request_id"] = name
         told = [(b"x-request-id", name.encode()), (b"request-id", name.encode())]
-        begun = False
 
         async def send_named(message: Message) -> None:
-            nonlocal begun
             if message["type"] == "http.response.start":
-                begun = True
+                line.status = message["status"]
                 message = {**message, "headers": [*message["headers"], *told]}
             await send(message)
 
@@ -71,37 +74,37 @@ class Frontdoor:
                     raise ApiError(403, f"{path} needs a key that was made with --admin")
             self._check_size(headers)
             _check_type(scope, headers)
-            await self._pass_on(scope, self._bounded(receive), send_named)
+            await self._pass_on(scope, headers, self._bounded(receive), send_named)
         except ApiError as error:
             state["error"] = error
-            if begun:  # nothing can be said any more: the connection is closed
+            if line.status:  # nothing can be said any more: the connection is closed
                 return
             body = body_of(error, scope["path"], name)
             response = JsonResponse(body, status_code=error.status, headers=headers_of(error))
             await response(scope, receive, send_named)
 
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass_on(
+        self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, send: Send
+    ) -> None:
         path = scope["path"]
         try:
             if scope["method"] != "POST" or _OPEN.fullmatch(path) or _FOR_ADMINS.fullmatch(path):
                 await self._app(scope, receive, send)
             else:
-                await self._pass_on_call(scope, receive, send)
+                await self._pass_on_call(scope, headers, receive, send)
         except asyncio.CancelledError as error:
             if not self._service.is_draining:
                 raise
             raise stopped() from error
 
-    async def _pass_on_call(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass_on_call(
+        self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, send: Send
+    ) -> None:
         self._service.check_ready()
         with self._service.calls.call(scope["state"]["tenant"]) as call:
-            given = dict(scope["headers"])
-            call.trace = {k.decode(): given[k].decode("latin-1") for k in _TRACE if k in given}
-            try:
-                async with asyncio.timeout_at(call.deadline + _GRACE):
-                    await self._app(scope, receive, send)
-            except TimeoutError as error:  # its body did not come, or its answer is not read
-                raise too_late(self._service.options) from error
+            call.trace = {k.decode(): headers[k].decode("latin-1") for k in _TRACE if k in headers}
+            with TimeLimit(call, _GRACE, partial(too_late, self._service.options)):
+                await self._app(scope, receive, send)
 
     def _check_size(self, headers: Mapping[bytes, bytes]) -> None:
         size = headers.get(b"content-length", b"0")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
-from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from headstart.engine.params import RequestOutputKind, SamplingParams
 from headstart.errors import EngineError
 from headstart.server.cache.live import Live
-from headstart.server.calls import Calls, current_call
+from headstart.server.calls import Calls, Outputs, current_call, new_name
 from headstart.server.errors import ApiError
 from headstart.server.monitoring.logs import note_error, note_output
 from headstart.server.monitoring.watch import Watch
@@ -29,17 +29,19 @@ if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup
     from headstart.server.monitoring.tracing import Tracer
 
-__all__ = ["Front", "Service", "front_of", "service_of", "stopped", "too_late", "unless_gone"]
+__all__ = [
+    "ClientGone",
+    "Front",
+    "Service",
+    "front_of",
+    "service_of",
+    "stopped",
+    "too_late",
+    "unless_gone",
+]
 
 Answer = TypeVar("Answer")
 _GONE = 499  # nginx's status for a client that closed the connection; nobody reads it
-
-
-class _Outputs(Protocol):
-    """The outputs of a request, whatever its model."""
-
-    def fail(self, error: Exception) -> None:
-        """Cancel the request if it is unfinished; who waits for an output gets this error."""
 
 
 class Front(ABC):
@@ -58,7 +60,7 @@ class Front(ABC):
         of_tenant = options.max_requests_per_tenant or max(1, most // 2)
         self.calls = Calls(most, of_tenant, options.request_timeout)
         self.started = int(time.time())
-        self._read: set[_Outputs] = set()  # by a call
+        self._read: set[Outputs] = set()  # by a call
 
     @property
     @abstractmethod
@@ -115,40 +117,26 @@ class Front(ABC):
 
     def new_id(self, kind: str) -> str:
         """A name for a request, which no other has; `kind` is what the API begins it with."""
-        return f"{kind}-{uuid.uuid4().hex}"
+        return f"{kind}-{new_name()}"
 
     def salt(self, request: Request, asked: str | None) -> str | None:
         """The cache salt of a request: its tenant's, narrowed by what its body asks for."""
         return self.tenants.salt(tenant_of(request), asked)
 
-    @asynccontextmanager
-    async def in_time(self) -> AsyncIterator[None]:
-        """Raise ApiError (504) in what waits inside when the call's time is over."""
-        try:
-            call = current_call()
-            async with asyncio.timeout_at(call.deadline if call is not None else None):
-                yield
-        except TimeoutError as error:
-            raise too_late(self.options) from error
-
-    @asynccontextmanager
-    async def ending_in_time(self, outputs: _Outputs) -> AsyncIterator[None]:
-        """As `in_time`, for all the outputs that are read inside, which `cut_off` ends, too.
-
-        A timeout for each output costs more than a small model's token.
-        """
+    @contextmanager
+    def reading(self, outputs: Outputs) -> Iterator[None]:
+        """These outputs are read inside: `cut_off` ends them, and the end of the call's time."""
         call = current_call()
         if call is None:
             yield
             return
-        loop = asyncio.get_running_loop()
-        timer = loop.call_at(call.deadline, outputs.fail, too_late(self.options))
         self._read.add(outputs)
+        call.read.add(outputs)
         try:
             yield
         finally:
             self._read.discard(outputs)
-            timer.cancel()
+            call.read.discard(outputs)
 
 
 class Service(Front):
@@ -196,18 +184,16 @@ class Service(Front):
         """The outputs of a prepared request. Raises ApiError (504) when its time is over."""
         end = "abort"
         try:
-            async with (
-                aclosing(self.llm.outputs(request, paced=True)) as outputs,
-                self.ending_in_time(outputs),
-            ):
-                async for output in outputs:
-                    if output.finished:
-                        end = "told"
-                        whole = request.output()  # of a stream the last output has what is new
-                        note_output(whole)
-                        if not self.watch.finished_at_once(request, whole):
-                            await asyncio.to_thread(self.watch.finished, request, whole)
-                    yield output
+            async with aclosing(self.llm.outputs(request, paced=True)) as outputs:
+                with self.reading(outputs):
+                    async for output in outputs:
+                        if output.finished:
+                            end = "told"
+                            whole = request.output()  # of a stream the last one has what is new
+                            note_output(whole)
+                            if not self.watch.finished_at_once(request, whole):
+                                await asyncio.to_thread(self.watch.finished, request, whole)
+                        yield output
         except (ApiError, EngineError) as error:
             note_error(error)
             end = "error" if isinstance(error, EngineError) else end
@@ -248,8 +234,7 @@ class Service(Front):
     ) -> RequestGroup:
         """A request of a prompt; see `AsyncLLM.prepare`."""
         self._admit(options)
-        async with self.in_time():
-            return await self.llm.prepare(prompt, params, request_id, **options)
+        return await self.llm.prepare(prompt, params, request_id, **options)
 
     async def prepare_chat(
         self,
@@ -266,8 +251,7 @@ class Service(Front):
         """
         if is_kept:
             self._admit(options)
-        async with self.in_time():
-            return await self.llm.prepare_chat(messages, params, request_id, **options)
+        return await self.llm.prepare_chat(messages, params, request_id, **options)
 
     def _admit(self, options: Mapping[str, Any]) -> None:
         self.check_ready()
@@ -304,21 +288,31 @@ def service_of(request: Request) -> Service:
     return service
 
 
-async def unless_gone(request: Request, work: Awaitable[Answer]) -> Answer:
-    """Wait for `work`; cancel it when the client goes away, which aborts its request."""
+class ClientGone(ApiError):
+    """The client of a request closed the connection."""
+
+    def __init__(self) -> None:
+        super().__init__(_GONE, "the client went away")
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer:
+    """What `work` returns; it is cancelled when the client goes away. Raises ClientGone then.
+
+    It is a task of its own: what it waits for again and again does not go through its caller.
+    """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_until_gone(request))
+    watching = asyncio.ensure_future(_cancel_when_gone(receive, task))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ApiError(_GONE, "the client went away")
-        return task.result()
+        return await task
+    except asyncio.CancelledError:
+        if watching.done() and not watching.cancelled():
+            raise ClientGone from None
+        raise
     finally:
-        for future in (task, gone):
-            future.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        watching.cancel()
 
 
-async def _wait_until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _cancel_when_gone(receive: Receive, task: asyncio.Task[Any]) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
+    task.cancel()

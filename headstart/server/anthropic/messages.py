@@ -50,7 +50,7 @@ async def create_message(body: MessageRequest, request: Request) -> Response:
     if body.stream:
         events = MessageEvents(prepared, usage, head, body.max_tokens)
         return EventStream(events.events(service))
-    output = await unless_gone(request, service.answer(prepared.request))
+    output = await unless_gone(request.receive, service.answer(prepared.request))
     return JsonResponse(head | _whole(body, prepared, output, usage))
 
 

@@ -67,7 +67,7 @@ async def prewarm(body: PromptBody, request: Request) -> Response:
     """Compute a prompt ahead of the requests that begin like it."""
     service = service_of(request)
     prepared = await prepare(service, body, request, begins_reply=False)
-    output = await unless_gone(request, service.answer(prepared))
+    output = await unless_gone(request.receive, service.answer(prepared))
     return JsonResponse(
         {
             "prompt_tokens": len(output.prompt_token_ids),

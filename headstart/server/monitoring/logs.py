@@ -10,27 +10,25 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from headstart.validation import in_one_line
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
 
-__all__ = ["RequestLog", "note_answer", "note_error", "note_output", "set_up_logs"]
+__all__ = ["Line", "RequestLog", "note_answer", "note_error", "note_output", "set_up_logs"]
 
 _LOG = logging.getLogger("headstart.server.requests")
 _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds: told when they are refused
 
 
 @dataclass(slots=True)
-class _Line:
+class Line:
     """What a line tells. seconds: until the last byte of the answer was sent."""
 
     request_id: str
@@ -47,7 +45,7 @@ class _Line:
     error: str | None = None
 
 
-_LINE: ContextVar[_Line | None] = ContextVar("line", default=None)
+_LINE: ContextVar[Line | None] = ContextVar("line", default=None)
 
 
 def note_output(output: RequestOutput) -> None:
@@ -81,43 +79,30 @@ def note_error(error: Exception) -> None:
 
 
 class RequestLog:
-    """Writes the line of each request when it is over, also of one whose client went away."""
+    """The line of one request, written when it is over, also if its client went away.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    `with RequestLog(scope) as line`: whoever answers sets the line's status. What else the line
+    tells is in the scope's state by the end.
+    """
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        state = scope.setdefault("state", {})
-        with _line_of(scope) as line:
+    def __init__(self, scope: Scope) -> None:
+        self._state = scope["state"]
+        self._line = Line("", scope["method"], in_one_line(scope["path"]))
 
-            async def send_noted(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    line.status = message["status"]
-                await send(message)
+    def __enter__(self) -> Line:
+        self._token = _LINE.set(self._line)
+        self._start = time.perf_counter()
+        return self._line
 
-            try:
-                await self._app(scope, receive, send_noted)
-            finally:
-                line.request_id = state.get("request_id", "")
-                tenant = state.get("tenant")
-                line.tenant = tenant.name if tenant is not None else None
-                if (failed := state.get("error")) is not None:
-                    line.error = in_one_line(str(failed))
-
-
-@contextmanager
-def _line_of(scope: Scope) -> Iterator[_Line]:
-    line = _Line("", scope["method"], in_one_line(scope["path"]))
-    token = _LINE.set(line)
-    start = time.perf_counter()
-    try:
-        yield line
-    finally:
-        _LINE.reset(token)
-        line.seconds = round(time.perf_counter() - start, 6)
+    def __exit__(self, *error: object) -> None:
+        line, state = self._line, self._state
+        _LINE.reset(self._token)
+        line.seconds = round(time.perf_counter() - self._start, 6)
+        line.request_id = state.get("request_id", "")
+        tenant = state.get("tenant")
+        line.tenant = tenant.name if tenant is not None else None
+        if (failed := state.get("error")) is not None:
+            line.error = in_one_line(str(failed))
         if line.path not in _QUIET or line.status >= 400:
             _LOG.info("%s %s %d", line.method, line.path, line.status, extra={"line": line})
 
@@ -128,7 +113,7 @@ class _AsText(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         at = time.strftime("%H:%M:%S", time.localtime(record.created))
         text = f"{at} {super().format(record)}"
-        line: _Line | None = getattr(record, "line", None)
+        line: Line | None = getattr(record, "line", None)
         if line is None:
             return text
         text += f" {line.seconds:.3g} s"
@@ -148,7 +133,7 @@ class _AsJson(logging.Formatter):
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
         }
-        line: _Line | None = getattr(record, "line", None)
+        line: Line | None = getattr(record, "line", None)
         if line is not None:
             return json.dumps(told | {k: v for k, v in asdict(line).items() if v is not None})
         return json.dumps(told | {"logger": record.name, "message": super().format(record)})

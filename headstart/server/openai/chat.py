@@ -26,7 +26,7 @@ from headstart.server.openai.reading import form_field, read_chat_sampling, read
 from headstart.server.openai.schema import ChatRequest
 from headstart.server.openai.usage import chat_logprobs, prompt_logprobs, usage_of
 from headstart.server.service import Service, service_of, unless_gone
-from headstart.server.sse import EventStream, frame
+from headstart.server.sse import EventStream, Frames, frame
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import CompletionOutput, RequestOutput
@@ -66,7 +66,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
     if body.stream:
         return EventStream(_Chunks(body, prepared).events(service))
-    output = await unless_gone(request, service.answer(prepared.request))
+    output = await unless_gone(request.receive, service.answer(prepared.request))
     return JsonResponse(_whole(body, prepared, output))
 
 
@@ -157,8 +157,10 @@ class _Chunks:
         self._body = body
         self._prepared = prepared
         name = prepared.request.request_id
-        self._head = _head(body, name, "chat.completion.chunk", int(time.time()))
-        self._wants_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._frames = Frames(_head(body, name, "chat.completion.chunk", int(time.time())))
+        options = body.stream_options
+        self._wants_usage = options is not None and options.include_usage
+        self._wants_usage_so_far = options is not None and bool(options.continuous_usage_stats)
         self._first: dict[str, Any] = {}  # what the first chunk tells beside its choice
         if body.return_token_ids:
             self._first = {"prompt_token_ids": list(prepared.request.prompt_token_ids)}
@@ -172,24 +174,22 @@ class _Chunks:
             async with aclosing(service.run(self._prepared.request)) as outputs:
                 async for output in outputs:
                     count.add(output)
+                    usage = usage_of([count]) if self._wants_usage_so_far else None
                     for answer in output.outputs:
                         for choice in self._choices(answer):
-                            yield frame(self._chunk([choice], self._usage_so_far(count)))
+                            yield self._chunk([choice], usage)
         except Exception as error:
             yield frame(body_of(as_api_error(error)))
             return
-        last = frame(self._chunk([], usage_of([count]))) if self._wants_usage else b""
+        last = self._chunk([], usage_of([count])) if self._wants_usage else b""
         yield last + frame("[DONE]")
 
-    def _usage_so_far(self, count: TokenCount) -> dict[str, Any] | None:
-        options = self._body.stream_options
-        is_wanted = options is not None and options.continuous_usage_stats
-        return usage_of([count]) if is_wanted else None
-
-    def _chunk(self, choices: list[Any], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        told = self._head | {"choices": choices} | self._first
+    def _chunk(self, choices: list[Any], usage: dict[str, Any] | None) -> bytes:
+        told = {"choices": choices, **self._first}
         self._first = {}
-        return told | {"usage": usage} if self._wants_usage else told
+        if self._wants_usage:
+            told["usage"] = usage
+        return self._frames.frame(told)
 
     def _choices(self, answer: CompletionOutput) -> list[dict[str, Any]]:
         """One for each part that is new; clients merge no two pieces of a call within one."""

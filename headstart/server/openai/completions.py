@@ -16,12 +16,12 @@ from headstart.errors import RequestError
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.counting import TokenCount
 from headstart.server.errors import JsonResponse, as_api_error, body_of, telling_form_as
-from headstart.server.merging import merge
+from headstart.server.openai.merging import merge
 from headstart.server.openai.reading import form_field, read_completion_sampling
 from headstart.server.openai.schema import CompletionRequest
 from headstart.server.openai.usage import completion_logprobs, prompt_logprobs, usage_of
 from headstart.server.service import Service, service_of, unless_gone
-from headstart.server.sse import EventStream, frame
+from headstart.server.sse import EventStream, Frames, frame
 
 if TYPE_CHECKING:
     from headstart.engine.inputs import Prompt
@@ -60,7 +60,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     told = _Told(body, name, service)
     if body.stream:
         return EventStream(told.events(service, requests))
-    return JsonResponse(await unless_gone(request, told.whole(service, requests)))
+    return JsonResponse(await unless_gone(request.receive, told.whole(service, requests)))
 
 
 def _prompts(given: Any) -> Sequence[Prompt]:
@@ -84,7 +84,9 @@ class _Told:
             "created": int(time.time()),
             "model": body.model,
         }
-        self._wants_usage = body.stream_options is not None and body.stream_options.include_usage
+        options = body.stream_options
+        self._wants_usage = options is not None and options.include_usage
+        self._wants_usage_so_far = options is not None and bool(options.continuous_usage_stats)
         self._offsets: dict[int, int] = {}  # of a choice's next token in its text
 
     async def whole(self, service: Service, requests: Sequence[RequestGroup]) -> dict[str, Any]:
@@ -102,28 +104,27 @@ class _Told:
     ) -> AsyncGenerator[bytes]:
         """The stream, up to the line that says that it is done, or why it is not."""
         counts = [TokenCount() for _ in requests]
+        places = {request.request_id: place for place, request in enumerate(requests)}
+        frames = Frames(self._head)
         try:
             streams = merge([service.run(request) for request in requests])
             async with aclosing(streams):
-                async for place, output in streams:
+                async for output in streams:
+                    place = places[output.request_id]
                     counts[place].add(output)
+                    usage = self._usage(counts) if self._wants_usage_so_far else None
                     for answer in output.outputs:
                         choice = self._choice(place, output, answer)
-                        yield frame(self._chunk([choice], self._usage_so_far(counts)))
+                        yield frames.frame(self._chunk([choice], usage))
         except Exception as error:
             yield frame(body_of(as_api_error(error)))
             return
-        last = frame(self._chunk([], self._usage(counts))) if self._wants_usage else b""
+        last = frames.frame(self._chunk([], self._usage(counts))) if self._wants_usage else b""
         yield last + frame("[DONE]")
 
-    def _usage_so_far(self, counts: Sequence[TokenCount]) -> dict[str, Any] | None:
-        options = self._body.stream_options
-        is_wanted = options is not None and options.continuous_usage_stats
-        return self._usage(counts) if is_wanted else None
-
-    def _chunk(self, choices: list[Any], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        told = self._head | {"choices": choices}
-        return told | {"usage": usage} if self._wants_usage else told
+    def _chunk(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
+        """What an event tells behind the head."""
+        return {"choices": choices, "usage": usage} if self._wants_usage else {"choices": choices}
 
     def _choice(
         self, place: int, output: RequestOutput, answer: CompletionOutput

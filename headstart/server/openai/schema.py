@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from headstart.server.bodies import Body, CacheFields, Flag, Real, Whole
+from headstart.server.bodies import Body, CacheFields, Flag, Real, Texts, Whole
 from headstart.server.openai.fields import CHAT_ROWS, COMPLETION_ROWS
 
 __all__ = ["ChatRequest", "CompletionRequest", "SamplingFields", "StreamOptions"]
@@ -95,7 +95,7 @@ class CompletionRequest(SamplingFields):
     """`POST /v1/completions`. prompt: a text, token ids, or a list of either."""
 
     rows = COMPLETION_ROWS
-    prompt: str | list[str] | list[Whole] | list[list[Whole]]
+    prompt: str | Texts | list[Whole] | list[list[Whole]]
     max_tokens: Whole | None = 16
     logprobs: Whole | None = None
     echo: Flag | None = False

@@ -61,7 +61,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
 
     if body.stream:
         return EventStream(answer.events(keep))
-    output = await unless_gone(request, service.answer(prepared.request))
+    output = await unless_gone(request.receive, service.answer(prepared.request))
     for _ in answer.take(output):
         pass
     response = answer.told()

@@ -91,18 +91,17 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     body = body.model_copy(update={"model": body.model or service.name})
     asked = _read(service, body, request)
     service.check_ready()
-    async with service.in_time():
-        prompt = await asyncio.to_thread(
-            read_prompt,
-            service.omni.omni,
-            body.messages,
-            lambda name: service.transcripts.find(asked.salt, name),
-        )
+    prompt = await asyncio.to_thread(
+        read_prompt,
+        service.omni.omni,
+        body.messages,
+        lambda name: service.transcripts.find(asked.salt, name),
+    )
     stream = await service.start(prompt, asked.params, asked.salt)
     if body.stream:
         return EventStream(_events(service, asked, service.run(stream)))
     async with aclosing(service.run(stream)) as outputs:
-        output = await unless_gone(request, _last(outputs))
+        output = await unless_gone(request.receive, _last(outputs))
     return JsonResponse(await asyncio.to_thread(_whole, service, asked, output))
 
 

@@ -49,19 +49,19 @@ class SpeechService(Front):
         """Begin an answer. Raises RequestError, and ApiError (504) when the time is over."""
         self.check_ready()
         self.calls.count_prompt()
-        async with self.in_time():
-            return await self.omni.start(prompt, params, cache_salt=salt)
+        return await self.omni.start(prompt, params, cache_salt=salt)
 
     async def run(self, stream: OmniStream) -> AsyncGenerator[OmniOutput]:
         """The outputs of an answer. Raises ApiError (504) when its time is over."""
         end = "abort"
         try:
-            async with aclosing(stream), self.ending_in_time(stream):
-                async for output in stream:
-                    if output.finished:
-                        end = output.finish_reason or "stop"
-                        self._note(output)
-                    yield output
+            async with aclosing(stream):
+                with self.reading(stream):
+                    async for output in stream:
+                        if output.finished:
+                            end = output.finish_reason or "stop"
+                            self._note(output)
+                        yield output
         except (ApiError, EngineError) as error:
             note_error(error)
             end = "error" if isinstance(error, EngineError) else end

@@ -12,17 +12,18 @@ __all__ = ["merge"]
 Item = TypeVar("Item")
 
 
-async def merge(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[tuple[int, Item]]:
-    """Each item with the place of its stream, as they come; all streams are closed at the end.
+def merge(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[Item]:
+    """The items of all streams as they come; all streams are closed at the end.
 
     A stream is asked for its next item when the last one was taken, so a slow reader holds up all
     of them and nothing piles up here. The first exception ends all.
     """
     if len(streams) == 1:  # a task for each item is as much work as the rest of a small answer
-        async with aclosing(streams[0]) as stream:
-            async for item in stream:
-                yield 0, item
-        return
+        return streams[0]
+    return _merge(streams)
+
+
+async def _merge(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[Item]:
     waiting = {asyncio.ensure_future(_next(stream)): at for at, stream in enumerate(streams)}
     try:
         while waiting:
@@ -31,7 +32,7 @@ async def merge(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[tuple
                 at = waiting.pop(task)
                 found = task.result()
                 if found:
-                    yield at, found[0]
+                    yield found[0]
                     waiting[asyncio.ensure_future(_next(streams[at]))] = at
     finally:
         for task in waiting:

@@ -1,0 +1,88 @@
+"""The paths that take a body: it is read, checked and answered here, without FastAPI's layers.
+
+FastAPI describes these paths in `/openapi.json`, and answers what is asked of them by another
+method. Its way to an endpoint costs as much of the event loop as a small model's tokens do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Any, NamedTuple, get_type_hints
+
+from fastapi import APIRouter
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headstart.server.bodies import Body
+from headstart.server.errors import ApiError, as_api_error
+from headstart.server.service import ClientGone
+
+__all__ = ["Endpoints"]
+
+
+class _Endpoint(NamedTuple):
+    """What answers the requests to a path, and the kind of their bodies."""
+
+    body: type[Body]
+    answer: Callable[[Any, Request], Awaitable[Response]]
+
+
+class Endpoints:
+    """Answers a `POST` to a route whose function takes a `Body` and the request; `app` the rest.
+
+    Raises ApiError for whatever goes wrong before an answer has begun.
+    """
+
+    def __init__(self, app: ASGIApp, routers: Iterable[APIRouter]) -> None:
+        """Of two routes of one path the first one counts, as in FastAPI."""
+        self._app = app
+        self._endpoints: dict[str, _Endpoint] = {}
+        for router in routers:
+            for path, endpoint in _with_bodies(router):
+                self._endpoints.setdefault(path, endpoint)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive, send)
+        try:
+            body = _read(endpoint.body, await request.body())
+            response = await endpoint.answer(body, request)
+        except ClientDisconnect as error:
+            raise ClientGone from error
+        except Exception as error:
+            raise as_api_error(error) from error
+        await response(scope, receive, send)
+
+
+def _with_bodies(router: APIRouter) -> Iterator[tuple[str, _Endpoint]]:
+    for route in router.routes:
+        if isinstance(route, APIRoute) and route.methods == {"POST"}:
+            kind = get_type_hints(route.endpoint).get("body")
+            if isinstance(kind, type) and issubclass(kind, Body):
+                yield route.path, _Endpoint(kind, route.endpoint)
+
+
+def _read(kind: type[Body], data: bytes) -> Body:
+    """A body of JSON. Raises ApiError, or RequestValidationError as FastAPI does."""
+    try:
+        given = json.loads(data) if data else None
+    except json.JSONDecodeError as error:
+        wrong = {"type": "json_invalid", "loc": (error.pos,), "ctx": {"error": error.msg}}
+        raise RequestValidationError([wrong]) from error
+    except (ValueError, RecursionError) as error:  # no UTF-8, too many digits, too many brackets
+        raise ApiError(400, "the body is no JSON that can be read") from error
+    if given is None:
+        raise RequestValidationError([{"type": "missing", "loc": (), "msg": "is missing"}])
+    try:
+        return kind.model_validate(given, from_attributes=True)  # the words of FastAPI's errors
+    except ValidationError as error:
+        told = error.errors(include_url=False, include_input=False)
+        raise RequestValidationError(told) from error

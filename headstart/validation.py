@@ -77,8 +77,11 @@ def shorten(text: str) -> str:
 
 def in_one_line(text: str) -> str:
     """The same with escapes for line ends, and for all else that cannot be printed."""
+    short = shorten(text)
+    if short.isprintable():
+        return short
     return "".join(
-        one if one.isprintable() else one.encode("unicode_escape").decode() for one in shorten(text)
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in short
     )
 
 

@@ -78,7 +78,7 @@ class FusedMLP:
     def __init__(self, module: nn.Module, switch: FusionSwitch) -> None:
         found = library()
         assert found is not None
-        self._function = found.headstart_mlp
+        self._function = found.headstart_after_attention
         self._module, self._switch = module, switch
         self._struct, self._kept = Layer(), _mlp_parts(module)
         _fill(self._struct, self._kept)
@@ -93,6 +93,7 @@ class FusedMLP:
         out = torch.empty_like(x)
         self._function(
             self._address,
+            None,
             x.data_ptr(),
             x.numel() // width,
             out.data_ptr(),

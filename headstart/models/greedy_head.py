@@ -18,6 +18,7 @@ from torch import Tensor
 from headstart.models.packed import PackedWeight
 from headstart.native import library
 from headstart.native.bindings import Screen
+from headstart.native.pages import request_huge_pages
 
 __all__ = ["GreedyHead", "every_token", "greedy_tokens", "mask_logits"]
 
@@ -97,6 +98,11 @@ def _tokens_of(at: np.ndarray, bits: np.ndarray) -> np.ndarray:
     return found
 
 
+def _screen_bytes(outputs: int, inputs: int) -> int:
+    """Of the panels that `native/screen.h` describes."""
+    return -(-outputs // 32) * 32 * (-(-inputs // 4) * 4 + 3 * 4)
+
+
 class GreedyHead:
     """An LM head without bias that returns greedy tokens instead of logits.
 
@@ -114,14 +120,14 @@ class GreedyHead:
         self._choose = found.headstart_greedy_tokens
         self.weight = weight
         """The LM head's weight."""
-        size = found.headstart_screen_bytes(weight.outputs, weight.inputs)
+        size = _screen_bytes(weight.outputs, weight.inputs)
         self._panels = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
         start = self._panels.data_ptr() + -self._panels.data_ptr() % _ALIGNMENT
         self._struct = Screen(panels=start, inputs=weight.inputs, outputs=weight.outputs)
         self._screen = ctypes.addressof(self._struct)
         self._exact = ctypes.addressof(weight.struct)
         found.headstart_screen(self._exact, self._screen, torch.get_num_threads())
-        found.headstart_huge_pages(start, size)
+        request_huge_pages(start, size)
         self._pause = 0  # length of the next pause, in steps
         self._waiting = 0  # steps left of the current pause
 

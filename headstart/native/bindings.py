@@ -151,9 +151,6 @@ _INT4 = (
 _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "native_threads": ((c_void_p, c_void_p, c_void_p), None),
     "native_use_amx": ((c_int,), None),
-    "native_sum": ((c_int64, c_int, c_void_p), c_int64),
-    "map_pages": ((c_void_p, c_int64), None),
-    "huge_pages": ((c_void_p, c_int64), None),
     "attend": ((c_void_p, c_void_p), None),
     "attend_float32": ((c_void_p, c_void_p), None),
     "attend_int8": ((c_void_p, c_void_p), None),
@@ -169,14 +166,12 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "int4_linear": _INT4,
     "int4_linear_avx512": _INT4,
     "rms_norm": ((c_void_p, c_float, c_void_p, c_int64, c_int64, c_void_p, c_int), None),
-    "mlp": ((c_void_p, c_void_p, c_int64, c_void_p, c_int), None),
     "before_attention": (
         (c_void_p, c_void_p, c_int64, *(c_void_p,) * 5, c_int),
         None,
     ),
     "after_attention": ((c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int), None),
     "layers": ((c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int), None),
-    "screen_bytes": ((c_int64, c_int64), c_int64),
     "screen": ((c_void_p, c_void_p, c_int), None),
     "greedy_tokens": (
         (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int),

@@ -80,12 +80,6 @@ struct Search {
         return masks == nullptr ? ~0u : masks[r * screen->count() + panel];
     }
 
-    bool is_needed(int64_t panel) const {
-        uint32_t any = 0;
-        for (int64_t r = 0; r < rows && any == 0; r++) any = allowed(r, panel);
-        return any != 0;
-    }
-
     void prepare_rows(int thread, int all) {
         const int64_t inputs = screen->inputs, quads = screen->quads();
         for (int64_t r = thread; r < rows; r += all) {
@@ -112,35 +106,38 @@ struct Search {
         return small;
     }
 
-    template <bool HIGH>
     void bound_rows(int thread, int all) {
-        constexpr int64_t PARTS = 8, WORDS = HIGH ? 1 : 2;
-        const int64_t quads = screen->quads(), panels = screen->count(), count = tiles(HIGH);
-        const uint32_t* packed = HIGH ? coarse : fine;
+        constexpr int64_t PARTS = 8;
+        const bool high = is_coarse();
+        const int64_t quads = screen->quads(), panels = screen->count(), count = tiles(high);
+        const int64_t words = high ? 1 : 2;
+        const uint32_t* packed = high ? coarse : fine;
         float* mine = lower + thread * rows * 16;
         const int64_t stretch = (panels + PARTS * all - 1) / (PARTS * all);
         for (int64_t part = stages.take(1); part * stretch < panels; part = stages.take(1))
             for (int64_t p = part * stretch; p < std::min(panels, (part + 1) * stretch); p++) {
-                if (masks != nullptr && !is_needed(p)) {
+                uint32_t any = 0;
+                for (int64_t r = 0; r < rows && any == 0; r++) any = allowed(r, p);
+                if (any == 0) {
                     for (int64_t r = 0; r < rows; r++) upper[r * panels + p] = -INFINITE;
                     continue;
                 }
-                const auto words = [&](int64_t panel) {
+                const auto at = [&](int64_t panel) {
                     return reinterpret_cast<const uint32_t*>(screen->panel(panel));
                 };
-                const uint32_t* next = words(std::min(p + 1, panels - 1));
+                const uint32_t* next = at(std::min(p + 1, panels - 1));
                 for (int64_t t = 0; t < count; t++) {
                     alignas(64) float sums[INT8_TILE * PANEL];
-                    const int64_t first = edge(HIGH, t), tall = edge(HIGH, t + 1) - first;
+                    const int64_t first = edge(high, t), tall = edge(high, t + 1) - first;
                     avx512_int8_products.multiply(
-                        packed + first * quads * WORDS, static_cast<int>(WORDS * tall), words(p),
+                        packed + first * quads * words, static_cast<int>(words * tall), at(p),
                         quads, sums, false, next + (t == 1 ? quads * PANEL / 2 : 0),
                         count == 1 ? 2 : t < 2 ? 1 : 0);
                     for (int64_t r = first; r < first + tall; r++) {
                         __m512 ends = _mm512_load_ps(mine + r * 16);
                         upper[r * panels + p] =
-                            bounds<HIGH>(*screen, p, known[r], allowed(r, p),
-                                         sums + WORDS * (r - first) * PANEL, &ends);
+                            bounds(*screen, p, known[r], allowed(r, p),
+                                   sums + words * (r - first) * PANEL, high, &ends);
                         _mm512_store_ps(mine + r * 16, ends);
                     }
                 }
@@ -220,12 +217,7 @@ extern "C" {
 void headstart_greedy_tokens(const Screen* screen, const Weight* weight, const bf16* x,
                              int64_t rows, const uint32_t* masks, int64_t* tokens, int threads) {
     static thread_local Scratch integer_memory, upper_memory, row_memory;
-    Search search;
-    search.screen = screen;
-    search.weight = weight;
-    search.x = x;
-    search.rows = rows;
-    search.masks = masks;
+    Search search{screen, weight, x, rows, masks};
     const int64_t quads = screen->quads();
     search.fine = integer_memory.take<uint32_t>(rows * quads * 3 + quads);
     search.coarse = search.fine + rows * quads * 2;
@@ -239,11 +231,7 @@ void headstart_greedy_tokens(const Screen* screen, const Weight* weight, const b
         if (thread == 0) ran = all;
         search.prepare_rows(thread, all);
         search.stages.finish(all);
-        if (search.is_coarse()) {
-            search.bound_rows<true>(thread, all);
-        } else {
-            search.bound_rows<false>(thread, all);
-        }
+        search.bound_rows(thread, all);
         search.stages.finish(all);
         search.compute_tops(thread, all);
         search.stages.finish(all);

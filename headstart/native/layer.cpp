@@ -14,15 +14,13 @@ using namespace headstart;
 namespace {
 
 constexpr int64_t CHUNK = 512;  // rows of an intermediate that is not kept
+constexpr Norm NO_NORM{nullptr, 0};
 
 // x / (1 + e^-x), with a relative error of 1e-5: a hundredth of the rounding error of bf16
 inline __m512 silu(__m512 x) {
-    const __m512 one = _mm512_set1_ps(1.0f), most = _mm512_set1_ps(126.0f);
-    const __m512 power = _mm512_min_ps(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)), most);
-    const __m512 below = _mm512_add_ps(one, exp2(power));
+    const __m512 below = 1.0f + power(_mm512_min_ps(x * -1.44269504f, _mm512_set1_ps(126.0f)));
     const __m512 near = _mm512_rcp14_ps(below);  // and one Newton step: cheaper than a division
-    const __m512 two = _mm512_set1_ps(2.0f);
-    return _mm512_mul_ps(x, _mm512_mul_ps(near, _mm512_fnmadd_ps(below, near, two)));
+    return x * (near * _mm512_fnmadd_ps(below, near, _mm512_set1_ps(2.0f)));
 }
 
 void normalise(const bf16* x, int64_t width, const Norm& norm, bf16* out) {
@@ -31,13 +29,11 @@ void normalise(const bf16* x, int64_t width, const Norm& norm, bf16* out) {
         const __m512 v = load(x + i, width - i);
         squares[i / 16 % 2] = _mm512_fmadd_ps(v, v, squares[i / 16 % 2]);
     }
-    const float mean =
-        _mm512_reduce_add_ps(_mm512_add_ps(squares[0], squares[1])) / static_cast<float>(width);
-    const __m512 scale = _mm512_div_ps(
-        _mm512_set1_ps(1.0f), _mm512_sqrt_ps(_mm512_set1_ps(mean + norm.epsilon)));
+    const float mean = _mm512_reduce_add_ps(squares[0] + squares[1]) / static_cast<float>(width);
+    const __m512 scale = 1.0f / _mm512_sqrt_ps(_mm512_set1_ps(mean + norm.epsilon));
     for (int64_t i = 0; i < width; i += 16) {
-        const __m512 v = rounded(_mm512_mul_ps(load(x + i, width - i), scale));
-        store(out + i, width - i, _mm512_mul_ps(v, load(norm.weight + i, width - i)));
+        const int64_t left = width - i;
+        store(out + i, left, rounded(load(x + i, left) * scale) * load(norm.weight + i, left));
     }
 }
 
@@ -46,9 +42,9 @@ struct Rows {
     const bf16* x;
     int64_t width;
     Norm norm;
-    Scratch& memory;
 
     const bf16* operator()(int64_t row, int count, int64_t* stride) const {
+        static thread_local Scratch memory;
         *stride = width;
         if (norm.weight == nullptr) return x + row * width;
         bf16* out = memory.take<bf16>(count * width);
@@ -58,35 +54,11 @@ struct Rows {
     }
 };
 
-thread_local Scratch normalised;
-
-// This thread's part of a stage: out[rows, outputs] = x times weight (+ residual).
-void project(const bf16* x, int64_t rows, const Weight& weight, const bf16* residual, bf16* out,
-             int all, Stages& stages) {
-    multiply<1>(
-        rows, weight.inputs, weight.count(), all, stages,
-        Rows{x, weight.inputs, {nullptr, 0}, normalised},
-        [&](int64_t group, int) { return weight.panel(group); },
-        [&](int64_t group, int64_t row, int64_t count, const float* sums) {
-            const int64_t at = group * PANEL, left = weight.outputs - at;
-            for (int64_t r = 0; r < count; r++) {
-                const int64_t place = (row + r) * weight.outputs + at;
-                __m512i x = finished(sums + r * PANEL, weight, at);
-                if (residual != nullptr) {
-                    const Halves own(x), other(load_pairs(residual + place, left));
-                    x = pair_bf16(_mm512_add_ps(own.even, other.even),
-                                  _mm512_add_ps(own.odd, other.odd));
-                }
-                store_pairs(out + place, left, x);
-            }
-        });
-}
-
 // This thread's part of a stage: out[rows, outputs] = silu(gate) * up.
 void gated(const bf16* x, int64_t rows, const Norm& norm, const Weight& gate, const Weight& up,
            bf16* out, int all, Stages& stages) {
     multiply<2>(
-        rows, gate.inputs, gate.count(), all, stages, Rows{x, gate.inputs, norm, normalised},
+        rows, gate.inputs, gate.count(), all, stages, Rows{x, gate.inputs, norm},
         [&](int64_t group, int part) { return (part == 0 ? gate : up).panel(group); },
         [&](int64_t group, int64_t row, int64_t count, const float* sums) {
             const int64_t at = group * PANEL, left = gate.outputs - at;
@@ -95,7 +67,7 @@ void gated(const bf16* x, int64_t rows, const Norm& norm, const Weight& gate, co
                 const Halves g(finished(sum, gate, at)), u(finished(sum + count * PANEL, up, at));
                 const Halves s(pair_bf16(silu(g.even), silu(g.odd)));
                 store_pairs(out + (row + r) * gate.outputs + at, left,
-                            pair_bf16(_mm512_mul_ps(s.even, u.even), _mm512_mul_ps(s.odd, u.odd)));
+                            pair_bf16(s.even * u.even, s.odd * u.odd));
             }
         });
 }
@@ -107,10 +79,9 @@ void rotate(bf16* x, int64_t dim, const bf16* cos, const bf16* sin) {
         const int64_t left = half - i;
         const __m512 a = load(x + i, left), b = load(x + half + i, left);
         const auto part = [&](__m512 own, __m512 other, int64_t at) {
-            return _mm512_add_ps(rounded(_mm512_mul_ps(own, load(cos + at, left))),
-                                 rounded(_mm512_mul_ps(other, load(sin + at, left))));
+            return rounded(own * load(cos + at, left)) + rounded(other * load(sin + at, left));
         };
-        const __m512 first_half = part(a, _mm512_sub_ps(_mm512_setzero_ps(), b), i);
+        const __m512 first_half = part(a, _mm512_setzero_ps() - b, i);
         store(x + half + i, left, part(b, a, half + i));
         store(x + i, left, first_half);
     }
@@ -124,46 +95,27 @@ struct Angles {
 
 // Rows of queries, keys and values, each [rows, outputs of its weight].
 struct Projected {
-    bf16* parts[3];
+    bf16 *q, *k, *v;
 };
 
 // This thread's part of all before attention. There is no barrier at its end: each thread has
 // written rows rows * thread / all to rows * (thread + 1) / all - 1.
 void before_attention(const Layer& layer, const bf16* hidden, int64_t rows, const Angles& angles,
                       const Projected& out, int thread, int all, Stages& stages) {
-    const Weight* weights[3] = {&layer.q, &layer.k, &layer.v};
-    const int64_t counts[3] = {layer.q.count(), layer.k.count(), layer.v.count()};
-    const auto locate = [&](int64_t group, int* which) {
-        for (*which = 0; group >= counts[*which]; ++*which) group -= counts[*which];
-        return group;
-    };
-    multiply<1>(
-        rows, layer.q.inputs, counts[0] + counts[1] + counts[2], all, stages,
-        Rows{hidden, layer.q.inputs, layer.before, normalised},
-        [&](int64_t group, int) {
-            int which;
-            const int64_t own = locate(group, &which);
-            return weights[which]->panel(own);
-        },
-        [&](int64_t group, int64_t row, int64_t count, const float* sums) {
-            int which;
-            const int64_t own = locate(group, &which);
-            const Weight& weight = *weights[which];
-            const int64_t at = own * PANEL, left = weight.outputs - at;
-            for (int64_t r = 0; r < count; r++)
-                store_pairs(out.parts[which] + (row + r) * weight.outputs + at, left,
-                            finished(sums + r * PANEL, weight, at));
-        });
+    project(rows, Rows{hidden, layer.q.inputs, layer.before},
+            {{&layer.q, out.q}, {&layer.k, out.k}, {&layer.v, out.v}}, all, stages);
     stages.finish(all);
-    const Norm* norms[2] = {&layer.q_heads, &layer.k_heads};
     const int64_t dim = layer.head_dim;
-    for (int64_t r = rows * thread / all; r < rows * (thread + 1) / all; r++)
-        for (int which = 0; which < 2; which++)
-            for (int64_t at = 0; at < weights[which]->outputs; at += dim) {
-                bf16* head = out.parts[which] + r * weights[which]->outputs + at;
-                if (norms[which]->weight != nullptr) normalise(head, dim, *norms[which], head);
-                rotate(head, dim, angles.cos + r * dim, angles.sin + r * dim);
-            }
+    const auto turn = [&](bf16* row, int64_t width, const Norm& norm, int64_t number) {
+        for (bf16* head = row; head < row + width; head += dim) {
+            if (norm.weight != nullptr) normalise(head, dim, norm, head);
+            rotate(head, dim, angles.cos + number * dim, angles.sin + number * dim);
+        }
+    };
+    for (int64_t r = rows * thread / all; r < rows * (thread + 1) / all; r++) {
+        turn(out.q + r * layer.q.outputs, layer.q.outputs, layer.q_heads, r);
+        turn(out.k + r * layer.k.outputs, layer.k.outputs, layer.k_heads, r);
+    }
 }
 
 // Elements of the buffer that after_attention() keeps between its stages.
@@ -171,19 +123,26 @@ int64_t between(const Layer& layer, int64_t rows) {
     return std::min(rows, CHUNK) * (layer.gate.inputs + layer.down.inputs);
 }
 
-// This thread's part of all after attention.
+// This thread's part of all after attention, or of gate, up and down alone if `attended` is null.
 void after_attention(const Layer& layer, const bf16* attended, const bf16* hidden, int64_t rows,
                      bf16* out, bf16* memory, int all, Stages& stages) {
-    const int64_t width = layer.gate.inputs, heads = layer.o.inputs;
-    bf16* middle = memory;
-    bf16* inner = middle + std::min(rows, CHUNK) * width;
+    const Weight &o = layer.o, &down = layer.down;
+    const int64_t width = layer.gate.inputs;
+    bf16* inner = memory + std::min(rows, CHUNK) * width;
     for (int64_t row = 0; row < rows; row += CHUNK) {
         const int64_t some = std::min(CHUNK, rows - row);
-        project(attended + row * heads, some, layer.o, hidden + row * width, middle, all, stages);
-        stages.finish(all);
+        const bf16* middle = hidden + row * width;
+        if (attended != nullptr) {
+            const Rows heads{attended + row * o.inputs, o.inputs, NO_NORM};
+            project(some, heads, {{&o, memory, middle}}, all, stages);
+            stages.finish(all);
+            middle = memory;
+        }
         gated(middle, some, layer.after, layer.gate, layer.up, inner, all, stages);
         stages.finish(all);
-        project(inner, some, layer.down, middle, out + row * width, all, stages);
+        const bf16* residual = attended != nullptr ? middle : nullptr;
+        project(some, Rows{inner, down.inputs, NO_NORM}, {{&down, out + row * width, residual}},
+                all, stages);
         stages.finish(all);
     }
 }
@@ -195,9 +154,8 @@ extern "C" {
 // out bf16 [rows, width] = x normalised by its root mean square, times the weight
 void headstart_rms_norm(const bf16* weight, float epsilon, const bf16* x, int64_t rows,
                         int64_t width, bf16* out, int threads) {
-    parallel(rows * width < ALONE ? 1 : threads, [&](int thread, int all) {
-        for (int64_t r = rows * thread / all; r < rows * (thread + 1) / all; r++)
-            normalise(x + r * width, width, {weight, epsilon}, out + r * width);
+    parallel_each(rows * width < ALONE ? 1 : threads, rows, [&](int64_t r) {
+        normalise(x + r * width, width, {weight, epsilon}, out + r * width);
     });
 }
 
@@ -208,29 +166,12 @@ void headstart_before_attention(const Layer* layer, const bf16* hidden, int64_t 
                                 int threads) {
     Stages stages;
     parallel(threads, [&](int thread, int all) {
-        before_attention(*layer, hidden, rows, {cos, sin}, {{q, k, v}}, thread, all, stages);
-    });
-}
-
-// out bf16 [rows, inputs]: gate, up and down alone
-void headstart_mlp(const Layer* layer, const bf16* x, int64_t rows, bf16* out, int threads) {
-    static thread_local Scratch memory;
-    bf16* inner = memory.take<bf16>(std::min(rows, CHUNK) * layer->down.inputs);
-    const int64_t in = layer->gate.inputs, width = layer->down.outputs;
-    Stages stages;
-    parallel(threads, [&](int, int all) {
-        for (int64_t row = 0; row < rows; row += CHUNK) {
-            const int64_t some = std::min(CHUNK, rows - row);
-            gated(x + row * in, some, {nullptr, 0}, layer->gate, layer->up, inner, all, stages);
-            stages.finish(all);
-            project(inner, some, layer->down, nullptr, out + row * width, all, stages);
-            stages.finish(all);
-        }
+        before_attention(*layer, hidden, rows, {cos, sin}, {q, k, v}, thread, all, stages);
     });
 }
 
 // out bf16 [rows, inputs]: the next layer's hidden, of attended bf16 [rows, o's inputs] and this
-// layer's hidden bf16 [rows, inputs]
+// layer's hidden bf16 [rows, inputs]; gate, up and down of hidden alone if attended is null
 void headstart_after_attention(const Layer* layer, const bf16* attended, const bf16* hidden,
                                int64_t rows, bf16* out, int threads) {
     static thread_local Scratch memory;
@@ -260,7 +201,7 @@ void headstart_layers(const LayerRun* runs, int64_t count, bf16* hidden, int64_t
         bf16* to = other;
         for (int64_t i = 0; i < count; i++) {
             const Layer& layer = *runs[i].layer;
-            before_attention(layer, from, rows, {cos, sin}, {{q, k, v}}, thread, all, stages);
+            before_attention(layer, from, rows, {cos, sin}, {q, k, v}, thread, all, stages);
             AttentionCall call = *runs[i].call;
             call.query = q, call.key = k, call.value = v, call.out = attended;
             call.query_strides[0] = queries;

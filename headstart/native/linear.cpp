@@ -60,22 +60,15 @@ void tile(const uint32_t* rows, const uint32_t* panel, int64_t pairs, float* sum
 // Transposes the pairs of up to 16 rows, 16 pairs at a time: out[pair * step + row].
 inline void turn(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out,
                  int64_t step) {
-    const __mmask16 keep = static_cast<__mmask16>((1u << rows) - 1);
-    const auto turn16 = [&](int64_t k, int64_t pairs, auto&& read) __attribute__((always_inline)) {
+    const __mmask16 keep = first_lanes(rows);
+    for (int64_t k = 0; 2 * k < width; k += 16) {
         __m512i v[16];
         for (int r = 0; r < 16; r++)
-            v[r] = r < rows ? read(x + r * stride + 2 * k) : _mm512_setzero_si512();
+            v[r] = r < rows ? load_pairs(x + r * stride + 2 * k, width - 2 * k) : __m512i{};
         transpose16(v);
-        for (int64_t i = 0; i < pairs; i++)
+        for (int64_t i = 0; i < std::min<int64_t>(16, (width + 1) / 2 - k); i++)
             _mm512_mask_storeu_epi32(out + (k + i) * step, keep, v[i]);
-    };
-    int64_t k = 0;
-    for (; 2 * k + 32 <= width; k += 16)
-        turn16(k, 16, [](const bf16* from) { return _mm512_loadu_si512(from); });
-    if (2 * k == width) return;
-    const __mmask32 left = first_halves(width - 2 * k);
-    turn16(k, (width + 1) / 2 - k,
-           [&](const bf16* from) { return _mm512_maskz_loadu_epi16(left, from); });
+    }
 }
 
 // Packs rows as [pair][row].
@@ -109,17 +102,12 @@ extern "C" {
 void headstart_pack(const bf16* weight, int64_t outputs, int64_t inputs, uint32_t* panels,
                     int threads) {
     const Weight shape{panels, nullptr, inputs, outputs};
-    parallel(threads, [&](int thread, int all) {
-        for (int64_t p = shape.count() * thread / all; p < shape.count() * (thread + 1) / all; p++)
-            for (int half = 0; half < 2; half++) {
-                const int64_t row = p * PANEL + 16 * half;
-                const int64_t rows = std::clamp<int64_t>(outputs - row, 0, 16);
-                uint32_t* out = panels + p * shape.pairs() * PANEL + 16 * half;
-                turn(weight + row * inputs, inputs, static_cast<int>(rows), inputs, out, PANEL);
-                if (rows == 16) continue;
-                for (int64_t k = 0; k < shape.pairs(); k++)
-                    std::memset(out + k * PANEL + rows, 0, (16 - rows) * 4);
-            }
+    parallel_each(threads, 2 * shape.count(), [&](int64_t half) {
+        const int64_t row = 16 * half, rows = std::clamp<int64_t>(outputs - row, 0, 16);
+        uint32_t* out = panels + half / 2 * shape.pairs() * PANEL + 16 * (half % 2);
+        turn(weight + row * inputs, inputs, static_cast<int>(rows), inputs, out, PANEL);
+        for (int64_t k = 0; rows < 16 && k < shape.pairs(); k++)
+            std::memset(out + k * PANEL + rows, 0, (16 - rows) * 4);
     });
 }
 
@@ -127,36 +115,24 @@ void headstart_pack(const bf16* weight, int64_t outputs, int64_t inputs, uint32_
 // 0 .. outputs - 1.
 void headstart_rows(const Weight* weight, const int64_t* numbers, int64_t count, bf16* out,
                     int threads) {
-    parallel(count * weight->inputs < ALONE ? 1 : threads, [&](int thread, int all) {
-        for (int64_t i = count * thread / all; i < count * (thread + 1) / all; i++) {
-            const uint32_t* from = weight->panel(numbers[i] / PANEL) + numbers[i] % PANEL;
-            bf16* row = out + i * weight->inputs;
-            for (int64_t k = 0; k < weight->inputs / 2; k++)
-                std::memcpy(row + 2 * k, from + k * PANEL, 4);
-            if (weight->inputs % 2 == 1)
-                row[weight->inputs - 1] = static_cast<bf16>(from[weight->inputs / 2 * PANEL]);
-        }
+    parallel_each(count * weight->inputs < ALONE ? 1 : threads, count, [&](int64_t i) {
+        const uint32_t* from = weight->panel(numbers[i] / PANEL) + numbers[i] % PANEL;
+        bf16* row = out + i * weight->inputs;
+        for (int64_t k = 0; k < weight->inputs / 2; k++)
+            std::memcpy(row + 2 * k, from + k * PANEL, 4);
+        if (weight->inputs % 2 == 1)
+            row[weight->inputs - 1] = static_cast<bf16>(from[weight->inputs / 2 * PANEL]);
     });
 }
 
 // out bf16 [rows, outputs] = x bf16 [rows, inputs] times the weight, plus its bias
 void headstart_linear(const Weight* weight, const bf16* x, int64_t rows, bf16* out, int threads) {
     Stages stages;
-    parallel(threads, [&](int, int all) {
-        multiply<1>(
-            rows, weight->inputs, weight->count(), all, stages,
-            [&](int64_t row, int, int64_t* stride) {
-                *stride = weight->inputs;
-                return x + row * weight->inputs;
-            },
-            [&](int64_t group, int) { return weight->panel(group); },
-            [&](int64_t group, int64_t row, int64_t count, const float* sums) {
-                const int64_t at = group * PANEL, left = weight->outputs - at;
-                for (int64_t r = 0; r < count; r++)
-                    store_pairs(out + (row + r) * weight->outputs + at, left,
-                                finished(sums + r * PANEL, *weight, at));
-            });
-    });
+    const auto source = [&](int64_t row, int, int64_t* stride) {
+        *stride = weight->inputs;
+        return x + row * weight->inputs;
+    };
+    parallel(threads, [&](int, int all) { project(rows, source, {{weight, out}}, all, stages); });
 }
 
 }  // extern "C"

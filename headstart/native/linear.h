@@ -166,4 +166,48 @@ inline __m512i finished(const float* sums, const Weight& weight, int64_t output)
     return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(half[1], half[0]));
 }
 
+// Where the results of a product go: out [rows, outputs], plus residual [rows, outputs] or nullptr.
+struct Target {
+    const Weight* weight;
+    bf16* out;
+    const bf16* residual = nullptr;
+
+    // Writes 32 outputs, `at` is the first, of rows from `row` on: sums[count][32].
+    void store(int64_t at, int64_t row, int64_t count, const float* sums) const {
+        const int64_t left = weight->outputs - at;
+        for (int64_t r = 0; r < count; r++) {
+            const int64_t place = (row + r) * weight->outputs + at;
+            __m512i x = finished(sums + r * PANEL, *weight, at);
+            if (residual != nullptr) {
+                const Halves own(x), other(load_pairs(residual + place, left));
+                x = pair_bf16(own.even + other.even, own.odd + other.odd);
+            }
+            store_pairs(out + place, left, x);
+        }
+    }
+};
+
+// This thread's part of one stage: products of the same rows with one weight or several.
+template <class Source>
+void project(int64_t rows, const Source& source, std::initializer_list<Target> targets, int threads,
+             Stages& stages) {
+    const auto find = [&](int64_t panel) {
+        const Target* target = targets.begin();
+        for (; panel >= target->weight->count(); ++target) panel -= target->weight->count();
+        return std::pair(target, panel);
+    };
+    int64_t panels = 0;
+    for (const Target& target : targets) panels += target.weight->count();
+    multiply<1>(
+        rows, targets.begin()->weight->inputs, panels, threads, stages, source,
+        [&](int64_t group, int) {
+            const auto [target, panel] = find(group);
+            return target->weight->panel(panel);
+        },
+        [&](int64_t group, int64_t row, int64_t count, const float* sums) {
+            const auto [target, panel] = find(group);
+            target->store(panel * PANEL, row, count, sums);
+        });
+}
+
 }  // namespace headstart

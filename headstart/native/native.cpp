@@ -1,12 +1,10 @@
-// The check of this CPU, the layout of shared structs, the threads of the kernels, and advice to the
-// operating system about pages of memory.
+// The check of this CPU, the layout of shared structs, and the threads of the kernels.
 #include "native.h"
 
 #include <cstddef>
 
 #ifdef __linux__
 #include <sched.h>
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -175,43 +173,6 @@ void headstart_native_threads(void* parallel, void* thread, void* threads) {
     gomp_parallel = reinterpret_cast<GompParallel>(parallel);
     gomp_thread = reinterpret_cast<GompNumber>(thread);
     gomp_threads = reinterpret_cast<GompNumber>(threads);
-}
-
-// Sums 0 .. count - 1 on `threads` threads; sets `ran` to how many there were. For tests.
-int64_t headstart_native_sum(int64_t count, int threads, int* ran) {
-    std::atomic<int64_t> total{0};
-    headstart::parallel(threads, [&](int thread, int all) {
-        int64_t mine = 0;
-        for (int64_t i = thread; i < count; i += all) mine += i;
-        total += mine;
-        if (thread == 0) *ran = all;
-    });
-    return total;
-}
-
-// Maps all pages of a file that was read before in one call; a fault for every page takes four
-// times as long. Does nothing on systems without this advice.
-void headstart_map_pages(const void* memory, int64_t bytes) {
-#ifdef MADV_POPULATE_READ
-    const uintptr_t page = 4096, start = reinterpret_cast<uintptr_t>(memory);
-    const uintptr_t from = start / page * page;
-    const uintptr_t to = (start + static_cast<uintptr_t>(bytes) + page - 1) / page * page;
-    madvise(reinterpret_cast<void*>(from), to - from, MADV_POPULATE_READ);
-#else
-    (void)memory, (void)bytes;
-#endif
-}
-
-// Asks for pages of 2 MiB: fewer TLB misses.
-void headstart_huge_pages(void* memory, int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-    const uintptr_t page = 1 << 21, start = reinterpret_cast<uintptr_t>(memory);
-    const uintptr_t from = (start + page - 1) / page * page;
-    const uintptr_t to = (start + static_cast<uintptr_t>(bytes)) / page * page;
-    if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
-#else
-    (void)memory, (void)bytes;
-#endif
 }
 
 }  // extern "C"

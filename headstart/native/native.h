@@ -22,7 +22,7 @@
 
 // Changes with any exported signature; headstart/native/__init__.py holds the same number, so that
 // a library built from older sources is not used. bindings.py declares the signatures and structs.
-constexpr int HEADSTART_NATIVE_INTERFACE = 14;
+constexpr int HEADSTART_NATIVE_INTERFACE = 15;
 
 #if __GNUC__ >= 11  // clang tells of a lower one
 #define HEADSTART_HAS_AMX
@@ -54,6 +54,14 @@ void parallel(int threads, Function&& function) {
     run_parallel(
         [](void* data, int thread, int count) { (*static_cast<Function*>(data))(thread, count); },
         &function, threads);
+}
+
+// Calls function(i) for each i below `count` on `threads` threads, neighbours on the same one.
+template <class Function>
+void parallel_each(int threads, int64_t count, const Function& function) {
+    parallel(threads, [&](int thread, int all) {
+        for (int64_t i = count * thread / all; i < count * (thread + 1) / all; i++) function(i);
+    });
 }
 
 // Calls a function with `count` (1 to MOST; more count as MOST) as the value of a type.

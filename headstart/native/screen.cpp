@@ -20,10 +20,8 @@ inline __m512 flushed(__m512 x) {
 // 16 outputs of a panel of pairs, the weights of input 2k or 2k + 1.
 inline __m512 weights(const uint32_t* pairs, int64_t inputs, int64_t input) {
     if (input >= inputs) return _mm512_setzero_ps();
-    const __m512i both = _mm512_loadu_si512(pairs + input / 2 * PANEL);
-    const __m512i one = input % 2 == 0 ? _mm512_slli_epi32(both, 16)
-                                       : _mm512_and_si512(both, _mm512_set1_epi32(-65536));
-    return flushed(_mm512_castsi512_ps(one));
+    const Halves both(_mm512_loadu_si512(pairs + input / 2 * PANEL));
+    return flushed(input % 2 == 0 ? both.even : both.odd);
 }
 
 // Quantises 16 outputs of one panel.
@@ -46,8 +44,7 @@ void quantise(const uint32_t* pairs, const Screen& screen, int64_t panel, int ha
         __m512i four = _mm512_setzero_si512();
         for (int i = 3; i >= 0; i--) {
             const __m512 w = weights(pairs, screen.inputs, 4 * q + i);
-            const __m512i integer =
-                _mm512_maskz_cvtps_epi32(kept, _mm512_mul_ps(w, inverse));
+            const __m512i integer = _mm512_maskz_cvtps_epi32(kept, w * inverse);
             const __m512 error = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(integer), scale, w);
             squares = _mm512_fmadd_ps(w, w, squares);
             errors = _mm512_fmadd_ps(error, error, errors);
@@ -59,10 +56,10 @@ void quantise(const uint32_t* pairs, const Screen& screen, int64_t panel, int ha
     // Roots of sums in fp32, enlarged to upper bounds.
     const float inputs = static_cast<float>(screen.inputs);
     const __m512 more = _mm512_set1_ps(1.0f + (inputs + 64) * 0x1p-23f);
-    const __m512 away = _mm512_mul_ps(_mm512_sqrt_ps(errors), more);
+    const __m512 away = _mm512_sqrt_ps(errors) * more;
     const __m512 length = _mm512_fmadd_ps(_mm512_sqrt_ps(squares), more, away);
     __m512 bound = _mm512_fmadd_ps(length, _mm512_set1_ps((inputs + 64) * 0x1p-23f), away);
-    bound = _mm512_add_ps(bound, _mm512_set1_ps(0x1p-50f));  // squares that were flushed
+    bound = bound + 0x1p-50f;  // squares that were flushed
     bound = _mm512_mask_mov_ps(bound, boundless, _mm512_set1_ps(INFINITE));
     _mm512_store_ps(screen.scales(panel) + 16 * half, scale);
     _mm512_store_ps(screen.errors(panel) + 16 * half, bound);
@@ -122,11 +119,12 @@ ScreenRow headstart::prepare_row(const bf16* x, int64_t inputs, uint32_t* out, i
     return row;
 }
 
-template <bool COARSE>
 float headstart::bounds(const Screen& screen, int64_t panel, const ScreenRow& row,
-                        uint32_t allowed, const float* sums, __m512* lower) {
+                        uint32_t allowed, const float* sums, bool coarse, __m512* lower) {
     __m512 most = _mm512_set1_ps(-INFINITE);
     const __m512 tiny = _mm512_set1_ps(static_cast<float>(screen.inputs) * 0x1p-120f);
+    const __m512 error = _mm512_set1_ps(coarse ? row.coarse : row.error);
+    const __m512 row_length = _mm512_set1_ps(row.length);
     for (int half = 0; half < 2; half++) {
         const int64_t left = screen.outputs - panel * PANEL - 16 * half;
         if (left <= 0) break;
@@ -135,40 +133,25 @@ float headstart::bounds(const Screen& screen, int64_t panel, const ScreenRow& ro
             const __m512i integers = _mm512_load_si512(from + 16 * half);
             return _mm512_cvtepi32_ps(_mm512_sub_epi32(integers, _mm512_set1_epi32(offset)));
         };
-        __m512 sum = _mm512_mul_ps(part(sums, row.high), _mm512_set1_ps(256.0f));
-        if (!COARSE) sum = _mm512_add_ps(sum, part(sums + PANEL, row.low));
+        __m512 sum = part(sums, row.high) * 256.0f;
+        if (!coarse) sum = sum + part(sums + PANEL, row.low);
         const auto of = [&](const float* x) { return _mm512_load_ps(x + 16 * half); };
-        const __m512 logit = _mm512_mul_ps(_mm512_mul_ps(sum, of(screen.scales(panel))),
-                                           _mm512_set1_ps(row.step));
-        const __m512 error = _mm512_set1_ps(COARSE ? row.coarse : row.error);
+        const __m512 logit = sum * of(screen.scales(panel)) * row.step;
         __m512 away = _mm512_fmadd_ps(of(screen.lengths(panel)), error, tiny);
-        away = _mm512_fmadd_ps(of(screen.errors(panel)), _mm512_set1_ps(row.length), away);
-        most = _mm512_mask_max_ps(most, there, most, _mm512_add_ps(logit, away));
-        *lower = _mm512_mask_max_ps(*lower, there, *lower, _mm512_sub_ps(logit, away));
+        away = _mm512_fmadd_ps(of(screen.errors(panel)), row_length, away);
+        most = _mm512_mask_max_ps(most, there, most, logit + away);
+        *lower = _mm512_mask_max_ps(*lower, there, *lower, logit - away);
     }
     return _mm512_reduce_max_ps(most);
 }
 
-template float headstart::bounds<true>(const Screen&, int64_t, const ScreenRow&, uint32_t,
-                                       const float*, __m512*);
-template float headstart::bounds<false>(const Screen&, int64_t, const ScreenRow&, uint32_t,
-                                        const float*, __m512*);
-
 extern "C" {
-
-// Bytes of a screen's panels.
-int64_t headstart_screen_bytes(int64_t outputs, int64_t inputs) {
-    const Screen shape{nullptr, inputs, outputs};
-    return shape.count() * shape.bytes();
-}
 
 // Fills screen->panels, which begin on 64 bytes, from a packed weight of at most 32,768 inputs.
 void headstart_screen(const Weight* weight, const Screen* screen, int threads) {
-    parallel(threads, [&](int thread, int all) {
-        const int64_t count = screen->count();
-        for (int64_t p = count * thread / all; p < count * (thread + 1) / all; p++)
-            for (int half = 0; half < 2; half++)
-                quantise(weight->panel(p) + 16 * half, *screen, p, half);
+    parallel_each(threads, screen->count(), [&](int64_t p) {
+        for (int half = 0; half < 2; half++)
+            quantise(weight->panel(p) + 16 * half, *screen, p, half);
     });
 }
 

@@ -52,9 +52,8 @@ ScreenRow prepare_row(const bf16* x, int64_t inputs, uint32_t* out, int64_t stri
 
 // The greatest upper bound of a row's logits in a panel, of outputs whose bit is set in `allowed`;
 // raises `lower` to greater lower bounds of these. `sums` [32] are of the row's high bytes; unless
-// COARSE, those of its low bytes follow.
-template <bool COARSE>
+// `coarse`, those of its low bytes follow.
 float bounds(const Screen& screen, int64_t panel, const ScreenRow& row, uint32_t allowed,
-             const float* sums, __m512* lower);
+             const float* sums, bool coarse, __m512* lower);
 
 }  // namespace headstart

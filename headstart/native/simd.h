@@ -7,9 +7,9 @@ namespace headstart {
 
 // 2^x for x below 128, with a relative error of 4e-6; 0 below -150.
 // 2^x = 2^n * 2^f with n the nearest integer: the polynomial is the minimax one on [-0.5, 0.5].
-inline __m512 exp2(__m512 x) {
+inline __m512 power(__m512 x) {
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 f = _mm512_sub_ps(x, n);
+    const __m512 f = x - n;
     __m512 y = _mm512_set1_ps(9.5788297e-3f);
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.5907100e-2f));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.4023619e-1f));

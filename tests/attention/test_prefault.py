@@ -11,6 +11,7 @@ import torch
 
 from headstart.attention import LayerLayout, PagedKVMemory
 from headstart.attention import prefault as prefaulting
+from headstart.native import pages
 
 # 40 MB in each tensor: the system may use pages of 2 MB there, and above 32 MB malloc never hands
 # out pages that an earlier test has touched.
@@ -110,7 +111,7 @@ def test_without_threads_or_such_a_call_nothing_happens(monkeypatch: pytest.Monk
         assert make_memory().prefault(64) is None
     for library in (object(), _Library()):
         with monkeypatch.context() as patch:
-            patch.setattr(prefaulting.ctypes, "CDLL", lambda name, library=library: library)
+            patch.setattr(pages.ctypes, "CDLL", lambda name, library=library: library)
             prefaulting._prefault(make_memory().keys)
 
 

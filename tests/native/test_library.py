@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import tomllib
+from collections.abc import Callable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from headstart import native
 from headstart.attention import LayerLayout, PagedKVMemory, make_backend
 from headstart.machine import cpu_flags
+from headstart.models.packed import PackedWeight
 
 FOLDER = Path(native.__file__).parent
 BUILT = any((FOLDER / f"_kernels{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
@@ -37,20 +39,55 @@ def test_it_is_there_where_compiler_and_cpu_are(monkeypatch: pytest.MonkeyPatch)
     assert not cpu_flags() >= native.NEEDED or native.library() is not None
 
 
+@pytest.fixture
+def noted(library: ctypes.CDLL) -> Iterator[list[int]]:
+    """The number of each thread of torch's OpenMP library that takes part in a kernel's work."""
+    addresses = native._openmp()
+    if addresses is None:
+        pytest.skip("torch has another pool of threads here")
+    parallel, number, count = addresses
+    number_of_this = ctypes.CFUNCTYPE(ctypes.c_int)(number)
+    found: list[int] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int)
+    def note() -> int:
+        found.append(number_of_this())
+        return found[-1]
+
+    library.headstart_native_threads(parallel, native.pointer(note), count)
+    yield found
+    library.headstart_native_threads(parallel, number, count)
+
+
+@pytest.fixture
+def multiply(library: ctypes.CDLL) -> Callable[[int], torch.Tensor]:
+    """The same product on any number of threads."""
+    weight = PackedWeight(torch.randn(100, 70).bfloat16())
+    x = torch.randn(5, 70).bfloat16()
+
+    def run(threads: int) -> torch.Tensor:
+        out = torch.empty(5, 100, dtype=torch.bfloat16)
+        address = ctypes.addressof(weight.struct)
+        library.headstart_linear(address, x.data_ptr(), len(x), out.data_ptr(), threads)
+        return out
+
+    return run
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_work_is_shared_among_threads(library: ctypes.CDLL, threads: int) -> None:
-    library.headstart_native_sum.restype = ctypes.c_int64
-    ran = ctypes.c_int(0)
-    total = library.headstart_native_sum(ctypes.c_int64(1001), threads, ctypes.byref(ran))
-    assert (total, ran.value) == (500_500, threads)
+def test_work_is_shared_among_threads(
+    multiply: Callable[[int], torch.Tensor], noted: list[int], threads: int
+) -> None:
+    shared = multiply(threads)
+    assert sorted(noted) == (list(range(threads)) if threads > 1 else [])
+    assert torch.equal(shared, multiply(1))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads are not moved here")
-def test_threads_are_moved_and_not_bound(library: ctypes.CDLL) -> None:
+def test_threads_are_moved_and_not_bound(multiply: Callable[[int], torch.Tensor]) -> None:
     allowed = os.sched_getaffinity(0)
-    ran = ctypes.c_int(0)
     for _ in range(20):
-        library.headstart_native_sum(ctypes.c_int64(1), 3, ctypes.byref(ran))
+        multiply(3)
     threads = [int(task.name) for task in Path("/proc/self/task").iterdir()]
     assert all(os.sched_getaffinity(thread) == allowed for thread in threads)
 

@@ -7,10 +7,12 @@ namespace headstart {
 
 constexpr int LANES = 8;
 
-inline __m256i lane_numbers() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+struct Avx2 {
+    using Vector = __m256;
+};
 
 inline __m256i first_lanes(int count) {
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane_numbers());
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
 // Loads up to 8 numbers; whole vectors without a mask.
@@ -24,7 +26,7 @@ inline __m256 load(const float* from, int count) {
 inline __m256 power(__m256 x) {
     x = _mm256_max_ps(_mm256_set1_ps(-127.0f), _mm256_min_ps(_mm256_set1_ps(127.0f), x));
     const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m256 f = _mm256_sub_ps(x, n);
+    const __m256 f = x - n;
     __m256 y = _mm256_set1_ps(1.535336188319500e-4f);
     y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(1.339887440266574e-3f));
     y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(9.618437357674640e-3f));
@@ -36,13 +38,7 @@ inline __m256 power(__m256 x) {
     return _mm256_mul_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
 }
 
-// cap * tanh(x / cap), in units of log2 before and after.
-inline __m256 soft_cap(__m256 x, float cap) {
-    const __m256 one = _mm256_set1_ps(1.0f);
-    const __m256 e = power(_mm256_mul_ps(x, _mm256_set1_ps(2.0f / cap)));
-    const __m256 t = _mm256_div_ps(_mm256_set1_ps(2.0f), _mm256_add_ps(e, one));
-    return _mm256_mul_ps(_mm256_set1_ps(cap * LOG2_E), _mm256_sub_ps(one, t));
-}
+inline __m256 larger(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
 
 inline float largest_lane(__m256 x) {
     __m128 most = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -54,6 +50,13 @@ inline float largest_lane(__m256 x) {
 inline __m256i nonfinite(__m256 x) {
     const __m256i exponent = _mm256_set1_epi32(0x7f800000);
     return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_castps_si256(x), exponent), exponent);
+}
+
+inline bool has_nonfinite(const float* row, int dim) {
+    __m256i found = _mm256_setzero_si256();
+    for (int d = 0; d < dim; d += LANES)
+        found = _mm256_or_si256(found, nonfinite(load(row + d, dim - d)));
+    return _mm256_testz_si256(found, found) == 0;
 }
 
 // Transposes the 8 x 8 matrix in r.

@@ -26,13 +26,11 @@ struct Bf16 {
         }
     }
 
-    static float power(float x) { return _mm512_cvtss_f32(exp2(_mm512_set1_ps(x))); }
+    static float power(float x) { return _mm512_cvtss_f32(headstart::power(_mm512_set1_ps(x))); }
 
     static void store_row(bf16* to, const float* from, int dim, float factor) {
         for (int d = 0; d < dim; d += 16)
-            store(to + d, dim - d,
-                  _mm512_mul_ps(_mm512_maskz_loadu_ps(first_lanes(dim - d), from + d),
-                                _mm512_set1_ps(factor)));
+            store(to + d, dim - d, _mm512_maskz_loadu_ps(first_lanes(dim - d), from + d) * factor);
     }
 };
 
@@ -48,10 +46,7 @@ void attend(const AttentionStep& step, const AttentionCall& call, int thread, in
 extern "C" {
 
 void headstart_attend(const headstart::AttentionStep* step, const headstart::AttentionCall* call) {
-    headstart::Stages stages;
-    headstart::parallel(step->threads, [&](int thread, int threads) {
-        headstart::attend(*step, *call, thread, threads, stages);
-    });
+    headstart::run<headstart::Bf16>(*step, *call);
 }
 
 }  // extern "C"

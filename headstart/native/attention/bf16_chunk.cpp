@@ -60,17 +60,12 @@ void pair_values(Lanes& s, int count, int value_dim) {
         const bf16* even = s.now.values[k];
         const bf16* odd = s.now.values[k + 1];
         uint32_t* to = s.values[k / 2];
-        const auto pair = [&](int d, __m512i x, __m512i y) {
+        for (int d = 0; d < value_dim; d += 32) {
+            const __m512i x = load_pairs(even + d, value_dim - d);
+            const __m512i y = load_pairs(odd + d, value_dim - d);
             _mm512_store_si512(to + d, interleave_low(x, y));
             _mm512_store_si512(to + d + 16, interleave_high(x, y));
-        };
-        int d = 0;
-        for (; d + 32 <= value_dim; d += 32)
-            pair(d, _mm512_loadu_si512(even + d), _mm512_loadu_si512(odd + d));
-        if (d == value_dim) continue;
-        const __mmask32 there = first_halves(value_dim - d);
-        pair(d, _mm512_maskz_loadu_epi16(there, even + d),
-             _mm512_maskz_loadu_epi16(there, odd + d));
+        }
     }
 }
 
@@ -80,8 +75,7 @@ void shrink_out(Lanes& s, int value_dim, const __m512 shrink[VECTORS]) {
     for (int v = 0; v < VECTORS; ++v) {
         if (_mm512_cmp_ps_mask(shrink[v], _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) == 0) continue;
         for (int d = 0; d < value_dim; ++d)
-            _mm512_store_ps(&s.out[d][v * 16],
-                            _mm512_mul_ps(_mm512_load_ps(&s.out[d][v * 16]), shrink[v]));
+            _mm512_store_ps(&s.out[d][v * 16], _mm512_load_ps(&s.out[d][v * 16]) * shrink[v]);
     }
 }
 
@@ -114,28 +108,15 @@ void attend_tile(Lanes& s, int tile, int count, const AttentionCall& call,
     for (; line < lines; ++line) add_values<VECTORS, 1>(s, count, line, shrink);
 }
 
-template <int VECTORS>
-void attend_keys(Lanes& s, const Rows<bf16>& rows) {
-    const AttentionCall& call = rows.call;
-    const bool amx = use_amx && call.key_dim % 32 == 0 && call.value_dim % 32 == 0;
-    attend_tiles(s, rows, amx ? 32 : 8, nullptr, [&](const Keys& keys) {
-        if (keys.partly) isolate_nonfinite(s.now, keys.filled, call.value_dim);
-        if (!amx) pair_values(s, keys.filled, call.value_dim);
-        attend_tile<VECTORS>(s, keys.first, keys.filled, call,
-                             {call.scaling * LOG2_E, call.softcap, keys.partly_filled, amx,
-                              call.value_dim});
-    });
-}
-
 // The output of 16 lanes, one row after the other.
 void store_rows(Lanes& s, const Rows<bf16>& rows, int v) {
     const int lanes = std::min(16, rows.chunk.count - v * 16);
-    const __m512 one = _mm512_set1_ps(1.0f);
-    const __m512 share = rows.partial() ? one : _mm512_div_ps(one, _mm512_load_ps(&s.sum[v * 16]));
+    __m512 share = _mm512_set1_ps(1.0f);
+    if (!rows.partial()) share = share / _mm512_load_ps(&s.sum[v * 16]);
     for (int d = 0; d < rows.call.value_dim; d += 16) {
         __m512i r[16];
         for (int i = 0; i < 16; ++i)
-            r[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(&s.out[d + i][v * 16]), share));
+            r[i] = _mm512_castps_si512(_mm512_load_ps(&s.out[d + i][v * 16]) * share);
         transpose16(r);
         for (int i = 0; i < lanes; ++i)
             store_dims(rows, s.rows[v * 16 + i], d, _mm512_castsi512_ps(r[i]));
@@ -144,9 +125,17 @@ void store_rows(Lanes& s, const Rows<bf16>& rows, int v) {
 
 template <int VECTORS>
 void attend_rows(Lanes& s, const Rows<bf16>& rows) {
+    const AttentionCall& call = rows.call;
+    const bool amx = use_amx && call.key_dim % 32 == 0 && call.value_dim % 32 == 0;
     begin(s, rows, VECTORS * 16);
     load_queries(s, rows, VECTORS);
-    attend_keys<VECTORS>(s, rows);
+    attend_tiles(s, rows, amx ? 32 : 8, nullptr, [&](const Keys& keys) {
+        if (keys.partly) isolate_nonfinite(s.now, keys.filled, call.value_dim, NAN_KEY);
+        if (!amx) pair_values(s, keys.filled, call.value_dim);
+        attend_tile<VECTORS>(s, keys.first, keys.filled, call,
+                             {call.scaling * LOG2_E, call.softcap, keys.partly_filled, amx,
+                              call.value_dim});
+    });
     release_tiles();
     for (int v = 0; v < VECTORS; ++v) store_rows(s, rows, v);
     for (int lane = 0; lane < rows.chunk.count; ++lane)

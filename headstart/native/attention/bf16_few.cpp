@@ -21,10 +21,13 @@ namespace headstart {
 namespace {
 
 constexpr int LANES = 16;
-constexpr int VECTORS = TILE / LANES;
+
+struct Avx512 {
+    using Vector = __m512;
+};
 
 // The state of one chunk; one per thread, reused for every chunk.
-struct alignas(64) Few : Softmax<FEW_ROWS, LANES, bf16> {
+struct alignas(64) Few : Softmax<FEW_ROWS, Avx512, bf16> {
     uint32_t query[FEW_ROWS][MAX_DIM / 2];  // pairs of dims
     uint32_t weights[FEW_ROWS][TILE / 2];  // pairs of keys
     float out[FEW_ROWS][MAX_DIM];
@@ -45,14 +48,7 @@ void begin(Few& s, const Rows<bf16>& rows) {
     }
 }
 
-// Blocks lie anywhere, so the hardware prefetcher cannot predict the next row. Lines are prefetched
-// one by one between products: a whole tile has more lines than the CPU has load buffers. They go
-// to the L1 cache, which holds two tiles.
-inline void fetch(const bf16* line) {
-    _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T0);
-}
-
-// Scores of 16 keys, in units of log2.
+// Scores of 16 keys, in units of log2. Prefetches to the L1 cache, which holds two tiles.
 template <int ROWS>
 void score_keys(Few& s, int k, int key_dim, float scale) {
     const int pairs = key_dim / 2;
@@ -68,7 +64,7 @@ void score_keys(Few& s, int k, int key_dim, float scale) {
         transpose16(keys);
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; ++i) {
-            fetch(s.next.keys[k + i] + 2 * p);
+            fetch<_MM_HINT_T0>(s.next.keys[k + i] + 2 * p);
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r)
                 sums[r] = _mm512_dpbf16_ps(sums[r], broadcast(s.query[r][p + i]),
@@ -76,29 +72,7 @@ void score_keys(Few& s, int k, int key_dim, float scale) {
         }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r)
-        _mm512_store_ps(&s.scores[r][k], _mm512_mul_ps(sums[r], _mm512_set1_ps(scale)));
-}
-
-// Turns a row's scores into weights relative to the new maximum.
-void weigh(Few& s, int r, int count) {
-    __m512 most = _mm512_load_ps(s.scores[r]);
-    for (int k = LANES; k < count; k += LANES)
-        most = _mm512_max_ps(most, _mm512_load_ps(&s.scores[r][k]));
-    const float before = s.maximum[r];
-    s.maximum[r] = std::max(before, _mm512_reduce_max_ps(most));
-    const __m512 maximum = _mm512_set1_ps(s.maximum[r]);
-    const __m512 shrink = exp2(_mm512_sub_ps(_mm512_set1_ps(before), maximum));
-    s.shrink[r] = _mm512_cvtss_f32(shrink);
-    __m512 sum = _mm512_mul_ps(_mm512_load_ps(s.sum[r]), shrink);
-    for (int k = 0; k < count; k += 2 * LANES) {
-        const __m512 low = exp2(_mm512_sub_ps(_mm512_load_ps(&s.scores[r][k]), maximum));
-        const __m512 high = exp2(_mm512_sub_ps(_mm512_load_ps(&s.scores[r][k + LANES]), maximum));
-        sum = _mm512_add_ps(sum, _mm512_add_ps(low, high));
-        _mm512_store_si512(&s.weights[r][k / 2],
-                           reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
-    }
-    _mm512_store_ps(s.sum[r], sum);
+    for (int r = 0; r < ROWS; ++r) s.lanes(r, k) = sums[r] * scale;
 }
 
 // Adds the tile's weighted values to 32 dims of the output.
@@ -108,11 +82,10 @@ void add_values(Few& s, int count, int d, __mmask32 there) {
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
         for (int h = 0; h < 2; ++h)
-            sums[r][h] = _mm512_mul_ps(_mm512_load_ps(&s.out[r][d + 16 * h]),
-                                       _mm512_set1_ps(s.shrink[r]));
+            sums[r][h] = _mm512_load_ps(&s.out[r][d + 16 * h]) * s.shrink[r];
     for (int k = 0; k < count; k += 2) {
-        fetch(s.next.values[k] + d);
-        fetch(s.next.values[k + 1] + d);
+        fetch<_MM_HINT_T0>(s.next.values[k] + d);
+        fetch<_MM_HINT_T0>(s.next.values[k + 1] + d);
         const __m512i even = _mm512_maskz_loadu_epi16(there, s.now.values[k] + d);
         const __m512i odd = _mm512_maskz_loadu_epi16(there, s.now.values[k + 1] + d);
         const __m512bh left = as_pairs(interleave_low(even, odd));
@@ -132,16 +105,17 @@ void add_values(Few& s, int count, int d, __mmask32 there) {
 template <int ROWS>
 void attend_tile(Few& s, const AttentionCall& call, const Keys& keys) {
     const int count = keys.filled;
-    if (keys.partly) isolate_nonfinite(s.now, count, call.value_dim);
+    if (keys.partly) isolate_nonfinite(s.now, count, call.value_dim, NAN_KEY);
     for (int k = 0; k < count; k += LANES)
         score_keys<ROWS>(s, k, call.key_dim, call.scaling * LOG2_E);
-    for (int r = 0; r < ROWS; ++r) {
-        for (int k = 0; call.softcap > 0.0f && k < count; k += LANES)
-            _mm512_store_ps(&s.scores[r][k],
-                            soft_cap(_mm512_load_ps(&s.scores[r][k]), call.softcap));
-        if (keys.partly_filled) s.hide(r, keys);
-        weigh(s, r, count);
-    }
+    for (int r = 0; r < ROWS; ++r)
+        s.settle<2 * LANES>(r, keys, call.softcap, [&](int k, __m512 maximum) {
+            const __m512 low = power(s.lanes(r, k) - maximum);
+            const __m512 high = power(s.lanes(r, k + LANES) - maximum);
+            _mm512_store_si512(&s.weights[r][k / 2],
+                               reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+            return low + high;
+        });
     for (int d = 0; d < call.value_dim; d += 32)
         add_values<ROWS>(s, count, d, first_halves(call.value_dim - d));
 }
@@ -149,9 +123,9 @@ void attend_tile(Few& s, const AttentionCall& call, const Keys& keys) {
 void finish(const Few& s, const Rows<bf16>& rows) {
     for (int r = 0; r < rows.chunk.count; ++r) {
         const float sum = _mm512_reduce_add_ps(_mm512_load_ps(s.sum[r]));
-        const __m512 share = _mm512_set1_ps(rows.partial() ? 1.0f : 1.0f / sum);
+        const float share = rows.partial() ? 1.0f : 1.0f / sum;
         for (int d = 0; d < rows.call.value_dim; d += LANES)
-            store_dims(rows, s.rows[r], d, _mm512_mul_ps(_mm512_load_ps(&s.out[r][d]), share));
+            store_dims(rows, s.rows[r], d, _mm512_load_ps(&s.out[r][d]) * share);
         rows.store_sum(s.rows[r], s.maximum[r], sum);
     }
 }

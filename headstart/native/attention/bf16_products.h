@@ -5,6 +5,7 @@
 #pragma once
 
 #include "bf16_rows.h"
+#include "softmax.h"
 
 namespace headstart {
 
@@ -23,12 +24,9 @@ struct alignas(64) Lanes {
     Tile<bf16> next;
 };
 
-// Blocks lie anywhere, so the hardware prefetcher cannot predict the next row; and the rows of a
-// whole tile are more outstanding loads than the CPU has buffers for.
 inline void prefetch(const bf16* row, int dim) {
     constexpr int LINE = 64 / sizeof(bf16);
-    for (int d = 0; d < dim; d += LINE)
-        _mm_prefetch(reinterpret_cast<const char*>(row + d), _MM_HINT_T1);
+    for (int d = 0; d < dim; d += LINE) fetch<_MM_HINT_T1>(row + d);
 }
 
 struct ScoreOptions {
@@ -52,7 +50,7 @@ __attribute__((always_inline)) inline void settle(Lanes& s, int tile, int k, int
         __m512 scores[KEYS];
 #pragma GCC unroll 8
         for (int i = 0; i < KEYS; ++i)
-            scores[i] = _mm512_mul_ps(sums(i, v), _mm512_set1_ps(options.scale));
+            scores[i] = sums(i, v) * options.scale;
         if (options.softcap > 0.0f) {
 #pragma GCC unroll 8
             for (int i = 0; i < KEYS; ++i) scores[i] = soft_cap(scores[i], options.softcap);
@@ -112,19 +110,18 @@ template <int VECTORS>
 void weigh(Lanes& s, int count, const __m512 before[VECTORS], __m512 shrink[VECTORS]) {
     for (int v = 0; v < VECTORS; ++v) {
         const __m512 maximum = _mm512_load_ps(&s.maximum[v * 16]);
-        shrink[v] = exp2(_mm512_sub_ps(before[v], maximum));
-        __m512 even_sum = _mm512_mul_ps(_mm512_load_ps(&s.sum[v * 16]), shrink[v]);
+        shrink[v] = power(before[v] - maximum);
+        __m512 even_sum = _mm512_load_ps(&s.sum[v * 16]) * shrink[v];
         __m512 odd_sum = _mm512_setzero_ps();
 #pragma GCC unroll 4
         for (int k = 0; k < count; k += 2) {
-            const __m512 even = exp2(_mm512_sub_ps(_mm512_load_ps(&s.scores[k][v * 16]), maximum));
-            const __m512 odd =
-                exp2(_mm512_sub_ps(_mm512_load_ps(&s.scores[k + 1][v * 16]), maximum));
-            even_sum = _mm512_add_ps(even_sum, even);
-            odd_sum = _mm512_add_ps(odd_sum, odd);
+            const __m512 even = power(_mm512_load_ps(&s.scores[k][v * 16]) - maximum);
+            const __m512 odd = power(_mm512_load_ps(&s.scores[k + 1][v * 16]) - maximum);
+            even_sum += even;
+            odd_sum += odd;
             _mm512_store_si512(&s.scores[k / 2][v * 16], pair_bf16(even, odd));
         }
-        _mm512_store_ps(&s.sum[v * 16], _mm512_add_ps(even_sum, odd_sum));
+        _mm512_store_ps(&s.sum[v * 16], even_sum + odd_sum);
     }
 }
 
@@ -136,7 +133,7 @@ void add_values(Lanes& s, int count, int line, const __m512 shrink[VECTORS]) {
     for (int i = 0; i < LINES; ++i)
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v)
-            sums[i][v] = _mm512_mul_ps(_mm512_load_ps(&s.out[line + i][v * 16]), shrink[v]);
+            sums[i][v] = _mm512_load_ps(&s.out[line + i][v * 16]) * shrink[v];
 #pragma GCC unroll 4
     for (int k = 0; k < count / 2; ++k) {
         __m512bh weights[VECTORS];

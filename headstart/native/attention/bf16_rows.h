@@ -25,11 +25,7 @@ inline bool has_nonfinite(const bf16* row, int dim) {
     return found != 0;
 }
 
-inline void isolate_nonfinite(Tile<bf16>& tile, int count, int value_dim) {
-    static constexpr Constant<bf16> nan(0x7fc0);
-    isolate_nonfinite(tile, count, nan,
-                      [&](const bf16* row) { return has_nonfinite(row, value_dim); });
-}
+constexpr Constant<bf16> NAN_KEY(0x7fc0);
 
 // 16 dims of a row's output from `d` on: to the result, or to a partial.
 inline void store_dims(const Rows<bf16>& rows, const Row& row, int d, __m512 dims) {
@@ -41,13 +37,8 @@ inline void store_dims(const Rows<bf16>& rows, const Row& row, int d, __m512 dim
     }
 }
 
-// cap * tanh(x / cap), in units of log2 before and after.
-inline __m512 soft_cap(__m512 x, float cap) {
-    const __m512 one = _mm512_set1_ps(1.0f);
-    const __m512 e = exp2(_mm512_mul_ps(x, _mm512_set1_ps(2.0f / cap)));
-    const __m512 t = _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(e, one));
-    return _mm512_mul_ps(_mm512_set1_ps(cap * LOG2_E), _mm512_sub_ps(one, t));
-}
+inline __m512 larger(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
+inline float largest_lane(__m512 x) { return _mm512_reduce_max_ps(x); }
 
 inline __m512bh as_pairs(__m512i pairs) { return reinterpret_cast<__m512bh>(pairs); }
 

@@ -23,14 +23,9 @@
 namespace headstart {
 namespace {
 
-// Blocks lie anywhere, so the hardware prefetcher cannot predict the next row. Lines are prefetched
-// one by one between products: in bursts they wait for the CPU's load buffers, which takes longer
-// than the products. The first two groups of rows prefetch the same lines: with the first one alone
-// decoding takes a tenth longer, and with every one prefilling does.
+// The first two groups of rows prefetch the same lines: with the first one alone decoding takes a
+// tenth longer, and with every one prefilling does.
 constexpr int FETCHING = 2 * MOST;  // rows
-inline void fetch(const void* line) {
-    _mm_prefetch(static_cast<const char*>(line), _MM_HINT_T1);
-}
 
 // A matrix in rows.
 struct Matrix {
@@ -49,9 +44,8 @@ inline void multiply(Matrix a, int count, const Line& line, Matrix c, const floa
     for (int r = 0; r < ROWS; ++r) {
         low[r] = high[r] = _mm256_setzero_ps();
         if (shrink == nullptr) continue;
-        const __m256 factor = _mm256_set1_ps(shrink[r]);
-        low[r] = _mm256_mul_ps(_mm256_loadu_ps(c.numbers + r * c.stride), factor);
-        high[r] = _mm256_mul_ps(_mm256_loadu_ps(c.numbers + r * c.stride + LANES), factor);
+        low[r] = _mm256_loadu_ps(c.numbers + r * c.stride) * shrink[r];
+        high[r] = _mm256_loadu_ps(c.numbers + r * c.stride + LANES) * shrink[r];
     }
     for (int k = 0; k < count; ++k) {
         const float* from = line(k);
@@ -80,7 +74,7 @@ void score_rows(Scratch<Stored>& s, int row, int count, int key_dim) {
                 const unsigned at = d;  // as many dims as lines of 16 keys
                 const int dim = at / PANEL * LINE<Stored>;
                 if (row < FETCHING && (!SCALED<Stored> || dim < key_dim))
-                    fetch(s.next.keys[k + at % PANEL] + dim);
+                    fetch<_MM_HINT_T1>(s.next.keys[k + at % PANEL] + dim);
                 return &s.keys[d][k];
             },
             scores.from(row, k), nullptr);
@@ -97,35 +91,12 @@ void add_values(Scratch<Stored>& s, int row, int count, int value_dim, int64_t w
     for (int d = 0; d < whole; d += PANEL)
         add(d, [&](int k) {
             if (row < FETCHING && (!SCALED<Stored> || d % LINE<Stored> == 0))
-                fetch(s.next.values[k] + d);
+                fetch<_MM_HINT_T1>(s.next.values[k] + d);
             if constexpr (SCALED<Stored>) return s.values.numbers + k * width + d;
             else return s.now.values[k] + d;
         });
     if constexpr (!SCALED<Stored>)
         if (whole < value_dim) add(whole, [&](int k) { return s.values.tails[k]; });
-}
-
-// Turns a row's scores into weights relative to the new maximum, times the values' scales.
-template <class Stored>
-void weigh(Scratch<Stored>& s, int r, int count) {
-    __m256 most = _mm256_load_ps(s.scores[r]);
-    for (int k = LANES; k < count; k += LANES)
-        most = _mm256_max_ps(most, _mm256_load_ps(&s.scores[r][k]));
-    const float before = s.maximum[r];
-    s.maximum[r] = std::max(before, largest_lane(most));
-    const __m256 maximum = _mm256_set1_ps(s.maximum[r]);
-    const __m256 shrink = power(_mm256_sub_ps(_mm256_set1_ps(before), maximum));
-    s.shrink[r] = _mm256_cvtss_f32(shrink);
-    __m256 sum = _mm256_mul_ps(_mm256_load_ps(s.sum[r]), shrink);
-#pragma GCC unroll 8
-    for (int k = 0; k < count; k += LANES) {
-        __m256 weight = power(_mm256_sub_ps(_mm256_load_ps(&s.scores[r][k]), maximum));
-        sum = _mm256_add_ps(sum, weight);
-        if constexpr (SCALED<Stored>)
-            weight = _mm256_mul_ps(weight, _mm256_loadu_ps(s.values.value_scales + k));
-        _mm256_store_ps(&s.scores[r][k], weight);
-    }
-    _mm256_store_ps(s.sum[r], sum);
 }
 
 // Calls a function for groups of up to MOST rows of nearly the same size, with the first row of each
@@ -174,11 +145,13 @@ class Attention {
         for (int r = 0; r < count; ++r) {
             if constexpr (SCALED<Stored>)
                 for (int k = 0; k < filled; ++k) s.scores[r][k] *= s.values.key_scales[k];
-            for (int k = 0; call.softcap > 0.0f && k < filled; k += LANES)
-                _mm256_store_ps(&s.scores[r][k],
-                                soft_cap(_mm256_load_ps(&s.scores[r][k]), call.softcap));
-            if (keys.partly_filled) s.hide(r, keys);
-            weigh(s, r, filled);
+            s.template settle<LANES>(r, keys, call.softcap, [&](int k, __m256 maximum) {
+                const __m256 weight = power(s.lanes(r, k) - maximum);
+                s.lanes(r, k) = weight;
+                if constexpr (SCALED<Stored>)
+                    s.lanes(r, k) = weight * _mm256_loadu_ps(s.values.value_scales + k);
+                return weight;
+            });
         }
         load_values(s, keys.count, call.value_dim, width);
         in_groups(count, [&](int row, auto group) {
@@ -229,14 +202,6 @@ struct Float32 {
     }
 };
 
-template <class Stored>
-void run(const AttentionStep& step, const Call<float, Stored>& call) {
-    Stages stages;
-    parallel(step.threads, [&](int thread, int threads) {
-        attend_layer<Float32>(step, call, thread, threads, stages);
-    });
-}
-
 }  // namespace
 }  // namespace headstart
 
@@ -244,12 +209,12 @@ extern "C" {
 
 void headstart_attend_float32(const headstart::AttentionStep* step,
                               const headstart::Call<float>* call) {
-    headstart::run(*step, *call);
+    headstart::run<headstart::Float32>(*step, *call);
 }
 
 void headstart_attend_int8(const headstart::AttentionStep* step,
                            const headstart::Int8Call* call) {
-    headstart::run(*step, *call);
+    headstart::run<headstart::Float32>(*step, *call);
 }
 
 }  // extern "C"

@@ -33,7 +33,7 @@ constexpr int LINE = 64 / sizeof(Stored);  // numbers in a cache line
 
 // A thread's working memory for one chunk, reused for every chunk.
 template <class Stored>
-struct alignas(64) Scratch : Softmax<CHUNK, LANES, Stored> {
+struct alignas(64) Scratch : Softmax<CHUNK, Avx2, Stored> {
     float query[CHUNK * MAX_DIM];   // [row, key_dim], in units of log2
     float out[CHUNK * MAX_DIM];     // [row, value_dim in whole panels]
     float keys[MAX_DIM][TILE];      // transposed
@@ -55,26 +55,16 @@ void transpose_keys(Scratch<Stored>& s, int count, int key_dim) {
         for (int d = 0; d < key_dim; d += LANES) {
             __m256 r[LANES];
 #pragma GCC unroll 8
-            for (int i = 0; i < LANES; ++i) {
-                r[i] = load(s.now.keys[k + i] + d, key_dim - d);
-            }
+            for (int i = 0; i < LANES; ++i) r[i] = load(s.now.keys[k + i] + d, key_dim - d);
             transpose(r);
 #pragma GCC unroll 8
             for (int i = 0; i < LANES; ++i) _mm256_store_ps(&s.keys[d + i][k], r[i]);
         }
 }
 
-inline bool has_nonfinite(const float* row, int dim) {
-    __m256i found = _mm256_setzero_si256();
-    for (int d = 0; d < dim; d += LANES)
-        found = _mm256_or_si256(found, nonfinite(load(row + d, dim - d)));
-    return _mm256_testz_si256(found, found) == 0;
-}
-
 void isolate_nonfinite(Scratch<float>& s, int count, int value_dim) {
     static constexpr Constant<float> nan(std::numeric_limits<float>::quiet_NaN());
-    isolate_nonfinite(s.now, count, nan,
-                      [&](const float* row) { return has_nonfinite(row, value_dim); });
+    isolate_nonfinite(s.now, count, value_dim, nan);
 }
 
 void isolate_nonfinite(Scratch<int8_t>& s, int count, int) {

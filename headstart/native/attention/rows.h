@@ -110,6 +110,13 @@ struct Rows {
     }
 };
 
+// Blocks lie anywhere, so the hardware prefetcher cannot predict the next row. Kernels prefetch its
+// lines one by one between products: in bursts they would wait for the CPU's load buffers.
+template <auto HINT>
+inline void fetch(const void* line) {
+    _mm_prefetch(static_cast<const char*>(line), HINT);
+}
+
 // The positions that some of a chunk's rows see, and those that all of them see.
 struct Seen {
     int first, last, all_first, all_last;
@@ -173,19 +180,5 @@ struct Constant {
         for (Number& one : numbers) one = number;
     }
 };
-
-// For a tile that some rows see only in part. A weight of 0 times a value that is not finite is
-// NaN, so a hidden key would affect rows that do not see it. Such a value becomes zeros and its key
-// `nan`: the score is then NaN for every row that sees it, and masked for every other row.
-template <class Number, class IsNonfinite>
-void isolate_nonfinite(Tile<Number>& tile, int count, const Constant<Number>& nan,
-                       const IsNonfinite& is_nonfinite) {
-    static constexpr Constant<Number> zeros(0);
-    for (int k = 0; k < count; ++k) {
-        if (!is_nonfinite(tile.values[k])) continue;
-        tile.keys[k] = nan.numbers;
-        tile.values[k] = zeros.numbers;
-    }
-}
 
 }  // namespace headstart

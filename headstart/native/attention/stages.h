@@ -100,4 +100,13 @@ void attend_layer(const AttentionStep& step, const Call<Number, Stored>& call, i
     stages.finish(threads);
 }
 
+// One layer's attention on all of the step's threads.
+template <class Kernel, class Number, class Stored>
+void run(const AttentionStep& step, const Call<Number, Stored>& call) {
+    Stages stages;
+    parallel(step.threads, [&](int thread, int threads) {
+        attend_layer<Kernel>(step, call, thread, threads, stages);
+    });
+}
+
 }  // namespace headstart

@@ -59,56 +59,7 @@ struct Rows {
           sums(new float[rows * groups]) {}
 };
 
-// Rows from `first` on, in the layout of Rows.
-struct Slice {
-    const int8_t* numbers;
-    const float* steps;
-    const float* sums;
-};
-
 // The rows of x, on `threads` threads.
 Rows round_rows(const float* x, int64_t rows, const Weight& weight, int threads);
-
-// sums[row][16] = some rows times a panel, before `scales`. Meanwhile it fetches what lies `ahead`
-// bytes further on.
-using Multiply = void (*)(const uint8_t* panel, int64_t groups, Slice rows, float (*sums)[PANEL],
-                          int64_t ahead);
-
-// The products of a form: of 1 row, of 2, ...
-template <int64_t MOST>
-struct Table {
-    int64_t block;  // bytes
-    Multiply products[MOST];
-};
-
-// out [rows, outputs] = x [rows, inputs] times the weight.
-template <int64_t MOST>
-void multiply(const Weight& weight, const float* x, int64_t rows, float* out, int threads,
-              const Table<MOST>& table) {
-    const Rows rounded = round_rows(x, rows, weight, threads);
-    const int64_t groups = rounded.groups, bytes = groups * table.block;
-    const auto finish = [&](int64_t row, int64_t output, const float* sums) {
-        const int64_t count = std::min(PANEL, weight.outputs - output);
-        float* to = out + row * weight.outputs + output;
-        for (int64_t o = 0; o < count; o++) to[o] = sums[o] * weight.scales[output + o];
-    };
-    parallel(threads, [&](int thread, int all) {
-        const int64_t begin = weight.panels() * thread / all;
-        const int64_t end = weight.panels() * (thread + 1) / all;
-        for (int64_t block = 0; block < rows; block += MOST_ROWS) {
-            const int64_t last = std::min(rows, block + MOST_ROWS);
-            for (int64_t panel = begin; panel < end; panel++)
-                for (int64_t row = block; row < last; row += MOST) {
-                    const int64_t count = std::min(MOST, last - row), at = row * groups;
-                    float sums[MOST][PANEL];
-                    table.products[count - 1](weight.blocks + panel * bytes, groups,
-                                     {rounded.numbers.get() + at * GROUP,
-                                      rounded.steps.get() + at, rounded.sums.get() + at},
-                                     sums, row == block ? bytes : 0);
-                    for (int64_t r = 0; r < count; r++) finish(row + r, panel * PANEL, sums[r]);
-                }
-        }
-    });
-}
 
 }  // namespace headstart::int4

@@ -80,10 +80,8 @@ extern "C" {
 void headstart_int8_linear(const int8_t* weight, const float* scales, int64_t outputs,
                            int64_t inputs, const float* x, int64_t rows, float* out, int threads) {
     Rows numbers(rows, inputs);
-    parallel(rows < MOST_ROWS ? 1 : threads, [&](int thread, int all) {
-        for (int64_t r = rows * thread / all; r < rows * (thread + 1) / all; r++)
-            numbers.fill(r, x + r * inputs, inputs);
-    });
+    parallel_each(rows < MOST_ROWS ? 1 : threads, rows,
+                  [&](int64_t r) { numbers.fill(r, x + r * inputs, inputs); });
     multiply_rows<Int8>(weight, outputs, inputs, numbers.numbers.get(), rows, threads,
                         [&](int64_t row, int64_t output, float sum) {
                             out[row * outputs + output] =

@@ -25,19 +25,17 @@ float split(const float* x, int64_t inputs, int8_t* high, int8_t* low, int64_t w
     const auto at = [&](int64_t i) { return _mm512_maskz_loadu_ps(first_lanes(inputs - i), x + i); };
     for (int64_t i = 0; i < inputs; i += 16) {
         const __m512 v = at(i);
-        odd |= _mm512_cmp_ps_mask(_mm512_sub_ps(v, v), _mm512_setzero_ps(), _CMP_NEQ_UQ);
+        odd |= _mm512_cmp_ps_mask(v - v, _mm512_setzero_ps(), _CMP_NEQ_UQ);
         most = _mm512_max_ps(most, _mm512_abs_ps(v));
     }
     const float top = _mm512_reduce_max_ps(most);
-    const __m512 scale = _mm512_set1_ps(LEVELS / top);
     for (int64_t i = 0; i < width; i += 16) {
-        const __m512 v = _mm512_mul_ps(at(i), scale);
+        const __m512 v = at(i) * (LEVELS / top);
         const __m512i whole = _mm512_cvtps_epi32(v);
-        const __m512 rest = _mm512_sub_ps(v, _mm512_cvtepi32_ps(whole));
+        const __m512i rest = _mm512_cvtps_epi32((v - _mm512_cvtepi32_ps(whole)) * (2 * LEVELS));
         const __mmask16 there = first_lanes(width - i);
         _mm512_mask_cvtsepi32_storeu_epi8(high + i, there, whole);
-        _mm512_mask_cvtsepi32_storeu_epi8(
-            low + i, there, _mm512_cvtps_epi32(_mm512_mul_ps(rest, _mm512_set1_ps(2 * LEVELS))));
+        _mm512_mask_cvtsepi32_storeu_epi8(low + i, there, rest);
     }
     return odd != 0 ? std::numeric_limits<float>::quiet_NaN() : top / LEVELS;
 }
@@ -79,10 +77,9 @@ void headstart_int8_linear_amx(const uint32_t* panels, const float* scales, int6
                         const __m512 x = _mm512_fmadd_ps(low, _mm512_set1_ps(0.5f / LEVELS), high);
                         const int64_t number = (row + r) / 2;
                         const __mmask16 there = first_lanes(outputs - at);
-                        const __m512 unit = _mm512_mul_ps(_mm512_maskz_loadu_ps(there, scales + at),
-                                                          _mm512_set1_ps(units[number]));
+                        const __m512 scale = _mm512_maskz_loadu_ps(there, scales + at);
                         _mm512_mask_storeu_ps(out + number * outputs + at, there,
-                                              _mm512_mul_ps(x, unit));
+                                              x * (scale * units[number]));
                     }
             },
             amx_int8_products);

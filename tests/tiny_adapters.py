@@ -22,7 +22,7 @@ def _of_peft() -> Iterator[Any]:
         from peft.tuners.lora import torchao
 
         # It would look there for classes that torchao 0.18 has no more; no layer here is torchao's.
-        torchao.is_torchao_available = lambda: False  # type: ignore[attr-defined]
+        torchao.is_torchao_available = lambda: False
         yield peft
 
 

@@ -51,7 +51,8 @@ def test_streams_and_whole_answers_are_told_that_the_server_stops(server: Proces
         refused = whole.result()
     assert error["message"] == "the server stopped before the answer was complete"
     assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
-    assert refused.json()["error"]["message"] == error["message"]
+    # Its prompt may not have been prepared yet, and then is not begun any more.
+    assert refused.json()["error"]["message"] in (error["message"], "the server is stopping")
     assert server.wait() == 0
     said = server.errors()
     assert "the server stopped before the answer was complete" in said

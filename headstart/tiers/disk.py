@@ -34,6 +34,7 @@ from headstart.tiers.store import LoadedBlock, ModelRecord, StoredBlock
 __all__ = ["DiskStore"]
 
 _LEAST_FREE = 256 << 20  # bytes of the disk that are left to others
+_INDEX_ROOM = 8 << 20  # bytes of the disk that a change of the index may need for a while
 
 
 class _Closed(Exception):
@@ -135,11 +136,20 @@ class DiskStore:
         return False
 
     def _find_room(self, index: DiskIndex, model: int, used: float) -> int | None:
-        """A slot for a block; None if all that is there was used since."""
+        """A slot for a block; None if all that is there was used since.
+
+        Nor is there one where the index could not be changed: what lies in a slot is overwritten
+        before that, and would be lost for nothing.
+        """
         own = self._file(self.model)
+        if self._free_space() < _INDEX_ROOM:
+            self.faults.note("the disk is full", f"less than {_INDEX_ROOM:,} bytes are free")
+            return None
         while True:
             taken = self._taken(index)
-            if taken + own.slot_bytes <= self._room and self._has_space(own.slot_bytes):
+            if taken + own.slot_bytes <= self._room and (
+                self._free_space() >= own.slot_bytes + _LEAST_FREE
+            ):
                 return index.count(model)
             found = index.victim(used)
             if found is None or own.slot_bytes > self._room:
@@ -171,9 +181,10 @@ class DiskStore:
             self._file(model.record).cut(count)
         return count * size
 
-    def _has_space(self, nbytes: int) -> bool:
+    def _free_space(self) -> int:
+        """Bytes of the disk that are free."""
         state = os.statvfs(self.folder)
-        return state.f_bavail * state.f_frsize >= nbytes + _LEAST_FREE
+        return state.f_bavail * state.f_frsize
 
     def _take_out(self, index: DiskIndex, block: KeptBlock) -> None:
         """Forget a block; the last one of its file takes its slot."""

@@ -4,6 +4,7 @@ import sqlite3
 import stat
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -197,3 +198,20 @@ def test_a_folder_that_is_a_file_is_an_error_of_ours(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         disk(tmp_path / "file")
+
+
+def test_a_full_disk_costs_nothing_of_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block's slot was overwritten for a new one, which the index then had no room to list."""
+    free = [1 << 28]
+    monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_bavail=free[-1], f_frsize=1))
+    with closing(disk(tmp_path)) as store:
+        free.append(1 << 40)
+        assert store.save(blocks(range(9))) == 9
+        for room, saved in ((80_000, 0), (1 << 27, 5)):
+            free.append(room)
+            assert store.save(blocks(range(100, 105), used=2.0)) == saved
+            assert held(store, range(100, 105)) == saved
+            assert held(store, range(9)) == 9 - saved
+        assert store.faults.counts == {"the disk is full": 1}

@@ -115,7 +115,8 @@ class _Call(Generic[T]):
         self._error: BaseException | None = None
         self._is_wanted = True
         self._has_begun = False
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # not the condition: Ctrl-C in its `__exit__` would keep it
+        self._changed = threading.Condition(self._lock)
 
     def start(self) -> bool:
         """Begin; False if the machine has no more threads."""
@@ -126,13 +127,13 @@ class _Call(Generic[T]):
         return True
 
     def _run(self) -> None:
-        with self._changed:
+        with self._lock:
             if not self._is_wanted:
                 return
             self._has_begun = True
         try:
             for answer in self._work():
-                with self._changed:
+                with self._lock:
                     self._answers.append(answer)
                     self._changed.notify_all()
                     self._changed.wait_for(
@@ -142,7 +143,7 @@ class _Call(Generic[T]):
                         break
         except BaseException as error:  # of any kind: whoever waits is to have it
             self._error = error
-        with self._changed:
+        with self._lock:
             self.is_done = True
             self._pause.returned(self)
             self._changed.notify_all()
@@ -152,7 +153,7 @@ class _Call(Generic[T]):
 
         Raises what the store raised, though none is to.
         """
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._answers or self.is_done, seconds)
             taken = list(self._answers)
             self._answers.clear()
@@ -163,7 +164,7 @@ class _Call(Generic[T]):
 
     def leave(self, *, is_late: bool) -> None:
         """Nobody wants the rest. is_late: it was waited for, and the store may never answer."""
-        with self._changed:
+        with self._lock:
             self._is_wanted = False
             if is_late and self._has_begun and not self.is_done:
                 self._pause.late(self)

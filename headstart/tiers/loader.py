@@ -74,14 +74,15 @@ class Loader:
         self._nbytes = 0
         self._news = False
         self._closed = False
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # not the condition: Ctrl-C in its `__exit__` would keep it
+        self._changed = threading.Condition(self._lock)
         self._threads: list[threading.Thread] = []
 
     def start(self, names: Sequence[BlockHash], choose: Callable[[int], int]) -> LoadJob:
         """Look for these blocks, and load as many as `choose` says when it is told how many are."""
         job = LoadJob(names, choose)
         self.end_late()
-        with self._changed:
+        with self._lock:
             if self._closed or self._pause.is_on or not self._has_threads():
                 job.done = self._news = True
                 return job
@@ -104,7 +105,7 @@ class Loader:
 
     def end_late(self) -> None:
         """End the jobs that wait for a store that is silent, and those behind them."""
-        with self._changed:
+        with self._lock:
             now = time.monotonic()
             late = [job for job in self._current if job.becomes_late(now)]
             if not late:
@@ -120,7 +121,7 @@ class Loader:
 
     def take(self, job: LoadJob, most: int) -> list[LoadedBlock]:
         """Up to `most` of the blocks that have arrived, in order."""
-        with self._changed:
+        with self._lock:
             taken = [job.arrived.popleft() for _ in range(min(most, len(job.arrived)))]
             if not job.arrived:
                 self._holding.discard(job)
@@ -129,7 +130,7 @@ class Loader:
 
     def cancel(self, job: LoadJob) -> None:
         """Nobody waits for the job any more."""
-        with self._changed:
+        with self._lock:
             job.cancelled = job.done = True
             self._release(job.arrived)
             job.arrived.clear()
@@ -137,7 +138,7 @@ class Loader:
 
     def cancel_all(self) -> None:
         """Nobody waits for any job; whatever an interruption left, no bytes are held."""
-        with self._changed:
+        with self._lock:
             for job in (*self._asked, *self._found, *self._current, *self._holding):
                 job.cancelled = job.done = True
                 job.arrived.clear()
@@ -151,14 +152,14 @@ class Loader:
 
     def wait(self, timeout: float) -> None:
         """Wait until something arrived, or a job is done, since the last call."""
-        with self._changed:
+        with self._lock:
             if not self._news:
                 self._changed.wait_for(lambda: self._news or self._closed, timeout)
             self._news = False
 
     def close(self, timeout: float) -> None:
         """End every job; one whose thread is in the store after that time is late. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             for job in (*self._asked, *self._found, *self._current):
                 job.cancelled = job.done = True
@@ -167,7 +168,7 @@ class Loader:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
-        with self._changed:
+        with self._lock:
             for job in self._current:
                 self._pause.late(job)
 
@@ -176,7 +177,7 @@ class Loader:
     def _run(self, queue: deque[LoadJob], work: Callable[[LoadJob], bool]) -> None:
         """Do the work of one thread for each job of its queue; True says that it goes on."""
         while True:
-            with self._changed:
+            with self._lock:
                 while not queue and not self._closed:
                     self._changed.wait()
                 if not queue:
@@ -189,7 +190,7 @@ class Loader:
                 has_answered = not (goes_on or job.cancelled)
             except BaseException:  # or whoever asks next would wait for ever
                 _LOG.exception("a load failed; what it was for is computed")
-            with self._changed:
+            with self._lock:
                 self._current.discard(job)
                 self._pause.returned(job)
                 job.asked = None
@@ -246,7 +247,7 @@ class Loader:
 
     def _hand_on(self, job: LoadJob, chunk: list[LoadedBlock], nbytes: int) -> bool:
         """Have blocks of so many bytes wait to be taken; False if nobody wants them any more."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(
                 lambda: (
                     job.cancelled or not self._nbytes or self._nbytes + nbytes <= self._max_bytes

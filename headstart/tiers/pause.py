@@ -24,7 +24,8 @@ class Pause:
         self._seconds = 0.0
         self._until = 0.0
         self._late: set[object] = set()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # not the condition: Ctrl-C in its `__exit__` would keep it
+        self._changed = threading.Condition(self._lock)
 
     @property
     def is_on(self) -> bool:
@@ -38,23 +39,23 @@ class Pause:
 
     def late(self, call: object) -> None:
         """Nobody waits for this call any more, and it has not returned."""
-        with self._changed:
+        with self._lock:
             self._late.add(call)
 
     def returned(self, call: object) -> None:
         """This call has returned, whether it was late or not."""
-        with self._changed:
+        with self._lock:
             self._late.discard(call)
             self._changed.notify_all()
 
     def wait_for_late(self) -> None:
         """Wait until every call that was late has returned, however long that takes."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: not self._late)
 
     def failed(self, kind: str, why: object) -> None:
         """The store failed: count and tell it, and leave the store alone from now on."""
-        with self._changed:
+        with self._lock:
             # Calls that failed together count as one failure.
             if time.monotonic() >= self._until:
                 self._seconds = min(2 * self._seconds, _LONGEST) or _FIRST
@@ -64,5 +65,5 @@ class Pause:
 
     def answered(self) -> None:
         """The store answered: the next pause is a short one."""
-        with self._changed:
+        with self._lock:
             self._seconds = 0.0

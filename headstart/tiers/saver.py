@@ -40,7 +40,8 @@ class Saver:
         self._closed = False
         self._rests = False
         self._hurried = 0  # callers that wait for all to be saved
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # not the condition: Ctrl-C in its `__exit__` would keep it
+        self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._process = 0  # that the thread is of
         self._has_gone = False
@@ -52,7 +53,7 @@ class Saver:
     def offer(self, blocks: Sequence[StoredBlock]) -> bool:
         """Queue blocks to be saved; False, and all are dropped, if there is no room."""
         nbytes = sum(memoryview(block.payload).nbytes for block in blocks)
-        with self._changed:
+        with self._lock:
             if not self.has_room(nbytes):
                 self.num_dropped += len(blocks)
                 return False
@@ -63,7 +64,7 @@ class Saver:
 
     def touch(self, names: Sequence[BlockHash]) -> None:
         """Note that blocks of the store were of use."""
-        with self._changed:
+        with self._lock:
             if not self._closed:
                 self._touched.update(dict.fromkeys(names))
                 self._wake()
@@ -71,7 +72,7 @@ class Saver:
     def rest(self, on: bool) -> None:
         """Leave the cores to others for most of the time from now on, or no longer."""
         if on is not self._rests:
-            with self._changed:
+            with self._lock:
                 self._rests = on
                 self._changed.notify_all()
 
@@ -101,7 +102,7 @@ class Saver:
 
     def _work(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 while not (self._blocks or self._touched or self._closed):
                     self._changed.wait()
                 if not (self._blocks or self._touched):
@@ -116,7 +117,7 @@ class Saver:
                     self._store.touch(touched)
             except BaseException:  # or nothing would be saved from now on
                 _LOG.exception("blocks could not be saved")
-            with self._changed:
+            with self._lock:
                 self._nbytes -= sum(memoryview(block.payload).nbytes for block in batch)
                 self._busy = False
                 self._changed.notify_all()
@@ -138,7 +139,7 @@ class Saver:
     def flush(self, timeout: float) -> bool:
         """Wait until all is saved; False if that takes longer than so many seconds."""
         until = time.monotonic() + timeout
-        with self._changed:
+        with self._lock:
             self._hurried += 1
             self._changed.notify_all()
             try:
@@ -153,7 +154,7 @@ class Saver:
 
     def drop(self, timeout: float) -> bool:
         """Forget what is queued, and wait for what is being saved; False if that takes longer."""
-        with self._changed:
+        with self._lock:
             self._forget_queued()
             return self._changed.wait_for(lambda: not self._busy, timeout)
 
@@ -166,7 +167,7 @@ class Saver:
         """Save what is queued, for so many seconds at the most; then take no more. Idempotent."""
         until = time.monotonic() + timeout
         self.flush(timeout)
-        with self._changed:
+        with self._lock:
             self._closed = True
             self.num_dropped += len(self._blocks)
             self._forget_queued()

@@ -5,7 +5,8 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 
 import pytest
 
@@ -20,6 +21,7 @@ from headstart.tiers import (
     Saver,
     StoredBlock,
 )
+from tests.interruptions import Interrupted, Interruption
 from tests.tiers.stores import MODEL, block, blocks, name, names, payload
 
 FOREVER = 20.0  # seconds that nothing here takes
@@ -293,3 +295,41 @@ def test_a_process_that_was_forked_waits_for_no_saver(monkeypatch: pytest.Monkey
             patch.setattr("headstart.tiers.saver.os.getpid", lambda: 0)
             assert not saver.flush(10 * FOREVER)
         gate.opened.set()
+
+
+def test_an_interruption_within_python_s_conditions_leaves_no_lock_held() -> None:
+    """Their `__exit__` is Python, where Ctrl-C may come before the lock is given back. The threads
+    of stores then waited for whoever was interrupted, and closing waited for them in vain.
+    """
+    for at in count():
+        saver = Saver(store := Store(), 1 << 20)
+        loader = Loader(store, 1 << 20, lambda blocks: FOREVER, Pause(Faults("a test")))
+        saver.offer(blocks(range(3)))  # their threads run: starting one has locks of its own
+        loader.start(names(range(9)), everything)
+        with suppress(Interrupted), Interruption(at, Interrupted(), threading) as interruption:
+            saver.offer(blocks(range(3)))
+            saver.touch(names(range(2)))
+            saver.rest(False)
+            job = loader.start(names(range(9)), everything)
+            loader.take(job, 9)
+            loader.cancel(job)
+        for part in (saver, loader):
+            assert _is_free(part._changed), at
+            part.close(FOREVER)
+        if not interruption.raised:
+            break
+
+
+def _is_free(lock: threading.Condition) -> bool:
+    """True if another thread can have the lock."""
+    found = []
+
+    def take() -> None:
+        found.append(lock.acquire(timeout=FOREVER))
+        if found[0]:
+            lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return found[0]

@@ -1,6 +1,7 @@
 """`headstart cache` as a person uses it, over a folder that an engine has filled."""
 
 import os
+import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +13,7 @@ from headstart import SamplingParams
 from headstart.cache import BlockHash
 from headstart.cli.main import main
 from headstart.tiers import DiskStore, ModelRecord, StoredBlock, transfer
+from headstart.tiers.index import DiskIndex
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 TEXT = list(range(3, 83))
@@ -67,6 +69,23 @@ def test_what_is_dropped_is_computed_again(cache: Cache, model: Path, folder: Pa
     assert hits(model, folder) in ([80, 16], [96, 0])  # the end of one prompt or of the other
     assert cache("drop", "--all").output == "7 blocks dropped\n"
     assert hits(model, folder) == [0, 0]
+
+
+def test_what_a_full_disk_keeps_from_being_dropped_is_told(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said that 0 blocks were dropped, and ended well."""
+
+    def fail(*_: object) -> None:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    with monkeypatch.context() as patch:
+        for method in ("remove", "move"):
+            patch.setattr(DiskIndex, method, fail)
+        assert "not all was dropped" in cache("drop", "--all", status=2).stderr
+    assert "0 blocks" not in cache("drop", "--all").output
 
 
 def test_a_name_that_nothing_has_is_an_error_before_any_work(cache: Cache) -> None:

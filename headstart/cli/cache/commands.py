@@ -20,6 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from headstart.cache import BlockHash
 from headstart.cli.cache.keeping import shorten_home
 from headstart.cli.cache.listing import NAME_DIGITS, in_order, show_models, show_prefixes
 from headstart.cli.help import OrderedGroup
@@ -110,7 +111,12 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
             with closing(DiskStore(path, record, _most(path))) as store:
                 found = _all_of(path, state)
                 found = _chosen(found, wanted) if names else found
-                dropped += store.remove([block.name for one in found for block in one.all_blocks()])
+                dropped += store.remove(gone := _names_of(found))
+            if set(gone) & set(_names_of(_all_of(path, state))):
+                raise CacheError(
+                    f"not all was dropped: {path} cannot be changed now; if its disk is full, "
+                    "remove the folder"
+                )
         click.echo(f"{dropped:,} blocks dropped")
 
 
@@ -232,6 +238,11 @@ def _require_one(name: str, found: Sequence[str]) -> None:
 def _all_of(path: Path, state: ModelState) -> list[KeptPrefix]:
     with closing(reopen(path, None).connection) as index:
         return read_prefixes(index, state.model.id)
+
+
+def _names_of(prefixes: Sequence[KeptPrefix]) -> list[BlockHash]:
+    """The names of all their blocks."""
+    return [block.name for one in prefixes for block in one.all_blocks()]
 
 
 def _chosen(prefixes: Sequence[KeptPrefix], names: Sequence[str]) -> list[KeptPrefix]:

@@ -81,6 +81,12 @@ def over_http(session: aiohttp.ClientSession, url: str) -> Stream:
     return stream
 
 
+async def connect(session: aiohttp.ClientSession, url: str) -> None:
+    """Open a connection, which is then kept, as clients keep theirs."""
+    async with session.get(f"{url}/health") as response:
+        await response.read()
+
+
 def ask_server(url: str, load: str, clients: int, vocab: int, seed: str) -> Timing:
     """A load over HTTP."""
 
@@ -88,6 +94,7 @@ def ask_server(url: str, load: str, clients: int, vocab: int, seed: str) -> Timi
         limit = aiohttp.ClientTimeout(total=600)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=limit, connector=connector) as session:
+            await asyncio.gather(*(connect(session, url) for _ in range(clients)))
             return await run_load(over_http(session, url), load, clients, vocab, seed)
 
     return asyncio.run(ask())

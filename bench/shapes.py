@@ -49,6 +49,16 @@ SHAPES: dict[str, PreTrainedConfig] = {
         max_position_embeddings=32_768,
         tie_word_embeddings=True,
     ),
+    "smollm2-135m": LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    ),
     "small-llama": LlamaConfig(
         vocab_size=32_000,
         hidden_size=256,

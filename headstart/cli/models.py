@@ -14,6 +14,7 @@ from rich.cells import cell_len
 from headstart.cli.opening import ending_at_once
 from headstart.cli.options import NOTES
 from headstart.cli.progress import show_bytes
+from headstart.cli.quantize import quantize
 from headstart.cli.streams import as_typed, note
 from headstart.errors import ModelError, ModelNotFoundError
 from headstart.models.files import BUILT_IN, check_files, download_model, find_folder
@@ -27,10 +28,10 @@ class _Row(NamedTuple):
     remark: str
 
 
-@click.group(invoke_without_command=True, short_help="List, pull and remove models.")
+@click.group(invoke_without_command=True, short_help="List, pull, remove and quantise models.")
 @click.pass_context
 def models(context: click.Context) -> None:
-    """List the models that are on this machine; pull and remove them."""
+    """List the models that are on this machine; pull, remove and quantise them."""
     if context.invoked_subcommand is None:
         _print_rows(_rows())
 
@@ -47,6 +48,9 @@ def pull(name: str) -> None:
         folder = download_model(name)
     check_files(folder)
     note(f"{name}: {show_bytes(_weigh(folder))} in {folder}")
+
+
+models.add_command(quantize)
 
 
 @models.command()

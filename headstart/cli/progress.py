@@ -112,6 +112,18 @@ def reading_line(progress: PromptProgress, elapsed: float) -> str:
     return f"{line}; about {_roughly(elapsed / (read - cached) * (total - read))} to go"
 
 
+def quantizing_line(done: int, layers: int, elapsed: float) -> str:
+    """How far a model is quantised, and how long the rest takes at the rate so far.
+
+    >>> quantizing_line(0, 30, 1.0), quantizing_line(10, 30, 20.0)
+    ('quantising 30 layers', 'quantised 10 of 30 layers; about 40 s to go')
+    """
+    if not done:
+        return f"quantising {layers} layers"
+    left = _roughly(elapsed / done * (layers - done))
+    return f"quantised {done} of {layers} layers; about {left} to go"
+
+
 def describe_blank(elapsed: float) -> str:
     """For `waiting`: a reply begins with spaces and empty lines."""
     return f"the reply is empty so far: {duration(elapsed)}"

@@ -37,7 +37,7 @@ from headstart.models.prequantised.checkpoint import PrequantisedCheckpoint
 from headstart.models.prequantised.scheme import Scheme, read_scheme
 from headstart.native import advise, library
 
-__all__ = ["load_dense"]
+__all__ = ["check_tensors", "describe_decoder", "load_dense"]
 
 # Buffers of old versions, which are computed from the configuration.
 _COMPUTED = re.compile(r".*rotary_emb\.inv_freq")
@@ -60,12 +60,12 @@ def load_dense(
     that are written to meanwhile, and `OutOfMemoryError`.
     """
     files = stamp_files(folder)
-    about, kept = _describe(folder)
+    about, kept = describe_decoder(folder)
     scheme = read_scheme(read_json(folder / "config.json"))
     with _opened(folder, scheme) as checkpoint:
         outline = Outline()
         DenseModules(about.shape, outline)
-        _check_tensors(checkpoint, outline, about.shape.tied)
+        check_tensors(checkpoint, outline, about.shape.tied)
         held = set(checkpoint.dtypes(n for n, shape in outline.shapes.items() if len(shape) == 2))
         kept = kept or checkpoint.dtypes(outline.shapes)[0]
         if scheme is not None and kept == torch.float16 and device.type == "cpu":
@@ -126,7 +126,7 @@ def _quantised_reader(
     return None
 
 
-def _describe(folder: Path) -> tuple[Description, torch.dtype | None]:
+def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
     """What the files say of the decoder, and the dtype of its weights, if they say that."""
     content = read_json(folder / "config.json")
     kind = content.get("model_type")
@@ -164,7 +164,7 @@ def _eos_token_ids(folder: Path, config: DenseConfig) -> frozenset[int]:
     return frozenset(map(int, [found] if isinstance(found, int) else found))
 
 
-def _check_tensors(checkpoint: Tensors, outline: Outline, tied: bool) -> None:
+def check_tensors(checkpoint: Tensors, outline: Outline, tied: bool) -> None:
     """Raise `OtherKind` unless the checkpoint holds the tensors of the outline and no others."""
     held, needed = checkpoint.shapes, outline.shapes
     checkpoint.dtypes(held.keys() & needed.keys())

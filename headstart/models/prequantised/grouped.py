@@ -14,7 +14,7 @@ Scales are `[groups, outputs]` in the first two, `[outputs, groups]` in the thir
 zero points are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,6 +49,17 @@ class Grouped(NamedTuple):
     def weight(self) -> Tensor:
         """The weight in float32."""
         return (self.values - self.zeros[:, self.groups]).mul_(self.steps[:, self.groups])
+
+    def split(self, outputs: Sequence[int]) -> list["Grouped"]:
+        """The weights of so many outputs each."""
+        sizes = list(outputs)
+        values, steps, zeros = (
+            torch.split(part, sizes) for part in (self.values, self.steps, self.zeros)
+        )
+        return [
+            self._replace(values=one, steps=step, zeros=zero)
+            for one, step, zero in zip(values, steps, zeros, strict=True)
+        ]
 
     def describe(self) -> str:
         """Its bits and groups."""

@@ -1,0 +1,62 @@
+"""`headstart models quantize`: a checkpoint of floats is written again, in 4 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from headstart.cli.opening import ending_at_once
+from headstart.cli.options import resolve_model
+from headstart.cli.progress import quantizing_line, show_bytes, waiting
+from headstart.cli.reply_metrics import duration
+from headstart.cli.streams import as_typed, note
+from headstart.imports import load_module
+
+__all__ = ["quantize"]
+
+
+@click.command(short_help="Write a model in 4 bits, calibrated on a text.")
+@click.argument("model")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option(
+    "--weights",
+    type=click.Choice(["int4"]),
+    default="int4",
+    show_default=True,
+    help="The kind of weights that are written.",
+)
+@click.option(
+    "--text",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Text like what the model will read; default: the topics of Python's help().",
+)
+def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
+    """Write MODEL's weights in 4 bits into the new FOLDER, so that they lose little.
+
+    What its layers are given for a text decides how each weight is rounded (GPTQ, AWQ). The folder
+    is a checkpoint of compressed-tensors, which vLLM and transformers load, too. It takes minutes,
+    once.
+    """
+    target = Path(as_typed(str(folder)))
+    file = None if text is None else Path(as_typed(str(text))).expanduser()
+    # Its modules bring torch, which the other commands for models do without.
+    work = load_module("headstart.models.gptq")
+    source = resolve_model(as_typed(model))
+    with ending_at_once():
+        plan = work.plan_quantizing(source, target, file)
+    done = 0
+
+    def progress(layers: int) -> None:
+        nonlocal done
+        done = layers
+
+    with waiting(lambda elapsed: quantizing_line(done, plan.layers, elapsed)):
+        written = work.quantize(plan, progress)
+    sizes = f"{show_bytes(written.after)} of weights, {show_bytes(written.before)} before"
+    note(
+        f"{plan.target}: {sizes}, in {duration(written.seconds)}, calibrated on "
+        f"{plan.tokens.numel():,} tokens of {plan.text}"
+    )
+    note(f'headstart run --model {target} "..."')

@@ -1,0 +1,173 @@
+"""GPTQ: rounds a weight input by input, and lets later inputs make up for what was lost.
+
+Frantar et al. 2022, https://arxiv.org/abs/2210.17323. An output is a sum over inputs, so what one
+element loses others can partly undo, where their inputs are alike. How alike they are is told by
+`products`, the mean of x x^T over the rows x of a text. The inputs are rounded in their order; the
+error of each is spread over all that follow, by the Cholesky factor of the inverse of `products`.
+A group's grid is chosen when its first input is reached, for the elements as they then are. At the
+end the steps of an output's groups are fitted together by least squares, with the values as found.
+
+Rows of a quantised model differ from those of the float model. `shifts`, the mean of (y - x) x^T
+for rows y of the float model, moves the weight towards one that gives for x what the weight gives
+for y, as GPTAQ does (Li et al. 2025, https://arxiv.org/abs/2504.02692).
+
+Of a weight `[outputs, inputs]` all of it costs some 3 * inputs^2 * outputs multiplications.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headstart.models.linear.int4 import GROUP
+from headstart.models.prequantised.grouped import Grouped
+
+__all__ = ["Rows", "round_weight"]
+
+BITS = 4
+_MOST = (1 << BITS) - 1
+_BLOCK = 4 * GROUP  # inputs whose errors reach the inputs behind them in one product
+_DAMPING = 0.05  # of the mean of an input's square; without it a short text is learnt by heart
+_SHIFT = 0.5  # of the way to what the float model gives; more learns the text by heart
+_OUTPUTS = 256  # whose steps are fitted at once
+_NONE = 1e-12  # instead of zero
+_SPANS = (1.0, 1.1, 0.9)  # of a grid, in units of the way from smallest to largest
+
+
+class _Grid(NamedTuple):
+    """Steps and zero points, each `[outputs]`."""
+
+    steps: Tensor
+    zeros: Tensor
+
+    def values(self, elements: Tensor) -> Tensor:
+        """The nearest values of elements `[..., outputs]`."""
+        return (elements / self.steps).add_(self.zeros).round_().clamp_(0, _MOST)
+
+    def elements(self, values: Tensor) -> Tensor:
+        """What values `[..., outputs]` stand for."""
+        return (values - self.zeros).mul_(self.steps)
+
+
+class Rows(NamedTuple):
+    """What is known of a layer's inputs, each float32 `[inputs, inputs]`."""
+
+    products: Tensor
+    shifts: Tensor | None = None
+
+    @classmethod
+    def of(cls, rows: Tensor, by_float: Tensor) -> "Rows":
+        """Of rows `[rows, inputs]` of the quantised model, and those of the float model."""
+        return cls(rows.T @ rows / len(rows), (by_float - rows).T @ rows / len(rows))
+
+
+def round_weight(weight: Tensor, rows: Rows, kept: torch.dtype) -> Grouped:
+    """The weight float32 `[outputs, inputs]` in 4 bits; steps are numbers of the dtype `kept`."""
+    inputs = weight.shape[1]
+    assert inputs % GROUP == 0
+    products = _damped(rows.products)
+    root = torch.linalg.cholesky(products)
+    wanted = weight.T.clone(memory_format=torch.contiguous_format)  # [inputs, outputs]
+    if rows.shifts is not None:
+        wanted += _SHIFT * torch.cholesky_solve(rows.shifts.T @ wanted, root)
+    factor = torch.linalg.cholesky(torch.cholesky_inverse(root), upper=True)
+    values, grids = _spread_errors(wanted.clone(), factor, rows.products.diagonal(), kept)
+    steps, zeros = (torch.stack(parts) for parts in zip(*grids, strict=True))  # [groups, outputs]
+    parts = (torch.split(one, _OUTPUTS, dim=1) for one in (wanted, values, steps, zeros))
+    fitted = [_fit_steps(products, *part) for part in zip(*parts, strict=True)]
+    steps = torch.cat(fitted, dim=1).clamp_(*_limits(kept)).to(kept).float()
+    return Grouped(
+        values=values.T.contiguous(),
+        steps=steps.T.contiguous(),
+        zeros=zeros.T.contiguous(),
+        groups=torch.arange(inputs) // GROUP,
+        bits=BITS,
+    )
+
+
+def _damped(products: Tensor) -> Tensor:
+    damped = products.clone()
+    sizes = damped.diagonal()
+    mean = float(sizes.mean())
+    sizes.add_(_DAMPING * mean if mean > 0 else 1.0)
+    return damped
+
+
+def _spread_errors(
+    rest: Tensor, factor: Tensor, sizes: Tensor, kept: torch.dtype
+) -> tuple[Tensor, list[_Grid]]:
+    """Values uint8 `[inputs, outputs]`, and a grid for each group.
+
+    rest: the weight `[inputs, outputs]`, which is changed. factor: the upper Cholesky factor of the
+    inverse of the products. sizes: their diagonal.
+    """
+    inputs = len(rest)
+    values = torch.empty_like(rest, dtype=torch.uint8)
+    grids: list[_Grid] = []
+    for first in range(0, inputs, _BLOCK):
+        last = min(inputs, first + _BLOCK)
+        block, errors = rest[first:last], torch.empty_like(rest[first:last])
+        for at in range(first, last):
+            row = block[at - first]
+            if at % GROUP == 0:
+                group = slice(at - first, at - first + GROUP)
+                grids.append(_choose_grid(block[group], sizes[at : at + GROUP], kept))
+            found = grids[-1].values(row)
+            values[at] = found
+            error = row.sub_(grids[-1].elements(found)).div_(factor[at, at])
+            errors[at - first] = error
+            block[at - first + 1 :].addr_(factor[at, at + 1 : last], error, alpha=-1)
+        rest[last:].addmm_(factor[first:last, last:].T, errors, alpha=-1)
+    return values, grids
+
+
+def _fit_steps(
+    products: Tensor, wanted: Tensor, values: Tensor, steps: Tensor, zeros: Tensor
+) -> Tensor:
+    """The steps `[groups, outputs]` with which these values give the wanted outputs best.
+
+    An output's steps solve a system of as many equations as there are groups. A step that would be
+    less than half of what it was, or more than twice, stays: so much only noise can ask for.
+    """
+    count, outputs = steps.shape
+    units = values.reshape(count, GROUP, outputs) - zeros.unsqueeze(1)
+    system = units.new_empty(outputs, count, count)
+    for group in range(count):
+        columns = products[:, group * GROUP : (group + 1) * GROUP]
+        seen = (columns @ units[group]).view_as(units).mul_(units)
+        system[:, :, group] = seen.sum(dim=1).T
+    sizes = system.diagonal(dim1=1, dim2=2)
+    sizes += 1e-6 * sizes.mean(dim=1, keepdim=True) + _NONE
+    sides = (products @ wanted).view_as(units).mul_(units).sum(dim=1).T
+    found = torch.linalg.solve(system, sides).T
+    return torch.where((found > steps / 2) & (found < steps * 2), found, steps)
+
+
+def _limits(kept: torch.dtype) -> tuple[float, float]:
+    """The least and the largest step."""
+    about = torch.finfo(kept)
+    return about.smallest_normal, about.max
+
+
+def _choose_grid(elements: Tensor, sizes: Tensor, kept: torch.dtype) -> _Grid:
+    """Of a few grids for elements `[group, outputs]` the one that loses least.
+
+    A grid holds zero, and is wider or narrower than the elements: a wider one leaves room for
+    errors that are spread into it.
+    """
+    low, high = elements.amin(dim=0).clamp_max_(0), elements.amax(dim=0).clamp_min_(0)
+    least, best = None, None
+    for span in _SPANS:
+        steps = ((high - low) * (span / _MOST)).clamp_(*_limits(kept)).to(kept).float()
+        begin = low - (high - low) * ((span - 1) / 2)
+        grid = _Grid(steps, (-begin / steps).round_().clamp_(0, _MOST))
+        lost = grid.elements(grid.values(elements)).sub_(elements).square_()
+        loss = lost.mul_(sizes.unsqueeze(1)).sum(dim=0)
+        if least is None or best is None:
+            least, best = loss, grid
+            continue
+        better = loss < least
+        least = torch.where(better, loss, least)
+        best = _Grid(*(torch.where(better, *pair) for pair in zip(grid, best, strict=True)))
+    assert best is not None
+    return best

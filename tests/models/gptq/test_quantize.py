@@ -1,0 +1,187 @@
+"""Checkpoints that are written in 4 bits: what loads them, and what of bad input is told."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from headstart import LLM, SamplingParams
+from headstart.cli.main import main
+from headstart.errors import ConfigError, ModelError, ModelNotFoundError, UnsupportedModelError
+from headstart.models.gptq import folder as folders
+from headstart.models.gptq import plan_quantizing, quantize
+from headstart.models.linear import QuantizedLinear
+from headstart.models.loader import load_model
+from tests.models.gptq.small import FAMILY_NAMES, TEXT, save_small
+from tests.models.paged import Paged
+from tests.tiny_tokenizers import TINY_TOKENIZERS
+
+pytest.importorskip("compressed_tensors")
+
+TOKENS = torch.tensor(TINY_TOKENIZERS["byte_level"]().encode(TEXT)[:60])
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+def logits(folder: Path, **options: Any) -> torch.Tensor:
+    """Of all tokens, in headstart."""
+    model = load_model(folder, "float32", **options)
+    assert model.fallback_reason is None
+    kinds = [one.kind for one in model.module.modules() if isinstance(one, QuantizedLinear)]
+    assert set(kinds) - {"int8"} == {"int4"}  # the head's
+    paged = Paged(model)
+    sequence = paged.add(TOKENS.tolist())
+    paged.step([(sequence, len(TOKENS))])
+    return torch.stack(sequence.logits)
+
+
+def loaded_by_transformers(folder: Path) -> Any:
+    """In floats: in 4 bits the library expects zero points unlike those that it writes itself."""
+    floats = CompressedTensorsConfig(dequantize=True)
+    given: Any = {"quantization_config": floats, "dtype": torch.float32}
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of two configurations
+        return AutoModelForCausalLM.from_pretrained(folder, **given).eval()
+
+
+def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama", torch.float32), *((name, torch.bfloat16) for name in FAMILY_NAMES)],
+)
+@torch.no_grad()
+def test_transformers_and_headstart_read_the_same_model(
+    name: str, dtype: torch.dtype, text: Path, tmp_path: Path
+) -> None:
+    original = save_small(tmp_path / "float", name, dtype)
+    quantize(plan_quantizing(tmp_path / "float", tmp_path / "small", text))
+    theirs = loaded_by_transformers(tmp_path / "small")
+    expected = theirs(TOKENS[None]).logits[0]
+    assert apart(logits(tmp_path / "small"), expected) < 0.03  # rows are rounded to 8 bits
+    by_float = original(TOKENS[None]).logits[0]
+    plain = logits(tmp_path / "float", weights="int4")  # without a text
+    assert 0.01 < apart(expected, by_float) < 0.9 * apart(plain, by_float)
+
+
+def test_an_llm_answers_from_files_of_several_shards(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "_SHARD", 60_000)
+    save_small(tmp_path / "float")
+    told: list[int] = []
+    quantize(plan_quantizing(tmp_path / "float", tmp_path / "small", text), told.append)
+    assert told == [1, 2]
+    shards = sorted(path.name for path in (tmp_path / "small").glob("*.safetensors"))
+    assert len(shards) > 2 and shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
+    with torch.no_grad():
+        expected = loaded_by_transformers(tmp_path / "small")(TOKENS[None]).logits[0]
+    llm = LLM(tmp_path / "small", dtype="float32", num_blocks=24, block_size=8, num_threads=1)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    [answer] = llm.generate({"prompt_token_ids": TOKENS.tolist()}, params, use_tqdm=False)
+    [chosen] = answer.outputs[0].token_ids
+    assert expected[-1, chosen] >= expected[-1].max() - 0.1 * expected[-1].std()
+    llm.close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_nothing_stays_of_what_is_interrupted(
+    error: type[BaseException], text: Path, tmp_path: Path
+) -> None:
+    save_small(tmp_path / "float")
+    before = sorted(tmp_path.iterdir())
+    plan = plan_quantizing(tmp_path / "float", tmp_path / "small", text)
+
+    def interrupt(layers: int) -> None:
+        assert sorted(tmp_path.iterdir()) != before
+        raise error
+
+    with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else ModelError):
+        quantize(plan, interrupt)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_command_says_what_it_wrote_and_how_to_use_it(text: Path, tmp_path: Path) -> None:
+    save_small(tmp_path / "float")
+    target = tmp_path / "small"
+    called = ["models", "quantize", str(tmp_path / "float"), str(target), "--text", str(text)]
+    result = CliRunner().invoke(main, called)
+    assert result.exit_code == 0, result.stderr
+    told = " ".join(result.stderr.split())
+    assert f"headstart run --model {target}" in told and f"tokens of {text}" in told
+    again = CliRunner().invoke(main, called)
+    assert again.exit_code == 2 and "is there already" in again.stderr
+
+
+def test_bad_input_is_told_before_any_work(text: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "float", tmp_path / "small"
+    save_small(source)
+    with pytest.raises(ModelNotFoundError):
+        plan_quantizing(tmp_path / "nowhere", target, text)
+    with pytest.raises(ConfigError, match="is there already"):
+        plan_quantizing(source, source, text)
+    with pytest.raises(ConfigError, match="nowhere is not there"):
+        plan_quantizing(source, tmp_path / "nowhere" / "small", text)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        plan_quantizing(source, target, tmp_path / "nothing.txt")
+    short = tmp_path / "short.txt"
+    for content in (b"", b"a few words"):
+        short.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"short.txt has \d+ tokens; allowed: 2,048"):
+            plan_quantizing(source, target, short)
+    short.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        plan_quantizing(source, target, short)
+    quantize(plan_quantizing(source, target, text))
+    with pytest.raises(UnsupportedModelError, match="quantised already, as 'compressed-tensors'"):
+        plan_quantizing(target, tmp_path / "smaller", text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "opt"}, "model_type 'opt' is not one of llama"),
+        ({"intermediate_size": 128}, "has the shape"),
+        ({"hidden_act": "relu"}, "its activation is relu"),
+    ],
+)
+def test_other_models_are_refused(
+    changes: dict[str, Any], reason: str, text: Path, tmp_path: Path
+) -> None:
+    save_small(tmp_path / "float")
+    file = tmp_path / "float" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(UnsupportedModelError, match=reason):
+        plan_quantizing(tmp_path / "float", tmp_path / "small", text)
+
+
+def test_layers_that_no_groups_fit_are_refused(text: Path, tmp_path: Path) -> None:
+    save_small(tmp_path / "float", intermediate_size=80)
+    with pytest.raises(
+        UnsupportedModelError, match="layers of 80 inputs; allowed: multiples of 32"
+    ):
+        plan_quantizing(tmp_path / "float", tmp_path / "small", text)
+
+
+def test_a_model_without_a_tokenizer_is_refused(text: Path, tmp_path: Path) -> None:
+    save_small(tmp_path / "float")
+    for file in (tmp_path / "float").glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        plan_quantizing(tmp_path / "float", tmp_path / "small", text)
+
+
+def test_the_default_text_comes_with_python(tmp_path: Path) -> None:
+    save_small(tmp_path / "float")
+    plan = plan_quantizing(tmp_path / "float", tmp_path / "small")
+    assert plan.text == "Python's help topics" and plan.tokens.numel() >= 8000

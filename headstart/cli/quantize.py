@@ -36,8 +36,8 @@ def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
     """Write MODEL's weights in 4 bits into the new FOLDER, so that they lose little.
 
     What its layers are given for a text decides how each weight is rounded (GPTQ, AWQ). The folder
-    is a checkpoint of compressed-tensors, which vLLM and transformers load, too. It takes minutes,
-    once.
+    is a checkpoint of compressed-tensors, a format that vLLM and transformers read. It takes
+    minutes, once.
     """
     target = Path(as_typed(str(folder)))
     file = None if text is None else Path(as_typed(str(text))).expanduser()

@@ -2,7 +2,7 @@
 
 Weights `[outputs, inputs]` of 4 bits are "pack-quantized": `weight_packed` int32 `[outputs,
 inputs / 8]`, `weight_scale` `[outputs, groups]`, `weight_zero_point` int32 `[outputs / 8, groups]`,
-of a word the lowest 4 bits first. So transformers and vLLM load them, too.
+of a word the lowest 4 bits first.
 """
 
 import json

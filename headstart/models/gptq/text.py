@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.errors import ConfigError
+from headstart.models.silence_transformers import silence_transformers
 
 __all__ = ["cut_windows", "describe_text", "read_text"]
 
@@ -50,18 +51,15 @@ def cut_windows(text: str, told: str, tokenizer: PreTrainedTokenizerBase, longes
     Each begins with the token that the tokenizer puts before a text, if any. longest: tokens of the
     model's context. Raises `ConfigError` for a text of fewer than 2,048 tokens.
     """
-    lead = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
-    length = min(LENGTH, longest) - len(lead)
-    tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
+    with silence_transformers():  # it warns of texts that are longer than the context
+        lead = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
+        tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
+    length = max(1, min(LENGTH, longest) - len(lead))
     least = _LEAST * LENGTH
     if len(tokens) < least:
         raise ConfigError(f"{told} has {len(tokens):,} tokens; allowed: {least:,} and more")
     whole = len(tokens) // length
     count = min(whole, _MOST * LENGTH // length)
     starts = [at * whole // count * length for at in range(count)]
-    return torch.stack(
-        [
-            torch.cat((torch.tensor(lead, dtype=torch.int64), tokens[at : at + length]))
-            for at in starts
-        ]
-    )
+    cut = torch.stack([tokens[at : at + length] for at in starts])
+    return torch.cat((torch.tensor(lead, dtype=torch.int64).expand(count, -1), cut), dim=1)

@@ -13,7 +13,7 @@ from headstart.models.silence_transformers import silence_transformers
 __all__ = ["cut_windows", "describe_text", "read_text"]
 
 LENGTH = 512  # tokens of a window
-_MOST = 16  # windows
+_MOST = 32  # windows
 _LEAST = 4
 _CHARACTERS = 4_000_000
 
@@ -46,7 +46,7 @@ def read_text(file: Path | None) -> str:
 
 
 def cut_windows(text: str, told: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> Tensor:
-    """Windows int64 `[windows, tokens]` from all over the text, at most 16 of 512 tokens.
+    """Windows int64 `[windows, tokens]` from all over the text, at most 32 of 512 tokens.
 
     Each begins with the token that the tokenizer puts before a text, if any. longest: tokens of the
     model's context. Raises `ConfigError` for a text of fewer than 2,048 tokens.

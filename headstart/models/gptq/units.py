@@ -28,6 +28,7 @@ __all__ = ["apply_units"]
 
 _BY_INPUT = 0.4  # the power of an input's mean size
 _BY_COLUMN = 0.75  # of the size of its column of the weight
+_MOST = 16.0
 _NONE = 1e-20  # instead of zero
 _TINY = 1e-6  # of the largest: what is never seen has a unit all the same
 
@@ -37,10 +38,9 @@ def apply_units(
 ) -> dict[str, Tensor]:
     """Divide inputs and multiply columns, in place; the layer's outputs stay the same.
 
-    Returns what the inputs are divided by, by the names that `sizes` has.
-
     sizes: the mean of |x| of the inputs of each linear layer. kept: the dtype that norms have in
-    the file; units are such that these round to nothing else.
+    the file; units are such that these round to nothing else. Returns what the inputs were divided
+    by, by the names that `sizes` has.
     """
     order = stages(shape)
     if shape.norms == "before":
@@ -70,13 +70,16 @@ def apply_units(
 
 
 def _units(sizes: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
-    """Units `[inputs]` around 1, for layers with one input."""
+    """Units `[inputs]` around 1, for layers with one input.
+
+    Their range is limited: what is divided by them must stay a number of float16.
+    """
     weights = [
         one.weight / one.weight.abs().amax(dim=1, keepdim=True).clamp_min(_NONE) for one in layers
     ]
     columns = torch.cat(weights).square_().mean(dim=0).sqrt_()
-    units = _some(sizes).pow_(_BY_INPUT) / _some(columns).pow_(_BY_COLUMN)
-    return units.div_((units.min() * units.max()).sqrt_())
+    units = _some(sizes).log_() * _BY_INPUT - _some(columns).log_() * _BY_COLUMN
+    return (units - units.mean()).exp_().clamp_(1 / _MOST, _MOST)
 
 
 def _some(sizes: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ def test_windows_are_from_all_over_a_text() -> None:
     text = " ".join(f"{number} and {number * number}" for number in range(3000))
     every = torch.tensor(tokenizer.encode(text)).unfold(0, 512, 512)
     windows = cut_windows(text, "it", tokenizer, 100_000)
-    assert windows.shape == (16, 512) and len(every) > 40
+    assert windows.shape == (32, 512) and len(every) > 40
     places = [int((every == window).all(dim=1).nonzero()) for window in windows]
     assert places == sorted(set(places))
     assert places[0] == 0 and places[-1] > 0.9 * len(every)
@@ -25,7 +25,7 @@ def test_windows_are_from_all_over_a_text() -> None:
 def test_a_short_context_has_more_windows() -> None:
     tokenizer = TINY_TOKENIZERS["byte_level"]()
     assert cut_windows(TEXT, "it", tokenizer, 100).shape[1] == 100
-    assert cut_windows(TEXT * 4, "it", tokenizer, 128).shape == (64, 128)
+    assert cut_windows(TEXT * 8, "it", tokenizer, 128).shape == (128, 128)
 
 
 def test_each_window_begins_as_a_text_does() -> None:
@@ -36,6 +36,6 @@ def test_each_window_begins_as_a_text_does() -> None:
         single=f"{BEGIN} $A", special_tokens=[(BEGIN, begin)]
     )
     with_begin = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BEGIN)
-    windows = cut_windows(TEXT * 4, "it", with_begin, 256)
+    windows = cut_windows(TEXT * 8, "it", with_begin, 256)
     assert windows.shape[1] == 256 and (windows[:, 0] == begin).all()
     assert not (windows[:, 1:] == begin).any()

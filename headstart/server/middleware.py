@@ -24,8 +24,9 @@ __all__ = ["Frontdoor"]
 # Without a key: probes, the API's description, and the page, which asks for a key itself; all are
 # the same for everybody.
 _OPEN = re.compile(r"/|/health|/ready|/docs|/openapi\.json|/page/.*", re.DOTALL)
-# Across tenants: what shows or changes more than the asker's own.
-_FOR_ADMINS = re.compile(r"/metrics|/cache(?!/(advice|explain|prewarm)$)(/.*)?", re.DOTALL)
+# Across tenants: what shows or changes more than the asker's own. Whatever follows: routes take a
+# path that ends in a line feed for the path without it.
+_FOR_ADMINS = re.compile(r"/(metrics|cache)(?!/(advice|explain|prewarm)\Z).*", re.DOTALL)
 _JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 _NAME = re.compile(rb"[\w.-]{1,128}", re.ASCII)
 _TRACE = (b"traceparent", b"tracestate")  # W3C's trace context

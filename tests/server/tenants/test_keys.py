@@ -274,6 +274,13 @@ def test_paths_without_a_key_and_those_for_administrators(
         assert told.status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/cache%0A", "/metrics%0A", "/cache/reset%0A", "/cache/live%0A"])
+def test_a_line_feed_behind_a_path_opens_nothing(server: Running, key: str, path: str) -> None:
+    """Routes end in `$`, which matches before it, too: every tenant read the prompts of all."""
+    told = httpx.get(server.url + path, headers={"x-api-key": key})
+    assert told.status_code == 403 and told.json()["error"]["type"] == "permission_error"
+
+
 def test_changes_are_seen_without_a_restart(server: Running, kept: KeyFolder) -> None:
     key = kept.add("bob")
     assert ask(server, **{"x-api-key": key}).status_code == 200

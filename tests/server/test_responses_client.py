@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -240,6 +241,10 @@ def test_the_store_keeps_what_fits() -> None:
     assert store.remove("d", "x") and len(store) == 0 == store.num_bytes
 
 
+DEEP: dict[str, Any] = functools.reduce(lambda inner, _: {"a": inner}, range(400), {})
+TOOL = {"type": "function", "name": "f"}
+
+
 @pytest.mark.parametrize(
     ("change", "status", "says"),
     [
@@ -255,6 +260,7 @@ def test_the_store_keeps_what_fits() -> None:
         ({"max_output_tokens": 0}, 400, "max_tokens"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, 400, "schema"),
         ({"instructions": "\ud800"}, 400, "surrogate"),
+        ({"tools": [TOOL | {"parameters": DEEP}], "tool_choice": "none"}, 400, "nested"),
         (
             {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
             400,
@@ -273,3 +279,16 @@ def test_bad_input_is_refused(
     assert says in answer.json()["error"]["message"]
     blocks, free = server.pool()
     assert blocks == free
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("given", [DEEP, {"a": {"\ud800": 1}}])
+def test_what_is_not_told_again_may_be_any_json(
+    server: Running, given: dict[str, Any], stream: bool
+) -> None:
+    """The whole request was copied for what its response tells of it: status 500."""
+    asked = {"model": "tiny", "input": "Hi", "max_output_tokens": 1, "stream": stream}
+    content = json.dumps(asked | {"prompt_cache_options": given}).encode()
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(server.url + "/v1/responses", content=content, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.server.chats import PreparedChat
 from headstart.server.counting import TokenCount
-from headstart.server.errors import as_api_error
+from headstart.server.errors import ApiError, as_api_error
 from headstart.server.responses.items import Event, OutputItems
 from headstart.server.responses.schema import ResponseRequest
 from headstart.server.service import Service
@@ -24,12 +24,14 @@ _AS_ASKED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id"),
     *("prompt_cache_key", "safety_identifier", "service_tier", "user"),
 )
+_TOLD = {*_AS_ASKED, "reasoning", "text", "tool_choice", "tools"}  # of a request by its response
 
 
 class ResponseAnswer:
     """Reads a request's outputs into items, and tells the response at any time."""
 
     def __init__(self, service: Service, body: ResponseRequest, prepared: PreparedChat) -> None:
+        """Raises ApiError for tools or a form that cannot be told again."""
         self.built = OutputItems(prepared.calls)
         self._service = service
         self._prepared = prepared
@@ -38,7 +40,7 @@ class ResponseAnswer:
         self._status = "in_progress"
         self._error: dict[str, str] | None = None
         params = prepared.request.params
-        asked = body.model_dump(mode="json", by_alias=True, exclude_none=True)
+        asked = _as_asked(body)
         self._head = {
             "id": prepared.request.request_id,
             "object": "response",
@@ -136,3 +138,15 @@ class ResponseAnswer:
             self._status = "failed"
             self._error = {"code": "server_error", "message": str(as_api_error(error))}
         yield {"type": f"response.{self._status}", "response": self.told()}
+
+
+def _as_asked(body: ResponseRequest) -> dict[str, Any]:
+    """What a response tells of its request."""
+    try:
+        return body.model_dump(mode="json", by_alias=True, exclude_none=True, include=_TOLD)
+    except ValueError as error:  # pydantic writes what is nested 255 deep, and no half characters
+        raise ApiError(
+            400,
+            "tools or text.format cannot be told in a response; allowed: JSON that is nested less "
+            "than 200 deep, with names that UTF-8 can encode",
+        ) from error

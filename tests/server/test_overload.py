@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -295,6 +296,38 @@ def test_who_leaves_the_queue_is_gone_after_one_step(
         runs.close()
         assert steps.gone.wait(SECONDS)
         assert ask(server).status_code == 200 and watch.all_free()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_with_requests_behind_the_one_that_runs_is_gone_after_one_step(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvicorn read no end of the connection then: the answer was computed, for nobody."""
+    with running(max_num_seqs=1) as server:
+        steps, watch = Steps(server, monkeypatch), Watch(server)
+        with connect(server) as client:
+            send(client, body(max_tokens=4000, ignore_eos=True, stream=stream))
+            assert steps.queued.acquire(timeout=SECONDS)
+            send(client, body())
+            send(client, body())
+        assert steps.gone.wait(SECONDS)
+        assert steps.gone_at - steps.cancelled_at <= 1 and watch.all_free()
+
+
+def test_requests_that_are_sent_at_once_are_answered_in_turn(
+    keys: tuple[Running, Any, Watch],
+) -> None:
+    """More of them than wait before the connection is read no further."""
+    server, key, watch = keys
+    prompts = [f"{at} of twelve" for at in range(12)]
+    with connect(server) as client:
+        for prompt in prompts:
+            send(client, body(prompt=prompt, echo=True, max_tokens=0), key["bob"])
+        told = b""
+        while told.count(b'"usage"') < len(prompts):
+            told += client.recv(65_536)
+    assert re.findall(rb'"text":"(\d+ of twelve)"', told) == [one.encode() for one in prompts]
+    assert watch.all_free()
 
 
 def test_prompts_and_images_have_their_greatest_size(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from headstart.validation import Number, check_fields, check_utf8, describe, opt
 
 MAX_LOGPROBS = 1000
 MAX_ANSWERS = 64
+MAX_STOPS = 1024
+MAX_STOP_CHARACTERS = 2**14  # of all stop strings: each is looked for at every token
 _LEAST_TEMPERATURE = 1e-5
 
 
@@ -254,6 +256,12 @@ def _check_stops(stop: object) -> None:
     stops = (stop,) if isinstance(stop, str) or not isinstance(stop, Sequence) else stop
     if stop is not None and not all(isinstance(text, str) and text for text in stops):
         raise RequestError(f"stop is {describe(stop)}; allowed: texts of at least one character")
+    length = sum(len(text) for text in stops if isinstance(text, str))
+    if len(stops) > MAX_STOPS or length > MAX_STOP_CHARACTERS:
+        raise RequestError(
+            f"stop has {len(stops):,} texts of {length:,} characters; allowed: at most "
+            f"{MAX_STOPS:,} of {MAX_STOP_CHARACTERS:,} together"
+        )
     for text in stops:
         if isinstance(text, str):
             check_utf8("stop", text)

@@ -220,6 +220,8 @@ class ShownOutputs:
             return output if output.finished else None
         if self._kind is RequestOutputKind.CUMULATIVE:
             return output
+        if self._is_first and not output.finished and _lacks_logprobs(output):
+            return None  # which the first one tells, and no other
         new = [one for one in map(self._new_part, output.outputs) if one is not None]
         if not new and not output.finished:
             return None
@@ -246,3 +248,10 @@ class ShownOutputs:
             token_ids=output.token_ids[done:],
             logprobs=output.logprobs[done:] if output.logprobs is not None else None,
         )
+
+
+def _lacks_logprobs(output: RequestOutput) -> bool:
+    """Whether some of the prompt's are still to come: other answers may hit what is cached, and
+    the first one computes all of the prompt for them."""
+    found = output.prompt_logprobs
+    return found is not None and len(found) < len(output.prompt_token_ids)

@@ -14,7 +14,7 @@ import pytest
 from headstart import LLM, SamplingParams
 from headstart.cli.serving.server import FIRST_QUESTION
 from tests.clients import openai
-from tests.server.running import Running
+from tests.server.running import Running, running
 
 PEOPLE = "Anna is 31 years old. Ben is 45 years old. Carl is 60 years old.\n" * 4
 
@@ -132,6 +132,23 @@ def test_token_ids_are_echoed_and_a_prompt_alone_is_judged(client: openai.OpenAI
         )
         assert again.choices[0].text.strip() == "one two three"
         assert again.choices[0].logprobs == told
+
+
+def test_a_stream_tells_all_of_a_long_prompts_log_probabilities() -> None:
+    """Of two answers one hit the prompt, and was told before the other had computed all of it."""
+    asked: dict[str, Any] = {"prompt": [3, 4, 5, 6] * 30, "n": 2, "echo": True, "logprobs": 1}
+    asked |= {"model": "tiny", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    told: dict[int, list[str]] = {0: [], 1: []}
+    with running(max_num_batched_tokens=32, max_num_seqs=4) as server:
+        url = f"{server.url}/v1/completions"
+        whole = httpx.post(url, json=asked, timeout=60).json()["choices"]
+        with httpx.stream("POST", url, json=asked | {"stream": True}, timeout=60) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: {"):
+                    for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                        told[choice["index"]] += choice["logprobs"]["tokens"]
+    assert told == {choice["index"]: choice["logprobs"]["tokens"] for choice in whole}
+    assert len(told[0]) == len(told[1]) == 122
 
 
 def test_a_stream_is_counted_whole(client: openai.OpenAI, server: Running) -> None:

@@ -7,8 +7,9 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headstart.cluster.serving.adapters import check_adapter
 from headstart.cluster.serving.gauges import RayGauges
@@ -17,10 +18,13 @@ from headstart.cluster.serving.publisher import CachePublisher
 from headstart.engine.adapters.request import Adapter
 from headstart.engine.async_llm import AsyncLLM
 from headstart.engine.outputs import RequestOutput
-from headstart.engine.params import RequestOutputKind
+from headstart.engine.params import RequestOutputKind, SamplingParams
 from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.startup.start import start_engine
 from headstart.errors import EngineError
+
+if TYPE_CHECKING:
+    from headstart.engine.request import RequestGroup
 
 __all__ = ["EngineReplica"]
 
@@ -39,6 +43,7 @@ class EngineReplica:
         self._llm = AsyncLLM.from_started(start_engine(model, dict(options), is_observed=True))
         self._publisher = CachePublisher(self._llm)
         self._gauges = RayGauges(self._llm)
+        self._naming = asyncio.Lock()  # held while an adapter's name must keep its meaning
 
     async def facts(self) -> EngineFacts:
         """What the server must know of the engine."""
@@ -67,15 +72,7 @@ class EngineReplica:
         names = self._llm.engine.manager.names
         if asked.num_public:  # the server that says so has read the operator's files
             names.publish(asked.prompt_token_ids[: asked.num_public * names.block_size])
-        request = await self._llm.prepare(
-            await self._read(asked),
-            params,
-            asked.engine_id,
-            cache_salt=asked.salt,
-            priority=asked.priority,
-            adapter=await self._name(asked.adapter),
-        )
-        check_adapter(request.adapter, asked.adapter)
+        request = await self._prepare(asked, params)
         for one in request.requests:
             one.sequence.marks = asked.marks
         if asked.owner is not None:
@@ -116,17 +113,31 @@ class EngineReplica:
         sent = await asked.images
         return await asyncio.to_thread(images.receive, token_ids, sent, asked.salt)
 
-    async def _name(self, adapter: Adapter | None) -> str | None:
-        """The name of an adapter, which is read if it is not here."""
+    async def _prepare(self, asked: AnswerRequest, params: SamplingParams) -> RequestGroup:
+        """The request; its adapter is read if it is not here.
+
+        Raises DamagedAdapterError if that is another than the server's.
+        """
+        prompt, adapter = await self._read(asked), asked.adapter
+        prepare = partial(
+            self._llm.prepare,
+            *(prompt, params, asked.engine_id),
+            cache_salt=asked.salt,
+            priority=asked.priority,
+        )
         if adapter is None:
-            return None
-        if adapter not in self._llm.engine.adapters.named:
-            await self.load_adapter(adapter.name, adapter.path)
-        return adapter.name
+            return await prepare()
+        async with self._naming:  # another request may want another adapter of this name
+            if adapter not in self._llm.engine.adapters.named:
+                await self._llm.load_adapter(adapter.name, adapter.path)
+            request = await prepare(adapter=adapter.name)
+        check_adapter(request.adapter, adapter)
+        return request
 
     async def load_adapter(self, name: str, path: Path) -> Adapter:
         """As `AsyncLLM.load_adapter`."""
-        return await self._llm.load_adapter(name, path)
+        async with self._naming:
+            return await self._llm.load_adapter(name, path)
 
     async def follow(self, who: Follow) -> AsyncGenerator[Report]:
         """What is cached here, and all that changes, until the caller leaves.

@@ -2,9 +2,12 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,11 @@ from headstart import SamplingParams
 from headstart.cache import TokenSequence
 from headstart.cluster.serving.messages import AnswerRequest
 from headstart.cluster.serving.replica import EngineReplica
+from headstart.engine.adapters.request import Adapter
+from headstart.engine.request import RequestGroup
 from headstart.errors import EngineError, ModelError
+from headstart.models.files import find_folder
+from tests.tiny_adapters import make_adapter
 
 ASKED = AnswerRequest(
     request_id="a",
@@ -59,6 +66,47 @@ def test_an_attempt_may_come_where_the_one_before_still_runs(replica: EngineRepl
         assert parts[0].answers == parts[1].answers
 
     asyncio.run(ask_twice())
+
+
+def test_two_adapters_of_one_name_answer_their_own_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between finding an adapter and preparing its request another one took the name."""
+    model = find_folder("headstart-tiny")
+    folders = [make_adapter(model, tmp_path / str(seed), seed=seed) for seed in (1, 2)]
+    options = {"num_blocks": 64, "dtype": "float32", "enable_lora": True}
+    made = EngineReplica("headstart-tiny", options)
+    llm, loading = made._llm, Counter[str]()
+    load, prepare = llm.load_adapter, llm.prepare
+
+    async def load_counted(name: str, path: Path) -> Adapter:
+        loading[name] += 1
+        adapter = await load(name, path)
+        loading[name] -= 1
+        return adapter
+
+    async def prepare_late(*given: Any, **options: Any) -> RequestGroup:
+        while loading["x"]:
+            await asyncio.sleep(0)
+        return await prepare(*given, **options)
+
+    async def ask_all() -> None:
+        adapters = [await made.load_adapter("x", folder) for folder in folders]
+        monkeypatch.setattr(llm, "load_adapter", load_counted)
+        monkeypatch.setattr(llm, "prepare", prepare_late)
+
+        async def ask(at: int) -> list[int]:
+            asked = replace(ASKED, request_id=f"{at}", adapter=adapters[at % 2])
+            async with aclosing(made.answer(asked)) as parts:
+                return [token async for part in parts for token in part.answers[0].token_ids]
+
+        told = await asyncio.gather(*map(ask, range(6)))
+        assert told[::2] == [told[0]] * 3 and told[1::2] == [told[1]] * 3
+
+    try:
+        asyncio.run(ask_all())
+    finally:
+        llm.close()
 
 
 def test_tenants_share_what_a_request_says_is_public_and_nothing_after_it() -> None:

@@ -1,6 +1,6 @@
 """Tiers: where blocks are kept outside the pool, on disk and on other machines. No torch."""
 
-from headstart.tiers.chain import ChainedStores
+from headstart.tiers.chain import chain
 from headstart.tiers.deadline import DEADLINE, DeadlineStore
 from headstart.tiers.disk import DiskStore
 from headstart.tiers.faults import Faults
@@ -17,7 +17,6 @@ __all__ = [
     "DEADLINE",
     "OBJECTS",
     "BlockStore",
-    "ChainedStores",
     "Counts",
     "DeadlineStore",
     "DiskStore",
@@ -33,6 +32,7 @@ __all__ = [
     "Saver",
     "StoredBlock",
     "VerifyReport",
+    "chain",
     "default_folder",
     "make_folder",
     "verify",

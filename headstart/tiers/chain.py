@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from headstart.cache import BlockHash
 from headstart.tiers.store import BlockStore, LoadedBlock, StoredBlock
 
-__all__ = ["ChainedStores"]
+__all__ = ["ChainedStores", "chain"]
 
 
 class ChainedStores:
@@ -55,3 +55,8 @@ class ChainedStores:
     def close(self) -> None:
         for store in self._stores:
             store.close()
+
+
+def chain(stores: Sequence[BlockStore]) -> BlockStore:
+    """Stores, of which there is at least one, as one."""
+    return stores[0] if len(stores) == 1 else ChainedStores(stores)

@@ -27,14 +27,16 @@ T = TypeVar("T")
 class DeadlineStore:
     """Another store, of which no answer takes longer than a deadline; a `BlockStore`.
 
+    pause: its own; no other tier is left alone when this one is late.
+
     A late answer is a miss and a failure. The store is left alone while `pause` is on, which is a
     miss as well, and until the late call has returned. `save` and `touch` have no deadline: the
     saver's thread alone waits for them.
     """
 
     def __init__(self, store: BlockStore, pause: Pause) -> None:
+        self.pause = pause
         self._store = store
-        self._pause = pause
 
     @property
     def tier(self) -> str:
@@ -52,15 +54,15 @@ class DeadlineStore:
     def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
         return self._ask(lambda: self._store.load(names))
 
-    def together(self, work: Callable[[], T]) -> T | None:
+    def together(self, work: Callable[[BlockStore], T]) -> T | None:
         """The result of `work`, which calls the other store; None if all of it is late."""
-        return next(self._ask(lambda: iter([work()])), None)
+        return next(self._ask(lambda: iter([work(self._store)])), None)
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
-        return 0 if self._pause.is_on else self._store.save(blocks)
+        return 0 if self.pause.is_on else self._store.save(blocks)
 
     def touch(self, names: Sequence[BlockHash]) -> None:
-        if not self._pause.is_on:
+        if not self.pause.is_on:
             self._store.touch(names)
 
     def clear(self) -> bool:
@@ -76,7 +78,7 @@ class DeadlineStore:
         thread.join(timeout)
 
     def _close(self) -> None:
-        self._pause.wait_for_late()
+        self.pause.wait_for_late()
         self._store.close()
 
     def _ask(self, work: Callable[[], Iterable[T]], seconds: float | None = None) -> Iterator[T]:
@@ -84,10 +86,10 @@ class DeadlineStore:
 
         seconds: for each answer; `DEADLINE` unless given.
         """
-        if self._pause.is_on:
+        if self.pause.is_on:
             return
         seconds = DEADLINE if seconds is None else seconds
-        call = _Call(work, self._pause)
+        call = _Call(work, self.pause)
         waits = True
         try:
             if not call.start():
@@ -97,9 +99,9 @@ class DeadlineStore:
                 yield from answers
                 waits = True
             if call.is_done:
-                self._pause.answered()
+                self.pause.answered()
             else:
-                self._pause.failed("it does not answer", f"not within {seconds:g} s")
+                self.pause.failed("it does not answer", f"not within {seconds:g} s")
         finally:  # of whatever kind: Ctrl-C leaves the call in the store, too
             call.leave(is_late=waits)
 

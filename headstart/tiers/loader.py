@@ -56,17 +56,25 @@ class Loader:
 
     max_bytes bounds what has arrived and was not taken; loading then waits. limit: the seconds that
     loading so many blocks may take. rate: bytes a second that came of late; None before the first
-    load.
+    load. is_guarded: no answer of the store takes longer than a deadline, since each of its tiers
+    has one and a pause of its own; so none is late here.
     """
 
     def __init__(
-        self, store: BlockStore, max_bytes: int, limit: Callable[[int], float], pause: Pause
+        self,
+        store: BlockStore,
+        max_bytes: int,
+        limit: Callable[[int], float],
+        pause: Pause,
+        *,
+        is_guarded: bool = False,
     ) -> None:
         self.rate: float | None = None
         self._store = store
         self._max_bytes = max_bytes
         self._limit = limit
         self._pause = pause
+        self._is_guarded = is_guarded
         self._asked: deque[LoadJob] = deque()
         self._found: deque[LoadJob] = deque()
         self._current: set[LoadJob] = set()  # those that a thread works on
@@ -105,6 +113,8 @@ class Loader:
 
     def end_late(self) -> None:
         """End the jobs that wait for a store that is silent, and those behind them."""
+        if self._is_guarded:
+            return
         with self._lock:
             now = time.monotonic()
             late = [job for job in self._current if job.becomes_late(now)]

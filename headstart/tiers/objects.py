@@ -7,9 +7,10 @@ object that lost any of them is not there.
 import hashlib
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from headstart.cache import BlockHash
+from headstart.tiers.deadline import DeadlineStore
 from headstart.tiers.saver import Saver
 from headstart.tiers.store import BlockStore, ModelRecord, StoredBlock
 
@@ -22,35 +23,35 @@ _NOTHING = BlockHash(bytes(32))
 OBJECTS = ModelRecord("objects, 1", "image embeddings", 1, OBJECT_BLOCK)
 """The record of all objects, whatever their model: their keys say all that they depend on."""
 
-Together = Callable[[Callable[[], memoryview | None]], memoryview | None]
-
 
 class ObjectStore:
     """Bytes by key; what is not there, or damaged, is None. No method raises.
 
-    Loading waits for the store; saving does not. together: does all calls that loading an object
-    takes, such as under one deadline.
+    stores: the tiers, nearest first. Loading waits for each up to its deadline; saving does not.
     """
 
-    def __init__(self, store: BlockStore, saver: Saver, together: Together | None = None) -> None:
-        self._store = store
+    def __init__(self, stores: Sequence[DeadlineStore], saver: Saver) -> None:
+        self._stores = stores
         self._saver = saver
-        self._together = together or (lambda load: load())
 
     def load(self, key: bytes) -> memoryview | None:
         """The object of this key, as it was saved."""
-        return self._together(lambda: self._load(key))
+        for store in self._stores:
+            found = store.together(lambda inner: self._load(inner, key))
+            if found is not None:
+                return found
+        return None
 
-    def _load(self, key: bytes) -> memoryview | None:
-        first = next(iter(self._store.load([_name(key, 0)])), None)
+    def _load(self, store: BlockStore, key: bytes) -> memoryview | None:
+        first = next(iter(store.load([_name(key, 0)])), None)
         if first is None:
             return None
         length = _LENGTH.unpack_from(first.payload)[0]
         count = -(-(length + _LENGTH.size) // OBJECT_BLOCK)
         names = [_name(key, at) for at in range(1, count)]
-        if self._store.find(names) < len(names):
+        if store.find(names) < len(names):
             return None
-        parts = [first.payload, *(block.payload for block in self._store.load(names))]
+        parts = [first.payload, *(block.payload for block in store.load(names))]
         if len(parts) < count:
             return None
         self._saver.touch([_name(key, 0), *names])

@@ -6,6 +6,7 @@ that is down or slow is left alone for a while, and all is a miss meanwhile. One
 blocks, such as a full one or a replica, is offered none for a while, and asked as before.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -23,6 +24,8 @@ __all__ = ["RemoteStore"]
 _PATIENCE = 2.0  # seconds for an answer, and for a connection
 _FIRST = 8  # names in the first question of a lookup: most prompts that are new miss there
 _AT_ONCE_BYTES = 8 << 20
+_FIRST_BYTES = 256 << 10  # that are asked for at once, before anything has come
+_QUESTION = 1.0  # seconds that an answer should take at the most: whoever is silent is left alone
 _UNLINKED = 1000  # keys that are looked for, and forgotten, at once
 
 
@@ -41,7 +44,8 @@ class RemoteStore:
         self.faults = Faults(f"remote cache {_without_password(url)}")
         self._client = _connect(url)
         self._prefix = b"headstart:%d:%s:" % (VERSION, model.fingerprint[:32].encode())
-        self._at_once = max(1, _AT_ONCE_BYTES // model.block_bytes)
+        self._most = max(1, _AT_ONCE_BYTES // model.block_bytes)  # blocks in a question
+        self._rate: float | None = None  # bytes a second of the last answer
         self._pause = Pause(self.faults)
         self._refusal = Pause(self.faults)  # of blocks alone: such a server still gives what it has
 
@@ -61,10 +65,10 @@ class RemoteStore:
         return list(questions.execute())
 
     def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
-        for at in range(0, len(names), self._at_once):
-            some = names[at : at + self._at_once]
-            keys = [self._prefix + name for name in some]
-            values: list[bytes | None] = self._ask([], self._client.mget, keys)
+        at = 0
+        while some := names[at : at + self._at_once()]:
+            at += len(some)
+            values = self._ask([], self._get, some)
             for name, value in zip(some, values, strict=False):
                 if value is None:
                     return
@@ -77,12 +81,27 @@ class RemoteStore:
             if len(values) < len(some):
                 return
 
+    def _at_once(self) -> int:
+        """Blocks that are asked for together: as many as come in a moment, however slow the link.
+
+        Nothing can be told from an answer before all of it is there.
+        """
+        nbytes = _FIRST_BYTES if self._rate is None else int(self._rate * _QUESTION)
+        return max(1, min(self._most, nbytes // self.model.block_bytes))
+
+    def _get(self, names: Sequence[BlockHash]) -> list[bytes | None]:
+        began = time.monotonic()
+        values: list[bytes | None] = self._client.mget([self._prefix + name for name in names])
+        if nbytes := sum(len(value) for value in values if value is not None):
+            self._rate = nbytes / max(time.monotonic() - began, 1e-9)
+        return values
+
     def save(self, blocks: Sequence[StoredBlock]) -> int:
         saved = 0
         if self._refusal.is_on:
             return 0
-        for at in range(0, len(blocks), self._at_once):
-            some = blocks[at : at + self._at_once]
+        for at in range(0, len(blocks), self._most):
+            some = blocks[at : at + self._most]
             saved += sum(map(bool, self._ask([], self._set, some)))
         return saved
 

@@ -44,7 +44,7 @@ def pause() -> Pause:
 
 def patient(store: DeadlineStore, ask: Callable[[DeadlineStore], object]) -> object:
     """The answer of a call that began after the one that was late has returned."""
-    while store._pause.is_stuck:
+    while store.pause.is_stuck:
         threading.Event().wait(0.001)
     return ask(store)
 
@@ -231,7 +231,7 @@ def test_an_object_that_never_comes_is_a_miss(
     gate = Gate("load")
     store = DeadlineStore(Store(gate), pause)
     monkeypatch.setattr("headstart.tiers.deadline.DEADLINE", 0.01)
-    assert ObjectStore(store, Saver(store, 1 << 20)).load(b"an image") is None
+    assert ObjectStore([store], Saver(store, 1 << 20)).load(b"an image") is None
     gate.opened.set()
 
 
@@ -327,8 +327,8 @@ def test_images_are_forgotten_though_the_store_of_prefixes_does_not_answer(
         assert tiers is not None
         with monkeypatch.context() as patch:
             patch.setattr("headstart.tiers.deadline._CLEARING", 0.05)
-            patch.setattr(tiers._store._store, "clear", lambda: unblocked.wait(FOREVER))
-            patch.setattr(tiers._objects._store, "clear", lambda: asked.set() or True)
+            patch.setattr(tiers._tiers[0]._store, "clear", lambda: unblocked.wait(FOREVER))
+            patch.setattr(tiers._object_tiers[0]._store, "clear", lambda: asked.set() or True)
             with pytest.raises(EngineError, match="what is kept elsewhere may not be"):
                 llm.reset_prefix_cache(reset_connector=True)
         assert asked.is_set()

@@ -26,7 +26,7 @@ def test_an_image_has_one_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     """Its parts are found and loaded by three calls, each of which waited for a deadline."""
     times, real = 0, DeadlineStore.together
 
-    def together(store: DeadlineStore, work: Callable[[], object]) -> object:
+    def together(store: DeadlineStore, work: Callable[[object], object]) -> object:
         nonlocal times
         times += 1
         return real(store, work)
@@ -53,7 +53,8 @@ def test_calls_that_are_late_together_are_a_miss(
     monkeypatch.setattr("headstart.tiers.deadline.DEADLINE", 0.01)
     store = DeadlineStore(inner, pause)
     inner.before = gate
-    assert store.together(lambda: inner.find(names(range(9))) + len(list(inner.load([])))) is None
+    found = store.together(lambda asked: asked.find(names(range(9))) + len(list(asked.load([]))))
+    assert found is None
     assert pause.faults.counts == {"it does not answer": 1} and pause.is_stuck
     gate.opened.set()
 
@@ -143,8 +144,9 @@ def test_closing_has_one_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         with monkeypatch.context() as patch:
             clock = SimpleNamespace(monotonic=lambda: now)
             patch.setattr("headstart.engine.tiering.tiers.time", clock)
-            for part in ("_saver", "_object_saver", "_loader", "_store", "_objects"):
-                patch.setattr(getattr(tiers, part), "close", close)
+            stores = (*tiers._tiers, *tiers._object_tiers)
+            for part in (tiers._saver, tiers._object_saver, tiers._loader, *stores):
+                patch.setattr(part, "close", close)
             tiers.close()
     assert allowed == [10.0, 6.0, 2.0, 0.0, 0.0]
 

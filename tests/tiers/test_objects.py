@@ -7,17 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.tiers import DiskStore, Saver
+from headstart.tiers import DeadlineStore, DiskStore, Faults, Pause, Saver
 from headstart.tiers.objects import OBJECT_BLOCK, OBJECTS, ObjectStore, _name
 from tests.tiers.stores import payload
 
 SIZES = [0, 1, 1000, OBJECT_BLOCK - 9, OBJECT_BLOCK - 8, OBJECT_BLOCK, 300_000]
 
 
+def guarded(store: DiskStore) -> DeadlineStore:
+    return DeadlineStore(store, Pause(Faults("a test")))
+
+
 def save_all(folder: Path) -> None:
     with closing(DiskStore(folder, OBJECTS, 1 << 30)) as store:
         saver = Saver(store, 1 << 30)
-        objects = ObjectStore(store, saver)
+        objects = ObjectStore([guarded(store)], saver)
         for size in SIZES:
             assert objects.load(b"%d" % size) is None
             objects.save(b"%d" % size, payload(size, size), 0.5)
@@ -30,7 +34,7 @@ def loaded(folder: Path) -> list[int]:
     with closing(DiskStore(folder, OBJECTS, 1 << 30)) as store:
         saver = Saver(store, 1 << 30)
         for size in SIZES:
-            data = ObjectStore(store, saver).load(b"%d" % size)
+            data = ObjectStore([guarded(store)], saver).load(b"%d" % size)
             if data is not None:
                 assert bytes(data) == payload(size, size)
                 found.append(size)

@@ -1,5 +1,6 @@
 """The parts of an engine, made for a model that is loaded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -19,14 +20,13 @@ from headstart.models.image_encoder import VisionModel
 from headstart.tiers import (
     OBJECTS,
     BlockStore,
-    ChainedStores,
     DiskStore,
     ModelRecord,
     RemoteStore,
     make_folder,
 )
 
-__all__ = ["Parts", "make_parts", "open_store"]
+__all__ = ["Parts", "make_parts", "open_stores"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ class Parts:
     stores: Stores | None = None
 
 
-def open_store(model: ModelRecord, config: EngineConfig) -> BlockStore:
-    """The tiers that the options ask for, at least one. Raises ConfigError."""
+def open_stores(model: ModelRecord, config: EngineConfig) -> Sequence[BlockStore]:
+    """The tiers that the options ask for, at least one, nearest first. Raises ConfigError."""
     stores: list[BlockStore] = []
     if config.kept_folder is not None:
         stores.append(DiskStore(config.kept_folder, model, config.cache_dir_bytes))
     if config.remote_cache:
         stores.append(RemoteStore(config.remote_cache, model))
-    return stores[0] if len(stores) == 1 else ChainedStores(stores)
+    return stores
 
 
 def make_parts(
@@ -76,14 +76,15 @@ def make_parts(
             make_folder(folder)
         model = identify(decoder, memory, config, folder, rows)
         stores = Stores(
-            open_store(model, config),
-            open_store(OBJECTS, config),
+            open_stores(model, config),
+            open_stores(OBJECTS, config),
             BlockPayload(memory, rows),
             memory.device.type == "cpu",
             make_spell(tokenizer, config),
         )
         # The blocks that loading the longest prompt would write.
-        memory.prefault(min(stores.kv.num_kept, -(-limit // config.block_size)))
+        kept = max(store.num_kept for store in stores.kv)
+        memory.prefault(min(kept, -(-limit // config.block_size)))
     cache = CacheConfig(
         num_blocks=blocks,
         events=is_observed or stores is not None,

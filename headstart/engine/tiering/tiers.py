@@ -27,6 +27,7 @@ from headstart.tiers import (
     ObjectStore,
     Pause,
     Saver,
+    chain,
 )
 
 __all__ = ["Stores", "TierStats", "Tiers", "make_tiers"]
@@ -41,12 +42,13 @@ _SLOWEST = 16.0  # tokens a second: a prompt is computed, before that was measur
 class Stores(NamedTuple):
     """Where K/V of one model, and objects such as image embeddings, outlive the process.
 
-    payload: what is kept of a block. on_cpu: blocks lie where steps are computed. spell: the text
-    that is kept with K/V; None for none.
+    kv and objects: one store for each tier, nearest first. payload: what is kept of a block.
+    on_cpu: blocks lie where steps are computed. spell: the text that is kept with K/V; None for
+    none.
     """
 
-    kv: BlockStore
-    objects: BlockStore
+    kv: Sequence[BlockStore]
+    objects: Sequence[BlockStore]
     payload: BlockPayload
     on_cpu: bool
     spell: Spell | None
@@ -72,23 +74,33 @@ class Tiers:
 
     def __init__(self, stores: Stores, manager: KVCacheManager) -> None:
         self._faults = Faults("kept prefixes")
-        pause = Pause(self._faults)
-        self._store = DeadlineStore(stores.kv, pause)
-        self._objects = DeadlineStore(stores.objects, Pause(self._faults))
+        self._tiers = self._guard(stores.kv)
+        self._object_tiers = self._guard(stores.objects)
+        self._store = chain(self._tiers)
         self._manager = manager
         self._payload, self._on_cpu = stores.payload, stores.on_cpu
         self._stats = TierStats()
         self._rate = ComputeRate()
         self._saver = Saver(self._store, _QUEUED_BYTES)
-        self._loader = Loader(stores.kv, _QUEUED_BYTES, self._limit, pause)
-        self._object_saver = Saver(self._objects, _QUEUED_BYTES)
-        objects = ObjectStore(stores.objects, self._object_saver, self._objects.together)
-        self.image_rows = KeptRows(objects)
+        self._loader = self._make_loader(stores.kv)
+        self._object_saver = Saver(chain(self._object_tiers), _QUEUED_BYTES)
+        self.image_rows = KeptRows(ObjectStore(self._object_tiers, self._object_saver))
         self._offers = Offers(manager, stores.payload, self._saver, self._rate, stores.spell)
         self.loads = Loads(manager, stores.payload, self._loader, self._choose, self._take_slots)
         self._began = 0.0  # when the step under way had its blocks
         self._times_declined = 0
         self._until: float | None = None  # when closing it is over, by `time.monotonic`
+
+    def _guard(self, stores: Sequence[BlockStore]) -> list[DeadlineStore]:
+        """Have each tier left alone for itself."""
+        return [DeadlineStore(store, Pause(self._faults)) for store in stores]
+
+    def _make_loader(self, stores: Sequence[BlockStore]) -> Loader:
+        """The loader. It asks a single tier itself, which spares a change of threads a block."""
+        if len(stores) == 1:
+            return Loader(stores[0], _QUEUED_BYTES, self._limit, self._tiers[0].pause)
+        pause = Pause(self._faults)
+        return Loader(self._store, _QUEUED_BYTES, self._limit, pause, is_guarded=True)
 
     @property
     def stats(self) -> TierStats:
@@ -197,7 +209,7 @@ class Tiers:
         self.loads.end_all()
         self._offers.roll_back()
         done = [saver.drop(_LAST_SAVES) for saver in (self._saver, self._object_saver)]
-        done += [store.clear() for store in (self._store, self._objects)]
+        done += [store.clear() for store in (*self._tiers, *self._object_tiers)]
         if not all(done):
             raise TierError(
                 "K/V in memory are forgotten, and what is kept elsewhere may not be: it does not "
@@ -218,8 +230,10 @@ class Tiers:
             self._until = time.monotonic() + _LAST_SAVES
         self.loads.end_all()
         self._offers.flush()
-        for part in (self._saver, self._object_saver, self._loader, self._store, self._objects):
+        for part in (self._saver, self._object_saver, self._loader):
             part.close(max(0.0, self._until - time.monotonic()))
+        for tier in (*self._tiers, *self._object_tiers):
+            tier.close(max(0.0, self._until - time.monotonic()))
 
 
 def make_tiers(stores: Stores | None, manager: KVCacheManager) -> Tiers | None:

@@ -1,0 +1,88 @@
+"""Several tiers: each is left alone for itself, and the others go on."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from headstart.cache import BlockHash
+from headstart.engine.outputs import RequestOutput
+from headstart.tiers import DeadlineStore, Faults, Pause, RemoteStore, chain
+from headstart.tiers.records import make_header
+from tests.engine.tiny_llm import make_llm, save_smallest
+from tests.tiers.stores import MODEL, block, blocks, name, names
+from tests.tiers.test_deadline import GREEDY, Listener, drip
+from tests.tiers.test_threads import FOREVER, Gate, Store
+
+
+def guarded(store: Store) -> DeadlineStore:
+    return DeadlineStore(store, Pause(Faults("a test")))
+
+
+def test_a_tier_that_does_not_answer_turns_no_other_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.tiers.deadline.DEADLINE", 0.01)
+    gate, far = Gate("find"), Store()
+    first = guarded(Store(gate))
+    both = chain([first, guarded(far)])
+    for _ in range(2):
+        assert both.find(names(range(9))) == 9, "the second tier has them"
+        assert first.pause.is_on
+    assert both.save(blocks(range(3))) == 3 == len(far.saved)
+    gate.opened.set()
+
+
+def test_a_prompt_on_disk_is_loaded_beside_a_server_that_never_replies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One pause for both had it computed, for up to five minutes."""
+    pytest.importorskip("redis")
+    monkeypatch.setattr("headstart.engine.tiering.tiers._LAST_SAVES", 0.1)
+    model, kept = save_smallest(tmp_path / "model"), str(tmp_path / "kept")
+
+    def ask(llm: object, first: int) -> RequestOutput:
+        tokens = {"prompt_token_ids": list(range(first, first + 100))}
+        [output] = llm.generate(tokens, GREEDY)  # type: ignore[attr-defined]
+        assert isinstance(output, RequestOutput)
+        return output
+
+    with closing(make_llm(model, cache_dir=kept)) as llm:
+        ask(llm, 3)
+        assert llm.engine.tiers is not None and llm.engine.tiers.flush(FOREVER)
+    for module in ("loader", "deadline"):
+        monkeypatch.setattr(f"headstart.tiers.{module}.DEADLINE", 0.5)
+    with (
+        closing(Listener(drip)) as listener,
+        closing(make_llm(model, cache_dir=kept, remote_cache=listener.url)) as llm,
+    ):
+        assert ask(llm, 40).num_loaded_tokens == 0, "no tier has it, and the server says nothing"
+        assert llm.engine.tiers is not None
+        assert llm.engine.tiers.stats.late_answers == 1
+        assert ask(llm, 3).num_loaded_tokens == 96
+
+
+@pytest.mark.parametrize("rate", [1e5, 1e6, 1e9])
+def test_a_question_is_as_long_as_the_link_gives_in_a_moment(
+    monkeypatch: pytest.MonkeyPatch, rate: float
+) -> None:
+    """8 MB on a slow link came too late to be an answer, and the server was left alone."""
+    pytest.importorskip("redis")
+    now, taken = 0.0, []
+    large = MODEL._replace(block_bytes=200_000)
+    made = [block(number, model=large) for number in range(20)]
+    kept = {one.name: make_header(one) + bytes(one.payload) for one in made}
+
+    def mget(keys: Sequence[bytes]) -> list[bytes]:
+        nonlocal now
+        values = [kept[BlockHash(key[-32:])] for key in keys]
+        taken.append(sum(map(len, values)) / rate)
+        now += taken[-1]
+        return values
+
+    monkeypatch.setattr("headstart.tiers.remote.time", SimpleNamespace(monotonic=lambda: now))
+    with closing(RemoteStore("redis://127.0.0.1:1", large)) as store:
+        monkeypatch.setattr(store, "_client", SimpleNamespace(mget=mget, close=lambda: None))
+        assert len(list(store.load(names(range(20))))) == 20
+    assert len(taken) == {1e5: 20, 1e6: 5, 1e9: 2}[rate]
+    assert max(taken) <= max(1.01, len(kept[name(0)]) / rate), "a block comes in one answer"

@@ -72,6 +72,7 @@ class ReplicaLoad:
     is_alive: bool = True
     _own_rate: MeasuredRate = field(default_factory=MeasuredRate, repr=False)
     _since: float = field(default=0.0, repr=False)
+    _largest: int = field(default=0, repr=False)  # prompt since nothing waited
 
     @property
     def active(self) -> int:
@@ -87,16 +88,19 @@ class ReplicaLoad:
     def backlog(self, now: float) -> float:
         """Queued tokens less those that were computed, at the measured rate, since a prompt ended.
 
-        What a prompt under way has behind it is not reported.
+        What a prompt under way has behind it is not reported. It is not more than the largest
+        prompt has, whose end would be: else a replica that hangs would soon seem to be idle.
         """
         if not self.waiting:
             return 0.0
-        return max(self.queued_tokens - (now - self._since) * self.rate, 0.0)
+        computed = min((now - self._since) * self.rate, self._largest)
+        return max(self.queued_tokens - computed, 0.0)
 
     def add(self, num_tokens: int, now: float) -> None:
         """A request with so many tokens to compute is sent here."""
         if not self.waiting:
-            self._since = now
+            self._since, self._largest = now, 0
+        self._largest = max(self._largest, num_tokens)
         self.waiting += 1
         self.queued_tokens += num_tokens
         self.routed_tokens += num_tokens

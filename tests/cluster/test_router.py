@@ -86,6 +86,20 @@ def test_a_slow_replica_gets_less() -> None:
     assert places[1] > 5 * places[0]
 
 
+def test_a_replica_that_hangs_gets_hardly_any_new_prefix() -> None:
+    """What it should have computed meanwhile was taken for done: it got its share, for minutes."""
+    many, hanging = router(replicas=4), 2
+    places = Counter[int]()
+    for number in range(100):
+        now = 2.0 * number
+        at = many.route(request(str(number), number), now)
+        places[at] += 1
+        if at != hanging:
+            many.first_token(str(number), now + 1.0)
+            many.finish(str(number))
+    assert places[hanging] <= 2
+
+
 def test_what_is_on_a_replica_s_disk_is_loaded_rather_than_computed() -> None:
     many = router()
     prompt = [bytes([number]) * 32 for number in range(1, 65)]

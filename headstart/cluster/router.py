@@ -11,7 +11,7 @@ if nobody asks for it earlier. One thread calls all of this. Times come from the
 simulator may have its own clock.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from headstart.cluster.holders import PrefixKey
@@ -82,13 +82,19 @@ class Router:
         fewest = min((load.routed_tokens for load in self._alive), default=0)
         return ReplicaLoad(replica, self._rate, routed_tokens=fewest)
 
-    def route(self, request: RouteRequest, now: float) -> int:
-        """The replica to send the request to. Raises RequestError if none is alive."""
+    def route(self, request: RouteRequest, now: float, avoid: Collection[int] = ()) -> int:
+        """The replica to send the request to; one of `avoid` only if no other is alive.
+
+        Raises RequestError if none is alive.
+        """
         if not self._alive:
             raise RequestError(f"none of {len(self.loads)} replicas is alive; start one")
         self.catch_up()
+        alive = self._alive
+        if avoid:
+            alive = [load for load in alive if load.replica not in avoid] or alive
         match = self.index.match(request.keys) if self.policy.needs_prefixes else None
-        load = self.policy.choose(Choice(request, match, self.loads, self._alive, now))
+        load = self.policy.choose(Choice(request, match, self.loads, alive, now))
         held = None if match is None else match.expected[load.replica]
         num_tokens = request.num_tokens - request.tokens(held or 0)
         load.add(num_tokens, now)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from headstart.cluster.events import EventBatch
 from headstart.cluster.load import RouteRequest
@@ -26,6 +27,12 @@ from headstart.engine.vllm_api.metrics import Metric
 __all__ = ["Dispatcher", "dispatcher_of", "register"]
 
 _DISPATCHERS: dict[str, Dispatcher] = {}
+_TRIES = 3
+"""How often a request may be sent to a replica that does not take it.
+
+Ray waits longer each time, up to a second: one that is slow to answer keeps its prefixes, and one
+that hangs holds up nobody long.
+"""
 
 
 def register(application: str, dispatcher: Dispatcher) -> None:
@@ -36,6 +43,14 @@ def register(application: str, dispatcher: Dispatcher) -> None:
 def dispatcher_of(application: str) -> Dispatcher | None:
     """The books of an application, None in a process that serves it not."""
     return _DISPATCHERS.get(application)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request that `choose` may be asked for. sent: how often to which replica, by name."""
+
+    request: RouteRequest
+    sent: Counter[str] = field(default_factory=Counter)
 
 
 class Dispatcher:
@@ -49,7 +64,7 @@ class Dispatcher:
         self._free = list(reversed(range(2 * most)))
         for number in self._free:
             self._router.set_alive(number, False)
-        self._waiting: dict[str, RouteRequest] = {}
+        self._waiting: dict[str, _Waiting] = {}
         self._metrics: dict[str, list[Metric]] = {}
         self._on_change: Callable[[], object] = lambda: None
         self._on_route: Callable[[], object] = lambda: None
@@ -93,17 +108,23 @@ class Dispatcher:
     def expect(self, request: RouteRequest) -> None:
         """A request that `choose` will be asked for, perhaps several times."""
         with self._lock:
-            self._waiting[request.request_id] = request
+            self._waiting[request.request_id] = _Waiting(request)
 
     def choose(self, request_id: str) -> str | None:
-        """The replica to send a request to; None if there is none, or the request is gone."""
+        """The replica to send a request to; None if there is none, or the request is gone.
+
+        Not one that did not take it several times, if there is another.
+        """
         with self._lock:
-            request = self._waiting.get(request_id)
-            if request is None or not self._numbers:
+            waiting = self._waiting.get(request_id)
+            if waiting is None or not self._numbers:
                 return None
             self._router.finish(request_id)  # it was sent somewhere, and did not get there
-            number = self._router.route(request, time.monotonic())
-            chosen = next(name for name, of in self._numbers.items() if of == number)
+            numbers, sent = self._numbers, waiting.sent
+            avoid = [numbers[name] for name in sent if name in numbers and sent[name] >= _TRIES]
+            number = self._router.route(waiting.request, time.monotonic(), avoid)
+            chosen = next(name for name, of in numbers.items() if of == number)
+            sent[chosen] += 1
         self._on_route()
         return chosen
 

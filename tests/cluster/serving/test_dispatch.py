@@ -65,6 +65,17 @@ def test_a_request_that_its_replica_did_not_take_is_sent_elsewhere_and_counted_o
     assert num_expected(made) == 0
 
 
+def test_a_request_that_its_replica_takes_at_no_try_is_sent_elsewhere() -> None:
+    """One that hung got it again and again, for the two minutes until Ray replaced it."""
+    made = books("a", "b")
+    made.apply("b", stored(0, NAMES))
+    chosen = [send(made, "one"), *(made.choose("one") for _ in range(dispatch._TRIES))]
+    assert chosen == ["b"] * dispatch._TRIES + ["a"]
+    assert send(made, "two") == "b"
+    alone = books("a")
+    assert {send(alone, "one"), *(alone.choose("one") for _ in range(9))} == {"a"}
+
+
 def test_what_a_replica_held_is_forgotten_when_it_is_gone_and_its_number_used_again() -> None:
     made = books("a")
     for turn in range(10):  # more than there are numbers

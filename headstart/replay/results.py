@@ -14,10 +14,10 @@ class ReplayResult:
 
     hit_rate: tokens of prompts that were hit, of all. ttft_*: seconds from a request's arrival
     to its first token. tpot_*: seconds a token after the first, of requests with more than one.
-    imbalance: tokens of prompts that the busiest replica computed, over the
-    mean. load: tokens of prompts computed, over what the replicas could compute in that time if
-    they did nothing else. evictions: cached blocks whose memory was reused. seconds: simulated.
-    events_per_second: requests and steps simulated in a second of this machine.
+    imbalance: tokens of prompts that the busiest replica computed, over the mean. load: tokens of
+    prompts computed, over what the replicas could compute in that time if they did nothing else.
+    evictions: cached blocks whose memory was reused. seconds: from the first request to the last
+    token. events_per_second: requests and steps simulated in a second of this machine.
     """
 
     router: str

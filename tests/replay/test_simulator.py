@@ -68,6 +68,16 @@ def test_a_prompt_hits_what_another_computed_and_recomputes_its_last_token() -> 
     assert result.hit_rate == pytest.approx((3 * 16 + 3 * 16) / (11 * 16))
 
 
+def test_a_trace_may_count_from_long_before_it_begins() -> None:
+    """One with times of day was said to have no load: all the time before it counted as idle."""
+    early, late = (
+        run(trace_of((start, list(range(125)), 9), (start + 1, [1, 2], 9)))
+        for start in (0.0, 86_400.0)
+    )
+    assert late.load == pytest.approx(early.load) and early.load > 0.1
+    assert late.seconds == pytest.approx(early.seconds)
+
+
 def test_twins_wait_for_one_another() -> None:
     """The second finds its prefix in the making, waits, and computes none of it again."""
     shared = list(range(100))

@@ -5,7 +5,8 @@
 P: blocks to prefill there, the new request's included. C: credit for blocks it has,
 c / (1 + k * (its active blocks - the least) / blocks of the request) * blocks held. D: blocks
 decoding there with the new request, shared ones once. R: requests active there. The smallest
-cost wins (its softmax at temperature 0). Weights as it sets them: s = c = 1, k = a = 0.
+cost wins (its softmax at temperature 0); among equals the first, where Dynamo draws one: on the
+traces of docs/replay.md that is better for it. Weights as it sets them: s = c = 1, k = a = 0.
 """
 
 from collections import Counter

@@ -17,12 +17,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from headstart.cluster.events import EventBatch
 from headstart.cluster.load import RouteRequest
 from headstart.cluster.policies import make_policy
 from headstart.cluster.router import Router
-from headstart.engine.vllm_api.metrics import Metric
+from headstart.cluster.serving.metric_sums import add_up
+from headstart.engine.vllm_api.metrics import Gauge, Metric
 
 __all__ = ["Dispatcher", "dispatcher_of", "register"]
 
@@ -66,6 +68,7 @@ class Dispatcher:
             self._router.set_alive(number, False)
         self._waiting: dict[str, _Waiting] = {}
         self._metrics: dict[str, list[Metric]] = {}
+        self._past: list[Metric] = []
         self._on_change: Callable[[], object] = lambda: None
         self._on_route: Callable[[], object] = lambda: None
 
@@ -89,6 +92,11 @@ class Dispatcher:
         with self._lock:
             return dict(self._metrics)
 
+    def list_metrics(self) -> list[Metric]:
+        """All of these, and what the replicas that are gone had counted."""
+        with self._lock:
+            return [*self._past, *chain(*self._metrics.values())]
+
     def set_replicas(self, names: Collection[str]) -> None:
         """These run, and no others. What a replica held that is gone is forgotten."""
         with self._lock:
@@ -96,7 +104,8 @@ class Dispatcher:
             gone, new = before - set(names), [name for name in names if name not in before]
             for name in gone:
                 number = self._numbers.pop(name)
-                self._metrics.pop(name, None)
+                counts = [m for m in self._metrics.pop(name, ()) if not isinstance(m, Gauge)]
+                self._past = add_up([*self._past, *counts])
                 self._router.set_alive(number, False)
                 self._free.append(number)
             for name in new[: len(self._free)]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any, cast
 
+from headstart.cluster.serving.metric_sums import add_up
 from headstart.engine.async_llm import AsyncLLM
 from headstart.engine.chat.requests import ChatRequests
 from headstart.engine.startup.start import Started
-from headstart.engine.vllm_api.metrics import Counter, Gauge, Histogram, Metric
+from headstart.engine.vllm_api.metrics import Metric
 from headstart.validation import check_flag
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from headstart.engine.streams.async_driver import AsyncDriver
 
 __all__ = ["ReplicatedLLM"]
-
-_USAGE = "vllm:kv_cache_usage_perc"
 
 
 class ReplicatedLLM(AsyncLLM):
@@ -49,12 +47,11 @@ class ReplicatedLLM(AsyncLLM):
         return bool(self.dispatcher.replicas)
 
     def read_metrics(self) -> list[Metric]:
-        """Those of all replicas: sums, and of shares the mean. For any thread."""
-        told = [metric for metrics in self.dispatcher.metrics.values() for metric in metrics]
-        found: dict[tuple[str, tuple[tuple[str, str], ...]], list[Metric]] = defaultdict(list)
-        for metric in told:
-            found[metric.name, tuple(metric.labels.items())].append(metric)
-        return [_add(same) for same in found.values()]
+        """Those of all replicas: sums, and of shares the mean. For any thread.
+
+        What replicas counted that are gone stays counted: a sum that falls is taken for a start.
+        """
+        return add_up(self.dispatcher.list_metrics())
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -69,20 +66,3 @@ class ReplicatedLLM(AsyncLLM):
         await super().forget_inputs()
         if self.engine.images is not None:
             await asyncio.to_thread(self._replicas.ask_all, "forget_inputs")
-
-
-def _add(same: list[Metric]) -> Metric:
-    """One metric of what several replicas say of it."""
-    name, labels = same[0].name, same[0].labels
-    counters = [one.value for one in same if isinstance(one, Counter)]
-    if counters:
-        return Counter(name, labels, sum(counters))
-    gauges = [one.value for one in same if isinstance(one, Gauge)]
-    if gauges:
-        return Gauge(name, labels, sum(gauges) / (len(gauges) if name == _USAGE else 1))
-    histograms = [one for one in same if isinstance(one, Histogram)]
-    buckets = {
-        bound: sum(one.buckets[bound] for one in histograms) for bound in histograms[0].buckets
-    }
-    count, total = sum(one.count for one in histograms), sum(one.sum for one in histograms)
-    return Histogram(name, labels, count, total, buckets)

@@ -110,6 +110,26 @@ def test_metrics_of_replicas_are_added_up(llm: ReplicatedLLM, told: list[Metric]
             assert both.value == metric.value * (1 if is_share else 2)
 
 
+def test_what_replicas_counted_that_are_gone_stays_counted(told: list[Metric]) -> None:
+    """A sum fell when one died, and a monitor took what the others had counted for new."""
+    server = Server()
+    made = ReplicatedLLM(server.front, server.driver, server.dispatcher, SamplingParams())
+
+    def counts() -> list[Metric]:
+        found = [one for one in made.read_metrics() if not isinstance(one, Gauge)]
+        return sorted(found, key=repr)
+
+    made.dispatcher.set_replicas(["first", "other"])
+    for name in made.dispatcher.replicas:
+        made.dispatcher.note_metrics(name, told)
+    before = counts()
+    for names in (["other"], ["other"], ["new"]):
+        made.dispatcher.set_replicas(names)
+        assert counts() == before
+    assert not any(isinstance(one, Gauge) for one in made.read_metrics()), "nobody tells any"
+    made.close()
+
+
 def test_ray_is_told_every_metric(told: list[Metric], monkeypatch: pytest.MonkeyPatch) -> None:
     values: dict[str, float] = {}
 

@@ -69,12 +69,15 @@ class CachePublisher:
         """Tell all followers what changed. Raises EngineError when the engine is closed."""
         self._tell(await self._llm.call(self._read))
 
-    async def publish_reset(self) -> None:
-        """Tell all followers that nothing is cached. Raises EngineError as `publish`.
+    async def reset(self, running: bool, tiers: bool) -> bool:
+        """As `AsyncLLM.reset_prefix_cache`; all followers are told at once that nothing is cached.
 
-        The manager's own event of it may wait for the next step, when the tiers take it.
+        Raises TierError as that does, and EngineError as `publish`.
         """
-        self._tell(await self._llm.call(lambda: self._read(AllBlocksCleared())))
+        report = await self._llm.call(lambda: self._reset(running, tiers))
+        if report is not None:
+            self._tell(report)
+        return report is not None
 
     def _tell(self, report: Report) -> None:
         for queue in self._followers.values():
@@ -125,6 +128,17 @@ class CachePublisher:
 
     def _read(self, *more: CacheEvent) -> Report:
         return Report(self._take_batch(*more), read_metrics(self._llm.engine))
+
+    def _reset(self, running: bool, tiers: bool) -> Report | None:
+        """None if nothing was forgotten.
+
+        The manager's own event of it may wait for the next step, when the tiers take it. What that
+        step stores must not be told before, or it would count as forgotten for good.
+        """
+        done = self._llm.engine.reset_prefix_cache(
+            reset_running_requests=running, reset_tiers=tiers
+        )
+        return self._read(AllBlocksCleared()) if done else None
 
     def _read_all(self) -> Report:
         """A snapshot is as of the last batch that all followers were sent."""

@@ -150,10 +150,7 @@ class EngineReplica:
 
     async def reset(self, running: bool, tiers: bool) -> bool:
         """As `AsyncLLM.reset_prefix_cache`; the followers are told at once."""
-        done = await self._llm.reset_prefix_cache(running, tiers)
-        if done:
-            await self._publisher.publish_reset()
-        return done
+        return await self._publisher.reset(running, tiers)
 
     async def forget_inputs(self) -> None:
         """As `AsyncLLM.forget_inputs`."""

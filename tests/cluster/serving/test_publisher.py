@@ -1,7 +1,7 @@
 """What a replica tells of its cache is what it holds, also after a gap and beside a disk tier."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from headstart.engine.startup.start import start_engine
 MODEL = "headstart-tiny"
 PROMPTS = [f"Row {row}. " + "Anna is 31. Ben is 45. " * 6 for row in range(6)]
 TOKEN = SamplingParams(max_tokens=1, temperature=0)
+LONG = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
 
 
 def observed(**options: Any) -> AsyncLLM:
@@ -110,13 +111,44 @@ def test_a_reset_is_told(llm: AsyncLLM) -> None:
         async with aclosing(publisher.follow("a server")) as reports:
             await read(index, reports, 1)
             assert held(index)
-            assert await llm.reset_prefix_cache()
-            await publisher.publish_reset()
+            assert await publisher.reset(False, False)
             assert await read(index, reports, 1) == [True]
             assert not held(index)
             await compute(llm, publisher, PROMPTS[:1])
             assert await read(index, reports, 1) == [True]
             assert held(index) == set(prefix_keys(list(await names_in_pool(llm))))
+
+    asyncio.run(follow())
+
+
+def test_what_is_computed_after_a_reset_is_known(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that ran is computed anew at once: before the reset is told, if steps came between.
+
+    Here they come between any two calls of the engine.
+    """
+    call = llm.call
+
+    async def follow() -> None:
+        publisher, index = CachePublisher(llm), ReplicaIndex(1)
+        outputs = llm.generate(PROMPTS[0], LONG)
+
+        async def step_and_call(function: Callable[[], Any]) -> Any:
+            for _ in range(8):
+                await anext(outputs)
+            return await call(function)
+
+        async with aclosing(outputs), aclosing(publisher.follow("a server")) as reports:
+            await read(index, reports, 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(llm, "call", step_and_call)
+                assert await publisher.reset(True, False)
+            async for _ in outputs:
+                pass
+            await publisher.publish()
+            await read(index, reports, 2)
+        assert held(index) == set(prefix_keys(list(await names_in_pool(llm))))
 
     asyncio.run(follow())
 

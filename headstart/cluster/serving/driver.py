@@ -206,7 +206,11 @@ class ReplicaDriver:
         del self._started[running.name]
         self._release(running)  # first: who is told may ask again under this id
         self._dispatcher.finish(running.name)
-        running.tell(running.last_update())
+        update = running.last_update()
+        # A task that was cancelled has the frames where it was, which know `running`: the images
+        # there would lie in Ray's store until the garbage collector comes by.
+        running.task = None
+        running.tell(update)
 
     def _release(self, running: Running) -> None:
         """Its id may be another's."""

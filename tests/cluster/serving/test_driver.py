@@ -1,8 +1,10 @@
 """Every request that is submitted is answered once, and none disturbs another. Without Ray."""
 
 import asyncio
+import gc
 import queue
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,7 @@ from headstart.cluster.serving.driver import MAX_LOST
 from headstart.cluster.serving.messages import Follow
 from headstart.engine.driver import Update
 from headstart.errors import EngineError, ReplicaLostError, RequestError
+from tests.cluster.serving.ray_processes import wait_until
 from tests.cluster.serving.scripted import LIMIT, REPLICA, Server, Stream, Told, part
 
 
@@ -256,6 +259,27 @@ def test_close_ends_a_call_of_all_replicas(server: Server) -> None:
     server.driver.close()
     error = ended.get(timeout=LIMIT)
     assert isinstance(error, EngineError) and str(error) == "the engine is closed"
+
+
+@pytest.mark.parametrize("end", ["leaves", "is aborted"])
+def test_images_are_given_up_when_a_client(
+    server: Server, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: the garbage collector, which would find them too, comes by seldom."""
+    monkeypatch.setattr(server.front, "take_images", lambda group: b"pixels")
+    server.dispatcher.set_replicas([REPLICA])
+    stream, told = server.stream().put(part(0, 8)), Told()
+    group = server.request("a")
+    gc.disable()
+    try:
+        server.driver.submit(group, told)
+        in_store = weakref.ref(server.asked().images)
+        assert told.tokens() == [8]
+        server.driver.cancel([group]) if end == "leaves" else server.driver.abort("a")
+        assert stream.cancelled.wait(LIMIT)
+        wait_until(lambda: in_store() is None, LIMIT)
+    finally:
+        gc.enable()
 
 
 def test_a_replica_that_dies_in_the_middle_of_a_stream_ends_it(server: Server) -> None:

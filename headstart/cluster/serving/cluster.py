@@ -25,6 +25,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+# Read when Ray is imported. Else a thread of Ray Serve that is late for the end of Ray starts
+# another one, or joins what another program has started here.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+
 import ray
 from ray import serve
 from ray.exceptions import RayError

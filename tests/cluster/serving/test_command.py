@@ -1,5 +1,6 @@
 """`headstart serve --replicas`: what cannot be is told in one sentence, before anything starts."""
 
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -74,3 +75,24 @@ def test_replicas_find_a_model_that_is_named_from_here(
     done = CliRunner().invoke(main, [*QUIET, "--replicas", "2", "--model", "model", *template])
     assert "no more is needed" in done.stderr
     assert asked == [str(tmp_path / "model"), str(tmp_path / "a.jinja")]
+
+
+def test_a_late_call_starts_no_other_ray() -> None:
+    """A thread of Ray Serve asked Ray once more after its end, and Ray began anew.
+
+    So a server whose Ray had been stopped with it (SIGTERM to all of a service) was connected to
+    what another program had started on the machine.
+    """
+    pytest.importorskip("ray", reason="replicas need Ray")
+    late = """
+import headstart.cluster.serving.cluster, ray
+try:
+    ray.put(1)
+except ray.exceptions.RaySystemError:
+    pass
+print(ray.is_initialized())
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", late], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["False"], done.stderr

@@ -94,8 +94,8 @@ def replay(trace: str, **options: Any) -> None:
     synthetic workload: shared-prompt, documents, chats, agents. No model runs.
     """
     plot: Path | None = options["plot"]
-    if plot is not None and not plot.parent.is_dir():
-        raise ConfigError(f"--plot is {plot}, and {plot.parent} is no folder")
+    if plot is not None:
+        _check_plot(plot)
     speed = SpeedModel(**{field.name: options[field.name] for field in fields(SpeedModel)})
     found = _open(as_typed(trace), options)
     fleet = Fleet(
@@ -120,6 +120,14 @@ def replay(trace: str, **options: Any) -> None:
         _print(found, fleet, results, optimum)
     if plot is not None:
         _draw(plot, found, results, optimum)
+
+
+def _check_plot(plot: Path) -> None:
+    """Raise ConfigError for what cannot be drawn, before minutes of a replay."""
+    if plot.suffix.lower() != ".svg":
+        raise ConfigError(f"--plot is {plot}; allowed: a file whose name ends in .svg")
+    if not plot.parent.is_dir():
+        raise ConfigError(f"--plot is {plot}, and {plot.parent} is no folder")
 
 
 def _open(name: str, options: Mapping[str, Any]) -> Trace:
@@ -169,8 +177,9 @@ def _print(trace: Trace, fleet: Fleet, results: list[ReplayResult], optimum: Opt
         f"{mean:,.0f} prompt tokens each"
     )
     parts = f" ({fleet.prefill_replicas} for prompts)" if fleet.prefill_replicas else ""
+    replicas = "1 replica" if fleet.replicas == 1 else f"{fleet.replicas} replicas"
     click.echo(
-        f"{fleet.replicas} replicas{parts}, {fleet.kv_tokens:,} tokens of KV memory each, "
+        f"{replicas}{parts}, {fleet.kv_tokens:,} tokens of KV memory each, "
         f"blocks of {fleet.block_size}"
     )
     table = Table(box=None, pad_edge=False, header_style="")

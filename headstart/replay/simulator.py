@@ -37,7 +37,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """How many replicas, and how much KV memory each has, in tokens.
+    """How many replicas, and how much KV memory each has, in tokens. Raises ConfigError.
 
     prefill_replicas: so many compute prompts alone, and the others decode; 0: each does both.
     """
@@ -47,6 +47,10 @@ class Fleet:
     block_size: int
     eviction: str = "adaptive-lru"
     prefill_replicas: int = 0
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError(f"replicas is {self.replicas}; allowed: at least 1")
 
     @property
     def computing(self) -> int:

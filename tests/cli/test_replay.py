@@ -33,6 +33,11 @@ def test_routers_stand_side_by_side_and_in_a_picture(tmp_path: Path) -> None:
     assert {*POLICIES, "chats", "token hit rate, %"} <= set(words)
 
 
+def test_one_replica_is_one() -> None:
+    lines = call("chats", "--requests", "5").stdout.splitlines()
+    assert lines[1].startswith("1 replica, 2,000,000 tokens of KV memory each")
+
+
 def test_json_is_one_line_with_every_number() -> None:
     result = call(*SMALL, "--router", "expected", "--router", "dynamo", "--json")
     told = json.loads(result.stdout)
@@ -58,7 +63,7 @@ def test_a_file_is_replayed_with_more_users(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["nothing.jsonl"], "nothing.jsonl is no file; allowed: a trace, or shared-prompt"),
-        ([*SMALL, "--replicas", "0"], "num_replicas is 0; allowed: at least 1"),
+        ([*SMALL, "--replicas", "0"], "replicas is 0; allowed: at least 1"),
         ([*SMALL, "--requests", "0"], "--requests is 0; allowed: at least 1"),
         ([*SMALL, "--copies", "0"], "copies is 0"),
         ([*SMALL, "--speed", "-1"], "speed is -1.0; allowed: above 0"),
@@ -68,6 +73,7 @@ def test_a_file_is_replayed_with_more_users(tmp_path: Path) -> None:
         ([*SMALL, "--prefill-rate", "0"], "prefill_rate is 0.0"),
         ([*SMALL, "--router", "x"], "'x' is not one of"),
         ([*SMALL, "--plot", "no/such/folder.svg"], "no/such is no folder"),
+        ([*SMALL, "--plot", "bars.png"], "bars.png; allowed: a file whose name ends in .svg"),
     ],
 )
 def test_a_wrong_option_is_one_sentence(arguments: list[str], says: str) -> None:

@@ -89,6 +89,16 @@ def loading_line(
     return f"loading {name}: {read}; about {left} to go"
 
 
+def starting_line(name: str, replicas: int, elapsed: float) -> str:
+    """Ray and then replicas of a model start, in processes of their own.
+
+    >>> starting_line("a/model", 1, 2.0), starting_line("a/model", 2, 12.0)
+    ('starting 1 replica of a/model: 2.00 s', 'starting 2 replicas of a/model: 12.00 s')
+    """
+    count = "1 replica" if replicas == 1 else f"{replicas} replicas"
+    return f"starting {count} of {name}: {duration(elapsed)}"
+
+
 def describe_reading(stream: RequestStream) -> Callable[[float], str]:
     """For `waiting`: the prompt of a request is read."""
     return lambda elapsed: reading_line(stream.progress(), elapsed)

@@ -1,6 +1,6 @@
 """The options of a server with replicas; command line flags are made from these fields."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from headstart.cluster.policies import DEFAULT_POLICY, POLICIES
 from headstart.errors import ConfigError
@@ -40,12 +40,23 @@ class ReplicaConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
+        if not self.is_wanted:
+            self._refuse_others()
         least = self.replicas or 1
         if self.max_replicas is not None and self.max_replicas < least:
             raise ConfigError(
                 f"max_replicas is {self.max_replicas} and replicas is {least}; allowed: at least "
                 "as many"
             )
+
+    def _refuse_others(self) -> None:
+        """Raise ConfigError for an option that would do nothing."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                raise ConfigError(
+                    f"{field.name} is {value!r}; allowed: with replicas or max_replicas alone"
+                )
 
     @property
     def is_wanted(self) -> bool:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +16,7 @@ import click
 
 from headstart.cli.opening import announce, check_adapter, folder_of
 from headstart.cli.options import RANDOM_MODEL, resolve_model
-from headstart.cli.progress import waiting
+from headstart.cli.progress import starting_line, waiting
 from headstart.cli.streams import note
 from headstart.cluster.options import ReplicaConfig
 from headstart.engine.vllm_api.options import read_config
@@ -54,7 +55,8 @@ def run_server(
     adapters: folders by the names that requests may give. Raises AdapterError, ConfigError,
     ModelError, OutOfMemoryError or EngineError.
     """
-    launch = _import_optional("headstart.server.launch", "serve")
+    extra = "cluster" if replicas.is_wanted else "serve"  # which has that of serve, too
+    launch = _import_optional("headstart.server.launch", extra)
     for name in adapters.keys() & {options.served_model_name or model, *options.model_alias}:
         raise ConfigError(f"adapter is {name!r}, as the model is; allowed: another name")
     prefixes = launch.read_prefixes(options.public_prefix)
@@ -151,7 +153,8 @@ def _open_replicas(
 ) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     name = _absolute(resolve_model(model))
     engine = {key: _absolute(value) if key in _PATHS else value for key, value in engine.items()}
-    with waiting(announce(model)):
+    announce(model)
+    with waiting(partial(starting_line, model, replicas.least)):
         make = _import_optional("headstart.cluster.serving.cluster", "cluster").ReplicaCluster
         cluster = make(name, engine, replicas, options.drain_seconds)
     with closing(cluster):

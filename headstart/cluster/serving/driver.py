@@ -79,6 +79,7 @@ class ReplicaDriver:
         self._started: dict[str, Running] = {}  # by name: those that are forgotten and end, too
         self._attempts: dict[RequestKey, Attempt] = {}
         self._feeds: dict[str, asyncio.Task[None]] = {}
+        self._known: set[str] = set()  # the replicas that ran when last looked
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="headstart-replicas")
         self._thread.daemon = True
@@ -333,6 +334,10 @@ class ReplicaDriver:
         if self._front.is_closed:
             return
         running = set(self._dispatcher.replicas)
+        for name in sorted(running ^ self._known):
+            state = "runs" if name in running else "is gone"
+            _LOG.info("replica %s %s; running: %d", name, state, len(running))
+        self._known = running
         for name, task in self._feeds.items():
             if name not in running:
                 task.cancel()  # it would keep the replica from ending

@@ -25,9 +25,23 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
+def test_without_anything_it_says_what_to_install_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It named the extra of a server first, and that of replicas when that was there."""
+    for name in [name for name in sys.modules if name.startswith("headstart.server.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    for given, extra in (["--replicas", "2"], "cluster"), ([], "serve"):
+        done = CliRunner().invoke(main, [*QUIET, *given])
+        assert (done.exit_code, f'needs uvicorn: pip install ".[{extra}]"' in done.stderr) == (
+            2,
+            True,
+        ), done.stderr
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [
+        (["--routing", "prefix"], "routing is 'prefix'; allowed: with replicas or max_replicas"),
         (["--replicas", "0"], "replicas is 0; allowed: a whole number from 1 to 4096"),
         (["--replicas", "3", "--max-replicas", "2"], "max_replicas is 2 and replicas is 3"),
         (["--replicas", "2", "--model", "/nowhere"], "there is no folder /nowhere"),

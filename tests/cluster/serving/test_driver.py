@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import queue
 import threading
 import weakref
@@ -219,6 +220,39 @@ def test_a_replica_that_is_back_before_its_feed_has_ended_is_followed(server: Se
 
     server.driver._soon(go_and_come)
     assert server.handle.is_asked_to_follow.wait(LIMIT)
+
+
+def test_the_log_tells_which_replicas_come_and_go(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = threading.Event()
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    log = logging.getLogger("headstart.server")
+    monkeypatch.setattr(log, "handlers", [Lines()])
+    before = log.level
+    log.setLevel(logging.INFO)
+
+    def come_and_go() -> None:
+        for names in ([REPLICA], [REPLICA], [], [REPLICA]):
+            server.dispatcher.set_replicas(names)
+            server.driver._match_feeds()
+        done.set()
+
+    try:
+        server.driver._soon(come_and_go)
+        assert done.wait(LIMIT)
+    finally:
+        log.setLevel(before)
+    assert lines == [
+        f"replica {REPLICA} runs; running: 1",
+        f"replica {REPLICA} is gone; running: 0",
+        f"replica {REPLICA} runs; running: 1",
+    ]
 
 
 def test_a_feed_that_ray_cancels_begins_again(server: Server) -> None:

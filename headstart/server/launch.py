@@ -21,7 +21,7 @@ from headstart.server.app import create_app, create_speech_app
 from headstart.server.monitoring.logs import set_up_logs
 from headstart.server.monitoring.tracing import open_tracer
 from headstart.server.options import ServerOptions
-from headstart.server.protocol import BoundedProtocol
+from headstart.server.protocol import protocol_of
 from headstart.server.public_prefixes import publish, read_prefixes
 from headstart.server.service import Front
 from headstart.server.tenants import open_tenants
@@ -87,7 +87,7 @@ def serve(app: FastAPI, at: socket.socket, ready: Callable[[], None] = lambda: N
     set_up_logs(options.log_format)
     config = uvicorn.Config(
         app,
-        http=BoundedProtocol,
+        http=protocol_of(options),
         log_config=None,
         access_log=False,
         lifespan="off",

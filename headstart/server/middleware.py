@@ -30,6 +30,7 @@ _FOR_ADMINS = re.compile(r"/(metrics|cache)(?!/(advice|explain|prewarm)\Z).*", r
 _JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 _NAME = re.compile(rb"[\w.-]{1,128}", re.ASCII)
 _TRACE = (b"traceparent", b"tracestate")  # W3C's trace context
+_PART = 64 << 10  # bytes of a body, which asyncio keeps for a client that reads slowly
 _GRACE = 5.0  # seconds in which an answer that came too late is told to be so
 
 
@@ -63,7 +64,7 @@ class Frontdoor:
             if message["type"] == "http.response.start":
                 line.status = message["status"]
                 message = {**message, "headers": [*message["headers"], *told]}
-            await send(message)
+            await _send_in_parts(send, message)
 
         try:
             path = scope["path"]
@@ -131,6 +132,22 @@ class Frontdoor:
         return ApiError(
             413, f"the request's body is too large; allowed: {self._max_bytes:,} bytes at most"
         )
+
+
+async def _send_in_parts(send: Send, message: Message) -> None:
+    """Send no more of a body than the client's connection takes: what follows waits for it here.
+
+    A whole answer that is handed over at once would stay in the connection's buffer when its call
+    is over, as long as the client does not read it.
+    """
+    body = message.get("body", b"")
+    if len(body) > _PART:
+        *starts, last = range(0, len(body), _PART)
+        for start in starts:
+            part = body[start : start + _PART]
+            await send({"type": message["type"], "body": part, "more_body": True})
+        message = {**message, "body": body[last:]}
+    await send(message)
 
 
 def _check_type(scope: Scope, headers: Mapping[bytes, bytes]) -> None:

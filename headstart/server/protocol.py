@@ -1,11 +1,16 @@
-"""HTTP as httptools reads it for uvicorn, as strictly as h11: one host, and a head that ends; and
-requests behind others do not hide that their client is gone."""
+"""HTTP as httptools reads it for uvicorn, as strictly as h11: one host, and a head that ends.
+Requests behind others do not hide that their client is gone, and no client leaves an answer unread
+for ever."""
 
 from __future__ import annotations
 
+import asyncio
+
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-__all__ = ["BoundedProtocol"]
+from headstart.server.options import ServerOptions
+
+__all__ = ["BoundedProtocol", "protocol_of"]
 
 _MOST_BYTES = 64 << 10
 """Of a head, as with uvicorn's other reader of HTTP, beyond what its first read brings."""
@@ -21,8 +26,15 @@ class BoundedProtocol(HttpToolsProtocol):
     key that stands in it. What is sent of a body is counted where it is read (`max_request_bytes`).
     Where requests were sent behind the one that is answered, uvicorn tells the last one that the
     client is gone, and does not even read it; here the connection is read on.
+
+    What a client does not read waits in the transport, which asks to be sent no more (beyond
+    asyncio's 64 KiB). A connection where that stays so for `longest_unread` seconds is dropped, and
+    so is one that is closed while something waits, as long after; to close it would keep all that
+    waits until the client reads it.
     """
 
+    longest_unread = 600.0
+    _dropping: asyncio.TimerHandle | None = None
     _num_unread = 0  # bytes that came since the last of a body, or a request's first
     _answered: RequestResponseCycle | None = None  # or begun to be; those behind it wait
 
@@ -56,9 +68,37 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.pipeline:
             self._answered = self.pipeline[-1][0]
         super().on_response_complete()
+        self._drop_if_closed()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._drop_if_closed()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._drop_later()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._cancel_drop()
+
+    def _drop_if_closed(self) -> None:
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self._drop_later()
+
+    def _drop_later(self) -> None:
+        if self._dropping is None:
+            self._dropping = self.loop.call_later(self.longest_unread, self.transport.abort)
+
+    def _cancel_drop(self) -> None:
+        if self._dropping is not None:
+            self._dropping.cancel()
+            self._dropping = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._cancel_drop()
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
             self._answered.message_event.set()
@@ -66,3 +106,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._num_unread = 0
         super().on_body(body)
+
+
+def protocol_of(options: ServerOptions) -> type[BoundedProtocol]:
+    """The protocol of a server with these options: what is left unread has a request's time."""
+    bound = {"longest_unread": options.request_timeout}
+    return type(BoundedProtocol.__name__, (BoundedProtocol,), bound)

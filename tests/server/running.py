@@ -17,7 +17,7 @@ from headstart import AsyncLLM
 from headstart.server.app import create_app
 from headstart.server.launch import listen
 from headstart.server.options import ServerOptions
-from headstart.server.protocol import BoundedProtocol
+from headstart.server.protocol import protocol_of
 from headstart.server.service import Service
 
 __all__ = ["Running", "listening", "running", "serving"]
@@ -84,7 +84,8 @@ def listening(app: FastAPI, *, send_buffer: int = 0) -> Iterator[str]:
     listener = listen(ServerOptions(port=0))
     if send_buffer:  # connections have the listener's
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    config = uvicorn.Config(app, http=BoundedProtocol, log_config=None, lifespan="off")
+    http = protocol_of(app.state.service.options)
+    config = uvicorn.Config(app, http=http, log_config=None, lifespan="off")
     runner = uvicorn.Server(config)
     started = threading.Event()
     startup = runner.startup

@@ -18,10 +18,10 @@ from fastapi import FastAPI
 
 from headstart.errors import ConfigError
 from headstart.server.app import create_app, create_speech_app
+from headstart.server.http.protocol import protocol_of
 from headstart.server.monitoring.logs import set_up_logs
 from headstart.server.monitoring.tracing import open_tracer
 from headstart.server.options import ServerOptions
-from headstart.server.protocol import protocol_of
 from headstart.server.public_prefixes import publish, read_prefixes
 from headstart.server.service import Front
 from headstart.server.tenants import open_tenants

@@ -98,12 +98,22 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     service = service_of(request)
     service.adapter(body.model)
-    tokenizer = _tokenizer(service)
+    if len(body.tokens) > service.max_model_len:  # whose decoding would stop every other thread
+        raise RequestError(
+            f"tokens has {len(body.tokens):,} entries; allowed: {service.max_model_len:,} at most "
+            "(max_model_len)"
+        )
+    told = await asyncio.to_thread(_decode, _tokenizer(service), body.tokens)
+    return Response(told, media_type="application/json")
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> bytes:
+    """The answer of `/detokenize`, as JSON."""
     size = len(tokenizer)
-    wrong = [token_id for token_id in body.tokens if not 0 <= token_id < size]
-    if wrong:
-        raise RequestError(f"tokens has {describe(wrong[0])}; allowed: from 0 to {size - 1}")
-    return JsonResponse({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
+    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < size), None)
+    if wrong is not None:
+        raise RequestError(f"tokens has {describe(wrong)}; allowed: from 0 to {size - 1}")
+    return bytes(JsonResponse({"prompt": tokenizer.decode(token_ids)}).body)
 
 
 def _tokenizer(service: Service) -> PreTrainedTokenizerBase:

@@ -15,9 +15,9 @@ from fastapi import FastAPI
 
 from headstart import AsyncLLM
 from headstart.server.app import create_app
+from headstart.server.http.protocol import protocol_of
 from headstart.server.launch import listen
 from headstart.server.options import ServerOptions
-from headstart.server.protocol import protocol_of
 from headstart.server.service import Service
 
 __all__ = ["Running", "listening", "running", "serving"]

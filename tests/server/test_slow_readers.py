@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headstart.server.protocol import BoundedProtocol
+from headstart.server.http.protocol import BoundedProtocol
 from tests.server.running import running
 from tests.server.scripted import scripted
 from tests.server.test_overload import SECONDS, Steps, Watch, ask, body, connect, send

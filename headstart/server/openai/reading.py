@@ -27,10 +27,15 @@ _SAME = (
     *("min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("bad_words", "allowed_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
 )
+_MAX_ENTRIES = 16_384  # of what is looked at here; half a microsecond of the event loop each
 _MAX_LOGPROBS = 20  # of a token; a long prompt with more of them is an answer of megabytes
 
 
 def _common(body: SamplingFields) -> dict[str, Any]:
+    for name in ("stop_token_ids", "logit_bias"):
+        if len(getattr(body, name) or ()) > _MAX_ENTRIES:
+            told = f"{name} has {len(getattr(body, name)):,} entries"
+            raise ApiError(400, f"{told}; allowed: {_MAX_ENTRIES:,} at most", param=name)
     params = {name: getattr(body, name) for name in _SAME}
     if not params["stop"]:
         params["stop"] = None

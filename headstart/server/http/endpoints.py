@@ -6,6 +6,7 @@ method. Its way to an endpoint costs as much of the event loop as a small model'
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, NamedTuple, get_type_hints
@@ -18,11 +19,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from headstart.errors import PromptTooLongError
 from headstart.server.bodies import Body
 from headstart.server.errors import ApiError, as_api_error
-from headstart.server.service import ClientGone
+from headstart.server.http.long_json import MAX_NUMBERS, TooManyError, read_json
+from headstart.server.service import ClientGone, Front, front_of
 
 __all__ = ["Endpoints"]
+
+_LONG = 1 << 15
+"""Bytes of a body that are read in a thread. Up to it, that takes the event loop 2 ms at most."""
 
 
 class _Endpoint(NamedTuple):
@@ -53,7 +59,7 @@ class Endpoints:
             return
         request = Request(scope, receive, send)
         try:
-            body = _read(endpoint.body, await request.body())
+            body = await _read_any(endpoint.body, await request.body(), front_of(request))
             response = await endpoint.answer(body, request)
         except ClientDisconnect as error:
             raise ClientGone from error
@@ -70,13 +76,28 @@ def _with_bodies(router: APIRouter) -> Iterator[tuple[str, _Endpoint]]:
                 yield route.path, _Endpoint(kind, route.endpoint)
 
 
-def _read(kind: type[Body], data: bytes) -> Body:
-    """A body of JSON. Raises ApiError, or RequestValidationError as FastAPI does."""
+async def _read_any(kind: type[Body], data: bytes, front: Front) -> Body:
+    """A body of JSON. Raises ApiError, RequestError, or RequestValidationError as FastAPI does."""
+    if len(data) <= _LONG:
+        return _read(kind, data, json.loads)
+    most = max(front.max_model_len, MAX_NUMBERS)
     try:
-        given = json.loads(data) if data else None
+        return await asyncio.to_thread(_read, kind, data, lambda data: read_json(data, most))
+    except TooManyError as error:
+        if error.name != "prompt":
+            raise ApiError(400, str(error), param=error.name or None) from error
+        text = f"the prompt has more than {most:,} tokens"
+        raise PromptTooLongError(text, front.max_model_len) from error
+
+
+def _read(kind: type[Body], data: bytes, load: Callable[[bytes], Any]) -> Body:
+    try:
+        given = load(data) if data else None
     except json.JSONDecodeError as error:
         wrong = {"type": "json_invalid", "loc": (error.pos,), "ctx": {"error": error.msg}}
         raise RequestValidationError([wrong]) from error
+    except TooManyError:
+        raise
     except (ValueError, RecursionError) as error:  # no UTF-8, too many digits, too many brackets
         raise ApiError(400, "the body is no JSON that can be read") from error
     if given is None:

@@ -1,0 +1,172 @@
+"""How long the server's event loop stands still while long bodies come: every stream waits as long.
+
+    python bench/soak/pauses.py [--mb 2] [--rounds 3]
+
+One server of headstart-tiny with room for 131,072 tokens a prompt, and a program beside it that
+sends one body at a time. What is measured is the longest time between two turns of the loop: by the
+clock, and in CPU time of this process, of which other programs take none. The second is no less
+than what single calls in C take, which no other thread of Python can interrupt, and the loop's own
+work; it is more where another thread computes meanwhile without the interpreter's lock (a tokenizer
+that encodes) and other programs have the loop's core. The limit is 20 ms for what has 2 MB. Ends in
+one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import uvicorn
+from rich.console import Console
+from rich.table import Table
+
+from headstart import AsyncLLM
+from headstart.models.files import BUILT_IN, find_folder
+from headstart.server.http.protocol import protocol_of
+from headstart.server.launch import create_app, listen
+from headstart.server.options import ServerOptions
+
+LIMIT = 0.020  # seconds
+LINE = "Anna is 31 years old, and Ben is 45 years old.\n"
+CLIENT = """
+import sys, urllib.error, urllib.request
+data = open(sys.argv[2], "rb").read()
+asked = urllib.request.Request(sys.argv[1], data, {"Content-Type": "application/json"})
+try:
+    print(urllib.request.urlopen(asked).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""
+
+
+class Pause(NamedTuple):
+    """The longest time between two turns of the loop, in seconds: of the clock, and of the CPU."""
+
+    clock: float
+    cpu: float
+
+
+class Beat:
+    """Turns of the loop, and the longest time between two since the last question."""
+
+    def __init__(self) -> None:
+        self._longest = Pause(0, 0)
+        self._task = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        clock, cpu = time.perf_counter(), time.process_time()
+        while True:
+            await asyncio.sleep(0.0005)
+            now, used = time.perf_counter(), time.process_time()
+            waited = Pause(now - clock, used - cpu)
+            self._longest = Pause(*map(max, self._longest, waited))
+            clock, cpu = now, used
+
+    def take(self) -> Pause:
+        """And begin anew."""
+        longest, self._longest = self._longest, Pause(0, 0)
+        return longest
+
+
+def bodies(num_bytes: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """What is sent: its name, path and body, each of about so many bytes."""
+    text = LINE * (num_bytes // len(LINE))
+    ids = [random.randrange(100, 2000) for _ in range(num_bytes // 6)]
+    parts = [{"type": "text", "text": LINE}] * (num_bytes // 78)  # more tokens than are computed
+
+    def chat(content: object) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+
+    yield "text", "/v1/completions", {"prompt": text}
+    yield "chat", "/v1/chat/completions", chat(text)
+    yield "chat, accents", "/v1/chat/completions", chat("é漢" * (num_bytes // 12))
+    yield "parts of a chat", "/v1/chat/completions", chat(parts)
+    yield "parts, Anthropic", "/v1/messages", {"model": BUILT_IN, **chat(parts[:19_900])}
+    yield "token ids", "/v1/completions", {"prompt": ids}
+    yield "stop_token_ids", "/v1/completions", {"prompt": "a", "stop_token_ids": ids}
+    yield "/tokenize", "/tokenize", {"prompt": text}
+    yield "/detokenize", "/detokenize", {"tokens": ids[:131_072]}
+
+
+@contextmanager
+def long_model(longest: int) -> Iterator[Path]:
+    """headstart-tiny with so many positions; only its sizes count here."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file in find_folder(BUILT_IN).iterdir():
+            if file.name != "config.json":
+                Path(folder, file.name).symlink_to(file)
+        config = json.loads((find_folder(BUILT_IN) / "config.json").read_text())
+        config["max_position_embeddings"] = longest
+        Path(folder, "config.json").write_text(json.dumps(config))
+        yield Path(folder)
+
+
+async def measure(url: str, args: argparse.Namespace) -> list[tuple[str, str, int, Pause, Pause]]:
+    """Each body: name, bytes, status, and the longest pause without and with it."""
+    beat = Beat()
+    rows = []
+    with tempfile.NamedTemporaryFile("w") as file:
+        for name, path, body in bodies(int(args.mb * 1e6)):
+            content = json.dumps(body)
+            file.truncate(0)
+            file.seek(0)
+            file.write(content)
+            file.flush()
+            alone, beside, status = [], [], ""
+            for _ in range(args.rounds):
+                beat.take()
+                await asyncio.sleep(0.5)
+                alone.append(beat.take())
+                command = [sys.executable, "-c", CLIENT, url + path, file.name]
+                client = await asyncio.create_subprocess_exec(*command, stdout=-1)
+                status = (await client.communicate())[0].decode().strip()
+                beside.append(beat.take())
+            rows.append((name, status, len(content), min(alone), min(beside)))
+    return rows
+
+
+async def run(server: uvicorn.Server, args: argparse.Namespace) -> list[Any]:
+    """Serve while it is measured."""
+    at = listen(ServerOptions(port=0))
+    serving = asyncio.ensure_future(server.serve(sockets=[at]))
+    try:
+        return await measure(f"http://127.0.0.1:{at.getsockname()[1]}", args)
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mb", type=float, default=2.0, help="bytes of a body, in millions")
+    parser.add_argument("--rounds", type=int, default=3, help="the shortest pause counts")
+    args = parser.parse_args()
+    sys.setswitchinterval(1e-4)  # as `headstart serve` has it
+    options = ServerOptions(api_keys=False)
+    with long_model(1 << 17) as folder, closing(AsyncLLM(folder, num_blocks=1 << 13)) as llm:
+        app = create_app(llm, BUILT_IN, options)
+        http = protocol_of(options)
+        config = uvicorn.Config(app, http=http, log_config=None, access_log=False, lifespan="off")
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            rows = runner.run(run(uvicorn.Server(config), args))
+    table = Table("body", "MB", "status", "clock, ms", "CPU, ms", "CPU idle, ms")
+    for name, status, size, alone, beside in rows:
+        ms = [f"{value * 1e3:.1f}" for value in (*beside, alone.cpu)]
+        table.add_row(name, f"{size / 1e6:.1f}", status, *ms)
+    Console(width=100).print(table)
+    worst = max(beside.cpu for *_, beside in rows)
+    found = {name: round(beside.cpu * 1e3, 1) for name, *_, beside in rows}
+    print(json.dumps({"mb": args.mb, "cpu_ms": found, "within": worst <= LIMIT}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""HTTP itself: its bytes, and the bodies of its requests."""

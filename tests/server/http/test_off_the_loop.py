@@ -1,0 +1,174 @@
+"""What takes long is done in threads: the event loop, which every stream needs, does none of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from headstart.engine.structured.grammar import GrammarCompiler
+from headstart.server.http import endpoints
+from tests.server.running import Running
+from tests.server.tenants.test_isolation import picture
+
+PADDING = "Anna is 31 years old. " * 2000  # a body that is long
+BODY = {"model": "tiny", "max_tokens": 1}
+
+
+class Watched:
+    """Notes the threads in which a function runs, and whether one of them is the event loop's."""
+
+    def __init__(self, server: Running, patch: pytest.MonkeyPatch) -> None:
+        self.threads: list[int] = []
+        self.loops: set[int] = set()
+        self._patch = patch
+        of = server.service.tenants.of  # which every request is asked in the loop
+        patch.setattr(server.service.tenants, "of", self._noting(self.loops.add, of))
+
+    def _noting(self, note: Callable[[int], object], run: Callable[..., Any]) -> Any:
+        def noted(*args: Any, **options: Any) -> Any:
+            note(threading.get_ident())
+            return run(*args, **options)
+
+        return noted
+
+    def watch(self, where: object, name: str) -> None:
+        noted = self._noting(self.threads.append, getattr(where, name))
+        self._patch.setattr(where, name, noted)
+
+    def ran_outside(self) -> bool:
+        return bool(self.threads) and bool(self.loops) and not self.loops & set(self.threads)
+
+
+@pytest.fixture()
+def watched(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    yield Watched(server, monkeypatch)
+
+
+def post(server: Running, path: str, **change: object) -> httpx.Response:
+    return httpx.post(server.url + path, json={**BODY, **change}, timeout=60)
+
+
+def chat(content: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize("step", ["_read", "read_json"])
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/completions", {"prompt": [5] * 20_000}, 400),
+        ("/v1/completions", {"prompt": "a", "allowed_token_ids": list(range(2000)) * 20}, 200),
+        ("/v1/chat/completions", {"messages": chat([{"type": "text", "text": "a"}] * 1500)}, 200),
+        ("/v1/messages", {"messages": chat(PADDING)}, 400),
+        ("/v1/responses", {"input": PADDING, "max_output_tokens": 16}, 400),
+        ("/tokenize", {"prompt": PADDING}, 200),
+        ("/detokenize", {"tokens": [5] * 20_000}, 400),
+        ("/cache/explain", {"prompt": PADDING}, 400),
+    ],
+)
+def test_long_bodies_are_read_in_threads(
+    server: Running,
+    watched: Watched,
+    step: str,
+    path: str,
+    body: dict[str, object],
+    status: int,
+) -> None:
+    watched.watch(endpoints, step)
+    known = {"/tokenize", "/detokenize", "/cache/explain", "/v1/responses"}
+    own = {} if path in known else BODY
+    model = {"model": "tiny"} if path == "/v1/responses" else {}
+    answer = httpx.post(server.url + path, json={**own, **model, **body}, timeout=60)
+    assert answer.status_code == status, answer.text
+    assert watched.ran_outside()
+
+
+def test_a_short_body_takes_no_thread(server: Running, watched: Watched) -> None:
+    """Which also shows that what runs in the loop is seen."""
+    watched.watch(endpoints, "_read")
+    assert post(server, "/v1/completions", prompt="a").status_code == 200
+    assert set(watched.threads) == watched.loops
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_prompts_are_tokenised_in_threads(server: Running, watched: Watched, path: str) -> None:
+    watched.watch(server.llm.tokenizer, "encode")
+    body = {"prompt": PADDING[:5000]}
+    answer = httpx.post(server.url + path, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert watched.ran_outside()
+
+
+def test_token_ids_become_text_in_threads(server: Running, watched: Watched) -> None:
+    watched.watch(server.llm.tokenizer, "decode")
+    answer = httpx.post(server.url + "/detokenize", json={"tokens": [5, 6]}, timeout=60)
+    assert answer.status_code == 200 and watched.ran_outside()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_chats_are_rendered_in_threads(server: Running, watched: Watched, path: str) -> None:
+    watched.watch(server.llm.tokenizer, "apply_chat_template")
+    body: dict[str, object] = {"messages": chat("Hello")} | BODY
+    if path == "/v1/responses":
+        body = {"model": "tiny", "input": "Hello", "max_output_tokens": 16}
+    answer = httpx.post(server.url + path, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert watched.ran_outside()
+
+
+def test_grammars_are_compiled_in_threads(server: Running, watched: Watched) -> None:
+    watched.watch(GrammarCompiler, "matcher")
+    schema = {"type": "object", "properties": {"never asked before": {"type": "null"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    answer = post(server, "/v1/chat/completions", messages=chat("Hi"), response_format=form)
+    assert answer.status_code == 200, answer.text
+    assert watched.ran_outside()
+
+
+def test_images_are_decoded_in_threads(
+    image_server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(image_server, monkeypatch)
+    watched.watch(Image, "open")
+    content = [{"type": "image_url", "image_url": {"url": picture(7)}}]
+    answer = post(image_server, "/v1/chat/completions", messages=chat(content))
+    assert answer.status_code == 200, answer.text
+    assert watched.ran_outside()
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias"])
+def test_entries_of_the_sampling_are_bounded(server: Running, name: str) -> None:
+    def ask(count: int) -> httpx.Response:
+        ids = [at % 2000 for at in range(count)]
+        bias = {f"{at:06}": 1 for at in range(count)}
+        given = ids if name == "stop_token_ids" else bias
+        return post(server, "/v1/completions", prompt="a", **{name: given})
+
+    refused = ask(16_385)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == name
+    assert (
+        refused.json()["error"]["message"] == f"{name} has 16,385 entries; allowed: 16,384 at most"
+    )
+    assert ask(2000).status_code == 200
+
+
+def test_what_no_request_needs_is_not_read_to_its_end(server: Running) -> None:
+    """Ten million token ids stopped every stream for half a second, to be too many."""
+    many = b",".join([b"5"] * 300_000)
+    told = []
+    for name, whole in (("prompt", b"[%s"), ("stop_token_ids", b'"a", "stop_token_ids": [%s')):
+        body = b'{"model": "tiny", "prompt": ' + whole % many  # and no end, which nobody looks at
+        kind = {"Content-Type": "application/json"}
+        url = server.url + "/v1/completions"
+        answer = httpx.post(url, content=body, headers=kind, timeout=60)
+        assert answer.status_code == 400
+        told.append(answer.json()["error"])
+        assert json.dumps(told[-1]).count("262,144") == 1, name
+    assert told[0]["code"] == "context_length_exceeded"
+    assert told[1]["param"] == "stop_token_ids"

@@ -298,21 +298,28 @@ class ClientGone(ApiError):
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer:
     """What `work` returns; it is cancelled when the client goes away. Raises ClientGone then.
 
-    It is a task of its own: what it waits for again and again does not go through its caller.
+    It is a task of its own: what it waits for again and again does not go through its caller. An
+    error of `receive` ends it, too, and is raised. Who cancels the caller (its time is over) gets
+    CancelledError, whatever else happened.
     """
+    caller = asyncio.current_task()
+    assert caller is not None
+    before = caller.cancelling()
     task = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_cancel_when_gone(receive, task))
+    watching = asyncio.ensure_future(_until_gone(receive))
+    watching.add_done_callback(lambda _: watching.cancelled() or task.cancel())
     try:
         return await task
     except asyncio.CancelledError:
-        if watching.done() and not watching.cancelled():
-            raise ClientGone from None
-        raise
+        if caller.cancelling() > before or not watching.done():
+            raise
+        watching.result()
+        raise ClientGone from None
     finally:
-        watching.cancel()
+        if not watching.cancel():  # it has ended: an error that nobody wants any more is no news
+            watching.exception()
 
 
-async def _cancel_when_gone(receive: Receive, task: asyncio.Task[Any]) -> None:
+async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    task.cancel()

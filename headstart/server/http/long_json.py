@@ -11,7 +11,6 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from json.scanner import make_scanner
 from typing import Any
 
 __all__ = ["MAX_NUMBERS", "TooManyError", "read_json"]
@@ -27,7 +26,7 @@ _SPACE = re.compile(r"[ \t\n\r]*+")
 _NUMBERS = re.compile(r"[-+.0-9eE \t\n\r,]*+")
 _CHARACTERS = re.compile(r'(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
 _HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")  # of a character whose other half may follow
-_scan = make_scanner(json.JSONDecoder())
+_decode = json.JSONDecoder().raw_decode
 
 
 class TooManyError(ValueError):
@@ -97,10 +96,7 @@ class _Reader:
             return self._list(depth + 1)
         if first == "{":
             return self._object(depth + 1)
-        try:
-            value, self._at = _scan(self._text, self._at)
-        except StopIteration:
-            raise self._wrong("Expecting value") from None
+        value, self._at = _decode(self._text, self._at)
         return value
 
     def _object(self, depth: int) -> dict[str, Any]:

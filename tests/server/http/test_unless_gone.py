@@ -1,0 +1,129 @@
+"""Work that ends when its client goes away: which of several endings is told."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable
+
+import pytest
+from starlette.types import Message
+
+from headstart.server.calls import Calls, TimeLimit
+from headstart.server.errors import ApiError
+from headstart.server.service import ClientGone, unless_gone
+from headstart.server.tenants import EVERYBODY
+
+GONE: Message = {"type": "http.disconnect"}
+MORE: Message = {"type": "http.request", "body": b"", "more_body": False}
+
+
+class Client:
+    """What is received of it: the rest of its request, and what a test says then."""
+
+    def __init__(self) -> None:
+        self._said: asyncio.Queue[Message | Exception] = asyncio.Queue()
+        self._said.put_nowait(MORE)
+
+    def say(self, what: Message | Exception) -> None:
+        self._said.put_nowait(what)
+
+    async def receive(self) -> Message:
+        said = await self._said.get()
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+
+async def for_ever(ended: list[str]) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ended.append("work")
+
+
+def run(what: Callable[[Client, list[str]], Awaitable[None]]) -> list[str]:
+    """Run with a client; what ended, and what asyncio says of errors that nobody asked for."""
+    ended: list[str] = []
+
+    async def watched() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: ended.append(context["message"]))
+        await what(Client(), ended)
+        gc.collect()  # a task whose error was never asked for says so when it goes
+
+    asyncio.run(watched())
+    gc.collect()
+    return ended
+
+
+def test_the_client_goes() -> None:
+    async def go(client: Client, ended: list[str]) -> None:
+        client.say(GONE)
+        with pytest.raises(ClientGone):
+            await unless_gone(client.receive, for_ever(ended))
+
+    assert run(go) == ["work"]
+
+
+def test_the_work_is_done_first() -> None:
+    """Also where the watcher fails in the same turn of the loop."""
+
+    async def finish(client: Client, ended: list[str]) -> None:
+        async def work() -> int:
+            client.say(ValueError("nobody wants to know"))
+            return 5
+
+        assert await unless_gone(client.receive, work()) == 5
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    assert run(finish) == []
+
+
+def test_an_error_of_what_is_received_is_raised() -> None:
+    """It was lost, and nobody watched for the client any more."""
+
+    async def fail(client: Client, ended: list[str]) -> None:
+        client.say(ValueError("broken"))
+        with pytest.raises(ValueError, match="broken"):
+            await unless_gone(client.receive, for_ever(ended))
+
+    assert run(fail) == ["work"]
+
+
+@pytest.mark.parametrize("said", [GONE, ValueError("broken")], ids=["gone", "broken"])
+def test_who_is_cancelled_is_cancelled(said: Message | Exception) -> None:
+    """A client that went away in the same turn of the loop hid that its caller was cancelled."""
+
+    async def cancel(client: Client, ended: list[str]) -> None:
+        caller = asyncio.ensure_future(unless_gone(client.receive, for_ever(ended)))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        client.say(said)
+        await asyncio.sleep(0)  # the watcher has ended now, and has not cancelled the work yet
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+
+    assert run(cancel) == ["work"]
+
+
+def test_a_call_whose_time_is_over_is_told_so_though_its_client_is_gone() -> None:
+    async def end(client: Client, ended: list[str]) -> None:
+        calls = Calls(1, None, seconds=0.0)
+        late = ApiError(504, "too late")
+
+        async def work() -> None:
+            client.say(GONE)
+            await for_ever(ended)
+
+        with (
+            calls.call(EVERYBODY) as call,
+            pytest.raises(ApiError) as raised,
+            TimeLimit(call, 0.0, lambda: late),
+        ):
+            await unless_gone(client.receive, work())
+        assert raised.value is late
+
+    assert run(end) == ["work"]

@@ -61,6 +61,9 @@ class AsyncMailbox:
         self._post = _POSTS.get(self._loop) or _POSTS.setdefault(self._loop, _Post(self._loop))
         self._updates: deque[Update] = deque()
         self._late: deque[Update] = deque(maxlen=1)  # the newest that may wait; not yet handed out
+        self.is_posted = (
+            False  # among the post's late ones: set by who adds it, reset before taking
+        )
         self._num_sent = self._num_read = 0
         self._is_over = False  # the last was sent
         self._waiter: asyncio.Future[None] | None = None  # done once there may be something to tell
@@ -89,6 +92,7 @@ class AsyncMailbox:
 
     def take_late(self) -> None:
         """What could wait is told now; called by the loop."""
+        self.is_posted = False  # before: what comes from now on is posted, taken along here or not
         if self._late:
             self._append(self._late.pop())
 
@@ -131,6 +135,7 @@ class AsyncMailbox:
         """Somebody has waited for `_PATIENCE`; called by the loop."""
         self._timer = None
         self._post.look_again()
+        self.take_late()  # which an interrupted `send_late` may not have posted
         self._wake()
 
     def _wake(self) -> None:
@@ -171,8 +176,10 @@ class _Post:
         self._call(will_come=self._is_called)
 
     def send_late(self, mailbox: AsyncMailbox) -> None:
-        """As `send`, of what waits in the mailbox."""
-        self._late.append(mailbox)
+        """As `send`, of what waits in the mailbox, which stands here once whatever comes."""
+        if not mailbox.is_posted:
+            mailbox.is_posted = True
+            self._late.append(mailbox)
         self._call(will_come=self._is_called or self._looks)
 
     def _call(self, *, will_come: bool) -> None:

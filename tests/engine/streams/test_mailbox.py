@@ -90,6 +90,42 @@ def test_paced_updates_come_together_and_wake_nobody(
     asyncio.run(read())
 
 
+def test_a_loop_that_is_busy_keeps_one_note_for_each_reader(llm: AsyncLLM) -> None:
+    """There was one for each token of each, as long as the loop did not look."""
+
+    async def read() -> None:
+        boxes = [make_box(llm, paced=True) for _ in range(3)]
+        for box, output in boxes:
+            box.receive(output)
+            assert await box.get() is output
+        for turn in range(2):
+            for at in range(1000):
+                for box, output in boxes:
+                    box.receive(dataclasses.replace(output, num_cached_tokens=at))
+            assert len(boxes[0][0]._post._late) == len(boxes), turn
+            for box, _ in boxes:
+                assert (await box.get()).num_cached_tokens == 999, turn
+            assert not boxes[0][0]._post._late
+
+    asyncio.run(read())
+
+
+def test_what_was_not_posted_is_looked_for(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where memory ends between the note that it is posted, and the posting."""
+    monkeypatch.setattr(mailbox, "_PATIENCE", 0.01)
+
+    async def read() -> None:
+        box, output = make_box(llm, paced=True)
+        box.receive(output)
+        assert await box.get() is output
+        box.is_posted = True
+        late = dataclasses.replace(output, num_cached_tokens=1)
+        box.receive(late)
+        assert await box.get() is late
+
+    asyncio.run(read())
+
+
 def test_what_may_wait_is_not_told_with_what_may_not(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,8 @@ class AsyncRequestStream(OfOneProcess, AsyncGenerator["RequestOutput", None]):
         self._ended = self._is_read = False
         self._failure: Exception | None = None  # which ended it, and was not told
 
-    # Set twice for each output: in C. No property is here that could be set.
+    # `OfOneProcess` says in words of ours that a property cannot be set. Here is none, and two
+    # attributes are set for each output: its method in Python would cost the loop time for nothing.
     __setattr__ = object.__setattr__  # type: ignore[assignment]
 
     def __anext__(self) -> Coroutine[Any, Any, RequestOutput]:

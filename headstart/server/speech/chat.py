@@ -80,7 +80,7 @@ class _Asked:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """The server's metrics as Prometheus reads them."""
-    text = speech_service_of(request).metrics.read()
+    text = speech_service_of(request).read_metrics()
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.requests import Request
 
 from headstart.errors import EngineError
@@ -44,6 +44,10 @@ class SpeechService(Front):
     @property
     def max_model_len(self) -> int:
         return self.omni.omni.max_model_len
+
+    def read_metrics(self) -> bytes:
+        """The text of `/metrics`."""
+        return self.metrics.read(len(self._read))
 
     async def start(self, prompt: OmniPrompt, params: OmniParams, salt: str | None) -> OmniStream:
         """Begin an answer. Raises RequestError, and ApiError (504) when the time is over."""
@@ -142,6 +146,12 @@ class SpeechMetrics:
             [*labels, "finished_reason"],
             registry=told,
         )
+        self._under_way = Gauge(
+            "headstart:requests_in_pipeline",
+            "Requests that the pipeline has taken, computed or waiting there.",
+            labels,
+            registry=told,
+        )
         self._tokens = Counter(
             "headstart:stage_tokens", "Tokens of prompts and answers.", by_stage, registry=told
         )
@@ -180,8 +190,9 @@ class SpeechMetrics:
         if first is not None:
             self._first.labels(self._name).observe(first)
 
-    def read(self) -> bytes:
-        """The text of `/metrics`."""
+    def read(self, under_way: int) -> bytes:
+        """The text of `/metrics`, with so many requests in the pipeline."""
+        self._under_way.labels(self._name).set(under_way)
         return generate_latest(self._registry)
 
 

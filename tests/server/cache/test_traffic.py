@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.cache import MissExplanation, MissReason, Namespace
+from headstart.server.cache import traffic
 from headstart.server.cache.difference import describe_difference
 from headstart.server.cache.traffic import Times, Traffic, Traffics, count_again, count_common
 
@@ -119,6 +120,44 @@ def test_without_keys_salts_make_no_room_of_their_own() -> None:
     for at in range(2000):
         traffics.of(str(at)).add(str(at), Namespace(None, str(at)), [1], 0, MISSED)
     assert len(traffics.recent) == 1024
+
+
+def test_a_short_prompt_is_compared_with_no_more_of_a_long_one_than_could_be_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All 400,000 tokens of an earlier prompt were, in the event loop, for one of a hundred."""
+    compared: list[tuple[int, int]] = []
+
+    def noted(mine: traffic.Tokens, earlier: traffic.Tokens) -> int:
+        compared.append((len(mine), len(earlier)))
+        return count_again(mine, earlier)
+
+    monkeypatch.setattr(traffic, "count_again", noted)
+    known = Traffic()
+    tail = list(range(100, 200))
+    known.add("long", PLAIN, [1, 2, *range(5000, 7000), *tail, *range(9, 400_000)], 0, MISSED)
+    assert known.add("short", PLAIN, [1, 2, 7, *tail], 0, MISSED).num_again == len(tail)
+    assert compared == [(101, 101 + 2048)]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_long_prompt_that_is_forgotten_is_not_spelled_again(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took the event loop a millisecond, beside a short one that came. Also if it came often."""
+    known = Traffic(max_tokens=400_000 * count)
+    for at in range(count):
+        known.add(f"long {at}", PLAIN, list(range(400_000)), 0, MISSED)
+    spell, spelled = traffic._key, list[int]()
+    monkeypatch.setattr(
+        traffic, "_key", lambda tokens: spelled.append(len(tokens)) or spell(tokens)
+    )
+    for at in range(count):
+        known.add(f"short {at}", PLAIN, [at], 0, MISSED)
+    assert max(spelled) == 1
+    long = [f"long {at}" for at in range(1, count)]
+    short = [f"short {at}" for at in range(count)]
+    assert [seen.request_id for seen in known.recent] == [*long, *short]
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(0, 3), max_size=40))

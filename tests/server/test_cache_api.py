@@ -123,6 +123,21 @@ def test_advice_names_the_fork_that_costs_most(client: httpx.Client) -> None:
     assert fork["tokens_computed_again"] > 0.8 * 4 * moved
 
 
+def test_a_fork_that_came_once_is_told_until_one_came_twice(client: httpx.Client) -> None:
+    """Who tried it with two prompts was told nothing, and no reason for it."""
+    for minute in (10, 11):
+        told = ask(client, f"It is 2026-11-22 10:{minute}.\n{PEOPLE}")
+    [fork] = client.get("/cache/advice").json()["forks"]
+    assert fork["prompts"] == 1 and fork["looks_like"] == "a date or time"
+    assert fork["advice"].startswith("1 prompt parts from an earlier one at token ")
+    assert "(no fork came twice so far)" in fork["advice"]
+    assert fork["tokens_computed_again"] > 0.8 * told["usage"]["prompt_tokens"]
+    for name in ("Zoe", "Yan", "Uma"):
+        ask(client, f"A question for {name}: {PEOPLE}")
+    [fork] = client.get("/cache/advice").json()["forks"]
+    assert fork["prompts"] == 2 and fork["advice"].startswith("2 prompts part from an earlier one")
+
+
 def test_a_prompt_is_computed_ahead(client: httpx.Client) -> None:
     messages = [{"role": "user", "content": PEOPLE}]
     first = client.post("/cache/prewarm", json={"messages": messages}).json()

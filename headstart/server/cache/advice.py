@@ -104,13 +104,15 @@ class Adviser:
             elif seen.num_again and seen.closest is not None:
                 head = seen.tokens[: seen.closest.num_common].tobytes()
                 forks[seen.namespace, head].append(seen)
-        again = [those for those in forks.values() if len(those) > 1]  # once is no habit
-        most = sorted(again, key=lambda those: -sum(one.num_again for one in those))
+        again = [those for those in forks.values() if len(those) > 1]
+        # Once is no habit; where there is none, it is told all the same, as what came once.
+        told = again or list(forks.values())
+        told.sort(key=lambda those: -sum(one.num_again for one in those))
         return {
             "prompts": len(recent),
             "prompt_tokens": sum(len(seen.tokens) for seen in recent),
             "cached_tokens": sum(seen.num_cached for seen in recent),
-            "forks": [self._describe_fork(those) for those in most[:_MOST_FORKS]],
+            "forks": [self._describe_fork(those) for those in told[:_MOST_FORKS]],
             "memory": {
                 "evicted_prompts": evicted,
                 "tokens_computed_again": evicted_tokens,
@@ -125,6 +127,10 @@ class Adviser:
         saved = sum(seen.num_again for seen in those)
         difference = self._difference(last.tokens, last.closest)
         looks_like = difference.looks_like if difference is not None else "another text"
+        part = f"{len(those):,} prompts part" if len(those) > 1 else "1 prompt parts"
+        on = (
+            "and go on alike" if len(those) > 1 else "and goes on alike (no fork came twice so far)"
+        )
         return {
             "position": last.closest.num_common,
             "prompts": len(those),
@@ -134,8 +140,8 @@ class Adviser:
             "here": difference.here if difference is not None else None,
             "there": difference.there if difference is not None else None,
             "advice": (
-                f"{len(those):,} prompts part at token {last.closest.num_common:,} by what looks "
-                f"like {looks_like}, and go on alike: moving it to the end would have saved "
+                f"{part} from an earlier one at token {last.closest.num_common:,} by what looks "
+                f"like {looks_like}, and {on}: moving it to the end would have saved "
                 f"{saved:,} tokens"
             ),
         }

@@ -75,7 +75,7 @@ class Frontdoor:
                 if _FOR_ADMINS.fullmatch(path) and not state["tenant"].is_admin:
                     raise ApiError(403, f"{path} needs a key that was made with --admin")
             self._check_size(headers)
-            _check_type(scope, headers)
+            _check_kind(scope, headers)
             await self._pass_on(scope, headers, self._bounded(receive), send_named)
         except ApiError as error:
             state["error"] = error
@@ -89,6 +89,8 @@ class Frontdoor:
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, send: Send
     ) -> None:
         path = scope["path"]
+        if scope["method"] == "HEAD":
+            scope, send = {**scope, "method": "GET"}, _without_body(send)
         try:
             if scope["method"] != "POST" or _OPEN.fullmatch(path) or _FOR_ADMINS.fullmatch(path):
                 await self._app(scope, receive, send)
@@ -150,11 +152,35 @@ async def _send_in_parts(send: Send, message: Message) -> None:
     await send(message)
 
 
-def _check_type(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
-    """Refuse a body that is not declared to be JSON, which nothing would read as such."""
+def _without_body(send: Send) -> Send:
+    """Send the head of an answer alone: who streams the rest is told that the client is gone."""
+    is_complete = False
+
+    async def send_head(message: Message) -> None:
+        nonlocal is_complete
+        if message["type"] == "http.response.start":
+            await send(message)
+        elif not is_complete:
+            is_complete = True
+            await send({"type": message["type"]})
+
+    return send_head
+
+
+def _check_kind(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+    """Refuse a body that is not declared to be JSON, which nothing would read as such, or that is
+    compressed, and what is no HTTP."""
+    if headers.get(b"upgrade", b"").lower() == b"websocket":
+        raise ApiError(400, "there are no websockets here; ask by HTTP, which streams events, too")
+    if scope["method"] != "POST" or not _is_there(scope):
+        return
+    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+    if encoding.lower() != "identity":
+        told = f"the header Content-Encoding is {shorten(encoding)}; allowed: none, or identity"
+        raise ApiError(415, f"{told}, which is a body as it is")
     size, kind = headers.get(b"content-length"), headers.get(b"content-type", b"").decode("latin-1")
     has_body = b"transfer-encoding" in headers if size is None else size != b"0"
-    if scope["method"] == "POST" and has_body and not _JSON.match(kind) and _is_there(scope):
+    if has_body and not _JSON.match(kind):
         said = f"is {shorten(kind)}" if kind else "is missing"
         raise ApiError(400, f"the header Content-Type {said}; send Content-Type: application/json")
 

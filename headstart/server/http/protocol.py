@@ -45,6 +45,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self.logger.warning("A request's head is longer than %d bytes.", _MOST_BYTES)
             self.send_400_response("The head of the request is too long.")
 
+    def _should_upgrade_to_ws(self) -> bool:
+        return False  # also where a library for it is installed
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: a request that would be more than HTTP has its line in the log as any other."""
+
     def on_message_begin(self) -> None:
         self._num_unread = 0
         super().on_message_begin()

@@ -1,0 +1,99 @@
+"""What is asked by `HEAD`, compressed, or for a websocket."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import socket
+from contextlib import closing
+
+import httpx
+import pytest
+
+from tests.server.running import Running
+
+GET_PATHS = ("/", "/docs", "/openapi.json", "/page/page.css", "/health", "/ready", "/v1/models")
+BODY = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+
+
+@pytest.mark.parametrize("path", [*GET_PATHS, "/v1/models/tiny", "/v1/models/x", "/nothing"])
+def test_head_has_what_get_has_but_for_the_body(server: Running, path: str) -> None:
+    """Load balancers ask by it whether a server lives; it was refused with status 405."""
+    with httpx.Client(base_url=server.url) as client:
+        told, head = client.get(path), client.head(path)
+        again = client.get(path)  # on the same connection: no byte of a body was in front of it
+    assert (head.status_code, head.content, again.content) == (told.status_code, b"", told.content)
+    own = {"date", "x-request-id", "request-id"}
+    assert {k: v for k, v in head.headers.items() if k not in own} == {
+        k: v for k, v in told.headers.items() if k not in own
+    }
+    assert int(head.headers["content-length"]) == len(told.content)
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/cache", "/cache/advice"])
+def test_head_of_what_changes(server: Running, path: str) -> None:
+    head = httpx.head(server.url + path)
+    assert head.status_code == 200 and int(head.headers["content-length"]) > 0
+
+
+def test_head_of_a_stream_ends_it(server: Running) -> None:
+    """Which would be sent as long as the client stays."""
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        head = client.head("/cache/live")
+        assert head.headers["content-type"].startswith("text/event-stream")
+        assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_head_of_what_is_posted(server: Running, path: str) -> None:
+    head = httpx.head(server.url + path)
+    assert head.status_code == 405 and head.headers["allow"] == "POST" and not head.content
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "Deflate"])
+def test_a_compressed_body_is_told_so(server: Running, encoding: str) -> None:
+    """It was no JSON that can be read."""
+    content = gzip.compress(json.dumps(BODY).encode())
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    url = server.url + "/v1/completions"
+    answer = httpx.post(url, content=content, headers=headers, timeout=60)
+    assert answer.status_code == 415
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"] == (
+        f"the header Content-Encoding is {encoding}; allowed: none, or identity, which is a body "
+        "as it is"
+    )
+
+
+def test_a_body_that_is_said_to_be_as_it_is(server: Running) -> None:
+    headers = {"Content-Encoding": "identity"}
+    answer = httpx.post(server.url + "/v1/completions", json=BODY, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+
+def ask_for_more(to: socket.socket, protocol: str) -> bytes:
+    head = "GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\n"
+    key = "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+    to.sendall(f"{head}Upgrade: {protocol}\r\n{key}\r\n".encode())
+    return to.recv(65_536)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "status"), [("websocket", 400), ("WebSocket", 400), ("h2c", 200)]
+)
+def test_what_would_be_more_than_http_is_answered_quietly(
+    server: Running, monkeypatch: pytest.MonkeyPatch, protocol: str, status: int
+) -> None:
+    """It had two warnings in the log, one of which said to install a library."""
+    said: list[str] = []
+    log = logging.getLogger("uvicorn.error")
+    monkeypatch.setattr(log, "handle", lambda record: said.append(record.getMessage()))
+    where = httpx.URL(server.url)
+    with closing(socket.create_connection((where.host, where.port), 60)) as client:
+        told = ask_for_more(client, protocol)
+        assert told.startswith(b"HTTP/1.1 %d" % status)
+        assert (b"there are no websockets here" in told) == (status == 400)
+        assert ask_for_more(client, "h2c").startswith(b"HTTP/1.1 200"), "the connection goes on"
+    assert said == []

@@ -129,8 +129,11 @@ def test_a_fork_that_came_once_is_told_until_one_came_twice(client: httpx.Client
         told = ask(client, f"It is 2026-11-22 10:{minute}.\n{PEOPLE}")
     [fork] = client.get("/cache/advice").json()["forks"]
     assert fork["prompts"] == 1 and fork["looks_like"] == "a date or time"
-    assert fork["advice"].startswith("1 prompt parts from an earlier one at token ")
-    assert "(no fork came twice so far)" in fork["advice"]
+    assert fork["advice"] == (
+        f"1 prompt parts from an earlier one at token {fork['position']} by what looks like a date "
+        "or time, and goes on alike (no fork came twice so far): moving it to the end would have "
+        f"saved {fork['tokens_computed_again']} tokens"
+    )
     assert fork["tokens_computed_again"] > 0.8 * told["usage"]["prompt_tokens"]
     for name in ("Zoe", "Yan", "Uma"):
         ask(client, f"A question for {name}: {PEOPLE}")

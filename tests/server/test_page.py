@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from headstart.server.keys import KeyFolder
@@ -231,8 +232,25 @@ def test_nothing_hinders_anybody(browser, served, scheme: str, width: int) -> No
     assert results.violations_count == 0, results.generate_report()
     wide = page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
     assert not wide and problems == []
+    for kind in ("warm", "cold"):  # a time and its word stand in one line, and nothing behind them
+        one = page.locator("#first span", has_text=kind)
+        assert one.evaluate("one => one.getClientRects().length") == 1
+        assert re.fullmatch(rf"(–|[\d.]+ m?s) {kind}", one.text_content())
     if width == 390:
         assert page.evaluate(CUT) == []
+    page.close()
+
+
+def test_a_request_is_told_by_its_name(browser, served) -> None:  # type: ignore[no-untyped-def]
+    """Of a completion the number of its prompt was: 0."""
+    page, problems = open_page(browser, served)
+    body = {"model": "tiny", "prompt": ["one", "two"], "max_tokens": 1}
+    name = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()["id"]
+    short = name.removeprefix("cmpl-")[:8]
+    rows = page.locator("#requests tr td:first-child")
+    expect(rows.filter(has_text=re.compile(rf"^{short}$"))).to_have_count(1)
+    expect(rows.filter(has_text=re.compile(rf"^{short}, prompt 2$"))).to_have_count(1)
+    assert problems == []
     page.close()
 
 

@@ -128,9 +128,7 @@ class Adviser:
         difference = self._difference(last.tokens, last.closest)
         looks_like = difference.looks_like if difference is not None else "another text"
         part = f"{len(those):,} prompts part" if len(those) > 1 else "1 prompt parts"
-        on = (
-            "and go on alike" if len(those) > 1 else "and goes on alike (no fork came twice so far)"
-        )
+        on = "go on alike" if len(those) > 1 else "goes on alike (no fork came twice so far)"
         return {
             "position": last.closest.num_common,
             "prompts": len(those),

@@ -54,10 +54,16 @@ export function drawChart(svg, requests) {
   svg.setAttribute("aria-label", `Time to first token of ${timed.length} requests, from ${seconds(Math.min(...times))} to ${seconds(Math.max(...times))}`);
 }
 
+// Of "cmpl-9f8e7d6c…-2" the name's beginning, and which prompt of a call, but for the first.
+function shortName(id) {
+  const [, name = id, place = "0"] = id.split("-");
+  return name.slice(0, 8) + (place === "0" ? "" : `, prompt ${Number(place) + 1}`);
+}
+
 export function fillTable(body, requests) {
   body.replaceChildren(...requests.slice(-50).reverse().map((one) => {
     const row = document.createElement("tr");
-    const cells = [one.id.split("-").at(-1).slice(0, 8), one.prompt_tokens.toLocaleString("en"),
+    const cells = [shortName(one.id), one.prompt_tokens.toLocaleString("en"),
       one.cached_tokens.toLocaleString("en"), seconds(one.time_to_first_token), one.why || ""];
     for (const text of cells) row.insertCell().textContent = text;
     return row;

@@ -42,7 +42,7 @@ function show(look) {
   $("saved").textContent = count(engine.hit_tokens);
   const [warm, cold] = [true, false].map((kind) => median(traffic.filter((one) => isWarm(one) === kind)
     .map((one) => one.time_to_first_token).filter((time) => time !== null)));
-  $("first").textContent = `${seconds(warm)} · ${seconds(cold)}`;
+  [warm, cold].forEach((time, at) => { $("first").children[at].firstChild.data = `${seconds(time)} `; });
   $("running").textContent = count(engine.running);
   $("waiting").textContent = engine.waiting ? `${count(engine.waiting)} waiting` : "none waits";
   $("pool-counts").textContent = `${counted(pool.num_blocks, "block")} of ${counted(pool.block_size, "token")}: ${count(pool.held)} held, ${count(pool.cached)} cached, ${count(pool.empty)} empty`;

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ __all__ = ["replay"]
 
 _HEADINGS = (
     *("hit %", "ttft s", "p50 s", "p99 s", "token ms", "p99 ms"),
-    *("imbalance", "load", "evicted", "events/s"),
+    *("imbalance", "load", "evicted"),
 )
 _LEAST_BLOCK = 16
 _WORKLOAD_REQUESTS = 2000
@@ -139,7 +140,10 @@ def _open(name: str, options: Mapping[str, Any]) -> Trace:
     elif Path(name).is_file():
         trace = read_trace(Path(name))
     else:
-        raise ConfigError(f"{name} is no file; allowed: a trace, or {', '.join(WORKLOADS)}")
+        near = next(iter(get_close_matches(name, WORKLOADS, 1, 0.7)), None)
+        meant = f"; did you mean {near}?" if near is not None else ""
+        told = f"{name} is no file; allowed: a trace, or {', '.join(WORKLOADS)}"
+        raise ConfigError(told + meant)
     trace = trace.copied(options["copies"])
     if options["speed"] != 1:
         trace = trace.faster(options["speed"])
@@ -182,7 +186,7 @@ def _print(trace: Trace, fleet: Fleet, results: list[ReplayResult], optimum: Opt
         f"{replicas}{parts}, {fleet.kv_tokens:,} tokens of KV memory each, "
         f"blocks of {fleet.block_size}"
     )
-    table = Table(box=None, pad_edge=False, header_style="")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
     table.add_column("router")
     for heading in _HEADINGS:
         table.add_column(heading, justify="right")
@@ -195,13 +199,12 @@ def _print(trace: Trace, fleet: Fleet, results: list[ReplayResult], optimum: Opt
             f"{result.imbalance:.2f}",
             f"{result.load:.2f}",
             f"{result.evictions:,}",
-            f"{result.events_per_second:,.0f}",
         )
-    table.add_row("one engine, all memory", f"{100 * optimum.same_memory:.1f}")
-    table.add_row("one engine, no limit", f"{100 * optimum.unlimited:.1f}")
     console = Console(highlight=False)
     console.width = max(console.width, 120)  # a row stays a row where another program reads it
     console.print(table)
+    click.echo(f"one engine, all memory: {100 * optimum.same_memory:.1f} % hit")
+    click.echo(f"one engine, no limit: {100 * optimum.unlimited:.1f} % hit")
 
 
 def _seconds(value: float) -> str:

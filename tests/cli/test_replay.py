@@ -29,6 +29,7 @@ def test_routers_stand_side_by_side_and_in_a_picture(tmp_path: Path) -> None:
     assert lines[1] == "3 replicas, 40,000 tokens of KV memory each, blocks of 16"
     assert [line.split()[0] for line in lines[3:-2]] == list(POLICIES)
     assert lines[-2].startswith("one engine, all memory")
+    assert max(map(len, lines)) <= 80, "a row does not fit into a terminal"
     words = [element.text for element in ElementTree.parse(svg).iter() if element.text]
     assert {*POLICIES, "chats", "token hit rate, %"} <= set(words)
 
@@ -63,6 +64,7 @@ def test_a_file_is_replayed_with_more_users(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["nothing.jsonl"], "nothing.jsonl is no file; allowed: a trace, or shared-prompt"),
+        (["docments"], "shared-prompt, documents, chats, agents; did you mean documents?"),
         ([*SMALL, "--replicas", "0"], "replicas is 0; allowed: at least 1"),
         ([*SMALL, "--requests", "0"], "--requests is 0; allowed: at least 1"),
         ([*SMALL, "--copies", "0"], "copies is 0"),

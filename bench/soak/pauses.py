@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -39,12 +40,14 @@ LIMIT = 0.020  # seconds
 LINE = "Anna is 31 years old, and Ben is 45 years old.\n"
 CLIENT = """
 import sys, urllib.error, urllib.request
-data = open(sys.argv[2], "rb").read()
-asked = urllib.request.Request(sys.argv[1], data, {"Content-Type": "application/json"})
-try:
-    print(urllib.request.urlopen(asked).status)
-except urllib.error.HTTPError as error:
-    print(error.code)
+for line in sys.stdin:
+    url, path = line.split()
+    data = open(path, "rb").read()
+    asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        print(urllib.request.urlopen(asked).status, flush=True)
+    except urllib.error.HTTPError as error:
+        print(error.code, flush=True)
 """
 
 
@@ -110,11 +113,30 @@ def long_model(longest: int) -> Iterator[Path]:
         yield Path(folder)
 
 
+class Client:
+    """A process that sends what it is told: to start one stops the loop for 20 ms."""
+
+    def __init__(self, url: str) -> None:
+        command = [sys.executable, "-c", CLIENT]
+        self._process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, bufsize=1)
+        self._url = url
+
+    def send(self, path: str, file: str) -> str:
+        """The status of the answer to what is in a file."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{self._url}{path} {file}\n")
+        return self._process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
 async def measure(url: str, args: argparse.Namespace) -> list[tuple[str, str, int, Pause, Pause]]:
     """Each body: name, bytes, status, and the longest pause without and with it."""
     beat = Beat()
     rows = []
-    with tempfile.NamedTemporaryFile("w") as file:
+    with closing(Client(url)) as client, tempfile.NamedTemporaryFile("w") as file:
         for name, path, body in bodies(int(args.mb * 1e6)):
             content = json.dumps(body)
             file.truncate(0)
@@ -126,9 +148,7 @@ async def measure(url: str, args: argparse.Namespace) -> list[tuple[str, str, in
                 beat.take()
                 await asyncio.sleep(0.5)
                 alone.append(beat.take())
-                command = [sys.executable, "-c", CLIENT, url + path, file.name]
-                client = await asyncio.create_subprocess_exec(*command, stdout=-1)
-                status = (await client.communicate())[0].decode().strip()
+                status = await asyncio.to_thread(client.send, path, file.name)
                 beside.append(beat.take())
             rows.append((name, status, len(content), min(alone), min(beside)))
     return rows
@@ -164,8 +184,8 @@ def main() -> None:
         table.add_row(name, f"{size / 1e6:.1f}", status, *ms)
     Console(width=100).print(table)
     worst = max(beside.cpu for *_, beside in rows)
-    found = {name: round(beside.cpu * 1e3, 1) for name, *_, beside in rows}
-    print(json.dumps({"mb": args.mb, "cpu_ms": found, "within": worst <= LIMIT}))
+    found = {name: [round(ms * 1e3, 1) for ms in beside] for name, *_, beside in rows}
+    print(json.dumps({"mb": args.mb, "clock_cpu_ms": found, "within": worst <= LIMIT}))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
 """Loading off the engine's thread: blocks arrive in order, a few at a time, and never too many.
 
     start ──▶ look up: does the store have it, and is it worth it ──▶ load ──▶ take
+                                                          parked ◀──┘  ▲
+                                                             └─────────┘
 
-Looking up has a thread of its own, so that a prompt that is new waits for nobody's load.
+Looking up has a thread of its own, so that a prompt that is new waits for nobody's load. A job of
+which too much waits to be taken is parked, and the next one is loaded. The job that is taken now
+(`prefer`) always goes on: if others hold all room, the one that holds most gives blocks back from
+its end, and loads these again later.
 
 Neither a file nor a name server can be asked with a time limit, so a store may be silent for ever.
 Whoever waits calls `end_late` now and then: a job of which nothing came for `DEADLINE` seconds
@@ -31,18 +36,22 @@ _WEIGHT = 0.3  # of the last measurement in the rate
 class LoadJob:
     """Blocks that are looked for in a store and loaded. Its fields change under the loader's lock.
 
-    count: how many of the names are loaded, once that is known. arrived: blocks that nobody has
-    taken yet. done: nothing more arrives. is_late: its thread was left to itself. asked: when the
-    store was asked for what it has not given yet, by `time.monotonic`.
+    count: how many of the names are loaded, once that is known. num_loaded: how many have come of
+    these so far. arrived: blocks that nobody has taken yet. done: nothing more arrives. is_parked:
+    nothing more arrives before others are taken, or this one is preferred. is_late: its thread was
+    left to itself. asked: when the store was asked for what it has not given yet, by
+    `time.monotonic`.
     """
 
     def __init__(self, names: Sequence[BlockHash], choose: Callable[[int], int]) -> None:
         self.names = names
         self.choose = choose
         self.count = 0
+        self.num_loaded = 0
         self.arrived: deque[LoadedBlock] = deque()
         self.done = False
         self.cancelled = False
+        self.is_parked = False
         self.is_late = False
         self.asked: float | None = None
 
@@ -54,10 +63,10 @@ class LoadJob:
 class Loader:
     """Loads for those who wait, in the order in which they asked.
 
-    max_bytes bounds what has arrived and was not taken; loading then waits. limit: the seconds that
-    loading so many blocks may take. rate: bytes a second that came of late; None before the first
-    load. is_guarded: no answer of the store takes longer than a deadline, since each of its tiers
-    has one and a pause of its own; so none is late here.
+    max_bytes bounds what has arrived and was not taken; a job that needs more is parked. limit: the
+    seconds that loading so many blocks may take. rate: bytes a second that came of late; None
+    before the first load. is_guarded: no answer of the store takes longer than a deadline, since
+    each of its tiers has one and a pause of its own; so none is late here.
     """
 
     def __init__(
@@ -79,6 +88,7 @@ class Loader:
         self._found: deque[LoadJob] = deque()
         self._current: set[LoadJob] = set()  # those that a thread works on
         self._holding: set[LoadJob] = set()  # those of which blocks wait to be taken
+        self._preferred: LoadJob | None = None
         self._nbytes = 0
         self._news = False
         self._closed = False
@@ -138,6 +148,13 @@ class Loader:
             self._release(taken)
         return taken
 
+    def prefer(self, job: LoadJob | None) -> None:
+        """Load this job before all others: what arrives of it is taken at once. None: no job."""
+        if job is not self._preferred:
+            with self._lock:
+                self._preferred = None if job is None or job.cancelled else job
+                self._changed.notify_all()
+
     def cancel(self, job: LoadJob) -> None:
         """Nobody waits for the job any more."""
         with self._lock:
@@ -145,6 +162,8 @@ class Loader:
             self._release(job.arrived)
             job.arrived.clear()
             self._holding.discard(job)
+            if self._preferred is job:
+                self._preferred = None
 
     def cancel_all(self) -> None:
         """Nobody waits for any job; whatever an interruption left, no bytes are held."""
@@ -153,6 +172,7 @@ class Loader:
                 job.cancelled = job.done = True
                 job.arrived.clear()
             self._holding.clear()
+            self._preferred = None
             self._nbytes = 0
             self._changed.notify_all()
 
@@ -188,11 +208,10 @@ class Loader:
         """Do the work of one thread for each job of its queue; True says that it goes on."""
         while True:
             with self._lock:
-                while not queue and not self._closed:
+                while (job := self._pick(queue)) is None and not self._closed:
                     self._changed.wait()
-                if not queue:
+                if job is None:
                     return
-                job = queue.popleft()
                 self._current.add(job)
             goes_on = has_answered = False
             try:
@@ -213,6 +232,41 @@ class Loader:
                     job.done = self._news = True
                 self._changed.notify_all()
 
+    def _pick(self, queue: deque[LoadJob]) -> LoadJob | None:
+        """Take the next job of a thread from its queue; None if none can go on."""
+        if queue is self._asked:
+            return queue.popleft() if queue else None
+        for job in sorted(queue, key=lambda one: one is not self._preferred):
+            if job.cancelled or self._make_room(job):
+                queue.remove(job)
+                job.is_parked = False
+                return job
+        if not all(job.is_parked for job in queue):
+            for job in queue:
+                job.is_parked = True
+            self._news = True
+            self._changed.notify_all()
+        return None
+
+    def _make_room(self, job: LoadJob) -> bool:
+        """True if more of a job may arrive. Others give blocks back for the one preferred."""
+        is_preferred = job is self._preferred
+        while self._nbytes and self._nbytes + _CHUNK_BYTES > self._max_bytes:
+            others = self._holding - {job} if is_preferred else ()
+            largest = max(others, key=lambda one: len(one.arrived), default=None)
+            if largest is None or len(largest.arrived) == 1:  # it would look as if it had ended
+                return is_preferred and not job.arrived
+            self._give_back(largest)
+        return True
+
+    def _give_back(self, job: LoadJob) -> None:
+        """Have the last block that arrived of a job loaded again later."""
+        if job.done:
+            job.done = False
+            self._found.append(job)
+        self._nbytes -= job.arrived.pop().payload.nbytes
+        job.num_loaded -= 1
+
     def _look_up(self, job: LoadJob) -> bool:
         job.asked = time.monotonic()
         found = self._store.find(job.names)
@@ -221,34 +275,39 @@ class Loader:
         return job.count > 0
 
     def _load(self, job: LoadJob) -> bool:
+        """Load a job as far as there is room; True if there is more of it."""
         chunk: list[LoadedBlock] = []
         nbytes, waiting = 0, 0
-        seconds, most = 0.0, self._limit(job.count)
+        names = job.names[job.num_loaded : job.count]
+        seconds, most = 0.0, self._limit(len(names))
+        goes_on = True
         job.asked = begun = time.monotonic()
-        for at, block in enumerate(self._store.load(job.names[: job.count]), start=1):
+        for at, block in enumerate(self._store.load(names), start=1):
             if job.cancelled:
                 return False
             chunk.append(block)
             waiting += block.payload.nbytes
             job.asked = now = time.monotonic()
-            if seconds + now - begun > most and at < job.count:
+            if seconds + now - begun > most and at < len(names):
                 self._pause.faults.note(
                     "loading is slower than computing",
-                    f"{at:,} of {job.count:,} blocks came within {most:.1f} s",
+                    f"{at:,} of {len(names):,} blocks came within {most:.1f} s",
                 )
                 break
-            if waiting >= _CHUNK_BYTES:
+            if waiting >= _CHUNK_BYTES and at < len(names):
                 seconds += now - begun
                 job.asked = None
-                if not self._hand_on(job, chunk, waiting):
-                    return False
+                goes_on = self._hand_on(job, chunk, waiting)
                 chunk, nbytes, waiting = [], nbytes + waiting, 0
                 job.asked = begun = time.monotonic()
+                if not goes_on:
+                    break
         seconds += time.monotonic() - begun
         job.asked = None
-        self._hand_on(job, chunk, waiting)
+        if chunk:
+            self._hand_on(job, chunk, waiting)
         self._note_rate(nbytes + waiting, seconds)
-        return False
+        return not (goes_on or job.cancelled)
 
     def _note_rate(self, nbytes: int, seconds: float) -> None:
         if nbytes:
@@ -256,18 +315,15 @@ class Loader:
             self.rate = rate if self.rate is None else self.rate + _WEIGHT * (rate - self.rate)
 
     def _hand_on(self, job: LoadJob, chunk: list[LoadedBlock], nbytes: int) -> bool:
-        """Have blocks of so many bytes wait to be taken; False if nobody wants them any more."""
+        """Have blocks of so many bytes wait to be taken; True if the job may go on at once."""
         with self._lock:
-            self._changed.wait_for(
-                lambda: (
-                    job.cancelled or not self._nbytes or self._nbytes + nbytes <= self._max_bytes
-                )
-            )
             if job.cancelled:
                 return False
             job.arrived.extend(chunk)
+            job.num_loaded += len(chunk)
             self._holding.add(job)
             self._nbytes += nbytes
             self._news = True
             self._changed.notify_all()
-        return True
+            gives_way = self._preferred is not job and self._preferred in self._found
+            return not gives_way and self._make_room(job)

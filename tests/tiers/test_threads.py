@@ -93,7 +93,8 @@ def everything(found: int) -> int:
 
 
 def arrived(loader: Loader, job: LoadJob) -> int:
-    """Take all of a job; how many there were."""
+    """Take all of a job, before all others; how many there were."""
+    loader.prefer(job)
     count = 0
     while True:
         done = job.done

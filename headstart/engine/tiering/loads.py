@@ -167,9 +167,12 @@ class Loads:
     def take_in(self) -> bool:
         """Put what has arrived into the pool; True if anything was written, to be committed."""
         written = False
+        preferred: LoadJob | None = None
         for load in list(dict.fromkeys(self._waiting.values())):
-            if load.is_wanted:
+            if load.is_wanted and self._has_room(load):
                 written |= self._insert(load)
+                preferred = preferred or load.job
+        self._loader.prefer(preferred)
         return written
 
     def end_those_done(self) -> list[Load]:
@@ -188,7 +191,7 @@ class Loads:
 
     def _insert(self, load: Load) -> bool:
         """Take blocks for what has arrived of a load, and write it; True if anything was."""
-        if not load.job.arrived or (load.sequence is None and not self._has_room(load)):
+        if not load.job.arrived:
             return False
         blocks = self._take_slots(load, self._loader.take(load.job, len(load.job.names)))
         if not blocks:
@@ -203,10 +206,15 @@ class Loads:
         return True
 
     def _has_room(self, load: Load) -> bool:
-        """True if the request could be admitted; one load takes blocks at a time.
+        """True if what has arrived, or arrives once it is preferred, can be taken in.
 
-        Or two could each hold what the other needs.
+        That is if the request could be admitted. One load takes blocks at a time, or two could each
+        hold what the other needs.
         """
+        if load.sequence is not None:
+            return True
+        if not (load.job.arrived or load.job.is_parked):
+            return False
         if any(other.sequence is not None for other in self._waiting.values()):
             return False
         found = self._manager.get_computed_blocks(load.request.sequence)

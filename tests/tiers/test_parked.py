@@ -1,0 +1,184 @@
+"""Loads that wait for room: others go past them, and each gets all of its blocks in the end."""
+
+import random
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from headstart import LLM, SamplingParams
+from headstart.engine.request import RequestGroup
+from headstart.tiers import Loader, LoadJob
+from tests.engine.tiny_llm import make_llm, save_smallest
+from tests.tiers.stores import MODEL, names, payload
+from tests.tiers.test_threads import FOREVER, Store, arrived, everything, loading
+
+SIZE = MODEL.block_bytes
+BOUND = 4 * SIZE
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.tiers.loader._CHUNK_BYTES", SIZE)
+
+
+def wait_for_rest(loader: Loader, *jobs: LoadJob) -> None:
+    """Wait until nothing more arrives before anything is taken."""
+    while not all(job.done or job.is_parked for job in jobs):
+        loader.wait(FOREVER / 1000)
+
+
+def taken(loader: Loader, job: LoadJob, most: int = 99) -> list[bytes]:
+    return [bytes(block.payload) for block in loader.take(job, most)]
+
+
+def test_a_load_that_nobody_takes_keeps_no_other_from_coming() -> None:
+    with loading(Store(), BOUND) as loader:
+        first = loader.start(names(range(20)), everything)
+        second = loader.start(names(range(20, 60)), everything)
+        wait_for_rest(loader, first, second)
+        assert len(first.arrived) == 4 and not second.arrived and second.is_parked
+        assert arrived(loader, second) == 40, "whoever has room for it waits for nobody else"
+        assert loader._nbytes == SIZE * len(first.arrived) <= BOUND
+        assert arrived(loader, first) == 20
+        assert loader._nbytes == 0
+
+
+def test_what_was_given_back_comes_again_also_of_a_load_that_was_over() -> None:
+    with loading(Store(), BOUND) as loader:
+        first = loader.start(names(range(4)), everything)
+        second = loader.start(names(range(20, 26)), everything)
+        wait_for_rest(loader, first, second)
+        assert first.done and len(first.arrived) == 4
+        loader.prefer(second)
+        got: list[bytes] = []
+        while len(got) < 6:
+            loader.wait(FOREVER)
+            got += taken(loader, second)
+            assert first.arrived, "the last block stays, or it would look as if that were all"
+        assert got == [payload(number) for number in range(20, 26)]
+        got = taken(loader, first, 1)
+        assert not first.done
+        loader.prefer(first)
+        while not (first.done and not first.arrived):
+            got += taken(loader, first)
+            loader.wait(FOREVER / 1000)
+        assert got == [payload(number) for number in range(4)]
+
+
+def test_loads_by_the_hundred_in_any_order_get_each_its_blocks() -> None:
+    chance = random.Random(5)
+    with loading(Store(), BOUND) as loader:
+        jobs: dict[LoadJob, range] = {}
+        got: dict[LoadJob, list[bytes]] = {}
+        num_ended = Counter[str]()
+        while num_ended["whole"] < 300:
+            if len(jobs) < 8:
+                first = chance.randint(0, 100)
+                numbers = range(first, first + chance.randint(1, 12))
+                job = loader.start(names(numbers), everything)
+                jobs[job], got[job] = numbers, []
+            job = chance.choice([*jobs])
+            if chance.random() < 0.05:
+                loader.cancel(job)
+                num_ended["cancelled"] += 1
+                del jobs[job]
+                continue
+            loader.prefer(job)
+            for _ in range(chance.randint(1, 9)):
+                loader.wait(FOREVER / 20_000)
+                done = job.done
+                got[job] += taken(loader, job, chance.randint(1, 5))
+                if done and not job.arrived:
+                    break
+            assert loader._nbytes <= BOUND + 8 * SIZE, "one block of each at the most beyond it"
+            assert got[job] == [payload(number) for number in jobs[job]][: len(got[job])]
+            if done and not job.arrived:
+                assert len(got[job]) == len(jobs[job])
+                num_ended["whole"] += 1
+                del jobs[job]
+    assert num_ended["cancelled"] > 9
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_smallest(tmp_path_factory.mktemp("model"))
+
+
+LARGE = [[3 + (at * 7 + turn * 31) % 140 for at in range(220)] for turn in range(2)]
+SMALL = [3 + at * 11 % 140 for at in range(40)]
+
+
+def submit(llm: LLM, tokens: list[int], params: SamplingParams = PARAMS) -> RequestGroup:
+    group = llm.engine.prepare({"prompt_token_ids": tokens}, params)
+    llm.engine.submit(group)
+    return group
+
+
+def run_until(llm: LLM, *groups: RequestGroup) -> None:
+    """Step until these have ended, each time once what loads is there; and check the pool."""
+    tiers = llm.engine.tiers
+    assert tiers is not None
+    for _ in range(3000):
+        if all(group.finished for group in groups):
+            return
+        jobs = [load.job for load in tiers.loads._waiting.values()]
+        wait_for_rest(tiers._loader, *jobs)
+        llm.engine.step()
+        llm.engine.manager.check()
+    raise AssertionError("requests wait for ever")
+
+
+def answer(group: RequestGroup) -> list[int]:
+    return list(group.output().outputs[0].token_ids)
+
+
+@pytest.fixture
+def kept(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, list[list[int]]]:
+    """A folder that has the three prompts, their answers; and room for four blocks of a load."""
+    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
+    monkeypatch.setattr("headstart.tiers.loader._CHUNK_BYTES", 1)
+    with closing(make_llm(model, cache_dir=str(tmp_path), num_blocks=60)) as llm:
+        groups = [submit(llm, tokens) for tokens in (*LARGE, SMALL)]
+        run_until(llm, *groups)
+        assert llm.engine.tiers is not None and llm.engine.tiers.flush(FOREVER)
+        nbytes = llm.engine.kv_cache_bytes // 60
+    monkeypatch.setattr("headstart.engine.tiering.tiers._QUEUED_BYTES", 4 * nbytes)
+    return tmp_path, [answer(group) for group in groups]
+
+
+def test_a_load_without_room_in_the_pool_is_passed_by_the_next(
+    model: Path, kept: tuple[Path, list[list[int]]]
+) -> None:
+    """All that may wait to be taken in was the first one's, and nobody else's load went on."""
+    folder, answers = kept
+    long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    with closing(make_llm(model, cache_dir=str(folder), num_blocks=20, debug=True)) as llm:
+        running = submit(llm, list(range(3, 103)), long)
+        llm.engine.step()
+        large, small = submit(llm, LARGE[0]), submit(llm, SMALL)
+        run_until(llm, small)
+        assert not running.finished and not large.finished, "there is no room for it yet"
+        assert small.output().num_loaded_tokens == 32
+        run_until(llm, running, large)
+        assert large.output().num_loaded_tokens == 208
+        assert [answer(large), answer(small)] == [answers[0], answers[2]]
+        assert llm.engine.manager.num_free_blocks == 20
+
+
+def test_loads_that_wait_for_one_another_all_come(
+    model: Path, kept: tuple[Path, list[list[int]]]
+) -> None:
+    """Nothing runs, the pool has room for one of them, and each has blocks that wait."""
+    folder, answers = kept
+    with closing(make_llm(model, cache_dir=str(folder), num_blocks=16, debug=True)) as llm:
+        groups = [submit(llm, tokens) for tokens in (*LARGE, SMALL)]
+        run_until(llm, *groups)
+        assert [group.output().num_loaded_tokens for group in groups] == [208, 208, 32]
+        assert [answer(group) for group in groups] == answers
+        assert llm.engine.manager.num_free_blocks == 16
+        assert llm.engine.tiers is not None and llm.engine.tiers._loader._nbytes == 0

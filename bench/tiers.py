@@ -248,7 +248,7 @@ def writing(kept: Path, nbytes: int) -> Iterator[Saver]:
     payload = random.Random(2).randbytes(nbytes)
     record = ModelRecord("bench", "bench", 16, nbytes)
     with closing(DiskStore(kept, record, 2 << 30)) as store:
-        saver = Saver(store, 64 * nbytes)
+        saver = Saver(store, 64 * nbytes, store.faults)
         saver.rest(True)  # as an engine that computes on the CPU has it
 
         def offer() -> None:

@@ -15,7 +15,6 @@ ends, and its thread is left to itself. Until that returns, and while `pause` is
 asked of the store. A load that is slow ends too, once it took so long that computing was faster.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -28,7 +27,6 @@ from headstart.tiers.store import BlockStore, LoadedBlock
 
 __all__ = ["LoadJob", "Loader"]
 
-_LOG = logging.getLogger("headstart.tiers")
 _CHUNK_BYTES = 8 << 20
 _WEIGHT = 0.3  # of the last measurement in the rate
 
@@ -217,8 +215,8 @@ class Loader:
             try:
                 goes_on = not job.cancelled and work(job)
                 has_answered = not (goes_on or job.cancelled)
-            except BaseException:  # or whoever asks next would wait for ever
-                _LOG.exception("a load failed; what it was for is computed")
+            except BaseException as error:  # or whoever asks next would wait for ever
+                self._pause.faults.note("a load failed", repr(error))
             with self._lock:
                 self._current.discard(job)
                 self._pause.returned(job)

@@ -1,6 +1,5 @@
 """Saving off the engine's thread: offers are queued up to a number of bytes, and dropped beyond."""
 
-import logging
 import os
 import threading
 import time
@@ -8,11 +7,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from headstart.cache import BlockHash
+from headstart.tiers.faults import Faults
 from headstart.tiers.store import BlockStore, StoredBlock
 
 __all__ = ["Saver"]
 
-_LOG = logging.getLogger("headstart.tiers")
 _BATCH_BLOCKS = 64
 _BATCH_BYTES = 16 << 20
 _REST = 15
@@ -22,16 +21,18 @@ class Saver:
     """Saves what it is offered, in a thread of its own. Nothing here waits but `flush`.
 
     num_dropped: blocks that were offered while the queue was full. Whoever offers keeps count of
-    nothing: a block that is dropped may be offered again.
+    nothing: a block that is dropped may be offered again. faults: where what a store raises is
+    noted, though none is to.
 
     While an engine computes on the cores that saving needs, `rest` has it rest for `_REST` times as
     long as it worked.
     """
 
-    def __init__(self, store: BlockStore, max_bytes: int) -> None:
+    def __init__(self, store: BlockStore, max_bytes: int, faults: Faults) -> None:
         self.num_saved = 0
         self.num_dropped = 0
         self._store = store
+        self._faults = faults
         self._max_bytes = max_bytes
         self._blocks: deque[StoredBlock] = deque()
         self._touched: dict[BlockHash, None] = {}
@@ -115,8 +116,8 @@ class Saver:
                     self.num_saved += self._store.save(batch)
                 if touched:
                     self._store.touch(touched)
-            except BaseException:  # or nothing would be saved from now on
-                _LOG.exception("blocks could not be saved")
+            except BaseException as error:  # or nothing would be saved from now on
+                self._faults.note("blocks could not be saved", repr(error))
             with self._lock:
                 self._nbytes -= sum(memoryview(block.payload).nbytes for block in batch)
                 self._busy = False

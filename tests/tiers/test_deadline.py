@@ -231,7 +231,7 @@ def test_an_object_that_never_comes_is_a_miss(
     gate = Gate("load")
     store = DeadlineStore(Store(gate), pause)
     monkeypatch.setattr("headstart.tiers.deadline.DEADLINE", 0.01)
-    assert ObjectStore([store], Saver(store, 1 << 20)).load(b"an image") is None
+    assert ObjectStore([store], Saver(store, 1 << 20, Faults("a test"))).load(b"an image") is None
     gate.opened.set()
 
 

@@ -20,7 +20,7 @@ def guarded(store: DiskStore) -> DeadlineStore:
 
 def save_all(folder: Path) -> None:
     with closing(DiskStore(folder, OBJECTS, 1 << 30)) as store:
-        saver = Saver(store, 1 << 30)
+        saver = Saver(store, 1 << 30, Faults("a test"))
         objects = ObjectStore([guarded(store)], saver)
         for size in SIZES:
             assert objects.load(b"%d" % size) is None
@@ -32,7 +32,7 @@ def loaded(folder: Path) -> list[int]:
     """The sizes of objects that are there, each as it was saved."""
     found = []
     with closing(DiskStore(folder, OBJECTS, 1 << 30)) as store:
-        saver = Saver(store, 1 << 30)
+        saver = Saver(store, 1 << 30, Faults("a test"))
         for size in SIZES:
             data = ObjectStore([guarded(store)], saver).load(b"%d" % size)
             if data is not None:

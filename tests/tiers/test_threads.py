@@ -118,7 +118,7 @@ def loading(store: BlockStore, max_bytes: int = 1 << 20) -> Iterator[Loader]:
 
 @contextmanager
 def saving(store: BlockStore, max_bytes: int = 1 << 20) -> Iterator[Saver]:
-    saver = Saver(store, max_bytes)
+    saver = Saver(store, max_bytes, Faults("a test"))
     try:
         yield saver
     finally:
@@ -147,6 +147,23 @@ def test_whoever_chooses_may_fail(logged: list[logging.LogRecord]) -> None:
         assert arrived(loader, loader.start(names(range(9)), lambda found: 1 // 0)) == 0
         assert arrived(loader, loader.start(names(range(9)), lambda found: 4)) == 4
     assert any("a load failed" in record.getMessage() for record in logged)
+
+
+def fail(method: str) -> None:
+    raise RuntimeError(f"{method}, on purpose")
+
+
+def test_what_a_store_raises_is_told_once_a_minute(logged: list[logging.LogRecord]) -> None:
+    """It had a line, with all that led to it, for every load and every save."""
+    with loading(Store(fail)) as loader, saving(Store(fail)) as saver:
+        for number in range(20):
+            assert arrived(loader, loader.start(names(range(9)), everything)) == 0
+            saver.offer([block(number)])
+            assert saver.flush(FOREVER)
+        assert loader._pause.faults.counts == {"a load failed": 20}
+        assert saver._faults.counts == {"blocks could not be saved": 20}
+    lines = [record.getMessage() for record in logged]
+    assert len(lines) == 2 and all("on purpose" in line for line in lines)
 
 
 @pytest.mark.parametrize("method", ["find", "load", "block"])
@@ -303,7 +320,7 @@ def test_an_interruption_within_python_s_conditions_leaves_no_lock_held() -> Non
     of stores then waited for whoever was interrupted, and closing waited for them in vain.
     """
     for at in count():
-        saver = Saver(store := Store(), 1 << 20)
+        saver = Saver(store := Store(), 1 << 20, Faults("a test"))
         loader = Loader(store, 1 << 20, lambda blocks: FOREVER, Pause(Faults("a test")))
         saver.offer(blocks(range(3)))  # their threads run: starting one has locks of its own
         loader.start(names(range(9)), everything)

@@ -81,9 +81,9 @@ class Tiers:
         self._payload, self._on_cpu = stores.payload, stores.on_cpu
         self._stats = TierStats()
         self._rate = ComputeRate()
-        self._saver = Saver(self._store, _QUEUED_BYTES)
+        self._saver = Saver(self._store, _QUEUED_BYTES, self._faults)
         self._loader = self._make_loader(stores.kv)
-        self._object_saver = Saver(chain(self._object_tiers), _QUEUED_BYTES)
+        self._object_saver = Saver(chain(self._object_tiers), _QUEUED_BYTES, self._faults)
         self.image_rows = KeptRows(ObjectStore(self._object_tiers, self._object_saver))
         self._offers = Offers(manager, stores.payload, self._saver, self._rate, stores.spell)
         self.loads = Loads(manager, stores.payload, self._loader, self._choose, self._take_slots)

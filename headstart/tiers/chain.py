@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from headstart.cache import BlockHash
+from headstart.tiers.faults import Faults
 from headstart.tiers.store import BlockStore, LoadedBlock, StoredBlock
 
 __all__ = ["ChainedStores", "chain"]
@@ -18,6 +19,11 @@ class ChainedStores:
     def tier(self) -> str:
         """The nearest store's."""
         return self._stores[0].tier
+
+    @property
+    def faults(self) -> Faults:
+        """The nearest store's."""
+        return self._stores[0].faults
 
     @property
     def num_kept(self) -> int:

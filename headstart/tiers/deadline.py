@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from headstart.cache import BlockHash
+from headstart.tiers.faults import SILENT, Faults
 from headstart.tiers.pause import Pause
 from headstart.tiers.store import BlockStore, LoadedBlock, StoredBlock
 
@@ -27,7 +28,7 @@ T = TypeVar("T")
 class DeadlineStore:
     """Another store, of which no answer takes longer than a deadline; a `BlockStore`.
 
-    pause: its own; no other tier is left alone when this one is late.
+    pause: its own, over the store's faults; no other tier is left alone when this one is late.
 
     A late answer is a miss and a failure. The store is left alone while `pause` is on, which is a
     miss as well, and until the late call has returned. `save` and `touch` have no deadline: the
@@ -42,6 +43,11 @@ class DeadlineStore:
     def tier(self) -> str:
         """The other store's."""
         return self._store.tier
+
+    @property
+    def faults(self) -> Faults:
+        """The other store's, and those of its pause."""
+        return self.pause.faults
 
     @property
     def num_kept(self) -> int:
@@ -59,7 +65,10 @@ class DeadlineStore:
         return next(self._ask(lambda: iter([work(self._store)])), None)
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
-        return 0 if self.pause.is_on else self._store.save(blocks)
+        if not self.pause.is_on:
+            return self._store.save(blocks)
+        self.faults.num_unsaved += len(blocks)
+        return 0
 
     def touch(self, names: Sequence[BlockHash]) -> None:
         if not self.pause.is_on:
@@ -101,7 +110,7 @@ class DeadlineStore:
             if call.is_done:
                 self.pause.answered()
             else:
-                self.pause.failed("it does not answer", f"not within {seconds:g} s")
+                self.pause.failed(SILENT, f"not within {seconds:g} s")
         finally:  # of whatever kind: Ctrl-C leaves the call in the store, too
             call.leave(is_late=waits)
 

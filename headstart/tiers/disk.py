@@ -91,9 +91,12 @@ class DiskStore:
         saved = self._save(blocks)
         if made_anew != self._made_anew:
             saved = self._save(blocks)
-        return saved
+        if saved is None:
+            self.faults.num_unsaved += len(blocks)
+        return saved or 0
 
-    def _save(self, blocks: Sequence[StoredBlock]) -> int:
+    def _save(self, blocks: Sequence[StoredBlock]) -> int | None:
+        """As `save`; None if the folder or its index failed."""
         with self._guard(), self._writing:
             saved = 0
             self._room = self._max_bytes
@@ -112,7 +115,7 @@ class DiskStore:
                 if index.known(list(self._new)) != self._new:
                     raise ValueError("it does not find what was just listed")
             return saved
-        return 0
+        return None
 
     def _save_one(self, index: DiskIndex, model: int, block: StoredBlock) -> bool:
         """Save a block; False if there is no room, or the disk is full."""

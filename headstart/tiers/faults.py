@@ -4,17 +4,25 @@ import logging
 import time
 from collections import Counter
 
-__all__ = ["Faults"]
+__all__ = ["SILENT", "SLOW", "Faults"]
 
 _LOG = logging.getLogger("headstart.tiers")
 _PAUSE = 60.0  # seconds between two lines about the same kind of fault
 
+SILENT = "it does not answer"
+SLOW = "loading is slower than computing"
+"""Kinds of what `Loader` and `DeadlineStore` find of any store."""
+
 
 class Faults:
-    """Counts faults by kind. A fault costs a miss, never an error."""
+    """Counts faults by kind. A fault costs a miss, never an error.
+
+    num_unsaved: blocks that were to be saved while the store failed, or was left alone.
+    """
 
     def __init__(self, where: str) -> None:
         self.counts: Counter[str] = Counter()
+        self.num_unsaved = 0
         self._where = where
         self._told: dict[str, float] = {}
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 
 from headstart.cache import BlockHash
 from headstart.tiers.deadline import DEADLINE
+from headstart.tiers.faults import SILENT, SLOW
 from headstart.tiers.pause import Pause
 from headstart.tiers.store import BlockStore, LoadedBlock
 
@@ -135,7 +136,7 @@ class Loader:
                 job.cancelled = job.done = True
             self._news = True
             self._changed.notify_all()
-        self._pause.failed("it does not answer", f"not within {DEADLINE:g} s")
+        self._pause.failed(SILENT, f"not within {DEADLINE:g} s")
 
     def take(self, job: LoadJob, most: int) -> list[LoadedBlock]:
         """Up to `most` of the blocks that have arrived, in order."""
@@ -288,7 +289,7 @@ class Loader:
             job.asked = now = time.monotonic()
             if seconds + now - begun > most and at < len(names):
                 self._pause.faults.note(
-                    "loading is slower than computing",
+                    SLOW,
                     f"{at:,} of {len(names):,} blocks came within {most:.1f} s",
                 )
                 break

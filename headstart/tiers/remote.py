@@ -98,11 +98,13 @@ class RemoteStore:
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
         saved = 0
-        if self._refusal.is_on:
-            return 0
         for at in range(0, len(blocks), self._most):
             some = blocks[at : at + self._most]
-            saved += sum(map(bool, self._ask([], self._set, some)))
+            answers = None if self._refusal.is_on else self._ask(None, self._set, some)
+            if answers is None:
+                self.faults.num_unsaved += len(some)
+            else:
+                saved += sum(map(bool, answers))
         return saved
 
     def _set(self, blocks: Sequence[StoredBlock]) -> list[Any]:
@@ -114,6 +116,7 @@ class RemoteStore:
                 orders.set(self._prefix + block.name, value, nx=True)
         answers = orders.execute(raise_on_error=False)
         refused = [one for one in answers if isinstance(one, Exception)]
+        self.faults.num_unsaved += len(refused)
         if refused:  # it is full, a replica, or ours to read alone
             self._refusal.failed("the server gives blocks and takes none", refused[0])
         elif answers:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from headstart.cache import BlockHash
+from headstart.tiers.faults import Faults
 
 __all__ = ["BlockStore", "LoadedBlock", "ModelRecord", "StoredBlock"]
 
@@ -62,6 +63,11 @@ class BlockStore(Protocol):
 
     @property
     def tier(self) -> str: ...
+
+    @property
+    def faults(self) -> Faults:
+        """What went wrong so far; of the nearest of several."""
+        ...
 
     @property
     def num_kept(self) -> int:

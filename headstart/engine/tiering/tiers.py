@@ -29,6 +29,7 @@ from headstart.tiers import (
     Saver,
     chain,
 )
+from headstart.tiers.faults import SILENT, SLOW
 
 __all__ = ["Stores", "TierStats", "Tiers", "make_tiers"]
 
@@ -36,6 +37,7 @@ _QUEUED_BYTES = 256 << 20  # that wait to be saved, and as many that wait to be 
 _PATIENCE = 0.05  # seconds that a step waits for a load when nothing else can run
 _LAST_SAVES = 10.0  # seconds that closing takes at the most, and for what is being saved
 _TRY_AGAIN = 16  # loads that were not worth it, after which one is tried
+_LATE = {SILENT, SLOW}  # faults that count as late answers
 _SLOWEST = 16.0  # tokens a second: a prompt is computed, before that was measured
 
 
@@ -59,7 +61,9 @@ class TierStats:
     """Counts since the start. loaded_tokens: by the tier that had them.
 
     declined_tokens: they were in the store, and computing them was faster. late_answers: times that
-    a store was silent for too long, or turned out slower than computing.
+    a store was silent for too long, or turned out slower than computing. unsaved_blocks: by the
+    tier, blocks (of K/V and of objects) that it was not given, since it failed or was left alone.
+    faults: by tier and kind; those of no single tier under "all".
     """
 
     loaded_tokens: Counter[str] = field(default_factory=Counter)
@@ -67,6 +71,8 @@ class TierStats:
     saved_blocks: int = 0
     dropped_blocks: int = 0
     late_answers: int = 0
+    unsaved_blocks: Counter[str] = field(default_factory=Counter)
+    faults: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 class Tiers:
@@ -91,9 +97,10 @@ class Tiers:
         self._times_declined = 0
         self._until: float | None = None  # when closing it is over, by `time.monotonic`
 
-    def _guard(self, stores: Sequence[BlockStore]) -> list[DeadlineStore]:
+    @staticmethod
+    def _guard(stores: Sequence[BlockStore]) -> list[DeadlineStore]:
         """Have each tier left alone for itself."""
-        return [DeadlineStore(store, Pause(self._faults)) for store in stores]
+        return [DeadlineStore(store, Pause(store.faults)) for store in stores]
 
     def _make_loader(self, stores: Sequence[BlockStore]) -> Loader:
         """The loader. It asks a single tier itself, which spares a change of threads a block."""
@@ -107,7 +114,15 @@ class Tiers:
         """The counts as they are now."""
         self._stats.saved_blocks = self._saver.num_saved
         self._stats.dropped_blocks = self._offers.num_dropped
-        self._stats.late_answers = self._faults.counts.total()
+        every = [(store.tier, store.faults) for store in (*self._tiers, *self._object_tiers)]
+        unsaved, faults = Counter[str](), Counter[tuple[str, str]]()
+        for tier, found in every:
+            unsaved[tier] += found.num_unsaved
+        for tier, found in (*every, ("all", self._faults)):
+            for kind, count in found.counts.copy().items():  # of whichever thread's
+                faults[tier, kind] += count
+        self._stats.unsaved_blocks, self._stats.faults = unsaved, faults
+        self._stats.late_answers = sum(n for (_, kind), n in faults.items() if kind in _LATE)
         return self._stats
 
     @property

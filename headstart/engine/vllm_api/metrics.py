@@ -23,6 +23,8 @@ __all__ = ["MEANINGS", "Counter", "Gauge", "Histogram", "Metric", "Vector", "rea
 _REASONS = [reason for reason in MissReason if reason is not MissReason.NONE]
 _MISSES = "headstart:prefix_cache_misses"
 _LOADED = "headstart:loaded_tokens"
+_UNSAVED = "headstart:unsaved_blocks"
+_FAULTS = "headstart:tier_faults"
 _IDLE = "vllm:kv_block_idle_before_evict_seconds"
 
 MEANINGS: Mapping[str, str] = MappingProxyType(
@@ -40,6 +42,8 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "headstart:stored_blocks": "Blocks written to disk or another machine",
         "headstart:dropped_blocks": "Blocks reused before they could be stored",
         "headstart:late_answers": "Times that a tier was silent or slower than computing",
+        _UNSAVED: "Blocks that a tier was not given: it failed, or was left alone",
+        _FAULTS: "What went wrong with tiers, by kind",
         _MISSES: "Requests by why they hit no more",
     }
 )
@@ -124,10 +128,13 @@ def _read_tiers(engine: Engine) -> list[Metric]:
     if engine.tiers is None:
         return []
     stats = engine.tiers.stats
+    faults = stats.faults.items()
     return [
         *(Counter(_LOADED, {"tier": tier}, n) for tier, n in stats.loaded_tokens.items()),
         Counter("headstart:declined_tokens", {}, stats.declined_tokens),
         Counter("headstart:stored_blocks", {}, stats.saved_blocks),
         Counter("headstart:dropped_blocks", {}, stats.dropped_blocks),
         Counter("headstart:late_answers", {}, stats.late_answers),
+        *(Counter(_UNSAVED, {"tier": tier}, n) for tier, n in stats.unsaved_blocks.items()),
+        *(Counter(_FAULTS, {"tier": t, "fault": kind}, n) for (t, kind), n in faults),
     ]

@@ -1,0 +1,72 @@
+"""What tiers did not take, and what went wrong with them, is counted and told by tier."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from headstart import LLM, SamplingParams
+from headstart.engine.tiering.tiers import TierStats
+from headstart.engine.vllm_api.metrics import Counter
+from headstart.tiers import DiskStore
+from tests.engine.tiny_llm import make_llm, save_smallest
+
+PROMPT = {"prompt_token_ids": list(range(3, 103))}
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_smallest(tmp_path_factory.mktemp("model"))
+
+
+def counted(llm: LLM) -> TierStats:
+    tiers = llm.engine.tiers
+    assert tiers is not None and tiers.flush(20)
+    return tiers.stats
+
+
+def told(llm: LLM, name: str) -> dict[tuple[str, ...], int]:
+    found = [metric for metric in llm.get_metrics() if metric.name == f"headstart:{name}"]
+    return {tuple(one.labels.values()): one.value for one in found if isinstance(one, Counter)}
+
+
+def test_what_is_not_saved_while_a_tier_is_left_alone_is_counted(
+    model: Path, tmp_path: Path
+) -> None:
+    with closing(make_llm(model, cache_dir=str(tmp_path))) as llm:
+        assert told(llm, "unsaved_blocks") == {("disk",): 0} and not told(llm, "tier_faults")
+        assert llm.engine.tiers is not None
+        llm.engine.tiers._tiers[0].pause.failed("it does not answer", "on purpose")
+        llm.generate([PROMPT], GREEDY)
+        stats = counted(llm)
+        assert (stats.saved_blocks, stats.dropped_blocks) == (0, 0)
+        assert stats.unsaved_blocks == {"disk": 6} and told(llm, "unsaved_blocks") == {("disk",): 6}
+        assert told(llm, "tier_faults") == {("disk", "it does not answer"): 1}
+        assert told(llm, "late_answers") == {(): 1}
+
+
+def test_a_server_that_is_gone_costs_the_disk_nothing(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("redis")
+    gone = f"unix://{tmp_path / 'nobody'}"
+    with closing(make_llm(model, cache_dir=str(tmp_path / "kept"), remote_cache=gone)) as llm:
+        llm.generate([PROMPT], GREEDY)
+        stats = counted(llm)
+        assert stats.saved_blocks == 6 and stats.unsaved_blocks == {"disk": 0, "remote": 6}
+        assert stats.faults == {("remote", "the server does not answer"): 1}
+        assert stats.late_answers == 0, "it said at once that it is not there"
+
+
+def test_a_folder_that_is_gone_is_a_fault_and_what_it_did_not_take_is_told(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(store: DiskStore) -> None:
+        raise OSError("the folder is gone, on purpose")
+
+    with closing(make_llm(model, cache_dir=str(tmp_path))) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskStore, "_open_writer", fail)
+            llm.generate([PROMPT], GREEDY)
+            stats = counted(llm)
+        assert stats.saved_blocks == 0 and stats.unsaved_blocks == {"disk": 6}
+        assert stats.faults == {("disk", "a file cannot be used"): 1}

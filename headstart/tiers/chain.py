@@ -30,6 +30,11 @@ class ChainedStores:
         """The largest of the stores'."""
         return max(store.num_kept for store in self._stores)
 
+    @property
+    def block_seconds(self) -> float:
+        """The nearest store's that knows."""
+        return next((store.block_seconds for store in self._stores if store.block_seconds), 0.0)
+
     def find(self, names: Sequence[BlockHash]) -> int:
         count = 0
         for store in self._stores:

@@ -54,6 +54,11 @@ class DeadlineStore:
         """The other store's."""
         return self._store.num_kept
 
+    @property
+    def block_seconds(self) -> float:
+        """The other store's."""
+        return self._store.block_seconds
+
     def find(self, names: Sequence[BlockHash]) -> int:
         return next(self._ask(lambda: iter([self._store.find(names)])), 0)
 

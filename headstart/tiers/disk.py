@@ -55,6 +55,7 @@ class DiskStore:
         self.faults = Faults(f"cache folder {folder}")
         self.model = model  # whose blocks they are
         self.num_kept = 0
+        self.block_seconds = 0.0  # when it was opened
         self._max_bytes = self._room = max_bytes
         self._made_anew = 0  # times that the index was
         self._new: set[BlockHash] = set()  # what the save under way has listed
@@ -290,7 +291,9 @@ class DiskStore:
                 for path in slot_files(self.folder) - listed:
                     if path.stat().st_size:
                         raise ValueError(f"it lacks {path.name}")
-                self.num_kept = index.count(self._model_id(index))
+                model = self._model_id(index)
+                self.num_kept = index.count(model)
+                self.block_seconds = index.block_seconds(model)
                 if self.num_kept:
                     SlotFile.prepare_reading()
 

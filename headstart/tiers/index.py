@@ -24,6 +24,8 @@ __all__ = ["DiskIndex", "KeptBlock", "KeptModel", "is_passing"]
 
 _PATIENCE = 5.0  # seconds to wait for another process's transaction
 _AT_ONCE = 500  # names in a query
+_LONGEST = 1e6  # seconds that computing a block may have taken
+_SOME = 64  # blocks that tell what computing takes
 _FIRST = 8  # of a lookup: most prompts that are new miss there
 _VERSION = 3  # of the tables, written last: a file without it is no index
 _MARK = _VERSION * 0x010101  # three times, so that no flipped bit makes another version of it
@@ -177,6 +179,15 @@ class DiskIndex:
         if last is not None and last < 0:
             raise ValueError(f"the last block lies in slot {last}")
         return 0 if last is None else int(last) + 1
+
+    def block_seconds(self, model: int) -> float:
+        """Seconds that computing a block of a model took, of some; 0 if none of them tells."""
+        row = self._connection.execute(
+            "SELECT avg(seconds) FROM (SELECT seconds FROM blocks WHERE model = ? "
+            f"ORDER BY slot DESC LIMIT {_SOME}) WHERE seconds > 0 AND seconds < {_LONGEST}",
+            (model,),
+        )
+        return float(row.fetchone()[0] or 0)
 
     def find(self, names: Sequence[BlockHash]) -> list[tuple[BlockHash, int]]:
         """The blocks from the first on, with their slots, up to one that is missing."""

@@ -12,7 +12,8 @@ its end, and loads these again later.
 Neither a file nor a name server can be asked with a time limit, so a store may be silent for ever.
 Whoever waits calls `end_late` now and then: a job of which nothing came for `DEADLINE` seconds
 ends, and its thread is left to itself. Until that returns, and while `pause` is on, nothing is
-asked of the store. A load that is slow ends too, once it took so long that computing was faster.
+asked of the store. A load that is slow ends too, once it took so long that computing was faster:
+the first one soon, since nobody knew how fast the store is.
 """
 
 import threading
@@ -29,6 +30,7 @@ from headstart.tiers.store import BlockStore, LoadedBlock
 __all__ = ["LoadJob", "Loader"]
 
 _CHUNK_BYTES = 8 << 20
+_TRIAL = 1.0  # seconds that the first load may be behind computing
 _WEIGHT = 0.3  # of the last measurement in the rate
 
 
@@ -62,8 +64,8 @@ class LoadJob:
 class Loader:
     """Loads for those who wait, in the order in which they asked.
 
-    max_bytes bounds what has arrived and was not taken; a job that needs more is parked. limit: the
-    seconds that loading so many blocks may take. rate: bytes a second that came of late; None
+    max_bytes bounds what has arrived and was not taken; a job that needs more is parked. compute:
+    the seconds that computing so many blocks takes. rate: bytes a second that came of late; None
     before the first load. is_guarded: no answer of the store takes longer than a deadline, since
     each of its tiers has one and a pause of its own; so none is late here.
     """
@@ -72,7 +74,7 @@ class Loader:
         self,
         store: BlockStore,
         max_bytes: int,
-        limit: Callable[[int], float],
+        compute: Callable[[int], float],
         pause: Pause,
         *,
         is_guarded: bool = False,
@@ -80,7 +82,7 @@ class Loader:
         self.rate: float | None = None
         self._store = store
         self._max_bytes = max_bytes
-        self._limit = limit
+        self._compute = compute
         self._pause = pause
         self._is_guarded = is_guarded
         self._asked: deque[LoadJob] = deque()
@@ -278,7 +280,8 @@ class Loader:
         chunk: list[LoadedBlock] = []
         nbytes, waiting = 0, 0
         names = job.names[job.num_loaded : job.count]
-        seconds, most = 0.0, self._limit(len(names))
+        seconds, most = 0.0, DEADLINE + self._compute(len(names))
+        is_first = self.rate is None
         goes_on = True
         job.asked = begun = time.monotonic()
         for at, block in enumerate(self._store.load(names), start=1):
@@ -287,6 +290,8 @@ class Loader:
             chunk.append(block)
             waiting += block.payload.nbytes
             job.asked = now = time.monotonic()
+            if is_first:
+                most = _TRIAL + self._compute(at)
             if seconds + now - begun > most and at < len(names):
                 self._pause.faults.note(
                     SLOW,

@@ -16,7 +16,7 @@ from headstart.errors import ConfigError
 from headstart.imports import install
 from headstart.tiers.faults import Faults
 from headstart.tiers.pause import Pause
-from headstart.tiers.records import VERSION, make_header, payload_of
+from headstart.tiers.records import VERSION, make_header, payload_of, read_header
 from headstart.tiers.store import LoadedBlock, ModelRecord, StoredBlock
 
 __all__ = ["RemoteStore"]
@@ -41,6 +41,7 @@ class RemoteStore:
 
     def __init__(self, url: str, model: ModelRecord) -> None:
         self.model = model  # whose blocks they are
+        self.block_seconds = 0.0  # of the last one that came
         self.faults = Faults(f"remote cache {_without_password(url)}")
         self._client = _connect(url)
         self._prefix = b"headstart:%d:%s:" % (VERSION, model.fingerprint[:32].encode())
@@ -69,6 +70,7 @@ class RemoteStore:
         while some := names[at : at + self._at_once()]:
             at += len(some)
             values = self._ask([], self._get, some)
+            self._note_seconds(values)
             for name, value in zip(some, values, strict=False):
                 if value is None:
                     return
@@ -80,6 +82,11 @@ class RemoteStore:
                 yield LoadedBlock(self.tier, payload)
             if len(values) < len(some):
                 return
+
+    def _note_seconds(self, values: Sequence[bytes | None]) -> None:
+        header = read_header(values[0]) if values and values[0] is not None else None
+        if header is not None and header.seconds:
+            self.block_seconds = header.seconds
 
     def _at_once(self) -> int:
         """Blocks that are asked for together: as many as come in a moment, however slow the link.

@@ -74,6 +74,11 @@ class BlockStore(Protocol):
         """Number of blocks when it was opened; 0 where that is not known at once."""
         ...
 
+    @property
+    def block_seconds(self) -> float:
+        """Seconds that computing a block took, as whoever saved some told; 0 if not known yet."""
+        ...
+
     def find(self, names: Sequence[BlockHash]) -> int:
         """Number of these, from the first on, that are probably there. Reads no payload."""
         ...

@@ -22,6 +22,12 @@ PARAMS = SamplingParams(temperature=0, max_tokens=1)
 Cache = Callable[..., Result]
 
 
+@pytest.fixture(autouse=True)
+def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most CPUs compute so small a model faster than a disk answers."""
+    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return save_smallest(tmp_path / "tiny-model")

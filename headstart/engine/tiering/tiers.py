@@ -18,7 +18,6 @@ from headstart.engine.tiering.rates import ComputeRate, is_worth_loading
 from headstart.engine.tiering.words import Spell
 from headstart.errors import TierError
 from headstart.tiers import (
-    DEADLINE,
     BlockStore,
     DeadlineStore,
     Faults,
@@ -105,9 +104,9 @@ class Tiers:
     def _make_loader(self, stores: Sequence[BlockStore]) -> Loader:
         """The loader. It asks a single tier itself, which spares a change of threads a block."""
         if len(stores) == 1:
-            return Loader(stores[0], _QUEUED_BYTES, self._limit, self._tiers[0].pause)
+            return Loader(stores[0], _QUEUED_BYTES, self._compute_seconds, self._tiers[0].pause)
         pause = Pause(self._faults)
-        return Loader(self._store, _QUEUED_BYTES, self._limit, pause, is_guarded=True)
+        return Loader(self._store, _QUEUED_BYTES, self._compute_seconds, pause, is_guarded=True)
 
     @property
     def stats(self) -> TierStats:
@@ -134,7 +133,7 @@ class Tiers:
         """Number of the blocks found to load: all, or none if computing them is faster."""
         tokens = found * self._manager.block_size
         nbytes = found * self._payload.nbytes
-        if is_worth_loading(tokens, nbytes, self._rate.value, self._loader.rate):
+        if is_worth_loading(tokens, nbytes, self._compute_rate, self._loader.rate):
             return found
         self._times_declined += 1
         if self._times_declined % _TRY_AGAIN == 0:
@@ -142,10 +141,16 @@ class Tiers:
         self._stats.declined_tokens += tokens
         return 0
 
-    def _limit(self, blocks: int) -> float:
-        """Seconds that loading so many blocks may take: what computing them does, and a little."""
-        tokens = blocks * self._manager.block_size
-        return DEADLINE + (self._rate.seconds(tokens) or tokens / _SLOWEST)
+    @property
+    def _compute_rate(self) -> float | None:
+        """Tokens a second that are computed: as measured here, or by those who saved blocks."""
+        if self._rate.value is None and (seconds := self._store.block_seconds):
+            return self._manager.block_size / seconds
+        return self._rate.value
+
+    def _compute_seconds(self, blocks: int) -> float:
+        """Seconds that computing so many blocks takes."""
+        return blocks * self._manager.block_size / (self._compute_rate or _SLOWEST)
 
     def count_stored(self, names: Sequence[BlockHash]) -> int:
         """Tokens of a prompt that the store has, from the first of these blocks on.

@@ -26,6 +26,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_smallest(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(autouse=True)
+def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most CPUs compute so small a model faster than a disk answers."""
+    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
+
+
 @contextmanager
 def opened(model: Path, folder: Path | None, **options: Any) -> Iterator[LLM]:
     llm = make_llm(model, debug=True, cache_dir=folder and str(folder), **options)
@@ -121,11 +127,7 @@ def test_salts_do_not_see_one_another(model: Path, tmp_path: Path) -> None:
             assert ask(llm, PROMPTS[0], cache_salt=salt).num_cached_tokens == hit
 
 
-def test_a_small_pool_hits_as_one_that_holds_everything(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Everything is loaded here; some CPUs compute so small a model faster than a disk answers."""
-    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
+def test_a_small_pool_hits_as_one_that_holds_everything(model: Path, tmp_path: Path) -> None:
     texts = [
         [3 + (at * 7 + position * position) % 140 for position in range(200)] for at in range(5)
     ]
@@ -244,11 +246,8 @@ def test_an_abort_without_memory_to_copy_blocks_ends_the_request(
         assert ask(llm, TEXT).num_loaded_tokens == 64, "they were saved later"
 
 
-def test_whoever_is_loaded_is_bypassed_no_more_than_others(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whoever_is_loaded_is_bypassed_no_more_than_others(model: Path, tmp_path: Path) -> None:
     """Its prefix had come, the pool had no room for it, and small requests went past for ever."""
-    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
     large = [3 + at * 7 % 140 for at in range(220)]
     with opened(model, tmp_path) as llm:
         ask(llm, large)

@@ -15,6 +15,12 @@ TEXT = "A prefix that was computed once stays computed, whoever asks, and whenev
 OPTIONS = {"num_blocks": 64, "block_size": 4}
 
 
+@pytest.fixture(autouse=True)
+def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most CPUs compute so small a model faster than a disk answers."""
+    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")

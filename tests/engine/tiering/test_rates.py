@@ -1,0 +1,111 @@
+"""Load or compute: what is slower is not done, and the first decision is not a blind one either."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from headstart import LLM, SamplingParams
+from headstart.cache import BlockHash
+from headstart.engine.outputs import RequestOutput
+from headstart.engine.tiering.rates import is_worth_loading
+from headstart.engine.tiering.tiers import Tiers
+from headstart.tiers import DiskStore, LoadedBlock
+from tests.engine.tiny_llm import make_llm, save_smallest
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+PROMPTS = [[3 + (7 * at + 11 * turn) % 140 for at in range(100)] for turn in range(4)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_smallest(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def kept(model: Path, tmp_path: Path) -> Path:
+    """A folder that has the prompts."""
+    with closing(make_llm(model, cache_dir=str(tmp_path))) as llm:
+        for tokens in PROMPTS:
+            ask(llm, tokens)
+    return tmp_path
+
+
+def ask(llm: LLM, tokens: Sequence[int]) -> RequestOutput:
+    [output] = llm.generate([{"prompt_token_ids": list(tokens)}], GREEDY)
+    return output
+
+
+def tiers_of(llm: LLM) -> Tiers:
+    assert llm.engine.tiers is not None
+    return llm.engine.tiers
+
+
+class SlowDisk:
+    """Has a disk take so many seconds for a block, by the loader's clock, which stands still
+    otherwise. blocks: what it was asked for.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        self.num_blocks = 0
+        self._now, self._seconds = 1000.0, seconds
+        self._load = DiskStore.load
+        clock = SimpleNamespace(monotonic=lambda: self._now)
+        monkeypatch.setattr("headstart.tiers.loader.time", clock)
+        monkeypatch.setattr(DiskStore, "load", lambda store, names: self.load(store, names))
+
+    def load(self, store: DiskStore, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
+        for block in self._load(store, names):
+            self._now += self._seconds
+            self.num_blocks += 1
+            yield block
+
+
+def test_a_hit_that_is_slower_than_computing_is_not_taken(
+    model: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each took a block's K/V from a disk that needs four seconds for it, as the first one did."""
+    with closing(make_llm(model)) as llm:
+        alone = [ask(llm, tokens).outputs[0].token_ids for tokens in PROMPTS]
+    disk = SlowDisk(monkeypatch, 4.0)
+    with closing(make_llm(model, cache_dir=str(kept), debug=True)) as llm:
+        stats = tiers_of(llm).stats
+        outputs = [ask(llm, PROMPTS[0])]
+        assert outputs[0].num_loaded_tokens == 16 and disk.num_blocks == 1, "it was tried"
+        assert stats.declined_tokens == 0 and tiers_of(llm).stats.late_answers == 1
+        outputs += [ask(llm, tokens) for tokens in PROMPTS[1:]]
+        assert [output.num_loaded_tokens for output in outputs[1:]] == [0, 0, 0]
+        assert disk.num_blocks == 1 and stats.declined_tokens == 3 * 96
+        assert stats.loaded_tokens == {"disk": 16}
+    assert [output.outputs[0].token_ids for output in outputs] == alone
+
+
+def test_a_hit_that_is_faster_than_computing_is_taken(
+    model: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SlowDisk(monkeypatch, 0.001)
+    with closing(make_llm(model, cache_dir=str(kept), debug=True)) as llm:
+        monkeypatch.setattr(tiers_of(llm)._rate, "add", lambda tokens, seconds: None)
+        tiers_of(llm)._rate.value = 100.0  # tokens a second: a block takes 160 times as long
+        assert [ask(llm, tokens).num_loaded_tokens for tokens in PROMPTS] == [96] * 4
+        assert disk.num_blocks == 24 and tiers_of(llm).stats.declined_tokens == 0
+
+
+def test_a_new_process_knows_what_computing_took_the_one_before(model: Path, kept: Path) -> None:
+    """It had no rate before its first prompt, and loaded whatever was there."""
+    with closing(make_llm(model, cache_dir=str(kept))) as llm:
+        tiers = tiers_of(llm)
+        assert tiers._rate.value is None and 0 < tiers._store.block_seconds < 10
+        assert tiers._compute_rate == 16 / tiers._store.block_seconds
+        tiers._loader.rate = tiers._payload.nbytes / 60  # a minute for a block
+        assert ask(llm, PROMPTS[0]).num_loaded_tokens == 0
+        assert tiers.stats.declined_tokens == 96
+
+
+def test_what_is_faster_is_a_matter_of_both_rates() -> None:
+    assert is_worth_loading(1000, 10_000, compute=100.0, load=2000.0)
+    assert not is_worth_loading(1000, 10_000, compute=100.0, load=999.0)
+    assert not is_worth_loading(1, 1, compute=1e6, load=1e9), "a load takes a moment of its own"
+    assert is_worth_loading(1, 10**9, compute=None, load=1.0), "it is tried"

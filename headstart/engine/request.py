@@ -85,6 +85,10 @@ class Request:
         if self.missed is None:
             self.num_cached_tokens = num_cached_tokens
             self.missed = missed
+            if self.index == 0:
+                loaded = self.group.loaded
+                used = min(loaded.stop, num_cached_tokens) - loaded.start
+                self.group.num_loaded_tokens = max(0, used)
 
     def withdrawn(self, start: int) -> None:
         """The step that was to compute from `start` on was called off.
@@ -151,7 +155,8 @@ class RequestGroup:
 
     `extras` is what the prompt is beyond its token ids, None for most; `adapter` what its name
     stood for when the request was made; `chat` what its next turn begins with, if it is one.
-    num_loaded_tokens: those of its prompt that a store had, and the pool had not.
+    loaded: the tokens of its prompt that a load has put into the pool, which may be more than it
+    hits. num_loaded_tokens: those of them that it hits.
     token_text: the texts of single tokens, None if none is wanted.
     """
 
@@ -169,6 +174,7 @@ class RequestGroup:
     requests: list[Request] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] | None = None
     start_time: float | None = None
+    loaded: range = range(0)
     num_loaded_tokens: int = 0
 
     @property
@@ -226,7 +232,7 @@ class RequestGroup:
             outputs=[request.completion() for request in self.requests],
             prompt_logprobs=self.prompt_logprobs,
             num_cached_tokens=first.num_cached_tokens,
-            num_loaded_tokens=min(self.num_loaded_tokens, first.num_cached_tokens),
+            num_loaded_tokens=self.num_loaded_tokens,
             why_missed=first.missed,
             metrics=first.metrics(),
             finished=self.finished,

@@ -29,7 +29,8 @@ class Load:
     """One prefix on its way from the store.
 
     first: the block of the prompt that the job begins with. next: the block that is taken in next.
-    sequence: what holds the blocks; None before the first has arrived. requests: who waits.
+    num_written: blocks before that which it has put into the pool. sequence: what holds the
+    blocks; None before the first has arrived. requests: who waits.
     lacks_room: the free blocks do not suffice for its request.
     """
 
@@ -40,7 +41,7 @@ class Load:
         self.sequence: TokenSequence | None = None
         self.lacks_room = False
         self.requests = {request}
-        self.tiers: Counter[str] = Counter()  # blocks by the tier that had them
+        self.num_written = 0
 
     @property
     def is_wanted(self) -> bool:
@@ -164,13 +165,13 @@ class Loads:
 
     # Between two steps
 
-    def take_in(self) -> bool:
-        """Put what has arrived into the pool; True if anything was written, to be committed."""
-        written = False
+    def take_in(self) -> Counter[str]:
+        """Put what has arrived into the pool; the blocks, by their tiers, are to be committed."""
+        written: Counter[str] = Counter()
         preferred: LoadJob | None = None
         for load in list(dict.fromkeys(self._waiting.values())):
             if load.is_wanted and self._has_room(load):
-                written |= self._insert(load)
+                written.update(block.tier for block in self._insert(load))
                 preferred = preferred or load.job
         self._loader.prefer(preferred)
         return written
@@ -189,21 +190,21 @@ class Loads:
             self._end(load)
         return ended
 
-    def _insert(self, load: Load) -> bool:
-        """Take blocks for what has arrived of a load, and write it; True if anything was."""
+    def _insert(self, load: Load) -> list[LoadedBlock]:
+        """Take blocks for what has arrived of a load, and write it; what was written."""
         if not load.job.arrived:
-            return False
+            return []
         blocks = self._take_slots(load, self._loader.take(load.job, len(load.job.names)))
         if not blocks:
-            return False
+            return []
         assert load.sequence is not None
         self._before_writing(load.request, blocks)
         ids = load.sequence.block_table()[load.next : load.next + len(blocks)]
         payloads = [block.payload for block in blocks]
         self._payload.write(load.sequence, load.next, ids, payloads)
         load.next += len(blocks)
-        load.tiers.update(block.tier for block in blocks)
-        return True
+        load.num_written += len(blocks)
+        return blocks
 
     def _has_room(self, load: Load) -> bool:
         """True if what has arrived, or arrives once it is preferred, can be taken in.

@@ -57,7 +57,8 @@ class Stores(NamedTuple):
 
 @dataclass(slots=True)
 class TierStats:
-    """Counts since the start. loaded_tokens: by the tier that had them.
+    """Counts since the start. loaded_tokens: put into the pool, by the tier that had them, whether
+    or not the request that they were for came to use them: it may have been aborted meanwhile.
 
     declined_tokens: they were in the store, and computing them was faster. late_answers: times that
     a store was silent for too long, or turned out slower than computing. unsaved_blocks: by the
@@ -164,21 +165,23 @@ class Tiers:
         if not self.is_loading:
             return
         self._loader.end_late()
-        if self.loads.take_in():
+        if written := self.loads.take_in():
             self._manager.commit_step()
             self._offers.commit()
+            for tier, count in written.items():
+                self._stats.loaded_tokens[tier] += count * self._manager.block_size
         self._end_loads()
 
     def _end_loads(self) -> None:
-        """Let go of loads that have all, or that nobody wants any more, and count what they had."""
+        """Let go of loads that have all, or that nobody wants any more."""
         for load in self.loads.end_those_done():
             names = load.job.names[: load.next - load.first]
             self._saver.touch(names)
-            for tier, count in load.tiers.items():
-                self._stats.loaded_tokens[tier] += count * self._manager.block_size
+            size = self._manager.block_size
+            loaded = range((load.next - load.num_written) * size, load.next * size)
             for request in load.requests:
                 if not request.num_preemptions:  # what counts is the first admission
-                    request.group.num_loaded_tokens = len(names) * self._manager.block_size
+                    request.group.loaded = loaded
 
     def _take_slots(self, request: Request, blocks: list[LoadedBlock]) -> None:
         """A load took blocks. What comes from a tier farther off is offered to the nearest."""

@@ -1,0 +1,94 @@
+"""Loaded tokens: of a request those that it hits, of a tier all that came into the pool."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from headstart import SamplingParams
+from headstart.cache import BlockHash
+from headstart.tiers import DiskStore, LoadedBlock
+from tests.engine.tiny_llm import make_llm, save_smallest
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+UNREAD = SamplingParams(temperature=0, max_tokens=4, skip_reading_prefix_cache=True)
+TEXT = list(range(3, 103))
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A model, and a folder that has six blocks of a text."""
+    model = save_smallest(tmp_path_factory.mktemp("model"))
+    folder = str(tmp_path_factory.mktemp("kept"))
+    with closing(make_llm(model, cache_dir=folder)) as llm:
+        llm.generate([{"prompt_token_ids": TEXT}], GREEDY)
+    return model, folder
+
+
+class GatedDisk:
+    """Gives so many blocks at once, and the others when it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+        self.opened = Event()
+        self._load, self._at_once = DiskStore.load, at_once
+        monkeypatch.setattr(DiskStore, "load", lambda store, names: self.load(store, names))
+        monkeypatch.setattr("headstart.tiers.loader._CHUNK_BYTES", 1)
+
+    def load(self, store: DiskStore, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
+        for at, block in enumerate(self._load(store, names)):
+            assert at < self._at_once or self.opened.wait(60)
+            yield block
+
+
+def test_what_another_request_computed_meanwhile_is_not_loaded(
+    kept: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = GatedDisk(monkeypatch, at_once=0)
+    with closing(make_llm(kept[0], cache_dir=kept[1], debug=True)) as llm:
+        engine = llm.engine
+        assert engine.tiers is not None
+        engine.submit(waiting := engine.prepare({"prompt_token_ids": TEXT}, GREEDY))
+        engine.submit(other := engine.prepare({"prompt_token_ids": TEXT[:40]}, UNREAD))
+        while not other.finished:
+            engine.step()
+        disk.opened.set()
+        while not waiting.finished:
+            engine.step()
+        output = waiting.output()
+        assert (output.num_cached_tokens, output.num_loaded_tokens) == (96, 64)
+        assert engine.tiers.stats.loaded_tokens == {"disk": 64}
+        assert other.output().num_loaded_tokens == 0
+
+
+def test_a_request_has_loaded_what_it_hits_of_another_one_s_load(
+    kept: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    GatedDisk(monkeypatch, at_once=99)
+    with closing(make_llm(kept[0], cache_dir=kept[1], debug=True)) as llm:
+        prompts = [TEXT, TEXT[:50] + [9] * 20]
+        outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], GREEDY)
+        counts = [(output.num_cached_tokens, output.num_loaded_tokens) for output in outputs]
+        assert counts == [(96, 96), (50, 50)]
+        assert llm.engine.tiers is not None
+        assert llm.engine.tiers.stats.loaded_tokens == {"disk": 96}
+
+
+def test_what_came_for_a_request_that_was_aborted_is_counted(
+    kept: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the pool, and the next one hits it."""
+    disk = GatedDisk(monkeypatch, at_once=2)
+    with closing(make_llm(kept[0], cache_dir=kept[1], debug=True)) as llm:
+        engine = llm.engine
+        assert engine.tiers is not None
+        engine.submit(group := engine.prepare({"prompt_token_ids": TEXT}, GREEDY))
+        while engine.manager.num_free_blocks > 22:
+            engine.step()
+        engine.abort(group.request_id)
+        assert engine.tiers.stats.loaded_tokens == {"disk": 32}
+        assert group.output().num_loaded_tokens == 0, "it hit nothing"
+        disk.opened.set()
+        [output] = llm.generate([{"prompt_token_ids": TEXT[:40]}], GREEDY)
+        assert (output.num_cached_tokens, output.num_loaded_tokens) == (32, 0)

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from headstart import SamplingParams
 from headstart.cache import BlockHash
+from headstart.cli.cache.keeping import size_of
 from headstart.cli.main import main
 from headstart.tiers import DiskStore, ModelRecord, StoredBlock, transfer
 from headstart.tiers.index import DiskIndex
@@ -99,15 +100,18 @@ def test_a_name_that_nothing_has_is_an_error_before_any_work(cache: Cache) -> No
     shared, one, other = (
         line.split()[0] for line in cache("ls", "tiny-model").output.splitlines()[1:]
     )
-    for names in (["zzzz"], [shared, "zzzz"], ["tiny-model"]):
+    for names in (["0" * 8], [shared, "0" * 8], ["0" * 64]):
         said = cache("drop", *names, status=2).stderr
         assert f"no prefix {names[-1]!r} is kept; kept: " in said
         assert all(name in said for name in (shared, one, other, "of tiny-model;"))
-    assert "'abc' is no name; allowed: at least 4 digits" in cache("drop", "abc", status=2).stderr
+    for name in ("zzz", "zzzz", "abc", "tiny-model", "0" * 65, ""):
+        said = cache("drop", shared, name, status=2).stderr
+        assert f"{name!r} is no name; allowed: 4 hexadecimal digits of one or more; kept" in said
+        assert all(name in said for name in (shared, one, other, "headstart cache ls MODEL"))
     assert shared in cache("export", "zzzz", "nowhere", status=2).stderr
     assert "112 tokens in 7 blocks" in cache("stat").output
-    assert cache("drop", shared, one).output == "7 blocks dropped\n"
-    assert "kept: none;" in cache("drop", "zzzz", status=2).stderr
+    assert cache("drop", shared.upper(), one).output == "7 blocks dropped\n"
+    assert "kept: none;" in cache("drop", shared, status=2).stderr
 
 
 def keep(folder: Path, model: ModelRecord, *names: str) -> None:
@@ -223,7 +227,7 @@ def test_blocks_of_a_model_that_never_ran_here_are_refused(cache: Cache, tmp_pat
 
 
 def test_damage_is_told_and_repaired(cache: Cache, folder: Path) -> None:
-    assert "every block that is listed is whole" in cache("verify").output
+    assert cache("verify").output == "tiny-model  7 whole\nevery block that is listed is whole\n"
     file = max(folder.glob("*.kv"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -231,6 +235,15 @@ def test_damage_is_told_and_repaired(cache: Cache, folder: Path) -> None:
     assert "1 damaged" in cache("verify", status=1).output
     assert "1 damaged" in cache("verify", "--repair", status=1).output
     assert "6 whole" in cache("verify").output
+    cache("drop", "--all")
+    assert cache("verify").output == "no blocks are kept\n"
+
+
+def test_a_file_that_goes_while_sizes_are_added_up_counts_nothing(folder: Path) -> None:
+    """Another process may drop a model's blocks just then."""
+    size = size_of(folder)
+    (folder / "gone.kv").symlink_to(folder / "nowhere")  # listed, and not there
+    assert size_of(folder) == size > 0
 
 
 @pytest.mark.parametrize("command", [["ls"], ["stat"], ["verify"], ["drop", "--all"]])

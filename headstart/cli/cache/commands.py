@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import sys
 import time
@@ -21,7 +22,7 @@ from rich.progress import (
 )
 
 from headstart.cache import BlockHash
-from headstart.cli.cache.keeping import shorten_home
+from headstart.cli.cache.keeping import shorten_home, size_of
 from headstart.cli.cache.listing import NAME_DIGITS, in_order, show_models, show_prefixes
 from headstart.cli.help import OrderedGroup
 from headstart.cli.progress import show_bytes
@@ -38,6 +39,7 @@ from headstart.tiers.verify import verify as verify_folder
 __all__ = ["cache"]
 
 _SHORTEST = 4  # digits of a prefix's name
+_NAME = re.compile(rf"[0-9A-Fa-f]{{{_SHORTEST},64}}")
 _MOST_SHOWN = 8  # names in an error
 
 _folder = partial(
@@ -128,12 +130,13 @@ def verify(repair: bool, folder: str | None) -> None:
     with _opened(folder) as path, _progress("blocks") as advance:
         report = verify_folder(path, repair=repair, progress=advance)
     for model, counts in report.models:
-        told = ", ".join(f"{n:,} {what}" for what, n in counts._asdict().items() if n)
-        click.echo(f"{model.title}  {told or 'nothing'}")
+        if told := ", ".join(f"{n:,} {what}" for what, n in counts._asdict().items() if n):
+            click.echo(f"{model.title}  {told}")
     if not report.index_is_sound:
         click.echo("the index is damaged" + (" and was made anew" if repair else ""))
     if report.is_whole:
-        click.echo("every block that is listed is whole")
+        has_some = any(report.total)
+        click.echo("every block that is listed is whole" if has_some else "no blocks are kept")
         return
     if not repair:
         click.echo("headstart cache verify --repair forgets what is not whole", err=True)
@@ -211,7 +214,7 @@ def _opened(folder: str | None, *, new: bool = False) -> Iterator[Path]:
 
 def _most(path: Path) -> int:
     """A budget that nothing that is there exceeds."""
-    return max(EngineConfig.cache_dir_bytes, 2 * sum(f.stat().st_size for f in path.glob("*.kv")))
+    return max(EngineConfig.cache_dir_bytes, 2 * size_of(path))
 
 
 def _find_models(path: Path, name: str) -> list[ModelState]:
@@ -259,7 +262,7 @@ def _chosen(prefixes: Sequence[KeptPrefix], names: Sequence[str]) -> list[KeptPr
 
 
 def _is_named(prefix: KeptPrefix, name: str) -> bool:
-    return len(name) >= _SHORTEST and prefix.name.hex().startswith(name)
+    return bool(_NAME.fullmatch(name)) and prefix.name.hex().startswith(name.lower())
 
 
 def _require_kept(path: Path, states: Sequence[ModelState], names: Sequence[str]) -> None:
@@ -270,15 +273,14 @@ def _require_kept(path: Path, states: Sequence[ModelState], names: Sequence[str]
         if found := [prefix.name.hex() for prefix in everything if _is_named(prefix, name)]:
             _require_one(name, found)
             continue
-        if len(name) < _SHORTEST:
-            raise CacheError(f"{name!r} is no name; allowed: at least {_SHORTEST} digits of one")
         shown = [prefix.name.hex()[:NAME_DIGITS] for prefix in everything[:_MOST_SHOWN]]
         more = f", and {len(everything) - len(shown):,} more" if everything[_MOST_SHOWN:] else ""
         titles = ", ".join(dict.fromkeys(one.model.record.title for one in states))
         kept = f"{', '.join(shown)}{more}, of {titles}" if shown else "none"
-        raise CacheError(
-            f"no prefix {name!r} is kept; kept: {kept}; headstart cache ls MODEL lists them"
-        )
+        wrong = f"no prefix {name!r} is kept"
+        if not _NAME.fullmatch(name):
+            wrong = f"{name!r} is no name; allowed: {_SHORTEST} hexadecimal digits of one or more"
+        raise CacheError(f"{wrong}; kept: {kept}; headstart cache ls MODEL prints their names")
 
 
 def _before(path: Path, state: ModelState, prefix: KeptPrefix) -> list[KeptBlock]:

@@ -1,6 +1,7 @@
 """Prefixes outlive `headstart run` and `chat` unless told otherwise, and a line says where."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,12 @@ def keep_prefixes(engine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all blocks in a folder."""
-    return sum(file.stat().st_size for file in folder.glob("*.kv"))
+    """Bytes of all blocks in a folder, which other processes may change meanwhile."""
+    nbytes = 0
+    for file in folder.glob("*.kv"):
+        with suppress(FileNotFoundError):
+            nbytes += file.stat().st_size
+    return nbytes
 
 
 def shorten_home(path: Path) -> str:

@@ -318,7 +318,7 @@ def test_a_server_that_never_replies_costs_no_answer(
         llm = make_llm(model, remote_cache=listener.url)
         assert [ask(llm) for _ in range(3)] == [alone] * 3
         assert llm.engine.tiers is not None
-        assert llm.engine.tiers.count_stored([name(1)]) == 0
+        assert llm.engine.tiers.count_stored([name(1)]) == {"remote": 0}
         with pytest.raises(EngineError, match="what is kept elsewhere may not be"):
             llm.reset_prefix_cache(reset_connector=True)
         assert ask(llm) == alone
@@ -366,7 +366,7 @@ def test_a_reset_during_a_slow_save_says_that_something_may_be_left(
         assert llm.engine.tiers is not None and llm.engine.tiers.flush(FOREVER)
         group = llm.engine.prepare(PROMPT, GREEDY)
         prompt_names = llm.engine.manager.block_hashes(group.requests[0].sequence)
-        assert llm.engine.tiers.count_stored(prompt_names) == 0
+        assert llm.engine.tiers.count_stored(prompt_names) == {"disk": 0}
 
 
 @pytest.mark.parametrize("method", ["find", "load"])

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from headstart import SamplingParams
+from headstart import LLM, SamplingParams
+from headstart.cache import BlockHash
 from headstart.errors import ConfigError
 from headstart.tiers import ModelRecord, RemoteStore, records, remote
 from tests.engine.tiny_llm import make_llm, save_smallest
@@ -173,21 +174,29 @@ def test_a_wrong_url_is_an_error_of_ours(url: str) -> None:
         RemoteStore(url, MODEL)
 
 
+def prompt_names(llm: LLM, prompt: dict[str, Any]) -> list[BlockHash]:
+    group = llm.engine.prepare(prompt, SamplingParams(max_tokens=1))
+    return llm.engine.manager.block_hashes(group.requests[0].sequence)
+
+
 def test_engines_share_what_any_of_them_computed(server: Server, tmp_path: Path) -> None:
     """Also where each has a disk of its own: what came from afar is kept there."""
     model = save_smallest(tmp_path / "model")
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     prompt = {"prompt_token_ids": list(range(3, 103))}
-    tiers, answers = [], []
+    tiers, answers, found = [], [], []
     for folder in (None, "one", "two", "two"):
         kept = str(tmp_path / folder) if folder is not None else None
         if len(tiers) == 3:
             server.stop()
         llm = make_llm(model, debug=True, remote_cache=server.url, cache_dir=kept)
-        [output] = llm.generate(prompt, params)
         assert llm.engine.tiers is not None
+        found.append(llm.engine.tiers.count_stored(prompt_names(llm, prompt)))
+        [output] = llm.generate(prompt, params)
         tiers.append(dict(llm.engine.tiers.stats.loaded_tokens))
         answers.append(output.outputs[0].token_ids)
         llm.close()
     assert tiers == [{}, {"remote": 96}, {"remote": 96}, {"disk": 96}]
     assert answers == [answers[0]] * 4
+    disk = {"disk": 0, "remote": 96}
+    assert found == [{"remote": 0}, disk, disk, {"disk": 96, "remote": 0}]

@@ -153,12 +153,17 @@ class Tiers:
         """Seconds that computing so many blocks takes."""
         return blocks * self._manager.block_size / (self._compute_rate or _SLOWEST)
 
-    def count_stored(self, names: Sequence[BlockHash]) -> int:
-        """Tokens of a prompt that the store has, from the first of these blocks on.
+    def count_stored(self, names: Sequence[BlockHash]) -> dict[str, int]:
+        """Tokens of a prompt that each tier would give, from the first of these blocks on.
 
-        For any thread.
+        A tier goes on where the one before it ends. For any thread.
         """
-        return self._store.find(names) * self._manager.block_size
+        counts: dict[str, int] = {}
+        for store in self._tiers:
+            found = store.find(names)
+            counts[store.tier] = found * self._manager.block_size
+            names = names[found:]
+        return counts
 
     def take_in(self) -> None:
         """Put what was loaded into the pool, before a step is scheduled."""

@@ -55,10 +55,15 @@ async def explain_prompt(body: PromptBody, request: Request) -> Response:
         prepared.prompt_token_ids,
         missed,
     )
-    told = {"prompt_tokens": len(prepared.prompt_token_ids), "cached_tokens": num_cached}
+    told: dict[str, Any] = {
+        "prompt_tokens": len(prepared.prompt_token_ids),
+        "cached_tokens": num_cached,
+    }
     tiers = service.llm.engine.tiers
     if tiers is not None:
-        told["stored_tokens"] = await asyncio.to_thread(tiers.count_stored, beyond)
+        stored = await asyncio.to_thread(tiers.count_stored, beyond)
+        told["stored_tokens"] = sum(stored.values())
+        told["stored_tokens_by_tier"] = stored
     return JsonResponse(told | _describe(explanation))
 
 

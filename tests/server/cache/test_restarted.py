@@ -48,6 +48,7 @@ def test_a_restarted_server_is_warm(model: Path, tmp_path: Path) -> None:
         explained = httpx.post(f"{server.url}/cache/explain", json={"prompt": TEXT}, timeout=60)
         told = explained.json()
         assert (told["cached_tokens"], told["stored_tokens"]) == (0, first["prompt"] // 4 * 4)
+        assert told["stored_tokens_by_tier"] == {"disk": told["stored_tokens"]}
         assert complete(server)["cached_tokens"] == whole
         assert complete(server, cache_salt="another")["cached_tokens"] == whole
         assert complete(server, cache_salt="third")["cached_tokens"] == 0, "it was not to be kept"

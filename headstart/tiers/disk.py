@@ -2,7 +2,8 @@
 
     FOLDER/index.sqlite       which block lies where, and what it is worth
     FOLDER/MODEL.kv           the records of a model's blocks, in slots of one size
-    FOLDER/MODEL.json         what the model is, so that the index can be made anew
+    FOLDER/MODEL.json         what the model is, so that the index can be made anew; it stays when
+                              the model has no blocks any more, since it has run here
 
 A slot's record says which block it is and has a checksum, so the index may be wrong: two processes
 may write at once, one may be killed, files may be cut or damaged, and the worst is a miss. Files
@@ -79,6 +80,8 @@ class DiskStore:
         with self._guard():
             with self._reading:
                 slots = self._open_reader().find(names)
+                if not slots:
+                    return
                 file = self._file(self.model)
             for (name, _), payload in zip(slots, file.read(slots), strict=True):
                 if not self._is_whole(payload):
@@ -115,6 +118,7 @@ class DiskStore:
                     saved += 1
                 if index.known(list(self._new)) != self._new:
                     raise ValueError("it does not find what was just listed")
+                self._forget_empty(index)
             return saved
         return None
 
@@ -201,11 +205,25 @@ class DiskStore:
             index.move(block.model, last, block.slot)
         file.cut(last)
 
+    def _forget_empty(self, index: DiskIndex) -> None:
+        """Forget the models that have no block left, and remove their files; at a change's end.
+
+        Their descriptions stay. Whoever has such a file open asks if it is in place before it is
+        used, and none is used by two changes at once.
+        """
+        for kept in index.models():
+            if index.count(kept.id) == 0:
+                index.forget_model(kept.id)
+                path = slot_path(self.folder, kept.record)
+                with self._opening:
+                    self._files.pop(path, None)
+                path.unlink(missing_ok=True)
+
     def touch(self, names: Sequence[BlockHash]) -> None:
         with self._guard(), self._writing:
             index = self._open_writer()
             with index.changing():
-                index.touch(names, self._file(self.model).slot_bytes)
+                index.touch(names, slot_bytes(self.model.block_bytes))
 
     def remove(self, names: Sequence[BlockHash]) -> int:
         """Forget blocks; how many there were."""
@@ -217,6 +235,7 @@ class DiskStore:
                     if (block := index.block(name)) is not None:
                         self._take_out(index, block)
                         removed += 1
+                self._forget_empty(index)
         return removed
 
     def clear(self) -> bool:
@@ -224,8 +243,10 @@ class DiskStore:
         with self._guard(), self._writing:
             index = self._open_writer()
             with index.changing():
-                index.drop_blocks(self._model_id(index))
-                self._file(self.model).cut(0)
+                if (model := self._known_id(index)) is not None:
+                    index.drop_blocks(model)
+                    self._file(self.model).cut(0)
+                    self._forget_empty(index)
             return True
         return False
 
@@ -251,6 +272,7 @@ class DiskStore:
                     return payload
                 self.faults.note("a block is damaged", name.hex())
                 self._take_out(index, block)
+                self._forget_empty(index)
                 return None
 
     def close(self) -> None:
@@ -291,9 +313,9 @@ class DiskStore:
                 for path in slot_files(self.folder) - listed:
                     if path.stat().st_size:
                         raise ValueError(f"it lacks {path.name}")
-                model = self._model_id(index)
-                self.num_kept = index.count(model)
-                self.block_seconds = index.block_seconds(model)
+                if (model := self._known_id(index)) is not None:
+                    self.num_kept = index.count(model)
+                    self.block_seconds = index.block_seconds(model)
                 if self.num_kept:
                     SlotFile.prepare_reading()
 
@@ -314,11 +336,16 @@ class DiskStore:
         if self._closed:
             raise _Closed
 
-    def _model_id(self, index: DiskIndex) -> int:
+    def _known_id(self, index: DiskIndex) -> int | None:
+        """The model's number; None while it has no blocks."""
         path = slot_path(self.folder, self.model)
-        for kept in index.models():
-            if slot_path(self.folder, kept.record) == path:
-                return kept.id
+        found = (one.id for one in index.models() if slot_path(self.folder, one.record) == path)
+        return next(found, None)
+
+    def _model_id(self, index: DiskIndex) -> int:
+        """The model's number, which it gets with its first block."""
+        if (known := self._known_id(index)) is not None:
+            return known
         describe_model(self.folder, self.model)
         return index.add_model(self.model)
 

@@ -136,16 +136,17 @@ def rebuild_index(folder: Path, broken: Collection[int]) -> None:
             path.unlink(missing_ok=True)  # nobody could find what is in it, or bound its size
         with closing(DiskIndex(partial, create=True)) as index, index.changing():
             for record in records:
-                with closing(SlotFile(slot_path(folder, record), record.block_bytes)) as file:
-                    _add_records(index, index.add_model(record), record, file)
+                if (path := slot_path(folder, record)).exists():
+                    with closing(SlotFile(path, record.block_bytes)) as file:
+                        _add_records(index, record, file)
         # In this order: a journal of the old index would be played back into the new one.
         for name in (INDEX, f"{INDEX}-journal"):
             (folder / name).unlink(missing_ok=True)
         partial.replace(folder / INDEX)
 
 
-def _add_records(index: DiskIndex, model: int, record: ModelRecord, file: SlotFile) -> None:
-    """List the records of a file that are whole by their headers, without gaps."""
+def _add_records(index: DiskIndex, record: ModelRecord, file: SlotFile) -> None:
+    """List a model, and the records of its file that are whole by their headers, without gaps."""
     found: dict[bytes, tuple[int, RecordHeader]] = {
         header.name: (slot, header)
         for slot, header in file.headers()
@@ -158,6 +159,9 @@ def _add_records(index: DiskIndex, model: int, record: ModelRecord, file: SlotFi
         file.move(slot, gap)
         kept.insert(0, (gap, header))
     file.cut(len(kept))
+    if not kept:
+        return
+    model = index.add_model(record)
     for slot, (name, parent, depth, seconds, _, _) in kept:
         block = StoredBlock(name, parent, depth, seconds, 0.0, b"")
         index.insert(model, slot, block, index.worth(seconds, file.slot_bytes))

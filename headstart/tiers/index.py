@@ -162,13 +162,17 @@ class DiskIndex:
         return [KeptModel(row[0], ModelRecord(*row[1:])) for row in rows]
 
     def add_model(self, record: ModelRecord) -> int:
-        """The id of a new model. Models stay, so that an id has one meaning for ever."""
+        """The id of a new model: from the time, so that none gets one that was another's before."""
         row = self._connection.execute(
-            "INSERT INTO models (fingerprint, title, block_size, block_bytes) "
-            "VALUES (?, ?, ?, ?) RETURNING id",
-            record,
+            "INSERT INTO models (id, fingerprint, title, block_size, block_bytes) VALUES "
+            "(max(?, (SELECT coalesce(max(id), 0) + 1 FROM models)), ?, ?, ?, ?) RETURNING id",
+            (int(time.time()), *record),
         )
         return int(row.fetchone()[0])
+
+    def forget_model(self, model: int) -> None:
+        """A model that has no blocks is known no more."""
+        self._connection.execute("DELETE FROM models WHERE id = ?", (model,))
 
     # Blocks
 

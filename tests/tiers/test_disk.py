@@ -10,7 +10,9 @@ import pytest
 
 from headstart.errors import ConfigError
 from headstart.tiers import ModelRecord
-from tests.tiers.stores import block, blocks, disk, held, names
+from headstart.tiers.folder import INDEX, described_models, slot_path
+from headstart.tiers.index import DiskIndex
+from tests.tiers.stores import MODEL, block, blocks, disk, held, names
 
 SLOT = 2560  # bytes that a block of `MODEL` takes in its file
 
@@ -215,3 +217,43 @@ def test_a_full_disk_costs_nothing_of_what_is_kept(
             assert held(store, range(100, 105)) == saved
             assert held(store, range(9)) == 9 - saved
         assert store.faults.counts == {"the disk is full": 1}
+
+
+def test_a_model_is_forgotten_with_its_last_block(tmp_path: Path) -> None:
+    """It stayed in the index for ever, and every save asked for the size of its empty file."""
+    other = ModelRecord("other weights", "another", 16, MODEL.block_bytes)
+    slots = 3 * SLOT
+
+    def models() -> list[ModelRecord]:
+        with closing(DiskIndex(tmp_path / INDEX)) as index:
+            return [kept.record for kept in index.models()]
+
+    with closing(disk(tmp_path, slots)) as store, closing(disk(tmp_path, slots)) as twin:
+        assert models() == [], "it was opened, and has nothing"
+        assert store.save(blocks(range(3))) == 3 == held(twin, range(3))
+        with closing(disk(tmp_path, slots, other)) as evicting:
+            new = [block(number, used=9.0, model=other) for number in range(100, 103)]
+            assert evicting.save(new) == 3
+            assert models() == [other], "all of the first model's made room"
+            assert not slot_path(tmp_path, MODEL).exists()
+            assert held(store, range(3)) == held(twin, range(3)) == 0
+            assert evicting.remove([one.name for one in new]) == 3
+            assert models() == [] and not list(tmp_path.glob("*.kv"))
+        for one, again in ((store, twin), (twin, store)):
+            assert one.save(blocks(range(2))) == 2 == held(again, range(2))
+            assert models() == [MODEL]
+            assert again.clear() and models() == [] and not list(tmp_path.glob("*.kv"))
+        assert not store.faults.counts and not twin.faults.counts
+    assert MODEL in described_models(tmp_path), "what it is stays known, for an import"
+
+
+def test_an_index_that_is_made_anew_has_no_models_without_blocks(tmp_path: Path) -> None:
+    with closing(disk(tmp_path)) as store:
+        slot_path(tmp_path, MODEL).touch()
+        (tmp_path / INDEX).unlink()
+        assert store.find(names(range(3))) == 0
+    with closing(DiskIndex(tmp_path / INDEX)) as index:
+        assert index.models() == []
+        first = index.add_model(MODEL)
+        index.forget_model(first)
+        assert index.add_model(MODEL) >= first > 1_700_000_000, "a number from the time"

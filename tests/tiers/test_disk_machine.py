@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from headstart.cache import BlockHash
 from headstart.tiers import DiskStore, ModelRecord
-from headstart.tiers.folder import INDEX, slot_path
+from headstart.tiers.folder import INDEX, slot_files, slot_path
 from headstart.tiers.index import DiskIndex
 from tests.tiers.stores import MODEL, block, name, payload
 
@@ -136,7 +136,10 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "made"):
             return
         total = 0
-        for model, blocks in self.present().items():
+        present = self.present()
+        assert slot_files(self.folder) <= {slot_path(self.folder, model) for model in present}
+        for model, blocks in present.items():
+            assert blocks, "a model that has no blocks is forgotten with the last"
             assert sorted(blocks.values()) == list(range(len(blocks)))
             path = slot_path(self.folder, model)
             size = path.stat().st_size if path.exists() else 0

@@ -31,7 +31,7 @@ from headstart.engine.config import EngineConfig
 from headstart.errors import CacheError
 from headstart.tiers import DiskStore, default_folder, make_folder
 from headstart.tiers.contents import KeptPrefix, ModelState, read_models, read_prefixes
-from headstart.tiers.folder import reopen, slot_path
+from headstart.tiers.folder import described_models, reopen, slot_path
 from headstart.tiers.index import KeptBlock
 from headstart.tiers.transfer import export_blocks, import_blocks, read_model
 from headstart.tiers.verify import verify as verify_folder
@@ -169,8 +169,7 @@ def import_file(file: Path, folder: str | None) -> None:
     """Keep the prefixes of a FILE that export wrote; the model must have run here before."""
     with _opened(folder, new=True) as path:
         record = read_model(file)
-        with closing(reopen(path, None).connection) as index:
-            known = [one.record for one in index.models()]
+        known = list(described_models(path))
         if slot_path(path, record) not in [slot_path(path, one) for one in known]:
             titles = ", ".join(sorted({one.title for one in known})) or "none"
             raise CacheError(

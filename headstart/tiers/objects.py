@@ -35,10 +35,12 @@ class ObjectStore:
         self._saver = saver
 
     def load(self, key: bytes) -> memoryview | None:
-        """The object of this key, as it was saved."""
-        for store in self._stores:
+        """The object of this key, as it was saved. What a farther tier had is saved in all."""
+        for at, store in enumerate(self._stores):
             found = store.together(lambda inner: self._load(inner, key))
             if found is not None:
+                if at:
+                    self.save(key, found, _count_blocks(len(found)) * store.block_seconds)
                 return found
         return None
 
@@ -47,7 +49,7 @@ class ObjectStore:
         if first is None:
             return None
         length = _LENGTH.unpack_from(first.payload)[0]
-        count = -(-(length + _LENGTH.size) // OBJECT_BLOCK)
+        count = _count_blocks(length)
         names = [_name(key, at) for at in range(1, count)]
         if store.find(names) < len(names):
             return None
@@ -57,10 +59,10 @@ class ObjectStore:
         self._saver.touch([_name(key, 0), *names])
         return memoryview(b"".join(parts))[_LENGTH.size : _LENGTH.size + length]
 
-    def save(self, key: bytes, data: bytes, seconds: float) -> None:
+    def save(self, key: bytes, data: bytes | memoryview, seconds: float) -> None:
         """Keep an object that took so long to make, if the saver has room for it."""
         whole = _LENGTH.pack(len(data)) + data
-        count = -(-len(whole) // OBJECT_BLOCK)
+        count = _count_blocks(len(data))
         whole = whole.ljust(count * OBJECT_BLOCK, b"\0")
         now = time.time()
         self._saver.offer(
@@ -76,6 +78,11 @@ class ObjectStore:
                 for at in range(count)
             ]
         )
+
+
+def _count_blocks(nbytes: int) -> int:
+    """Number of blocks of an object of so many bytes."""
+    return -(-(nbytes + _LENGTH.size) // OBJECT_BLOCK)
 
 
 def _name(key: bytes, at: int) -> BlockHash:

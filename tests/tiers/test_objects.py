@@ -55,6 +55,27 @@ def test_an_object_that_lost_a_part_is_not_there(tmp_path: Path, lost: int) -> N
     assert loaded(tmp_path) == SIZES[:-1]
 
 
+def test_what_a_farther_tier_had_is_kept_in_the_nearer_one(tmp_path: Path) -> None:
+    """Blocks were; an image was asked of the server by every process."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    save_all(far)
+    assert loaded(near) == []
+    with (
+        closing(DiskStore(near, OBJECTS, 1 << 30)) as disk,
+        closing(DiskStore(far, OBJECTS, 1 << 30)) as server,
+    ):
+        saver = Saver(disk, 1 << 30, Faults("a test"))
+        both = ObjectStore([guarded(disk), guarded(server)], saver)
+        for size in SIZES:
+            found = both.load(b"%d" % size)
+            assert found is not None and bytes(found) == payload(size, size)
+        assert both.load(b"unknown") is None
+        saver.close(60)
+    assert loaded(near) == SIZES
+    with closing(DiskStore(near, OBJECTS, 1 << 30)) as disk:
+        assert 0 < disk.block_seconds < 1, "what it costs to make them came with them"
+
+
 @given(st.lists(st.tuples(st.binary(max_size=9), st.integers(0, 99)), min_size=2, unique=True))
 def test_no_two_parts_share_a_name(parts: list[tuple[bytes, int]]) -> None:
     assert len({_name(key, at) for key, at in parts}) == len(parts)

@@ -20,7 +20,8 @@ from headstart.attention.backend import (
     CompiledCall,
     RowShapes,
 )
-from headstart.models.packed import PackedLinear, has_memory
+from headstart.models.linear import QuantizedLinear
+from headstart.models.packed import PackedLinear, PackedWeight, has_memory
 from headstart.native import library
 from headstart.native.bindings import Layer, LayerRun, Norm
 
@@ -85,7 +86,7 @@ class FusedMLP:
         self._address = ctypes.addressof(self._struct)
 
     def __call__(self, x: Tensor) -> Tensor:
-        width = self._kept["gate"].in_features
+        width = self._kept["gate"].inputs
         if not self._switch.enabled or x.dtype != torch.bfloat16 or x.shape[-1] != width:
             plain: Tensor = type(self._module).forward(self._module, x)
             return plain
@@ -129,8 +130,8 @@ class FusedLayer:
         }
         for name in sorted(named & {"q_norm", "k_norm"}):
             norms[f"{name[0]}_heads"] = _norm_parts(attention.get_submodule(name))
-        self.hidden_size = weights["q"].in_features
-        self.widths = [weights[name].out_features for name in "qkv"]
+        self.hidden_size = weights["q"].inputs
+        self.widths = [weights[name].outputs for name in "qkv"]
         weights |= _mlp_parts(layer.get_submodule("mlp"))
         self._check_shapes(weights, {name: norm[0] for name, norm in norms.items()})
         self._struct = Layer(head_dim=self.head_dim)
@@ -140,14 +141,14 @@ class FusedLayer:
         self._kept = (weights, norms)
         self.address = ctypes.addressof(self._struct)
 
-    def _check_shapes(self, weights: dict[str, PackedLinear], norms: dict[str, Tensor]) -> None:
+    def _check_shapes(self, weights: dict[str, PackedWeight], norms: dict[str, Tensor]) -> None:
         fits = (
             self.head_dim % 2 == 0
-            and all(weights[name].in_features == self.hidden_size for name in ("k", "v", "gate"))
+            and all(weights[name].inputs == self.hidden_size for name in ("k", "v", "gate"))
             and all(width % self.head_dim == 0 for width in self.widths)
             and self.widths[1] == self.widths[2]
-            and weights["o"].in_features == self.widths[0]
-            and weights["o"].out_features == self.hidden_size
+            and weights["o"].inputs == self.widths[0]
+            and weights["o"].outputs == self.hidden_size
             and all(len(norms[name]) == self.hidden_size for name in ("before", "after"))
             and all(
                 len(norms.get(f"{name}_heads", range(self.head_dim))) == self.head_dim
@@ -280,25 +281,28 @@ def _norm_parts(module: nn.Module) -> tuple[Tensor, float]:
     return weight.detach(), epsilon
 
 
-def _mlp_parts(module: nn.Module) -> dict[str, PackedLinear]:
+def _mlp_parts(module: nn.Module) -> dict[str, PackedWeight]:
     """The three projections of a gated MLP; raises `LookupError` if it has other parts."""
     _expect(module, {"gate_proj", "up_proj", "down_proj"})
     gate, up, down = (_packed(module, f"{name}_proj") for name in ("gate", "up", "down"))
     if not (
-        (gate.in_features, gate.out_features) == (up.in_features, up.out_features)
-        and (down.out_features, down.in_features) == (gate.in_features, gate.out_features)
+        (gate.inputs, gate.outputs) == (up.inputs, up.outputs)
+        and (down.outputs, down.inputs) == (gate.inputs, gate.outputs)
     ):
         raise LookupError(f"the widths of {type(module).__name__} do not fit together")
     return {"gate": gate, "up": up, "down": down}
 
 
-def _fill(struct: Layer, weights: dict[str, PackedLinear]) -> None:
-    for name, linear in weights.items():
-        setattr(struct, name, linear.packed.struct)
+def _fill(struct: Layer, weights: dict[str, PackedWeight]) -> None:
+    for name, weight in weights.items():
+        setattr(struct, name, weight.struct)
 
 
 def _has_weights(module: nn.Module) -> bool:
-    return isinstance(module, PackedLinear) or next(module.parameters(), None) is not None
+    return (
+        isinstance(module, PackedLinear | QuantizedLinear)
+        or next(module.parameters(), None) is not None
+    )
 
 
 def _expect(module: nn.Module, names: set[str]) -> None:
@@ -312,11 +316,12 @@ def _expect(module: nn.Module, names: set[str]) -> None:
         raise LookupError(f"{type(module).__name__} has {sorted(found)}, and not {sorted(names)}")
 
 
-def _packed(module: nn.Module, name: str) -> PackedLinear:
+def _packed(module: nn.Module, name: str) -> PackedWeight:
     found = module.get_submodule(name)
-    if not isinstance(found, PackedLinear):
+    packed = found.packed if isinstance(found, PackedLinear | QuantizedLinear) else None
+    if packed is None:
         raise LookupError(f"{name} of {type(module).__name__} is not packed")
-    return found
+    return packed
 
 
 def _integer(module: nn.Module, name: str) -> int:

@@ -23,6 +23,7 @@ __all__ = [
     "PackedLinear",
     "PackedWeight",
     "can_pack",
+    "pack_int8",
     "has_memory",
     "map_pages",
 ]
@@ -93,7 +94,12 @@ def map_pages(weights: Iterable[Tensor]) -> None:
 
 
 class PackedWeight:
-    """A weight bfloat16 `[outputs, inputs]` in panels, and its bias `[outputs]` or None."""
+    """A weight `[outputs, inputs]` in panels, and its bias bfloat16 `[outputs]` or None.
+
+    In bfloat16, or in int8 with float32 `scales` `[outputs]` (`pack_int8`).
+    """
+
+    scales: Tensor | None = None
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, arena: Arena | None = None):
         found = library()
@@ -109,12 +115,26 @@ class PackedWeight:
         )
         self._set_bias(bias)
 
+    @classmethod
+    def of_panels(
+        cls, panels: Tensor, scales: Tensor, inputs: int, bias: Tensor | None
+    ) -> "PackedWeight":
+        """A weight of int8 that lies in panels, see `pack_int8`."""
+        found = library()
+        assert found is not None
+        made = cls.__new__(cls)
+        made._library, made._panels, made.scales = found, panels, scales
+        made.outputs, made.inputs = len(scales), inputs
+        made._set_bias(bias)
+        return made
+
     def _set_bias(self, bias: Tensor | None) -> None:
         assert bias is None or (bias.dtype == torch.bfloat16 and bias.shape == (self.outputs,))
         self.bias = None if bias is None else bias.detach().clone()
         self.struct = Weight(
             panels=self.panels_address,
             bias=None if self.bias is None else self.bias.data_ptr(),
+            scales=None if self.scales is None else self.scales.data_ptr(),
             inputs=self.inputs,
             outputs=self.outputs,
         )
@@ -156,7 +176,8 @@ class PackedWeight:
         return out
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """Rows of the weight by number, integers of any shape: `[..., inputs]`."""
+        """Rows of a weight in bfloat16 by number, integers of any shape: `[..., inputs]`."""
+        assert self.scales is None
         numbers = numbers.to("cpu", torch.int64).contiguous()
         if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.outputs:
             raise IndexError(f"a row is asked for of a weight that has {self.outputs}")
@@ -171,8 +192,19 @@ class PackedWeight:
         return out
 
     def unpack(self) -> Tensor:
-        """The original weight as a new tensor `[outputs, inputs]`."""
-        return self.rows(torch.arange(self.outputs))
+        """The original weight as a new tensor `[outputs, inputs]`; of int8, in float32."""
+        if self.scales is None:
+            return self.rows(torch.arange(self.outputs))
+        rows = self._panels.transpose(1, 2).reshape(-1, 2 * self._panels.shape[1])
+        return rows[: self.outputs, : self.inputs].float().mul_(self.scales.unsqueeze(1))
+
+
+def pack_int8(values: Tensor, scales: Tensor, bias: Tensor | None = None) -> PackedWeight:
+    """A weight of int8 `[outputs, inputs]` with scales float32 `[outputs]`, on the CPU."""
+    outputs, inputs = values.shape
+    padded = nn.functional.pad(values, (0, inputs % 2, 0, -outputs % _PANEL))
+    panels = padded.view(-1, _PANEL, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    return PackedWeight.of_panels(panels, scales, inputs, bias)
 
 
 class PackedLinear(nn.Module):

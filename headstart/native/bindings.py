@@ -101,11 +101,12 @@ class AttentionCall(ctypes.Structure):
 
 
 class Weight(ctypes.Structure):
-    """A packed weight and its bias."""
+    """A packed weight and its bias; with scales if it is of 8 bits."""
 
     _fields_ = (
         ("panels", c_void_p),
         ("bias", c_void_p),
+        ("scales", c_void_p),
         ("inputs", c_int64),
         ("outputs", c_int64),
     )
@@ -162,7 +163,6 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
         None,
     ),
     "int8_linear": _INT8,
-    "int8_linear_amx": _INT8,
     "int4_linear": _INT4,
     "int4_linear_avx512": _INT4,
     "rms_norm": ((c_void_p, c_float, c_void_p, c_int64, c_int64, c_void_p, c_int), None),

@@ -8,6 +8,9 @@
 // so that a product reads a weight once, from its first byte to its last. Missing outputs and an
 // odd last input are zeros. Every tile sums an output in fp32 over its pairs in one order: a row's
 // result has the same bits alone and in any batch, on any thread.
+//
+// A weight of 8 bits lies in the same order, and has a scale for each output. Its whole numbers are
+// numbers of bf16, and become such in a thread's own memory where they are multiplied.
 #pragma once
 
 #include "native.h"
@@ -18,16 +21,53 @@ namespace headstart {
 constexpr int PANEL = 32;  // outputs
 constexpr int64_t ALONE = 32768;  // elements; processing fewer is faster than waking a thread
 
-// A packed weight [outputs, inputs], and its bias [outputs] or nullptr.
+// `pairs` pairs of int8 of a panel as bf16.
+inline void widen(const int8_t* from, int64_t pairs, bf16* out) {
+    for (int64_t at = 0; at < 2 * PANEL * pairs; at += 32) {
+        __m512 v[2];
+        for (int i = 0; i < 2; i++)
+            v[i] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(
+                _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at + 16 * i))));
+        _mm512_storeu_si512(out + at,
+                            reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v[1], v[0])));
+    }
+}
+
+// A panel of bf16, or of int8.
+struct Panel {
+    const void* data;
+    bool is_narrow;
+
+    const uint32_t* at(int64_t k) const {
+        return static_cast<const uint32_t*>(data) + k * PANEL / (is_narrow ? 2 : 1);
+    }
+    // Some of its pairs as bf16, from pair k on; `memory` holds as many.
+    const uint32_t* range(int64_t k, int64_t pairs, uint32_t* memory) const {
+        if (!is_narrow) return at(k);
+        widen(reinterpret_cast<const int8_t*>(at(k)), pairs, reinterpret_cast<bf16*>(memory));
+        return memory;
+    }
+};
+
+// A packed weight [outputs, inputs], and its bias [outputs] or nullptr. One of int8 has scales
+// [outputs].
 struct Weight {
-    const uint32_t* panels;
+    const void* panels;
     const bf16* bias;
+    const float* scales;
     int64_t inputs;
     int64_t outputs;
 
     int64_t pairs() const { return (inputs + 1) / 2; }
     int64_t count() const { return (outputs + PANEL - 1) / PANEL; }
-    const uint32_t* panel(int64_t at) const { return panels + at * pairs() * PANEL; }
+    Panel panel(int64_t at) const {
+        const int64_t bytes = at * pairs() * PANEL * (scales == nullptr ? 4 : 2);
+        return {static_cast<const char*>(panels) + bytes, scales != nullptr};
+    }
+    // Of a weight in bf16.
+    const uint32_t* wide_panel(int64_t at) const {
+        return panel(at).at(0);
+    }
 };
 
 // Memory that a thread keeps from call to call; it only grows.
@@ -65,7 +105,7 @@ struct Products {
     void (*multiply)(const uint32_t* rows, int count, const uint32_t* panel, int64_t pairs,
                      float* sums, bool add, const uint32_t* next, int fetch);
 };
-extern const Products avx512_products, amx_products, amx_int8_products;
+extern const Products avx512_products, amx_products;
 // Four bytes + 128 for a pair of weights, four int8 for one of a row, and sums in int32: multiply()
 // alone, of at most INT8_TILE rows.
 extern const Products avx512_int8_products;
@@ -76,30 +116,28 @@ constexpr int64_t MOST_ROWS = 512;
 // This thread's part of one stage: a product of `rows` rows with `panels` groups of N panels each.
 //
 // - source(first, count, stride) returns rows of inputs and sets their stride,
-// - panel(group, part) returns a packed panel,
+// - panel(group, part) returns a `Panel`,
 // - finish(group, first, count, sums) receives sums[part][row - first][32].
-//
-// TOGETHER rows are never cut apart. `amx_int8_products` takes four int8 for a pair of bf16, and
-// gives sums in int32.
 //
 // Rows are cut into blocks that stay in the L2 cache; weights are streamed. A unit of the stage is
 // one group for one block; a thread takes a range of units at a time, whole blocks if there are
 // many.
-template <int N, int TOGETHER = 1, class Source, class Panel, class Finish>
+template <int N, class Source, class Find, class Finish>
 void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages& stages,
-              Source&& source, Panel&& panel, Finish&& finish, const Products& kind = products()) {
+              Source&& source, Find&& panel, Finish&& finish) {
     constexpr int64_t FEWEST_ROWS = 64, PARTS = 64;
-    static thread_local Scratch packed_memory;
+    const Products& kind = products();
+    static thread_local Scratch packed_memory, wide_memory;
     alignas(64) static thread_local float sums[N * MOST_ROWS * PANEL];
     const int64_t pairs = (inputs + 1) / 2;
     const int64_t fitting = std::min(kind.cache / (pairs * 4), kind.most_rows);
     int64_t most = std::max<int64_t>(fitting / kind.tallest, 1) * kind.tallest;
     most = std::min(most, std::max(FEWEST_ROWS, (rows + threads - 1) / threads));
-    most += most % TOGETHER;  // or a block could have a row more than `most`
     const int64_t blocks = (rows + most - 1) / most;
     const int64_t cuts = (pairs + kind.most_pairs - 1) / kind.most_pairs;
     const int64_t length = ((pairs + cuts - 1) / cuts + 15) / 16 * 16;
     uint32_t* packed = packed_memory.take<uint32_t>(most * pairs);
+    uint32_t* wide = wide_memory.take<uint32_t>(length * PANEL);
 
     // With few rows the product is memory-bound and each range begins with a cache miss: give each
     // thread one contiguous range. With many rows it is compute-bound: use small ranges, so that
@@ -111,7 +149,7 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
     int64_t ready = -1;
     for (int64_t unit = stages.take(1); unit < blocks * stretches; unit = stages.take(1)) {
         const int64_t block = unit / stretches;
-        const auto start = [&](int64_t at) { return at * (rows / TOGETHER) / blocks * TOGETHER; };
+        const auto start = [&](int64_t at) { return at * rows / blocks; };
         const int64_t row0 = start(block), count = start(block + 1) - row0;
         const int64_t tiles = (count + kind.tallest - 1) / kind.tallest;
         // For one row, which needs little arithmetic, the hardware prefetcher is fastest.
@@ -131,20 +169,24 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
         const int64_t last = std::min(panels, (unit % stretches + 1) * stretch);
         for (int64_t group = unit % stretches * stretch; group < last; group++) {
             for (int part = 0; part < N; part++) {
-                const uint32_t* weights = panel(group, part);
+                const Panel weights = panel(group, part);
                 float* target = sums + part * count * PANEL;
-                const uint32_t* after =
+                const Panel after =
                     part + 1 < N ? panel(group, part + 1) : panel(std::min(group + 1, last - 1), 0);
                 for (int64_t k = 0; k < pairs; k += length) {
                     const int64_t some = std::min(length, pairs - k);
+                    const uint32_t* range = weights.range(k, some, wide);
                     const uint32_t* next =
-                        k + length < pairs ? weights + (k + length) * PANEL : after;
+                        k + length < pairs ? weights.at(k + length) : after.at(0);
                     for (int64_t t = 0; t < tiles; t++) {
                         const int tall = static_cast<int>(edge(t + 1) - edge(t));
-                        kind.multiply(packed + count * k + edge(t) * some, tall,
-                                      weights + k * PANEL, some, target + edge(t) * PANEL, k > 0,
+                        const int fetch = weights.is_narrow ? t == 0
+                                          : tiles == 1      ? alone
+                                                            : t < 2;
+                        kind.multiply(packed + count * k + edge(t) * some, tall, range, some,
+                                      target + edge(t) * PANEL, k > 0,
                                       next + (t == 1 ? some * PANEL / 2 : 0),
-                                      tiles == 1 ? alone : t < 2 ? 1 : 0);
+                                      fetch);
                     }
                 }
             }
@@ -154,12 +196,14 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
     release_tiles();
 }
 
-// The 32 sums of a row plus the bias, if any, rounded to bf16; zeros beyond the last output.
+// The 32 sums of a row times the scales, if any, plus the bias, if any, rounded to bf16; zeros beyond the last output.
 inline __m512i finished(const float* sums, const Weight& weight, int64_t output) {
     __m512 half[2];
     for (int h = 0; h < 2; h++) {
         half[h] = _mm512_load_ps(sums + 16 * h);
         const int64_t left = weight.outputs - output - 16 * h;
+        if (weight.scales != nullptr)
+            half[h] *= _mm512_maskz_loadu_ps(first_lanes(left), weight.scales + output + 16 * h);
         if (weight.bias != nullptr && left > 0)
             half[h] = _mm512_add_ps(half[h], load(weight.bias + output + 16 * h, left));
     }

@@ -24,11 +24,11 @@ struct alignas(64) Shapes {  // as the instruction LDTILECFG reads it
 
 thread_local int configured = 0;  // this thread's tiles: DEPTH for each row, and the pairs
 
-// Rows of `depth` pairs, `steps` times, times a panel; pairs of bf16, or fours of INTEGERS.
-template <bool TWO, bool INTEGERS>
+// Rows of `depth` pairs, `steps` times, times a panel.
+template <bool TWO>
 void multiply_steps(const uint32_t* rows, int count, const uint32_t* panel, int64_t steps,
-                    int depth, float* sums, bool add, bool fetch) {
-    constexpr int64_t SIDE = 4 * PANEL, AHEAD = 8 * DEPTH * PANEL;
+                    int depth, float* sums, bool add, const char* next, int fetch) {
+    constexpr int64_t SIDE = 4 * PANEL;
     configure_tiles(count, depth);
     before_tiles();
     float* below = sums + 16 * PANEL;
@@ -43,26 +43,20 @@ void multiply_steps(const uint32_t* rows, int count, const uint32_t* panel, int6
         if (TWO) _tile_zero(2);
         if (TWO) _tile_zero(3);
     }
-#define ADD(to, a, b)               \
-    if (INTEGERS) {                 \
-        _tile_dpbssd(to, a, b);     \
-    } else                          \
-        _tile_dpbf16ps(to, a, b)
     for (int64_t k = 0; k < steps; k++) {
-        for (int line = 0; fetch && line < 2 * DEPTH; line++)
-            _mm_prefetch(reinterpret_cast<const char*>(panel + AHEAD) + 64 * line, _MM_HINT_T1);
+        for (int line = 0; line < fetch * DEPTH; line++, next += 64)
+            _mm_prefetch(next, _MM_HINT_T1);
         _tile_loadd(6, panel, SIDE);
         _tile_loadd(7, panel + 16, SIDE);
         _tile_loadd(4, rows, depth * 4);
-        ADD(0, 4, 6);
-        ADD(1, 4, 7);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
         if (TWO) _tile_loadd(5, rows + 16 * depth, depth * 4);
-        if (TWO) { ADD(2, 5, 6); }
-        if (TWO) { ADD(3, 5, 7); }
+        if (TWO) _tile_dpbf16ps(2, 5, 6);
+        if (TWO) _tile_dpbf16ps(3, 5, 7);
         rows += count * depth;
         panel += depth * PANEL;
     }
-#undef ADD
     _tile_stored(0, sums, SIDE);
     _tile_stored(1, sums + 16, SIDE);
     if (TWO) _tile_stored(2, below, SIDE);
@@ -78,16 +72,15 @@ void pack(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out)
     }
 }
 
-// The first tiles of a range fetch what comes after it in memory, mostly the next range, into L2.
-template <bool INTEGERS>
 void multiply_rows(const uint32_t* rows, int count, const uint32_t* panel, int64_t pairs,
-                   float* sums, bool add, const uint32_t*, int fetch) {
-    const auto run = count > 16 ? multiply_steps<true, INTEGERS> : multiply_steps<false, INTEGERS>;
+                   float* sums, bool add, const uint32_t* next, int fetch) {
+    const auto run = count > 16 ? multiply_steps<true> : multiply_steps<false>;
     const int64_t steps = pairs / DEPTH, whole = steps * DEPTH;
-    if (steps > 0) run(rows, count, panel, steps, DEPTH, sums, add, fetch > 0);
+    const char* ahead = reinterpret_cast<const char*>(next);
+    if (steps > 0) run(rows, count, panel, steps, DEPTH, sums, add, ahead, fetch);
     if (whole < pairs)
         run(rows + count * whole, count, panel + whole * PANEL, 1,
-            static_cast<int>(pairs - whole), sums, add || steps > 0, false);
+            static_cast<int>(pairs - whole), sums, add || steps > 0, ahead, 0);
 }
 
 }  // namespace
@@ -111,10 +104,9 @@ void headstart::release_tiles() {
     configured = 0;
 }
 
-const Products headstart::amx_products{32, 512, 128, 1280 * 1024, pack, multiply_rows<false>};
-const Products headstart::amx_int8_products{32, 512, 128, 1280 * 1024, pack, multiply_rows<true>};
+const Products headstart::amx_products{32, 512, 128, 1280 * 1024, pack, multiply_rows};
 
 #else
-const headstart::Products headstart::amx_products{}, headstart::amx_int8_products{};
+const headstart::Products headstart::amx_products{};
 void headstart::release_tiles() {}
 #endif

@@ -217,8 +217,8 @@ class DenseDecoder(DecoderModel):
             and self._angles[""].width == shape.head_dim
         )
         layers: list[Any] = list(self._modules.model.layers)
-        packed = isinstance(self._modules.lm_head, PackedLinear)
-        if not plain or not packed:
+        linears = (module for layer in layers for module in layer.modules())
+        if not plain or not all(map(_is_packed, linears)):
             return None
         return FusedLayers(
             [FusedLayer(layer, self.fusion, layer.self_attn.options) for layer in layers]
@@ -230,3 +230,10 @@ class DenseDecoder(DecoderModel):
         if changed or not isinstance(head, PackedLinear):
             return None
         return GreedyHead(head.packed)
+
+
+def _is_packed(module: nn.Module) -> bool:
+    """False for a linear layer that the compiled kernels have no weight of."""
+    if isinstance(module, QuantizedLinear):
+        return module.packed is not None
+    return not isinstance(module, (nn.Linear, HalfLinear))

@@ -24,7 +24,8 @@ class QuantizedReader:
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         own = self._floats.tensor(f"{name}.bias") if bias else None
-        return make_linear(self._floats.tensor(f"{name}.weight"), own, self._kind)
+        weight = self._floats.tensor(f"{name}.weight")
+        return make_linear(weight, own, self._kind, self._floats.dtype)
 
     def vector(self, name: str, width: int) -> Tensor:
         return self._floats.vector(name, width)
@@ -37,10 +38,12 @@ class QuantizedReader:
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
         if isinstance(embedding, Int8Embedding):
-            made = Int8Linear(Int8Weight(embedding.values, embedding.scales))
+            weight = Int8Weight(embedding.values, embedding.scales)
+            made = Int8Linear(weight, rows=self._floats.dtype)
             made.has_own_bits = embedding.has_own_bits
             return made
-        return make_linear(self._floats.tensor(f"{name}.weight"), None, "int8")
+        own = self._floats.tensor(f"{name}.weight")
+        return make_linear(own, None, "int8", self._floats.dtype)
 
     def release(self) -> None:
         self._floats.release()
@@ -82,8 +85,9 @@ class OwnBitsReader(QuantizedReader):
         own = self._floats.tensor(f"{name}.bias") if bias else None
         packed = self._checkpoint.packed(f"{name}.weight")
         if packed is None:
-            return make_linear(self._floats.tensor(f"{name}.weight"), own, kind)
-        return _make_packed(packed, own, self._floats.device)
+            weight = self._floats.tensor(f"{name}.weight")
+            return make_linear(weight, own, kind, self._floats.dtype)
+        return _make_packed(packed, own, self._floats.device, self._floats.dtype)
 
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
         packed = self._checkpoint.packed_int8(f"{name}.weight") if self._tied else None
@@ -101,15 +105,15 @@ class OwnBitsReader(QuantizedReader):
         packed = self._checkpoint.packed_int8(f"{name}.weight") if embedding is None else None
         if packed is None:
             return super().head(embedding, name, outputs, inputs)
-        return _make_packed(packed, None, self._floats.device)
+        return _make_packed(packed, None, self._floats.device, self._floats.dtype)
 
 
 def _make_packed(
-    weight: Int4Weight | Int8Weight, bias: Tensor | None, device: torch.device
+    weight: Int4Weight | Int8Weight, bias: Tensor | None, device: torch.device, rows: torch.dtype
 ) -> QuantizedLinear:
     made: QuantizedLinear
     if isinstance(weight, Int8Weight):
-        made = Int8Linear(_move_int8(weight, device), bias)
+        made = Int8Linear(_move_int8(weight, device), bias, rows)
     else:
         columns = None if weight.columns is None else weight.columns.to(device)
         weight = weight._replace(

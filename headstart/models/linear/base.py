@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.errors import ConfigError
+from headstart.models.packed import PackedWeight
 
 __all__ = [
     "OWN_BITS_REVISION",
@@ -31,7 +32,7 @@ def find_kind(name: str) -> WeightKind | None:
     return next((kind for kind in kinds if kind == name), None)
 
 
-REVISIONS: dict[WeightKind, int] = {"int8": 3, "int5": 1, "int4": 2}
+REVISIONS: dict[WeightKind, int] = {"int8": 4, "int5": 1, "int4": 2}
 """How a kind rounds weights and rows: another number where that changes, and so do K and V."""
 
 OWN_BITS_REVISION = 2
@@ -56,6 +57,8 @@ class QuantizedLinear(nn.Module, ABC):
     has_own_bits = False
     """The weight was in these bits before it came here: nothing was rounded."""
     bias: Tensor | None
+    packed: PackedWeight | None = None
+    """The weight and the bias, where the compiled kernels multiply rows in bfloat16 by them."""
 
     def __init__(self, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__()
@@ -66,8 +69,13 @@ class QuantizedLinear(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def quantize(cls, weight: Tensor, bias: Tensor | None) -> "QuantizedLinear":
-        """A layer for a floating-point `[outputs, inputs]` and a bias `[outputs]` or None."""
+    def quantize(
+        cls, weight: Tensor, bias: Tensor | None, rows: torch.dtype = torch.float32
+    ) -> "QuantizedLinear":
+        """A layer for a floating-point `[outputs, inputs]` and a bias `[outputs]` or None.
+
+        rows: the dtype in which most rows come.
+        """
 
     @abstractmethod
     def unpack(self) -> Tensor:
@@ -87,6 +95,8 @@ class QuantizedLinear(nn.Module, ABC):
         """`[..., inputs]` times the weight, plus the bias: `[..., outputs]` in x's dtype."""
         if not x.numel():
             return x.new_empty((*x.shape[:-1], self.out_features))
+        if self.packed is not None:
+            return self.packed.multiply(x.to(torch.bfloat16)).to(x.dtype)
         out = self.multiply(x.reshape(-1, self.in_features).float())
         if self.bias is not None:
             out += self.bias

@@ -227,7 +227,9 @@ class Int4Linear(QuantizedLinear):
         self.register_buffer("columns", weight.columns, persistent=False)
 
     @classmethod
-    def quantize(cls, weight: Tensor, bias: Tensor | None) -> "Int4Linear":
+    def quantize(
+        cls, weight: Tensor, bias: Tensor | None, rows: torch.dtype = torch.float32
+    ) -> "Int4Linear":
         return cls(quantize_int4(weight, cls.bits), bias)
 
     @property

@@ -4,8 +4,8 @@
 
 Four ways to multiply, of which `Int8Linear` takes the first that this machine is made for:
 
-1. On a CPU with AMX: as integers, by a compiled product of rows in two digits of 8 bits (see
-   `native/narrow/int8_amx.cpp`).
+1. On a CPU with AMX, rows in bfloat16: by the compiled product for weights in bfloat16, which makes
+   numbers of bfloat16 of the values as it reads them (see `native/linear.h`). None is rounded.
 2. On a CPU with VNNI: as integers, by FBGEMM, which torch brings for x86. It takes 7 bits of an
    input: with 8, a CPU without VNNI saturates the sum of two products. A row has some elements much
    larger than the others, and 7 bits of the largest are too few for the rest (perplexity 17 % worse
@@ -17,7 +17,7 @@ Four ways to multiply, of which `Int8Linear` takes the first that this machine i
    memory. Sums of integers are exact, so a row's result has the same bits alone, in any batch, on
    any number of threads and on any CPU that takes this way.
 3. On a CPU with AVX2 and without VNNI: as integers, by a compiled product of rows in 15 bits (see
-   `native/narrow/int8.cpp`). Both compiled products, too, give a row the same bits in any batch.
+   `native/narrow/int8.cpp`). The compiled products, too, give a row the same bits in any batch.
 4. Anywhere: the weight is dequantised tile by tile into scratch memory for a float product.
 """
 
@@ -27,10 +27,11 @@ from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headstart.machine import cpu_flags
 from headstart.models.linear.base import TILE, QuantizedLinear, WeightKind, scratch
+from headstart.models.packed import pack_int8
 from headstart.native import AMX, avx2_library, level
 
 __all__ = ["Int8Linear", "Int8Weight", "quantize_int8"]
@@ -39,7 +40,6 @@ _LEVELS = 127
 _DIGIT = 63  # the largest digit
 _ZERO_POINT = 64
 _TINY = 1e-30  # an all-zero row has no scale
-_PANEL, _QUAD = 32, 4  # outputs and inputs that lie together for AMX
 
 
 class Int8Weight(NamedTuple):
@@ -67,52 +67,51 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
 
 
 class Int8Linear(QuantizedLinear):
-    """A linear layer with an int8 weight, packed for AMX or for FBGEMM where there is one."""
+    """A linear layer with an int8 weight, packed for the compiled product or FBGEMM."""
 
     kind: ClassVar[WeightKind] = "int8"
     rounding: ClassVar[float] = 1 / (2 * _DIGIT**2)
     scales: Tensor
-    values: Tensor  # where it is not packed for FBGEMM; for AMX, panels
+    values: Tensor  # where it is not packed
 
-    def __init__(self, weight: Int8Weight, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Int8Weight, bias: Tensor | None = None, rows: torch.dtype = torch.float32
+    ) -> None:
         outputs, inputs = weight.values.shape
         super().__init__(inputs, outputs, bias)
         self.register_buffer("scales", weight.scales, persistent=False)
         on_cpu = weight.values.device.type == "cpu"
-        self._has_panels = on_cpu and level() >= AMX
-        can_pack = on_cpu and not self._has_panels and _multiplies_integers() and _has_fbgemm()
-        self._packed = _pack(weight) if can_pack else None
-        values = None if can_pack else weight.values
-        if self._has_panels:
-            values = _make_panels(weight.values)
-        self.register_buffer("values", values, persistent=False)
-        self._library = avx2_library() if on_cpu and not can_pack else None
+        if on_cpu and rows == torch.bfloat16 and level() >= AMX:
+            own = None if bias is None else bias.to(torch.bfloat16)
+            self.packed = pack_int8(*weight, own)
+        has_fbgemm = on_cpu and self.packed is None and _multiplies_integers() and _has_fbgemm()
+        self._for_fbgemm = _pack(weight) if has_fbgemm else None
+        is_plain = self.packed is None and not has_fbgemm
+        self.register_buffer("values", weight.values if is_plain else None, persistent=False)
+        self._library = avx2_library() if on_cpu and is_plain else None
 
     @classmethod
-    def quantize(cls, weight: Tensor, bias: Tensor | None) -> "Int8Linear":
-        return cls(quantize_int8(weight), bias)
+    def quantize(
+        cls, weight: Tensor, bias: Tensor | None, rows: torch.dtype = torch.float32
+    ) -> "Int8Linear":
+        return cls(quantize_int8(weight), bias, rows)
 
     def unpack(self) -> Tensor:
-        values = self.values if self._packed is None else _unpack(self._packed)
-        if self._has_panels:
-            values = values.transpose(1, 2).reshape(-1, values.shape[1] * _QUAD)
-            values = values[: self.out_features, : self.in_features]
+        if self.packed is not None:
+            return self.packed.unpack()
+        values = self.values if self._for_fbgemm is None else _unpack(self._for_fbgemm)
         return Int8Weight(values, self.scales).unpack()
 
     def multiply(self, rows: Tensor) -> Tensor:
-        if self._packed is not None:
-            return _multiply_digits(rows, self._packed)
+        if self._for_fbgemm is not None:
+            return _multiply_digits(rows, self._for_fbgemm)
         if self._library is not None:
             return self._multiply_compiled(rows, self._library)
         return _multiply_tiles(rows, Int8Weight(self.values, self.scales))
 
     def _multiply_compiled(self, rows: Tensor, library: ctypes.CDLL) -> Tensor:
         rows, out = rows.contiguous(), rows.new_empty((len(rows), self.out_features))
-        has_panels = self._has_panels
-        multiply = (
-            library.headstart_int8_linear_amx if has_panels else library.headstart_int8_linear
-        )
-        multiply(
+        library.headstart_int8_linear(
             self.values.data_ptr(),
             self.scales.data_ptr(),
             self.out_features,
@@ -123,13 +122,6 @@ class Int8Linear(QuantizedLinear):
             torch.get_num_threads(),
         )
         return out
-
-
-def _make_panels(values: Tensor) -> Tensor:
-    """int8 `[outputs, inputs]` as AMX wants it: `[panels, quads, outputs, inputs of a quad]`."""
-    outputs, inputs = values.shape
-    padded = nn.functional.pad(values, (0, -inputs % _QUAD, 0, -outputs % _PANEL))
-    return padded.view(-1, _PANEL, padded.shape[1] // _QUAD, _QUAD).transpose(1, 2).contiguous()
 
 
 def _multiply_digits(rows: Tensor, packed: Any) -> Tensor:

@@ -1,5 +1,6 @@
 """A linear layer of the wanted kind for a weight."""
 
+import torch
 from torch import Tensor
 
 from headstart.models.linear.base import QuantizedLinear, WeightKind
@@ -15,6 +16,11 @@ _LAYERS: dict[WeightKind, type[QuantizedLinear]] = {
 }
 
 
-def make_linear(weight: Tensor, bias: Tensor | None, kind: WeightKind) -> QuantizedLinear:
-    """A layer for a floating-point weight `[outputs, inputs]` and a bias `[outputs]` or None."""
-    return _LAYERS[kind].quantize(weight, bias)
+def make_linear(
+    weight: Tensor, bias: Tensor | None, kind: WeightKind, rows: torch.dtype = torch.float32
+) -> QuantizedLinear:
+    """A layer for a floating-point weight `[outputs, inputs]` and a bias `[outputs]` or None.
+
+    rows: the dtype in which rows come.
+    """
+    return _LAYERS[kind].quantize(weight, bias, rows)

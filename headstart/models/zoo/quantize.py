@@ -30,7 +30,8 @@ def quantize_linears(model: PreTrainedModel, kind: WeightKind) -> None:
         for child_name, child in list(parent.named_children()):
             if child_name not in _ROUTERS and child is not head and _can_replace(child):
                 assert isinstance(child, nn.Linear)
-                setattr(parent, child_name, make_linear(child.weight, child.bias, kind))
+                made = make_linear(child.weight, child.bias, kind, child.weight.dtype)
+                setattr(parent, child_name, made)
 
 
 def _can_replace(module: nn.Module) -> bool:
@@ -45,7 +46,7 @@ def _can_replace(module: nn.Module) -> bool:
 def _replace_head(model: PreTrainedModel, head: nn.Linear) -> None:
     weight = quantize_int8(head.weight)
     embedding = model.get_input_embeddings()
-    places: dict[int, nn.Module] = {id(head): Int8Linear(weight, head.bias)}
+    places: dict[int, nn.Module] = {id(head): Int8Linear(weight, head.bias, head.weight.dtype)}
     if type(embedding) is nn.Embedding and embedding.weight is head.weight:
         places[id(embedding)] = Int8Embedding(weight, head.weight.dtype)
     for parent in list(model.modules()):

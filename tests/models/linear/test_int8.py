@@ -9,10 +9,11 @@ from torch import Tensor
 from headstart.models.linear import QuantizedLinear, make_linear
 from headstart.models.linear import int8 as kinds
 from headstart.models.linear.int8 import Int8Linear, Int8Weight, quantize_int8
+from headstart.native import library
 
 SHAPES = [(1, 1), (7, 3), (64, 48), (131, 95), (300, 896), (2100, 512)]
 COUNTS = [1, 2, 5, 16, 128, 129, 200]
-PATHS = pytest.mark.parametrize("path", ["amx", "packed", "compiled", "tiles"])
+PATHS = pytest.mark.parametrize("path", ["bfloat16", "packed", "compiled", "tiles"])
 
 
 def make_weight(outputs: int, inputs: int, seed: int = 0) -> Tensor:
@@ -32,9 +33,9 @@ def make_rows(count: int, inputs: int) -> Tensor:
 
 
 def take_path(path: str, patch: pytest.MonkeyPatch) -> None:
-    if path == "amx" and kinds.level() < kinds.AMX:
-        pytest.skip("no AMX here")
-    patch.setattr(kinds, "level", lambda: kinds.AMX if path == "amx" else kinds.AMX - 1)
+    if path == "bfloat16" and library() is None:
+        pytest.skip("no products of bfloat16 here")  # without AMX the same weight is multiplied
+    patch.setattr(kinds, "level", lambda: kinds.AMX if path == "bfloat16" else kinds.AMX - 1)
     patch.setattr(kinds, "_multiplies_integers", lambda: path == "packed")
     if path == "tiles":
         patch.setattr(kinds, "avx2_library", lambda: None)
@@ -44,20 +45,31 @@ def take_path(path: str, patch: pytest.MonkeyPatch) -> None:
         pytest.skip("this torch has no FBGEMM")
 
 
+def own_dtype(path: str) -> torch.dtype:
+    """Of the rows that a path is made for."""
+    return torch.bfloat16 if path == "bfloat16" else torch.float32
+
+
 def make_layer(
     weight: Tensor, bias: Tensor | None, path: str, patch: pytest.MonkeyPatch
 ) -> QuantizedLinear:
     take_path(path, patch)
-    layer = make_linear(weight, bias, "int8")
+    layer = make_linear(weight, bias, "int8", own_dtype(path))
+    assert (layer.packed is not None) == (path == "bfloat16")
     assert isinstance(layer, QuantizedLinear)
     return layer
 
 
 def assert_near(found: Tensor, rows: Tensor, weight: Tensor) -> None:
-    """Inputs are rounded to 14 bits of their row's largest; sums in float32 may add their own."""
+    """Inputs are rounded to 14 bits of their row's largest; sums in float32 may add their own.
+
+    Results in bfloat16 are rounded once more; as inputs such rows are not.
+    """
     expected = rows.double() @ weight.double().T
     step = rows.double().abs().amax(1, keepdim=True) / (2 * 63 * 126)
     limit = step * weight.double().abs().sum(1)
+    if found.dtype == torch.bfloat16:
+        limit = 2**-8 * expected.abs()
     limit += 1e-6 * (rows.double().abs() @ weight.double().abs().T)
     assert ((found.double() - expected).abs() <= 1.001 * limit).all()
 
@@ -78,7 +90,7 @@ def test_products_are_those_of_float64(
 ) -> None:
     layer = make_layer(make_weight(outputs, inputs), None, path, monkeypatch)
     for count in COUNTS:
-        rows = make_rows(count, inputs)
+        rows = make_rows(count, inputs).to(own_dtype(path))
         assert_near(layer(rows), rows, layer.unpack())
 
 
@@ -95,7 +107,7 @@ def test_any_shape(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         layer = make_layer(make_weight(outputs, inputs, seed), None, path, patch)
-        rows = make_rows(count, inputs)
+        rows = make_rows(count, inputs).to(own_dtype(path))
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
@@ -104,7 +116,7 @@ def test_any_shape(
             torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("path", ["amx", "compiled"])
+@pytest.mark.parametrize("path", ["bfloat16", "compiled"])
 @pytest.mark.parametrize("inputs", [4864, 20000])
 def test_sums_of_long_rows_do_not_overflow(
     inputs: int, path: str, monkeypatch: pytest.MonkeyPatch
@@ -112,10 +124,12 @@ def test_sums_of_long_rows_do_not_overflow(
     """All weights and inputs are the largest."""
     layer = make_layer(torch.ones(5, inputs), None, path, monkeypatch)
     expected = torch.full((3, 5), 7.0 * inputs)
-    torch.testing.assert_close(layer(torch.full((3, inputs), 7.0)), expected)
+    dtype = own_dtype(path)
+    expected = expected.to(dtype)
+    torch.testing.assert_close(layer(torch.full((3, inputs), 7.0, dtype=dtype)), expected)
     lowest = torch.full((5, inputs), -128, dtype=torch.int8)
-    layer = Int8Linear(Int8Weight(lowest, torch.full((5,), 1 / 128)))
-    torch.testing.assert_close(layer(torch.full((3, inputs), -7.0)), expected)
+    layer = Int8Linear(Int8Weight(lowest, torch.full((5,), 1 / 128)), rows=dtype)
+    torch.testing.assert_close(layer(torch.full((3, inputs), -7.0, dtype=dtype)), expected)
 
 
 @PATHS
@@ -129,20 +143,20 @@ def test_checkpoints_may_have_128_steps_down(
     values = torch.randint(-128, 128, (outputs, inputs), generator=generator).char()
     values[0] = -128
     weight = Int8Weight(values, torch.logspace(-3, 3, outputs))
-    layer = Int8Linear(weight)
+    layer = Int8Linear(weight, rows=own_dtype(path))
     assert torch.equal(layer.unpack(), weight.unpack())
-    rows = make_rows(33, inputs)
+    rows = make_rows(33, inputs).to(own_dtype(path))
     rows[0], rows[1] = 7.0, -7.0
     assert_near(layer(rows), rows, weight.unpack())
 
 
-@pytest.mark.parametrize("path", ["amx", "compiled"])
+@pytest.mark.parametrize("path", ["bfloat16", "compiled"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_any_number_of_rows_and_threads(
     threads: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = make_layer(make_weight(67, 101), None, path, monkeypatch)
-    rows = make_rows(67, 101)
+    rows = make_rows(67, 101).to(own_dtype(path))
     alone = torch.cat([layer(row) for row in rows.split(1)])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -173,19 +187,21 @@ def test_bias_dtype_and_leading_axes(
     rows = torch.randn(2, 3, 48, generator=torch.Generator().manual_seed(2)).to(dtype)
     found = layer(rows)
     assert found.shape == (2, 3, 20) and found.dtype == dtype
+    if path == "bfloat16":  # rows and a bias of another dtype are rounded to it
+        rows, bias = rows.bfloat16(), bias.bfloat16()
     expected = rows.double() @ layer.unpack().double().T + bias.to(dtype).double()
     torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0.01)
     assert layer(rows[:, :0]).shape == (2, 0, 20)
 
 
 @pytest.mark.parametrize(
-    ("path", "count"), [("amx", 300), ("amx", 1500), ("packed", 300), ("compiled", 300)]
+    ("path", "count"), [("bfloat16", 300), ("bfloat16", 1500), ("packed", 300), ("compiled", 300)]
 )
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
     path: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = make_layer(make_weight(300, 896), None, path, monkeypatch)
-    rows = make_rows(count, 896)
+    rows = make_rows(count, 896).to(own_dtype(path))
     together = layer(rows)
     for start, stop in [(0, 1), (5, 6), (count - 1, count), (3, 7), (0, 20), (count // 5, count)]:
         assert torch.equal(layer(rows[start:stop]), together[start:stop])
@@ -215,7 +231,7 @@ def test_rows_that_are_not_finite_stay_so_and_disturb_no_other(
     count: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = make_layer(make_weight(64, 48) + 0.1, None, path, monkeypatch)
-    rows = make_rows(count, 48)
+    rows = make_rows(count, 48).to(own_dtype(path))
     expected = layer(rows)
     rows[1, 3], rows[2, 5], rows[3, 0] = float("nan"), float("inf"), -float("inf")
     found = layer(rows)
@@ -229,6 +245,7 @@ def test_finite_rows_of_any_size_give_finite_rows(
 ) -> None:
     layer = make_layer(make_weight(64, 48).clamp(-1, 1), None, path, monkeypatch)
     rows = torch.stack([torch.zeros(48), torch.full((48,), 1e-42), torch.full((48,), 1e30)])
+    rows = rows.to(own_dtype(path))
     found = layer(rows)
     assert found.isfinite().all() and (found[0] == 0).all()
     assert_near(found[2:], rows[2:], layer.unpack())

@@ -170,5 +170,5 @@ def test_ways_to_read_one_file_do_not_share_kept_prefixes(tmp_path: Path) -> Non
 def test_a_weight_in_its_own_bits_lies_where_the_model_runs() -> None:
     packed = quantize_int4(torch.randn(16, 64), 4), quantize_int8(torch.randn(16, 64))
     for weight in packed:
-        made = _make_packed(weight, None, torch.device("meta"))
+        made = _make_packed(weight, None, torch.device("meta"), torch.bfloat16)
         assert {part.device.type for part in made.buffers()} == {"meta"}

@@ -55,7 +55,7 @@ class Engine:
         self.kv_cache_bytes = parts.memory.nbytes
         self.model.attach(backend := make_backend(parts.memory, share=config.share_attention))
         self.tiers = make_tiers(parts.stores, self.manager)
-        kept = self.tiers.image_rows if self.tiers is not None else None
+        kept = self.tiers.image_loads if self.tiers is not None else None
         self.images = make_image_prompts(
             parts.vision, parts.tokenizer, config, kept, self.manager.shares
         )

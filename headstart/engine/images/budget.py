@@ -37,8 +37,9 @@ class EncoderBudget:
         """A request with images is limited."""
         return bool(_images(request))
 
-    def reach(self, request: Request, start: int, stop: int) -> int:
-        """Up to the first image that has no room."""
+    def reach(self, request: Request, start: int, stop: int) -> int | None:
+        """Up to the first image that has no room; nothing yet while one is looked for in tiers."""
+        waits = False
         needed: list[PromptImage] = []
         for image in _images(request):
             if image.start >= stop:
@@ -46,8 +47,9 @@ class EncoderBudget:
             if image.stop > self._first(start):
                 needed.append(image)
                 if not self._cache.fits(needed):
-                    return max(start, image.start)
-        return stop
+                    return None if waits else max(start, image.start)
+                waits |= self._cache.is_coming(image)
+        return None if waits else stop
 
     def enter(self, request: Request, start: int, stop: int) -> None:
         """Hold the images of tokens `start` to `stop - 1`, leave earlier ones."""

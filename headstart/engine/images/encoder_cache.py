@@ -44,6 +44,7 @@ from headstart.errors import EngineError
 from headstart.models.image_encoder import ProcessedImage
 
 __all__ = [
+    "AskedStore",
     "EmbeddingStore",
     "EncoderCache",
     "EncoderKey",
@@ -68,6 +69,16 @@ class EmbeddingStore(Protocol):
 
     def save(self, key: "EncoderKey", rows: Tensor, seconds: float) -> None:
         """Keep embeddings that took so long to compute."""
+
+
+class AskedStore(EmbeddingStore, Protocol):
+    """A store that is asked ahead, so that no step waits for it."""
+
+    def is_coming(self, key: "EncoderKey") -> bool:
+        """True while it is not known what the store has; asks at the first call."""
+
+    def forget(self, key: "EncoderKey") -> None:
+        """A request that asked for these embeddings has left."""
 
 
 class EncoderKey(NamedTuple):
@@ -133,7 +144,7 @@ class EncoderCache:
         self,
         encoder: ImageEncoder,
         capacity: int,
-        store: EmbeddingStore | None = None,
+        store: AskedStore | None = None,
         shares: Shares | None = None,
     ) -> None:
         self.capacity = capacity
@@ -168,6 +179,14 @@ class EncoderCache:
         kept = sum(self._entries[key].num_rows for key in self._kept if key not in wanted)
         new = sum(rows for key, rows in wanted.items() if key not in self._entries)
         return self._used - kept + new <= self.capacity
+
+    def is_coming(self, image: PromptImage) -> bool:
+        """True while the image is looked for in the store; asks at the first call."""
+        return (
+            self._store is not None
+            and image.key not in self._entries
+            and self._store.is_coming(image.key)
+        )
 
     def hold(self, user: tuple[object, int], image: PromptImage, *, is_stored: bool = True) -> None:
         """One more use of an image; `fits` said that there is room. Twice is once.
@@ -206,6 +225,8 @@ class EncoderCache:
 
     def leave(self, user: tuple[object, int], image: PromptImage) -> None:
         """This use is over; an entry without users is kept until room is needed. Twice is once."""
+        if self._store is not None:
+            self._store.forget(image.key)
         entry = self._entries.get(image.key)
         if entry is None:
             return

@@ -18,7 +18,7 @@ from headstart.cache.identity import MAX_TOKEN_ID
 from headstart.engine.config import EngineConfig
 from headstart.engine.images.budget import EncoderBudget
 from headstart.engine.images.encoder_cache import (
-    EmbeddingStore,
+    AskedStore,
     EncoderCache,
     PromptImage,
     PromptImages,
@@ -50,7 +50,7 @@ class ImagePrompts:
         vision: VisionModel,
         tokenizer: PreTrainedTokenizerBase | None,
         config: EngineConfig,
-        store: EmbeddingStore | None = None,
+        store: AskedStore | None = None,
         shares: Shares | None = None,
     ) -> None:
         self.cache = EncoderCache(vision, config.encoder_cache_rows, store, shares)
@@ -216,7 +216,7 @@ def make_image_prompts(
     vision: VisionModel | None,
     tokenizer: PreTrainedTokenizerBase | None,
     config: EngineConfig,
-    store: EmbeddingStore | None = None,
+    store: AskedStore | None = None,
     shares: Shares | None = None,
 ) -> ImagePrompts | None:
     """The image side of an engine; None for a model without vision."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from headstart.cache import BlockHash, KVCacheManager
 from headstart.engine.batch import Batch
 from headstart.engine.request import Request
+from headstart.engine.tiering.image_loads import ImageLoads
 from headstart.engine.tiering.image_rows import KeptRows
 from headstart.engine.tiering.loads import Loads
 from headstart.engine.tiering.offers import Offers
@@ -91,6 +92,7 @@ class Tiers:
         self._loader = self._make_loader(stores.kv)
         self._object_saver = Saver(chain(self._object_tiers), _QUEUED_BYTES, self._faults)
         self.image_rows = KeptRows(ObjectStore(self._object_tiers, self._object_saver))
+        self.image_loads = ImageLoads(self.image_rows)
         self._offers = Offers(manager, stores.payload, self._saver, self._rate, stores.spell)
         self.loads = Loads(manager, stores.payload, self._loader, self._choose, self._take_slots)
         self._began = 0.0  # when the step under way had its blocks
@@ -127,8 +129,8 @@ class Tiers:
 
     @property
     def is_loading(self) -> bool:
-        """True if a request waits for blocks from the store."""
-        return self.loads.are_under_way
+        """True if a request waits for blocks or images from the store."""
+        return self.loads.are_under_way or self.image_loads.are_under_way
 
     def _choose(self, found: int) -> int:
         """Number of the blocks found to load: all, or none if computing them is faster."""
@@ -167,7 +169,7 @@ class Tiers:
 
     def take_in(self) -> None:
         """Put what was loaded into the pool, before a step is scheduled."""
-        if not self.is_loading:
+        if not self.loads.are_under_way:
             return
         self._loader.end_late()
         if written := self.loads.take_in():
@@ -197,7 +199,10 @@ class Tiers:
         """Wait a moment for a load, if there is one; nothing else can run."""
         if not self.is_loading:
             return False
-        self._loader.wait(_PATIENCE)
+        if self.loads.are_under_way:
+            self._loader.wait(_PATIENCE)
+        else:
+            self.image_loads.wait(_PATIENCE)
         return True
 
     def scheduled(self, batch: Batch) -> None:
@@ -235,6 +240,7 @@ class Tiers:
     def clear(self) -> None:
         """Forget what the stores have. Raises TierError if some may be left; all are asked."""
         self.loads.end_all()
+        self.image_loads.forget_all()
         self._offers.roll_back()
         done = [saver.drop(_LAST_SAVES) for saver in (self._saver, self._object_saver)]
         done += [store.clear() for store in (*self._tiers, *self._object_tiers)]
@@ -258,7 +264,7 @@ class Tiers:
             self._until = time.monotonic() + _LAST_SAVES
         self.loads.end_all()
         self._offers.flush()
-        for part in (self._saver, self._object_saver, self._loader):
+        for part in (self._saver, self._object_saver, self._loader, self.image_loads):
             part.close(max(0.0, self._until - time.monotonic()))
         for tier in (*self._tiers, *self._object_tiers):
             tier.close(max(0.0, self._until - time.monotonic()))

@@ -1,0 +1,147 @@
+"""Embeddings of images come from the tiers while other requests run."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from headstart import LLM, SamplingParams
+from headstart.cache import BlockHash
+from headstart.engine.images.encoder_cache import EncoderCache, PromptImages
+from headstart.engine.request import RequestGroup
+from headstart.tiers import OBJECTS, DiskStore, LoadedBlock
+from tests.tiny_vision import make_image, save_tiny_vision
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_vision("llava", tmp_path_factory.mktemp("model"))
+
+
+def open_llm(model: Path, folder: Path) -> LLM:
+    return LLM(model, num_blocks=128, block_size=4, debug=True, cache_dir=str(folder))
+
+
+def submit(llm: LLM, text: str, *seeds: int) -> RequestGroup:
+    assert llm.engine.images is not None
+    prompt: dict[str, Any] = {"prompt": text.replace("<image>", llm.engine.images.placeholder)}
+    if seeds:
+        prompt["multi_modal_data"] = {"image": [make_image(seed, 56, 56) for seed in seeds]}
+    llm.engine.submit(group := llm.engine.prepare(prompt, GREEDY))
+    return group
+
+
+def run(llm: LLM, *groups: RequestGroup) -> list[list[int]]:
+    for _ in range(1000):
+        if all(group.finished for group in groups):
+            return [list(group.output().outputs[0].token_ids) for group in groups]
+        llm.engine.step()
+    raise AssertionError("requests wait for ever")
+
+
+def counts(llm: LLM) -> tuple[int, int]:
+    """Images encoded, and loaded."""
+    cache = llm.engine.images.cache if llm.engine.images is not None else None
+    assert isinstance(cache, EncoderCache)
+    return cache.num_encoded, cache.num_loaded
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Event:
+    """Images come from the disk once it is set."""
+    opened, load = Event(), DiskStore.load
+
+    def wait(store: DiskStore, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
+        if store.model == OBJECTS:
+            assert opened.wait(4), "somebody waits for an image within a step"
+        yield from load(store, names)
+
+    monkeypatch.setattr(DiskStore, "load", wait)
+    return opened
+
+
+@pytest.fixture
+def kept(model: Path, tmp_path: Path) -> tuple[Path, list[int]]:
+    """A folder that has two images, and what a prompt with both is answered."""
+    with closing(open_llm(model, tmp_path)) as llm:
+        [answer] = run(llm, submit(llm, "One <image> and <image> two", 1, 2))
+        assert counts(llm) == (2, 0)
+    for file in tmp_path.glob("*.kv"):  # of K/V nothing is left, of images all
+        if file.stat().st_size < 1 << 16:
+            file.unlink()
+    return tmp_path, answer
+
+
+def test_others_run_while_an_image_is_looked_for(
+    model: Path, kept: tuple[Path, list[int]], gate: Event
+) -> None:
+    """A step loaded it, and all waited for the disk with it."""
+    with closing(open_llm(model, kept[0])) as llm:
+        seeing = submit(llm, "One <image> and <image> two", 1, 2)
+        llm.engine.step()
+        run(llm, submit(llm, "Only text"))
+        assert not seeing.finished and counts(llm) == (0, 0)
+        gate.set()
+        assert run(llm, seeing) == [kept[1]]
+        assert counts(llm) == (0, 2)
+        assert llm.engine.tiers is not None and not llm.engine.tiers.image_loads._found
+
+
+def test_what_an_aborted_request_asked_for_is_forgotten(
+    model: Path, kept: tuple[Path, list[int]], gate: Event
+) -> None:
+    with closing(open_llm(model, kept[0])) as llm:
+        assert llm.engine.tiers is not None
+        loads = llm.engine.tiers.image_loads
+        group = submit(llm, "One <image> and <image> two", 1, 2)
+        llm.engine.step()
+        assert loads.are_under_way
+        llm.engine.abort(group.request_id)
+        assert not loads.are_under_way
+        gate.set()
+        run(llm, submit(llm, "Only text"))
+        assert not loads._found and counts(llm) == (0, 0)
+        assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [kept[1]]
+
+
+def test_a_thread_that_cannot_be_started_costs_no_answer(
+    model: Path, kept: tuple[Path, list[int]], gate: Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.set()
+    with closing(open_llm(model, kept[0])) as llm:
+        assert llm.engine.tiers is not None
+        monkeypatch.setattr(llm.engine.tiers.image_loads, "_has_thread", lambda: False)
+        assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [kept[1]]
+        assert counts(llm) == (0, 2), "it is loaded within the step"
+
+
+def test_what_was_found_before_all_is_forgotten_is_encoded_anew(
+    model: Path, kept: tuple[Path, list[int]], gate: Event
+) -> None:
+    gate.set()
+    with closing(open_llm(model, kept[0])) as llm:
+        assert llm.engine.tiers is not None
+        loads = llm.engine.tiers.image_loads
+        group = submit(llm, "One <image> and <image> two", 1, 2)
+        shown = group.extras.embeddings if group.extras is not None else None
+        assert isinstance(shown, PromptImages)
+        for image in shown.images:
+            loads.is_coming(image.key)
+        while loads.are_under_way:
+            loads.wait(4)
+        assert len(loads._found) == 2
+        llm.engine.abort(group.request_id)
+        assert not loads._found, "it left, and nobody else asked for them"
+        for image in shown.images:
+            loads.is_coming(image.key)
+        while loads.are_under_way:
+            loads.wait(4)
+        assert llm.reset_prefix_cache(reset_connector=True)
+        assert not loads._found
+        assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [kept[1]]
+        assert counts(llm) == (2, 0)

@@ -280,10 +280,10 @@ LANES(__m512, __m512, _mm512_dpbf16_ps, (__m512 sum, __m512bh a, __m512bh b),
 LANES(Int32, __m512i, _mm512_dpbusd_epi32, (__m512i sum, __m512i a, __m512i b),
       ((Int32)sum)[i] + dot((Uint8)a, (Int8)b, 4 * i))
 LANES(__m512, __m512, _mm512_cvtepi32_ps, (__m512i x), ((Int32)x)[i])
-LANES(Int32, __m512i, _mm512_cvtps_epi32, (__m512 x), integer(x[i]))
 LANES_UNDER(Int32, __m512i, _mm512_maskz_cvtps_epi32, (__mmask16 mask, __m512 x), integer(x[i]))
 LANES(Int32, __m512i, _mm512_cvtepu16_epi32, (__m256i x), ((Half)x)[i])
 LANES(Int32, __m512i, _mm512_cvtepu8_epi32, (__m128i x), ((Bytes)x)[i])
+LANES(Int32, __m512i, _mm512_cvtepi8_epi32, (__m128i x), int8_t(((Bytes)x)[i]))
 LANES(__m512, __m512, _mm512_cvtph_ps, (__m256i x), from_float16(((Half)x)[i]))
 inline __m512i _mm512_add_epi32(__m512i a, __m512i b) { return (__m512i)((Uint32)a + (Uint32)b); }
 inline __m512i _mm512_sub_epi32(__m512i a, __m512i b) { return (__m512i)((Uint32)a - (Uint32)b); }
@@ -291,11 +291,6 @@ inline __m512i _mm512_slli_epi32(__m512i x, int count) { return (__m512i)((Uint3
 inline __m512i _mm512_srli_epi32(__m512i x, int count) { return (__m512i)((Uint32)x >> count); }
 inline __m512i _mm512_and_si512(__m512i a, __m512i b) { return a & b; }
 inline __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
-
-inline void _mm512_mask_cvtsepi32_storeu_epi8(void* to, __mmask16 mask, __m512i x) {
-    for (int i = 0; i < 16; i++)
-        if (mask >> i & 1) static_cast<int8_t*>(to)[i] = std::clamp<int>(((Int32)x)[i], -128, 127);
-}
 
 // Comparisons and choices.
 WHICH(16, __mmask16, _mm512_cmp_ps_mask, (__m512 a, __m512 b, int how), holds(a[i], how, b[i]))
@@ -406,17 +401,3 @@ inline void _tile_dpbf16ps(int to, int a, int b) {
         }
 }
 
-inline void _tile_dpbssd(int to, int a, int b) {
-    using namespace emulated;
-    Tile &sums = tile(to), &rows = tile(a), &fours = tile(b);
-    if (sums.rows != rows.rows || sums.bytes != fours.bytes || rows.bytes != fours.rows * 4)
-        __builtin_trap();
-    for (int r = 0; r < rows.rows; r++)
-        for (int n = 0; n < sums.bytes / 4; n++) {
-            int32_t sum;
-            std::memcpy(&sum, sums.data[r] + 4 * n, 4);
-            for (int k = 0; k < 4 * fours.rows; k++)
-                sum += int8_t(rows.data[r][k]) * int8_t(fours.data[k / 4][4 * n + k % 4]);
-            std::memcpy(sums.data[r] + 4 * n, &sum, 4);
-        }
-}

@@ -202,7 +202,7 @@ inline __m512i finished(const float* sums, const Weight& weight, int64_t output)
     for (int h = 0; h < 2; h++) {
         half[h] = _mm512_load_ps(sums + 16 * h);
         const int64_t left = weight.outputs - output - 16 * h;
-        if (weight.scales != nullptr)
+        if (weight.scales != nullptr && left > 0)
             half[h] *= _mm512_maskz_loadu_ps(first_lanes(left), weight.scales + output + 16 * h);
         if (weight.bias != nullptr && left > 0)
             half[h] = _mm512_add_ps(half[h], load(weight.bias + output + 16 * h, left));

@@ -10,11 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from headstart.errors import ConfigError
 from headstart.models.decoder import DecoderModel
-from headstart.models.linear import Int8Embedding, QuantizedLinear, WeightKind
+from headstart.models.dense.decoder import DenseDecoder
+from headstart.models.linear import Int8Embedding, QuantizedLinear, WeightKind, int8
 from headstart.models.linear.int4 import Int4Linear
 from headstart.models.loader import load_model
 from headstart.models.zoo.decoder import forward_rows
 from headstart.models.zoo.loader import load_transformers
+from headstart.native import AMX, library
 from tests.models.paged import Paged
 from tests.rounded_rows import round_inputs
 from tests.tiny_models import VOCABULARY, save_tiny
@@ -72,6 +74,29 @@ def test_logits_are_those_of_the_unpacked_weights(
     apart = (logits(model) - expected).norm(dim=-1) / expected.norm(dim=-1)
     # A near tie of experts, or of two whole numbers of a row, may go the other way.
     assert float(apart.median()) < 1e-3
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_int8_layers_under_bfloat16_run_as_one_call_with_amx(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library() is None:
+        pytest.skip("no products of bfloat16 here")  # without AMX the same weight is multiplied
+    monkeypatch.setattr(int8, "level", lambda: AMX)
+    folder = save_tiny(architecture, tmp_path)
+    model = load_model(folder, "bfloat16", weights="int8")
+    assert isinstance(model, DenseDecoder) and model._fused is not None
+    places = torch.arange(len(TOKENS))
+    expected = forward_rows(in_float(folder, model), TOKENS, places, places)
+
+    def error() -> float:
+        apart = (logits(model) - expected).norm(dim=-1) / expected.norm(dim=-1)
+        return float(apart.median())
+
+    eps = torch.finfo(torch.bfloat16).eps
+    assert error() < 10 * eps
+    model.fusion.enabled = False  # as a step with adapters runs
+    assert error() < 10 * eps
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -84,6 +84,7 @@ def _same_in_another_order(before: str, here: str, there: str) -> bool:
         if shorter < 2:
             continue
         same = Counter(mine[:-1]) & Counter(theirs[:-1])
-        if mine[0] != theirs[0] and sum(same.values()) >= 0.8 * (shorter - 1):
+        moved = mine[0] != theirs[0] and mine[0] in theirs and theirs[0] in mine
+        if moved and sum(same.values()) >= 0.8 * (shorter - 1):
             return True
     return False

@@ -184,6 +184,7 @@ def test_tokens_that_come_again(mine: list[int], theirs: list[int]) -> None:
         ("one two", "  three four five", "\nthree four five", "white space"),
         ('{"', 'a": 1, "b": 2, "c": 3}', 'b": 2, "a": 1, "c": 3}', ORDER),
         ("", "tool b\ntool a\ntool c\nend", "tool a\ntool b\ntool c\nend", ORDER),
+        ("", "Hi! One.\n" + "Two.\n" * 9, "Be kind. One.\n" + "Two.\n" * 9, "another text"),
         ("page ", "7 of the book", "8 of the book", "a number"),
         ("I like ", "apples a lot", "pears a lot", "another text"),
         ("I like ", "", "pears", "one ends where the other goes on"),

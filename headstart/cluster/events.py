@@ -8,7 +8,7 @@
 A batch has names alone, 32 bytes each, so that it can be sent as it is.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headstart.cache import AllBlocksCleared, BlockHash, BlockStored, CacheEvent
@@ -74,11 +74,28 @@ class EventPublisher:
                 stored.pop(name, None)
                 if name in before:
                     removed[name] = None
+        self._held = before
+        return self._change(stored, removed, cleared=cleared)
+
+    def publish_names(
+        self, stored: Iterable[BlockHash], removed: Iterable[BlockHash]
+    ) -> EventBatch | None:
+        """The same of a tier that has names alone; none is in both."""
+        new = dict.fromkeys(name for name in stored if name not in self._held)
+        gone = dict.fromkeys(name for name in removed if name in self._held)
+        return self._change(new, gone)
+
+    def _change(
+        self,
+        stored: Mapping[BlockHash, None],
+        removed: Mapping[BlockHash, None],
+        *,
+        cleared: bool = False,
+    ) -> EventBatch | None:
         if not stored and not removed and not cleared:
             return None
-        before.update(stored)
-        before.difference_update(removed)
-        self._held = before
+        self._held.update(stored)
+        self._held.difference_update(removed)
         self._number += 1
         return self._batch(_join(stored), _join(removed), cleared=cleared)
 

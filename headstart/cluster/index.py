@@ -94,13 +94,16 @@ class _Feed:
 class ReplicaIndex:
     """Which replicas hold which blocks, fed by the events of each.
 
+    shares_store: what one replica has in a tier below its pool, all can load.
+
     Raises ConfigError for fewer than one replica.
     """
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int, *, shares_store: bool = False) -> None:
         if num_replicas < 1:
             raise ConfigError(f"num_replicas is {num_replicas}; allowed: at least 1")
         self.num_replicas = num_replicas
+        self._shares_store = shares_store
         self._bits = ReplicaBits(num_replicas)
         self._num_parts = count = count_parts(num_replicas)
         self._holders = {tier: make_holders(count) for tier in TIERS}
@@ -268,11 +271,22 @@ class ReplicaIndex:
         cached = expected if expected.is_of_first else self._depths(keys, pool)
         stored = expected
         if self._lower:
-            stored = self._depths(keys, pool, self._expected, *self._lower.values())
+            lower = tuple(self._lower.values())
+            shared = lower if self._shares_store else ()
+            stored = self._depths(keys, pool, self._expected, *lower, shared=shared)
         return Match(cached.counts, expected.counts, stored.counts)
 
-    def _depths(self, keys: Sequence[PrefixKey], first: Holders, *others: Holders) -> _Depths:
-        """How much of a prompt each replica has in one of these tables."""
+    def _depths(
+        self,
+        keys: Sequence[PrefixKey],
+        first: Holders,
+        *others: Holders,
+        shared: Sequence[Holders] = (),
+    ) -> _Depths:
+        """How much of a prompt each replica has in one of these tables.
+
+        shared: those of them in which what one replica has, all have.
+        """
         depths, num_parts = [0] * self.num_replicas, self._num_parts
         is_of_first = True
         # Of some replicas, the least and the most that they can have.
@@ -288,6 +302,8 @@ class ReplicaIndex:
                     if more:
                         found |= more
                         is_of_first = False
+                if shared and any(key in table[key % num_parts] for table in shared):
+                    found = replicas
                 found &= replicas
                 if found == replicas:
                     low = middle + 1

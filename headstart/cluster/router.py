@@ -40,13 +40,18 @@ class _Sent:
 class Router:
     """Routes requests over replicas 0 to `num_replicas` - 1.
 
-    Raises ConfigError for fewer than one replica.
+    shares_store: as of the index. Raises ConfigError for fewer than one replica.
     """
 
     def __init__(
-        self, num_replicas: int, policy: RoutingPolicy, first_rate: float = FIRST_RATE
+        self,
+        num_replicas: int,
+        policy: RoutingPolicy,
+        first_rate: float = FIRST_RATE,
+        *,
+        shares_store: bool = False,
     ) -> None:
-        self.index = ReplicaIndex(num_replicas)
+        self.index = ReplicaIndex(num_replicas, shares_store=shares_store)
         self.policy = policy
         self._rate = MeasuredRate(first_rate, seconds=1.0)
         self.loads = [ReplicaLoad(replica, self._rate) for replica in range(num_replicas)]

@@ -15,6 +15,7 @@ __all__ = ["Saver"]
 _BATCH_BLOCKS = 64
 _BATCH_BYTES = 16 << 20
 _REST = 15
+_MOST_KEPT = 1 << 14  # names for whoever asks what the store has
 
 
 class Saver:
@@ -36,6 +37,7 @@ class Saver:
         self._max_bytes = max_bytes
         self._blocks: deque[StoredBlock] = deque()
         self._touched: dict[BlockHash, None] = {}
+        self._kept: deque[BlockHash] = deque(maxlen=_MOST_KEPT)
         self._nbytes = 0
         self._busy = False
         self._closed = False
@@ -69,6 +71,22 @@ class Saver:
             if not self._closed:
                 self._touched.update(dict.fromkeys(names))
                 self._wake()
+
+    @property
+    def is_saving(self) -> bool:
+        """True while something waits to be saved, or is being saved."""
+        with self._lock:
+            return self._runs and bool(self._blocks or self._touched or self._busy)
+
+    def take_kept(self) -> list[BlockHash]:
+        """Blocks that the store was seen to have since the last call: saved, or of use.
+
+        The oldest are left out if it is long ago.
+        """
+        with self._lock:
+            kept = list(self._kept)
+            self._kept.clear()
+        return kept
 
     def rest(self, on: bool) -> None:
         """Leave the cores to others for most of the time from now on, or no longer."""
@@ -111,9 +129,10 @@ class Saver:
                 batch, touched = self._take_batch()
                 self._busy = True
             began = time.monotonic()
+            kept = touched  # they were loaded from there
             try:
                 if batch:
-                    self.num_saved += self._store.save(batch)
+                    kept = self._save(batch) + touched
                 if touched:
                     self._store.touch(touched)
             except BaseException as error:  # or nothing would be saved from now on
@@ -121,11 +140,21 @@ class Saver:
             with self._lock:
                 self._nbytes -= sum(memoryview(block.payload).nbytes for block in batch)
                 self._busy = False
+                self._kept.extend(kept)
                 self._changed.notify_all()
                 self._changed.wait_for(
                     lambda: not self._rests or self._hurried or self._closed,
                     _REST * (time.monotonic() - began) if self._rests else 0,
                 )
+
+    def _save(self, batch: Sequence[StoredBlock]) -> list[BlockHash]:
+        """Save blocks; the names of those that the store has then."""
+        count = self._store.save(batch)
+        self.num_saved += count
+        names = [block.name for block in batch]
+        if count == len(names):
+            return names
+        return [name for name in names if self._store.find([name])]  # it may have had them
 
     def _take_batch(self) -> tuple[list[StoredBlock], list[BlockHash]]:
         batch: list[StoredBlock] = []
@@ -157,7 +186,9 @@ class Saver:
         """Forget what is queued, and wait for what is being saved; False if that takes longer."""
         with self._lock:
             self._forget_queued()
-            return self._changed.wait_for(lambda: not self._busy, timeout)
+            is_idle = self._changed.wait_for(lambda: not self._busy, timeout)
+            self._kept.clear()
+            return is_idle
 
     def _forget_queued(self) -> None:
         self._nbytes -= sum(memoryview(block.payload).nbytes for block in self._blocks)

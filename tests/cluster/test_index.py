@@ -43,6 +43,15 @@ def test_what_is_on_disk_is_told_apart_from_what_is_in_the_pool() -> None:
     assert (found.cached, found.stored) == ([1, 2], [3, 2])
 
 
+def test_what_is_in_a_shared_store_all_can_load() -> None:
+    index = ReplicaIndex(3, shares_store=True)
+    index.apply(stored(0, 0, 1, tier="pool"))
+    index.apply(stored(2, 0, 1, 2, 3, tier=DISK))
+    index.apply(stored(1, 0, 1, 2, 3, 4))
+    found = index.match(prefix_keys(names(1, 2, 3, 4, 5)))
+    assert (found.cached, found.stored) == ([1, 4, 0], [3, 4, 3])
+
+
 def test_what_is_being_computed_is_expected_until_it_is_taken_back() -> None:
     index = ReplicaIndex(2)
     keys = prefix_keys(names(1, 2, 3))

@@ -98,7 +98,9 @@ class ReplicaCluster:
         try:
             is_new = self._name not in _ask(serve.status).applications
             most = config.most if is_new else max(config.most, self._join())
-            dispatcher = Dispatcher(config.routing, most)
+            # A folder is one machine's; a cluster may mount one everywhere, which nobody says.
+            shares = bool(engine.remote_cache or (engine.kept_folder and self._is_own_ray))
+            dispatcher = Dispatcher(config.routing, most, shares_store=shares)
             register(self._name, dispatcher)
             if is_new:
                 self._check_gpus(self._share(engine, is_alone=self._is_own_ray))

@@ -58,10 +58,13 @@ class _Waiting:
 class Dispatcher:
     """Routes requests over replicas that come and go. May be used from several threads."""
 
-    def __init__(self, policy: str, most: int) -> None:
-        """`most` replicas may run at once; twice as many while some take over from others."""
+    def __init__(self, policy: str, most: int, *, shares_store: bool = False) -> None:
+        """`most` replicas may run at once; twice as many while some take over from others.
+
+        shares_store: each can load what one of them has saved.
+        """
         self._lock = threading.Lock()
-        self._router = Router(2 * most, make_policy(policy))
+        self._router = Router(2 * most, make_policy(policy), shares_store=shares_store)
         self._numbers: dict[str, int] = {}
         self._free = list(reversed(range(2 * most)))
         for number in self._free:

@@ -7,6 +7,9 @@
 A follower that reads too slowly loses a batch; the numbers of batches show it the gap, and it
 follows anew, which begins with a snapshot. Tokens wait until there is room.
 
+What the store has is told as a tier of its own: blocks that this engine saved or loaded, the last
+`_MOST_STORED` of them. A store says of none that it evicted it, or that another process saved it.
+
 A message through Ray Serve takes about a millisecond of a core at either end. So the tokens of all
 streams go together: one message for each token of each would be the limit of everything.
 """
@@ -17,10 +20,11 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from headstart.cache import AllBlocksCleared, CacheEvent
-from headstart.cluster.events import EventBatch, EventPublisher
+from headstart.cache import AllBlocksCleared, BlockHash, CacheEvent
+from headstart.cluster.events import DISK, EventBatch, EventPublisher
 from headstart.cluster.serving.messages import Part, Report, RequestKey
 from headstart.engine.startup.observed import ObservedManager
 from headstart.engine.vllm_api.metrics import read_metrics
@@ -34,6 +38,7 @@ __all__ = ["CachePublisher"]
 _PAUSE = 0.05  # seconds from one batch to the next while requests run
 _TOGETHER = 0.02  # seconds from one message of tokens to the next
 _MOST_QUEUED = 256  # reports that wait for one follower
+_MOST_STORED = 1 << 18  # blocks of the store that followers are to know
 
 
 class CachePublisher:
@@ -43,10 +48,13 @@ class CachePublisher:
         self._llm = llm
         # The replica's number is the follower's to choose; the epoch tells starts apart.
         self._events = EventPublisher(replica=0, epoch=time.time_ns())
+        self._store_events = EventPublisher(replica=0, epoch=time.time_ns(), tier=DISK)
+        self._stored: dict[BlockHash, None] = {}  # last seen last
         self._followers: dict[str, asyncio.Queue[Report]] = {}
         self._progress: dict[str, dict[RequestKey, list[Part]]] = {}  # by follower
         self._telling: asyncio.Task[None] | None = None
         self._num_running = 0
+        self._is_saving = False  # as of the last look
         self._is_busy = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -68,6 +76,8 @@ class CachePublisher:
     async def publish(self) -> None:
         """Tell all followers what changed. Raises EngineError when the engine is closed."""
         self._tell(await self._llm.call(self._read))
+        if self._llm.engine.tiers is not None:
+            self._tell_stored(await self._llm.call(self._read_stored))
 
     async def reset(self, running: bool, tiers: bool) -> bool:
         """As `AsyncLLM.reset_prefix_cache`; all followers are told at once that nothing is cached.
@@ -77,7 +87,13 @@ class CachePublisher:
         report = await self._llm.call(lambda: self._reset(running, tiers))
         if report is not None:
             self._tell(report)
+            if tiers:
+                self._tell_stored(await self._llm.call(self._forget_stored))
         return report is not None
+
+    def _tell_stored(self, batch: EventBatch | None) -> None:
+        if batch is not None:
+            self._tell(Report(batch))
 
     def _tell(self, report: Report) -> None:
         for queue in self._followers.values():
@@ -109,6 +125,8 @@ class CachePublisher:
         self._followers[follower] = queue  # first: what comes meanwhile is newer than the snapshot
         try:
             yield await self._llm.call(self._read_all)
+            if self._llm.engine.tiers is not None:
+                yield Report(await self._llm.call(self._store_events.snapshot))
             while True:
                 yield await queue.get()
         finally:
@@ -123,6 +141,8 @@ class CachePublisher:
                     self._is_busy.clear()
                 await self.publish()
                 await asyncio.sleep(_PAUSE)
+                if self._is_saving:
+                    self._is_busy.set()  # what is saved then is told, too
 
     # In the engine's thread
 
@@ -150,3 +170,21 @@ class CachePublisher:
         if self._llm.engine.tiers is None:  # nobody else takes them
             manager.take_events()
         return self._events.publish([*manager.take_observed(), *more])
+
+    def _read_stored(self) -> EventBatch | None:
+        """What the store was seen to have since the last call; the oldest are forgotten for it."""
+        tiers = self._llm.engine.tiers
+        assert tiers is not None
+        self._is_saving = tiers.is_saving  # first: what is saved meanwhile is taken next time
+        kept = tiers.take_kept()
+        for name in kept:
+            self._stored.pop(name, None)
+            self._stored[name] = None
+        oldest = list(islice(self._stored, max(0, len(self._stored) - _MOST_STORED)))
+        for name in oldest:
+            del self._stored[name]
+        return self._store_events.publish_names(set(kept).difference(oldest), oldest)
+
+    def _forget_stored(self) -> EventBatch | None:
+        self._stored.clear()
+        return self._store_events.publish([AllBlocksCleared()])

@@ -167,6 +167,15 @@ class Tiers:
             names = names[found:]
         return counts
 
+    @property
+    def is_saving(self) -> bool:
+        """True while blocks wait to be saved, or are being saved."""
+        return self._saver.is_saving
+
+    def take_kept(self) -> list[BlockHash]:
+        """Blocks that the stores were seen to have since the last call."""
+        return self._saver.take_kept()
+
     def take_in(self) -> None:
         """Put what was loaded into the pool, before a step is scheduled."""
         if not self.loads.are_under_way:

@@ -2,11 +2,13 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from headstart.cluster import EventBatch
+from headstart.cluster.events import DISK
 from headstart.cluster.holders import PrefixKey
 from headstart.cluster.index import prefix_keys, unpack_keys
 from headstart.cluster.load import RouteRequest
@@ -50,6 +52,20 @@ def test_a_request_goes_to_the_replica_that_says_it_holds_the_prompt() -> None:
         assert made.apply(holder, stored(0, NAMES))
         assert send(made, "one") == holder
         assert made.held(request("?"))[holder] == 64 * BLOCK
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_what_is_in_a_store_is_loaded_by_whoever_can_before_it_is_computed(shares: bool) -> None:
+    """One has the store's blocks and is busy; the other is idle, and loads them if it can."""
+    made = Dispatcher("expected", 2, shares_store=shares)
+    made.set_replicas(["a", "b"])
+    made.apply("a", replace(stored(0, NAMES), tier=DISK))
+    assert made.held(request("?")) == {"a": 0, "b": 0}, "a pool has none"
+    new = [bytes([100 + at]) * 32 for at in range(64)]
+    made.apply("a", stored(0, new))
+    waits = prefix_keys(new + [bytes([201]) + bytes([at]) * 31 for at in range(64)])  # type: ignore[arg-type]
+    assert send(made, "waits", waits) == "a"
+    assert send(made, "one") == ("b" if shares else "a")
 
 
 def test_a_request_that_its_replica_did_not_take_is_sent_elsewhere_and_counted_once() -> None:

@@ -13,6 +13,7 @@ from headstart import AsyncLLM, SamplingParams
 from headstart.cache import BlockHash
 from headstart.cache.block import PartialNode
 from headstart.cluster import ReplicaIndex
+from headstart.cluster.events import DISK, POOL
 from headstart.cluster.index import prefix_keys
 from headstart.cluster.serving import publisher as publishing
 from headstart.cluster.serving.messages import Report
@@ -60,8 +61,15 @@ async def names_in_pool(llm: AsyncLLM) -> set[BlockHash]:
 
 
 async def read(index: ReplicaIndex, reports: AsyncGenerator[Report], count: int) -> list[bool]:
-    batches = [(await anext(reports)).batch for _ in range(count)]
-    return [index.apply(batch) for batch in batches if batch is not None]
+    """Take so many reports of the pool, and those of the store that come before the last."""
+    applied: list[bool] = []
+    while count:
+        batch = (await anext(reports)).batch
+        is_current = batch is None or index.apply(batch)
+        if batch is None or batch.tier == POOL:
+            count -= 1
+            applied += [is_current] if batch is not None else []
+    return applied
 
 
 def held(index: ReplicaIndex) -> set[int]:
@@ -151,6 +159,47 @@ def test_what_is_computed_after_a_reset_is_known(
         assert held(index) == set(prefix_keys(list(await names_in_pool(llm))))
 
     asyncio.run(follow())
+
+
+@pytest.mark.parametrize("most", [1000, 3])
+def test_what_is_saved_is_told_until_there_is_more_than_followers_are_to_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(publishing, "_MOST_STORED", most)
+
+    async def follow(llm: AsyncLLM) -> None:
+        publisher, index, again = CachePublisher(llm), ReplicaIndex(1), ReplicaIndex(1)
+        await compute(llm, publisher, PROMPTS[:1])
+        assert await llm.call(lambda: llm.engine.tiers.flush(30.0))
+        async with aclosing(publisher.follow("a server")) as reports:
+            await publisher.publish()
+            while not on_disk(index):
+                await read_one(index, reports)
+        names = await names_in_pool(llm)
+        assert len(names) > 3
+        saved = on_disk(index)
+        assert saved <= set(prefix_keys(list(names))) and len(saved) == min(most, len(names))
+        async with aclosing(publisher.follow("another")) as reports:
+            await read_one(again, reports)
+            await read_one(again, reports)
+            assert on_disk(again) == saved
+            assert await publisher.reset(False, True)
+            await read_one(again, reports)
+            await read_one(again, reports)
+        assert not on_disk(again) and not held(again)
+
+    llm = observed(cache_dir=str(tmp_path / "kept"))
+    asyncio.run(follow(llm))
+    llm.close()
+
+
+def on_disk(index: ReplicaIndex) -> set[int]:
+    return {key for part in index._holders[DISK] for key in part}
+
+
+async def read_one(index: ReplicaIndex, reports: AsyncGenerator[Report]) -> None:
+    batch = (await anext(reports)).batch
+    assert batch is None or index.apply(batch)
 
 
 def test_another_start_has_another_epoch() -> None:

@@ -192,7 +192,9 @@ class _Reader:
         found = _CHARACTERS.match(text, start, stop)
         assert found is not None
         piece = found[0]
-        if len(piece) > _PART - 6 and (half := _HALF.search(piece)):
-            piece = piece[: half.start()]
+        if len(piece) > _PART - 6 and _HALF.search(piece, len(piece) - 6):
+            before = piece[:-6]
+            if (len(before) - len(before.rstrip("\\"))) % 2 == 0:  # else it is text: \\ud83d
+                piece = before
         self._at += len(piece)
         return str(json.loads(f'"{piece}"')) if "\\" in piece else piece

@@ -61,6 +61,17 @@ def test_it_refuses_what_json_refuses(text: str) -> None:
     assert outcome(read_json, f'["{text}"]') == outcome(json.loads, f'["{text}"]')
 
 
+HALVES = [r"\ud83d\ude00", r"\\ud83d", r"\\\ud83d\ude00", r"\\\\ud83d", r"\ud83d\ud83d\ude00"]
+
+
+@pytest.mark.parametrize("halves", HALVES)
+def test_a_character_of_two_halves_is_whole_wherever_a_part_ends(halves: str) -> None:
+    """Where a part ended with a backslash that is text and `ud83d`, the whole text was refused."""
+    for length in range(max(0, long_json._PART - 22), long_json._PART):
+        text = f'["\\n{"a" * length}{halves}"]'
+        assert outcome(read_json, text) == outcome(json.loads, text)
+
+
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32-le"])
 def test_encodings_that_json_may_have(encoding: str) -> None:
     value = {"é": ["漢😀" * 300_000, 1]}

@@ -27,6 +27,7 @@ class ImageLoads:
         self._kept = kept
         self._asked: dict[EncoderKey, None] = {}  # by whom asked first
         self._found: dict[EncoderKey, Tensor | None] = {}
+        self._is_busy = False  # the thread is in the store
         self._closed = False
         self._lock = threading.RLock()  # not the condition: Ctrl-C in its `__exit__` would keep it
         self._changed = threading.Condition(self._lock)
@@ -78,11 +79,15 @@ class ImageLoads:
             self._asked.pop(key, None)
             self._found.pop(key, None)
 
-    def forget_all(self) -> None:
-        """What was found is not to be found again."""
+    def forget_all(self, timeout: float) -> bool:
+        """Forget what was found, and wait for what is being loaded; False if that takes longer.
+
+        What a farther tier has is saved in all: that is over then, too.
+        """
         with self._lock:
             self._asked.clear()
             self._found.clear()
+            return self._changed.wait_for(lambda: not self._is_busy, timeout)
 
     def wait(self, timeout: float) -> None:
         """Wait until nothing is looked for, or one more image is known."""
@@ -96,7 +101,8 @@ class ImageLoads:
         """Look for no more images. Idempotent."""
         with self._lock:
             self._closed = True
-            self.forget_all()
+            self._asked.clear()
+            self._found.clear()
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
@@ -109,10 +115,12 @@ class ImageLoads:
                 if self._closed:
                     return
                 key = next(iter(self._asked))
+                self._is_busy = True
             rows = None
             with suppress(BaseException):  # of a damaged object: the image is encoded
                 rows = self._kept.load(key)
             with self._lock:
+                self._is_busy = False
                 if key in self._asked:
                     self._found[key] = rows
                     del self._asked[key]

@@ -249,9 +249,9 @@ class Tiers:
     def clear(self) -> None:
         """Forget what the stores have. Raises TierError if some may be left; all are asked."""
         self.loads.end_all()
-        self.image_loads.forget_all()
         self._offers.roll_back()
-        done = [saver.drop(_LAST_SAVES) for saver in (self._saver, self._object_saver)]
+        done = [self.image_loads.forget_all(_LAST_SAVES)]
+        done += [saver.drop(_LAST_SAVES) for saver in (self._saver, self._object_saver)]
         done += [store.clear() for store in (*self._tiers, *self._object_tiers)]
         if not all(done):
             raise TierError(

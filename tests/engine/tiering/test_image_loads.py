@@ -12,6 +12,7 @@ from headstart import LLM, SamplingParams
 from headstart.cache import BlockHash
 from headstart.engine.images.encoder_cache import EncoderCache, PromptImages
 from headstart.engine.request import RequestGroup
+from headstart.errors import TierError
 from headstart.tiers import OBJECTS, DiskStore, LoadedBlock
 from tests.tiny_vision import make_image, save_tiny_vision
 
@@ -143,5 +144,34 @@ def test_what_was_found_before_all_is_forgotten_is_encoded_anew(
             loads.wait(4)
         assert llm.reset_prefix_cache(reset_connector=True)
         assert not loads._found
+        assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [kept[1]]
+        assert counts(llm) == (2, 0)
+
+
+def test_all_is_forgotten_once_nothing_is_loaded_any_more(
+    model: Path, kept: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a farther tier had was saved in all tiers, after a reset had emptied them."""
+    in_store, gate, load = Event(), Event(), DiskStore.load
+
+    def wait(store: DiskStore, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
+        if store.model == OBJECTS:
+            in_store.set()
+            assert gate.wait(4)
+        yield from load(store, names)
+
+    monkeypatch.setattr(DiskStore, "load", wait)
+    with closing(open_llm(model, kept[0])) as llm:
+        group = submit(llm, "One <image> and <image> two", 1, 2)
+        llm.engine.step()
+        assert llm.engine.tiers is not None
+        assert in_store.wait(4)
+        llm.engine.abort(group.request_id)
+        with monkeypatch.context() as patch:
+            patch.setattr("headstart.engine.tiering.tiers._LAST_SAVES", 0)
+            with pytest.raises(TierError, match="may not be"):
+                llm.engine.tiers.clear()
+        gate.set()
+        assert llm.reset_prefix_cache(reset_connector=True)
         assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [kept[1]]
         assert counts(llm) == (2, 0)

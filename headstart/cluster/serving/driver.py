@@ -34,6 +34,7 @@ from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.cluster.serving.messages import AnswerRequest, Follow, Part, Report, RequestKey
 from headstart.cluster.serving.ray_errors import has_died, read_error
 from headstart.cluster.serving.running import Attempt, Running
+from headstart.cluster.serving.signs import sign_life
 from headstart.engine.driver import Driver, Receiver, Update
 from headstart.errors import EngineError, ReplicaLostError, RequestError
 
@@ -87,6 +88,7 @@ class ReplicaDriver:
         dispatcher.call_on_change(lambda: self._soon(self._match_feeds))
         dispatcher.call_on_route(lambda: self._soon(dispatcher.catch_up))
         self._soon(self._match_feeds)
+        asyncio.run_coroutine_threadsafe(sign_life(handle, self._name), self._loop)
 
     # As of a driver
 
@@ -308,6 +310,7 @@ class ReplicaDriver:
             priority=group.priority,
             marks=tuple(group.requests[0].sequence.marks),
             follower=self._name if running.every_step else None,
+            server=self._name,
             num_public=self._front.count_public(group),
             adapter=group.adapter,
             images=await self._put_images(group),

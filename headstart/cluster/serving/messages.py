@@ -44,10 +44,11 @@ class AnswerRequest:
     """A request that is checked and tokenised.
 
     owner: whose it is, and with what weight; None for nobody's. follower: the server that is told
-    its tokens as they come, None if they are wanted at the end alone. attempt: how often it was
-    sent before. num_public: blocks at the prompt's head that all tenants share; a replica that does
-    not know them shares them from then on. adapter: is read by a replica that has none of this name
-    and digest. images: what to await for those of the prompt, checked; None for a prompt without
+    its tokens as they come, None if they are wanted at the end alone. server: the one that asks;
+    the request ends when that is silent for long. attempt: how often it was sent before.
+    num_public: blocks at the prompt's head that all tenants share; a replica that does not know
+    them shares them from then on. adapter: is read by a replica that has none of this name and
+    digest. images: what to await for those of the prompt, checked; None for a prompt without
     any. They lie in Ray's store, so that a second attempt sends no pixels again.
     """
 
@@ -59,6 +60,7 @@ class AnswerRequest:
     priority: int
     marks: tuple[Mark, ...]
     follower: str | None
+    server: str
     attempt: int = 0
     num_public: int = 0
     adapter: Adapter | None = None

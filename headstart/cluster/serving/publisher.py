@@ -50,7 +50,7 @@ class CachePublisher:
         self._events = EventPublisher(replica=0, epoch=time.time_ns())
         self._store_events = EventPublisher(replica=0, epoch=time.time_ns(), tier=DISK)
         self._stored: dict[BlockHash, None] = {}  # last seen last
-        self._followers: dict[str, asyncio.Queue[Report]] = {}
+        self._followers: dict[str, asyncio.Queue[Report | None]] = {}
         self._progress: dict[str, dict[RequestKey, list[Part]]] = {}  # by follower
         self._telling: asyncio.Task[None] | None = None
         self._num_running = 0
@@ -120,18 +120,26 @@ class CachePublisher:
             await asyncio.sleep(_TOGETHER)
 
     async def follow(self, follower: str) -> AsyncGenerator[Report]:
-        """What is cached, and then all that changes. Ends when the engine does."""
-        queue: asyncio.Queue[Report] = asyncio.Queue(_MOST_QUEUED)
+        """What is cached, and then all that changes. Ends with the engine, and by `drop`."""
+        queue: asyncio.Queue[Report | None] = asyncio.Queue(_MOST_QUEUED)
         self._followers[follower] = queue  # first: what comes meanwhile is newer than the snapshot
         try:
             yield await self._llm.call(self._read_all)
             if self._llm.engine.tiers is not None:
                 yield Report(await self._llm.call(self._store_events.snapshot))
-            while True:
-                yield await queue.get()
+            while (report := await queue.get()) is not None:
+                yield report
         finally:
             if self._followers.get(follower) is queue:
                 del self._followers[follower]
+
+    def drop(self, follower: str) -> None:
+        """End what a follower is told, if it is told anything."""
+        queue = self._followers.pop(follower, None)
+        if queue is not None:
+            while not queue.empty():  # nobody reads them, and the end needs room
+                queue.get_nowait()
+            queue.put_nowait(None)
 
     async def _publish_on(self) -> None:
         with suppress(EngineError):  # the engine is closed, which its health check says

@@ -15,6 +15,7 @@ from headstart.cluster.serving.adapters import check_adapter
 from headstart.cluster.serving.gauges import RayGauges
 from headstart.cluster.serving.messages import AnswerRequest, EngineFacts, Follow, Part, Report
 from headstart.cluster.serving.publisher import CachePublisher
+from headstart.cluster.serving.signs import LiveServers
 from headstart.engine.adapters.request import Adapter
 from headstart.engine.async_llm import AsyncLLM
 from headstart.engine.outputs import RequestOutput
@@ -43,6 +44,8 @@ class EngineReplica:
         self._llm = AsyncLLM.from_started(start_engine(model, dict(options), is_observed=True))
         self._publisher = CachePublisher(self._llm)
         self._gauges = RayGauges(self._llm)
+        self._servers = LiveServers()
+        self._asked: dict[RequestGroup, str] = {}  # the server of each request that runs
         self._naming = asyncio.Lock()  # held while an adapter's name must keep its meaning
 
     async def facts(self) -> EngineFacts:
@@ -67,6 +70,7 @@ class EngineReplica:
         The tokens between are told to the request's follower meanwhile, those of all its requests
         in one message: see `CachePublisher`. Raises RequestError or EngineError.
         """
+        self._servers.hear(asked.server)
         params = asked.params.clone()
         params.output_kind = RequestOutputKind.DELTA
         names = self._llm.engine.manager.names
@@ -78,11 +82,15 @@ class EngineReplica:
         if asked.owner is not None:
             self._llm.engine.manager.shares.set(*asked.owner)
         self._publisher.begin()
+        self._asked[request] = asked.server
         try:
             async with aclosing(self._llm.outputs(request)) as outputs:
                 async for part in self._parts(outputs, asked):
+                    if request not in self._asked:  # it may be held up, and not dead
+                        raise EngineError("the server that asked was silent for too long")
                     yield part
         finally:
+            self._asked.pop(request, None)
             self._publisher.end()
 
     async def _parts(
@@ -144,9 +152,21 @@ class EngineReplica:
 
         who: names this replica for the request router, and the caller.
         """
+        self._servers.hear(who.follower)
         async with aclosing(self._publisher.follow(who.follower)) as reports:
             async for report in reports:
                 yield report
+
+    async def hear(self, server: str) -> None:
+        """A server's sign of life; without any for two minutes its calls are ended."""
+        self._servers.hear(server)
+
+    async def _end_silent(self) -> None:
+        for server in self._servers.take_silent():
+            self._publisher.drop(server)
+            for request in [one for one, by in self._asked.items() if by == server]:
+                del self._asked[request]
+                await self._llm.abort(request.request_id)
 
     async def reset(self, running: bool, tiers: bool) -> bool:
         """As `AsyncLLM.reset_prefix_cache`; the followers are told at once."""
@@ -162,6 +182,7 @@ class EngineReplica:
         The engine's thread must answer, too: one that hangs is replaced when Ray's patience ends.
         """
         await self._llm.call(lambda: None)
+        await self._end_silent()
         try:
             await self._gauges.update()
         except Exception:  # requests are answered all the same

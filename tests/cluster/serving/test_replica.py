@@ -13,8 +13,10 @@ import pytest
 
 from headstart import SamplingParams
 from headstart.cache import TokenSequence
-from headstart.cluster.serving.messages import AnswerRequest
+from headstart.cluster.serving import signs
+from headstart.cluster.serving.messages import AnswerRequest, Follow
 from headstart.cluster.serving.replica import EngineReplica
+from headstart.cluster.serving.signs import LiveServers
 from headstart.engine.adapters.request import Adapter
 from headstart.engine.request import RequestGroup
 from headstart.errors import EngineError, ModelError
@@ -30,6 +32,7 @@ ASKED = AnswerRequest(
     priority=0,
     marks=(),
     follower=None,
+    server="s",
 )
 
 
@@ -147,3 +150,79 @@ def test_a_closed_engine_is_ill() -> None:
     made.__del__()
     with pytest.raises(EngineError):
         asyncio.run(made.check_health())
+
+
+def test_what_a_silent_server_asked_for_ends_and_nothing_of_another(
+    replica: EngineReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(replica, "_servers", LiveServers(lambda: now[0]))
+    aborted: list[str] = []
+    abort = replica._llm.abort
+
+    async def note(request_id: str) -> None:
+        aborted.append(request_id)
+        await abort(request_id)
+
+    monkeypatch.setattr(replica._llm, "abort", note)
+    long = replace(ASKED, params=SamplingParams(max_tokens=800, temperature=0, ignore_eos=True))
+
+    async def fall_silent() -> None:
+        async with (
+            aclosing(replica.answer(replace(long, request_id="d", server="dead"))) as dead,
+            aclosing(replica.answer(replace(ASKED, request_id="l", server="alive"))) as alive,
+            aclosing(replica.follow(Follow("r", "dead"))) as dead_feed,
+            aclosing(replica.follow(Follow("r", "alive"))) as live_feed,
+        ):
+            for stream in (dead, alive, dead_feed, live_feed):
+                await anext(stream)
+            now[0] = 100.0
+            await replica.hear("alive")
+            await replica.check_health()
+            assert set(replica._publisher._followers) == {"dead", "alive"}
+            now[0] = 130.0
+            await replica.check_health()
+            assert set(replica._publisher._followers) == {"alive"}
+            assert aborted == ["d"]
+            assert [report async for report in dead_feed] == []
+            with pytest.raises(EngineError, match="silent for too long"):
+                await anext(dead)
+            assert (await anext(alive)).finished
+
+    asyncio.run(fall_silent())
+
+
+class _Heard:
+    """A deployment; its first broadcast fails."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str]] = []
+        self.is_heard = asyncio.Event()
+
+    def broadcast(self, method: str, server: str) -> "_Heard":
+        """As of Ray Serve's."""
+        self.heard.append((method, server))
+        return self
+
+    async def results_async(self, return_exceptions: bool) -> list[Any]:
+        """As of Ray Serve's."""
+        if len(self.heard) == 1:
+            raise EngineError("no replica runs")
+        self.is_heard.set()
+        return []
+
+
+def test_a_server_signs_life_again_after_a_sign_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def sign() -> None:
+        monkeypatch.setattr(signs, "_EVERY", 0)
+        monkeypatch.setattr(signs.asyncio, "wait_for", lambda call, limit: call)
+        handle = _Heard()
+        signing = asyncio.ensure_future(signs.sign_life(handle, "s"))  # type: ignore[arg-type]
+        await handle.is_heard.wait()
+        signing.cancel()
+        assert handle.heard[:2] == [("hear", "s")] * 2
+        assert hasattr(EngineReplica, "hear")
+
+    asyncio.run(sign())

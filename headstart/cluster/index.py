@@ -13,6 +13,9 @@ for each depth that the prompt has somewhere, and leaves the blocks between alon
 for memory, up to 1 us, so asking for every block of 8,192 tokens took a quarter of a millisecond.
 After a lost event, or where a tier has lost a block in the middle, a query may tell too much.
 
+Where all replicas share a store, who said that a block is in it does not matter: one search finds
+how much of a prompt it has for all of them.
+
 A replica that is removed is in no answer any more at once. What it held stays in the tables for a
 while: each batch that comes looks through some blocks, several times as many as it stores.
 """
@@ -270,23 +273,15 @@ class ReplicaIndex:
         expected = self._depths(keys, pool, self._expected)
         cached = expected if expected.is_of_first else self._depths(keys, pool)
         stored = expected
+        if self._lower and self._shares_store:
+            depth = _depth(keys, tuple(self._lower.values()))
+            return Match(cached.counts, expected.counts, [max(n, depth) for n in expected.counts])
         if self._lower:
-            lower = tuple(self._lower.values())
-            shared = lower if self._shares_store else ()
-            stored = self._depths(keys, pool, self._expected, *lower, shared=shared)
+            stored = self._depths(keys, pool, self._expected, *self._lower.values())
         return Match(cached.counts, expected.counts, stored.counts)
 
-    def _depths(
-        self,
-        keys: Sequence[PrefixKey],
-        first: Holders,
-        *others: Holders,
-        shared: Sequence[Holders] = (),
-    ) -> _Depths:
-        """How much of a prompt each replica has in one of these tables.
-
-        shared: those of them in which what one replica has, all have.
-        """
+    def _depths(self, keys: Sequence[PrefixKey], first: Holders, *others: Holders) -> _Depths:
+        """How much of a prompt each replica has in one of these tables."""
         depths, num_parts = [0] * self.num_replicas, self._num_parts
         is_of_first = True
         # Of some replicas, the least and the most that they can have.
@@ -302,8 +297,6 @@ class ReplicaIndex:
                     if more:
                         found |= more
                         is_of_first = False
-                if shared and any(key in table[key % num_parts] for table in shared):
-                    found = replicas
                 found &= replicas
                 if found == replicas:
                     low = middle + 1
@@ -336,6 +329,19 @@ def _reach(keys: Sequence[PrefixKey], tables: Sequence[Holders]) -> int:
         if not any(key in table[key % len(table)] for table in tables):
             return at
     return len(keys)
+
+
+def _depth(keys: Sequence[PrefixKey], tables: Sequence[Holders]) -> int:
+    """How many of a prompt's first blocks are in these tables, whoever said so."""
+    low, high = 0, _reach(keys, tables)
+    while low < high:
+        middle = (low + high) // 2
+        key = keys[middle]
+        if any(key in table[key % len(table)] for table in tables):
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def _set_bits(depths: list[int], owners: Sequence[int], bits: int, depth: int) -> None:

@@ -154,7 +154,12 @@ class Saver:
         names = [block.name for block in batch]
         if count == len(names):
             return names
-        return [name for name in names if self._store.find([name])]  # it may have had them
+        kept: list[BlockHash] = []
+        while names:  # it may have had some, or have no room
+            found = self._store.find(names)
+            kept += names[:found]
+            names = names[found + 1 :]
+        return kept
 
     def _take_batch(self) -> tuple[list[StoredBlock], list[BlockHash]]:
         batch: list[StoredBlock] = []

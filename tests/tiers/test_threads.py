@@ -275,6 +275,27 @@ def test_what_is_dropped_is_not_saved_later() -> None:
     assert store.saved == [name(0), name(9)]
 
 
+def test_what_the_store_has_is_told_once_whether_it_was_new_or_not() -> None:
+    class Small(Store):
+        """Has every second block already, and takes one."""
+
+        def find(self, names: Sequence[BlockHash]) -> int:
+            had = [self.numbers[one] % 2 == 0 or self.numbers[one] == 1 for one in names]
+            return [*had, False].index(False)
+
+        def save(self, blocks: Sequence[StoredBlock]) -> int:
+            return 1
+
+    for store, had in ((Store(), range(6)), (Small(), (0, 1, 2, 4))):
+        with saving(store) as saver:
+            saver.offer(blocks(range(6)))
+            assert saver.flush(FOREVER) and not saver.is_saving
+            assert saver.take_kept() == names(had) and saver.take_kept() == []
+            saver.touch(names([9]))
+            assert saver.flush(FOREVER) and saver.drop(FOREVER)
+            assert saver.take_kept() == [], "all was to be forgotten"
+
+
 def test_offers_from_many_threads_while_one_closes() -> None:
     with saving(store := Store()) as saver:
 

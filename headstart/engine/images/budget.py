@@ -41,14 +41,14 @@ class EncoderBudget:
         """Up to the first image that has no room; nothing yet while one is looked for in tiers."""
         waits = False
         needed: list[PromptImage] = []
-        for image in _images(request):
+        for at, image in enumerate(_images(request)):
             if image.start >= stop:
                 break
             if image.stop > self._first(start):
                 needed.append(image)
                 if not self._cache.fits(needed):
                     return None if waits else max(start, image.start)
-                waits |= self._cache.is_coming(image)
+                waits |= self._cache.is_coming((request, at), image)
         return None if waits else stop
 
     def enter(self, request: Request, start: int, stop: int) -> None:

@@ -157,6 +157,7 @@ class EncoderCache:
         self._entries: dict[EncoderKey, _Entry] = {}
         self._kept: OrderedDict[EncoderKey, None] = OrderedDict()  # without users, oldest first
         self._wanted: list[_Entry] = []
+        self._askers: set[tuple[object, int]] = set()  # users that the store was asked for
         self._used = 0
 
     @property
@@ -180,13 +181,14 @@ class EncoderCache:
         new = sum(rows for key, rows in wanted.items() if key not in self._entries)
         return self._used - kept + new <= self.capacity
 
-    def is_coming(self, image: PromptImage) -> bool:
+    def is_coming(self, user: tuple[object, int], image: PromptImage) -> bool:
         """True while the image is looked for in the store; asks at the first call."""
-        return (
-            self._store is not None
-            and image.key not in self._entries
-            and self._store.is_coming(image.key)
-        )
+        if self._store is None or image.key in self._entries:
+            return False
+        if not self._store.is_coming(image.key):
+            return False
+        self._askers.add(user)
+        return True
 
     def hold(self, user: tuple[object, int], image: PromptImage, *, is_stored: bool = True) -> None:
         """One more use of an image; `fits` said that there is room. Twice is once.
@@ -225,7 +227,8 @@ class EncoderCache:
 
     def leave(self, user: tuple[object, int], image: PromptImage) -> None:
         """This use is over; an entry without users is kept until room is needed. Twice is once."""
-        if self._store is not None:
+        if self._store is not None and user in self._askers:
+            self._askers.discard(user)  # once: whoever decodes leaves with each token
             self._store.forget(image.key)
         entry = self._entries.get(image.key)
         if entry is None:

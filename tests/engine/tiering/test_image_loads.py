@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -28,12 +29,12 @@ def open_llm(model: Path, folder: Path) -> LLM:
     return LLM(model, num_blocks=128, block_size=4, debug=True, cache_dir=str(folder))
 
 
-def submit(llm: LLM, text: str, *seeds: int) -> RequestGroup:
+def submit(llm: LLM, text: str, *seeds: int, params: SamplingParams = GREEDY) -> RequestGroup:
     assert llm.engine.images is not None
     prompt: dict[str, Any] = {"prompt": text.replace("<image>", llm.engine.images.placeholder)}
     if seeds:
         prompt["multi_modal_data"] = {"image": [make_image(seed, 56, 56) for seed in seeds]}
-    llm.engine.submit(group := llm.engine.prepare(prompt, GREEDY))
+    llm.engine.submit(group := llm.engine.prepare(prompt, params))
     return group
 
 
@@ -131,8 +132,8 @@ def test_what_was_found_before_all_is_forgotten_is_encoded_anew(
         group = submit(llm, "One <image> and <image> two", 1, 2)
         shown = group.extras.embeddings if group.extras is not None else None
         assert isinstance(shown, PromptImages)
-        for image in shown.images:
-            loads.is_coming(image.key)
+        for at, image in enumerate(shown.images):
+            shown.cache.is_coming((group.requests[0], at), image)
         while loads.are_under_way:
             loads.wait(4)
         assert len(loads._found) == 2
@@ -146,6 +147,31 @@ def test_what_was_found_before_all_is_forgotten_is_encoded_anew(
         assert not loads._found
         assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [kept[1]]
         assert counts(llm) == (2, 0)
+
+
+def test_who_waits_for_an_image_that_another_has_computed_past_gets_it(
+    model: Path, kept: tuple[Path, list[int]], gate: Event
+) -> None:
+    """Each token of the other had it forgotten again, and asked for anew: until that ended."""
+    gate.set()
+    with closing(open_llm(model, kept[0])) as llm:
+        long = replace(GREEDY, max_tokens=200)
+        first = submit(llm, "One <image>", 1, params=long)
+        while len(first.requests[0].sampling.output_token_ids) < 3:
+            llm.engine.step()
+        assert llm.engine.images is not None
+        llm.engine.images.cache.clear()  # as if others had needed the room
+        second = submit(llm, "Of another length <image>", 1)
+        tiers = llm.engine.tiers
+        assert tiers is not None
+        for _ in range(20):  # each time with what there is of it
+            if tiers.loads.are_under_way:
+                tiers._loader.wait(4)
+            while tiers.image_loads.are_under_way:
+                tiers.image_loads.wait(4)
+            llm.engine.step()
+        assert second.requests[0].sampling.output_token_ids
+        assert not first.finished and counts(llm) == (0, 2)
 
 
 def test_all_is_forgotten_once_nothing_is_loaded_any_more(

@@ -204,7 +204,7 @@ def pack_int8(values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Pac
     outputs, inputs = values.shape
     padded = nn.functional.pad(values, (0, inputs % 2, 0, -outputs % _PANEL))
     panels = padded.view(-1, _PANEL, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
-    return PackedWeight.of_panels(panels, scales, inputs, bias)
+    return PackedWeight.of_panels(panels, scales.float().contiguous(), inputs, bias)
 
 
 class PackedLinear(nn.Module):

@@ -38,6 +38,7 @@ struct Panel {
     const void* data;
     bool is_narrow;
 
+    // Where pair k begins.
     const uint32_t* at(int64_t k) const {
         return static_cast<const uint32_t*>(data) + k * PANEL / (is_narrow ? 2 : 1);
     }
@@ -65,9 +66,7 @@ struct Weight {
         return {static_cast<const char*>(panels) + bytes, scales != nullptr};
     }
     // Of a weight in bf16.
-    const uint32_t* wide_panel(int64_t at) const {
-        return panel(at).at(0);
-    }
+    const uint32_t* wide_panel(int64_t at) const { return panel(at).at(0); }
 };
 
 // Memory that a thread keeps from call to call; it only grows.
@@ -101,7 +100,7 @@ struct Products {
     void (*pack)(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out);
     // sums[row][32] = or += products of packed rows with a range of a panel. Meanwhile it
     // prefetches weights, `fetch` cache lines per pair: 2 fetches this range and then from `next`
-    // on, 1 only from `next` on, 0 nothing.
+    // on (with AMX from `next` on alone), 1 only from `next` on, 0 nothing.
     void (*multiply)(const uint32_t* rows, int count, const uint32_t* panel, int64_t pairs,
                      float* sums, bool add, const uint32_t* next, int fetch);
 };
@@ -196,7 +195,8 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
     release_tiles();
 }
 
-// The 32 sums of a row times the scales, if any, plus the bias, if any, rounded to bf16; zeros beyond the last output.
+// The 32 sums of a row times the scales, if any, plus the bias, if any, rounded to bf16; zeros
+// beyond the last output.
 inline __m512i finished(const float* sums, const Weight& weight, int64_t output) {
     __m512 half[2];
     for (int h = 0; h < 2; h++) {

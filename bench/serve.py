@@ -10,6 +10,8 @@ after another over a socket, streamed, greedy, of token ids, an exact number of 
     document  4 documents of 2,000 tokens, questions of 32 in and 16 out
     short     96 tokens that nobody else sends, 16 out
 
+One client does this eight times in each round, eight do it four times each, and 64 once.
+
 Each load runs with the cache and without, and the same requests go to the bare engine (`AsyncLLM`
 in a process without HTTP): the limit for the server's time is 1.10 times the engine's, in the
 median round. All are loaded at once and asked in turns, each round with prompts of its own, so that

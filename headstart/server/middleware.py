@@ -172,17 +172,19 @@ def _check_kind(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
     compressed, and what is no HTTP."""
     if headers.get(b"upgrade", b"").lower() == b"websocket":
         raise ApiError(400, "there are no websockets here; ask by HTTP, which streams events, too")
-    if scope["method"] != "POST" or not _is_there(scope):
+    if scope["method"] != "POST":
         return
     encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
-    if encoding.lower() != "identity":
-        told = f"the header Content-Encoding is {shorten(encoding)}; allowed: none, or identity"
-        raise ApiError(415, f"{told}, which is a body as it is")
     size, kind = headers.get(b"content-length"), headers.get(b"content-type", b"").decode("latin-1")
     has_body = b"transfer-encoding" in headers if size is None else size != b"0"
-    if has_body and not _JSON.match(kind):
-        said = f"is {shorten(kind)}" if kind else "is missing"
-        raise ApiError(400, f"the header Content-Type {said}; send Content-Type: application/json")
+    is_plain = encoding.lower() == "identity"
+    if (is_plain and (not has_body or _JSON.match(kind))) or not _is_there(scope):
+        return
+    if not is_plain:
+        told = f"the header Content-Encoding is {shorten(encoding)}; allowed: none, or identity"
+        raise ApiError(415, f"{told}, which is a body as it is")
+    said = f"is {shorten(kind)}" if kind else "is missing"
+    raise ApiError(400, f"the header Content-Type {said}; send Content-Type: application/json")
 
 
 def _is_there(scope: Scope) -> bool:

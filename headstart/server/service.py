@@ -191,8 +191,7 @@ class Service(Front):
                             end = "told"
                             whole = request.output()  # of a stream the last one has what is new
                             note_output(whole)
-                            if not self.watch.finished_at_once(request, whole):
-                                await asyncio.to_thread(self.watch.finished, request, whole)
+                            self.watch.finished(request, whole)
                         yield output
         except (ApiError, EngineError) as error:
             note_error(error)

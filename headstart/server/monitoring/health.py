@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
@@ -39,5 +41,6 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """The server's metrics as Prometheus reads them."""
     service = service_of(request)
+    await asyncio.to_thread(service.watch.settle)
     text = await service.llm.call(service.watch.metrics.read)
     return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import deque
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Watch"]
 
 _MOST_REQUESTS = 200  # told to pages
-_FEW_TOKENS = 2048  # of a prompt that is compared with another in no time
+_MOMENT = 0.02  # seconds; then those who were answered together have asked again
+_MOST_ENDED = 1024  # whose notes wait to be taken
 
 
 class _Answered(NamedTuple):
@@ -50,6 +52,15 @@ class _Answered(NamedTuple):
         }
 
 
+class _Ended(NamedTuple):
+    """A request that has its last token, and when that came."""
+
+    request: RequestGroup
+    output: RequestOutput
+    since: float  # `time.monotonic`
+    at: float  # `time.time`
+
+
 class Watch:
     """Keeps what is told of requests later. May be used from several threads."""
 
@@ -60,28 +71,43 @@ class Watch:
         self.decode = self._decode if engine.tokenizer is not None else None
         self._bytes_per_block = engine.kv_cache_bytes // engine.manager.config.num_blocks
         self._lock = threading.Lock()
+        self._ended: deque[_Ended] = deque()
+        self._is_due = False
         self._traffics = Traffics(by_tenant=by_tenant)
         self._adviser = Adviser(self.decode, engine.manager.block_size)
         self._recent: deque[_Answered] = deque(maxlen=_MOST_REQUESTS)
         self.metrics = Metrics(llm, name)
 
     def finished(self, request: RequestGroup, output: RequestOutput) -> None:
-        """A request has its last token; of one that is not stored only counts are kept."""
-        with self._lock:
-            self._note(request, output)
+        """A request has its last token; of one that is not stored only counts are kept.
 
-    def finished_at_once(self, request: RequestGroup, output: RequestOutput) -> bool:
-        """As `finished` in some 0.1 ms, for an event loop; False if it would take longer."""
-        is_short = len(output.prompt_token_ids) <= _FEW_TOKENS
-        if not is_short or not self._lock.acquire(blocking=False):
-            return False
-        try:
-            self._note(request, output)
-        finally:
-            self._lock.release()
-        return True
+        For an event loop: a moment later a thread takes notes, which takes as long for a small
+        model as some of its tokens, and whoever waits for the answer has it by then.
+        """
+        self._ended.append(_Ended(request, output, time.monotonic(), time.time()))
+        if len(self._ended) > _MOST_ENDED:
+            self._settle(1)
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_later(_MOMENT, self._take_notes)
 
-    def _note(self, request: RequestGroup, output: RequestOutput) -> None:
+    def _take_notes(self) -> None:
+        self._is_due = False
+        asyncio.get_running_loop().run_in_executor(None, self.settle)
+
+    def settle(self) -> None:
+        """Take notes of all that have ended, which every other answer here begins with."""
+        self._settle(len(self._ended))
+
+    def _settle(self, most: int) -> None:
+        for _ in range(most):
+            with self._lock:
+                if not self._ended:
+                    return
+                self._note(self._ended.popleft())
+
+    def _note(self, ended: _Ended) -> None:
+        request, output, since, at = ended
         age, num_lost = None, 0
         if request.params.is_stored:
             seen = self._traffics.of(request.namespace.salt).add(
@@ -90,14 +116,14 @@ class Watch:
                 output.prompt_token_ids,
                 output.num_cached_tokens,
                 output.why_missed,
-                _ago(output.metrics),
+                _ago(output.metrics, time.monotonic() - since),
             )
             age, num_lost = _age(seen), seen.num_lost
         self.metrics.finished(request, output, age, num_lost)
         self._recent.append(
             _Answered(
                 output.request_id,
-                time.time(),
+                at,
                 len(output.prompt_token_ids),
                 output.num_cached_tokens,
                 sum(len(answer.token_ids) for answer in output.outputs),
@@ -114,12 +140,14 @@ class Watch:
         self, namespace: Namespace, token_ids: Sequence[int], missed: MissExplanation
     ) -> Explanation:
         """See `Adviser.explain`."""
+        self.settle()
         with self._lock:
             traffic = self._traffics.of(namespace.salt)
             return self._adviser.explain(traffic, namespace, token_ids, missed)
 
     def advise(self) -> dict[str, Any]:
         """What would have saved most tokens of all prompts of late; see `Adviser.sum_up`."""
+        self.settle()
         with self._lock:
             recent = self._traffics.recent
         return self._adviser.sum_up(recent, self._bytes_per_block)
@@ -129,18 +157,21 @@ class Watch:
 
         What memory would have saved is not told (None): that hangs on what others keep.
         """
+        self.settle()
         with self._lock:
             recent = self._traffics.of(salt).recent
         return self._adviser.sum_up(recent, self._bytes_per_block) | {"memory": None}
 
     def recent_requests(self) -> list[dict[str, Any]]:
         """The last requests that were answered, oldest first: counts and times, no text."""
+        self.settle()
         with self._lock:
             recent = list(self._recent)
         return [one.describe() for one in recent]
 
     def clear(self) -> None:
         """Forget the prompts of late."""
+        self.settle()
         with self._lock:
             self._traffics.clear()
 
@@ -149,9 +180,9 @@ class Watch:
         return str(self._tokenizer.decode(list(token_ids)))
 
 
-def _ago(metrics: RequestMetrics) -> Times:
-    """When a request that has ended just now came, was admitted, and had its first token."""
-    spent = metrics.total or 0.0
+def _ago(metrics: RequestMetrics, ended: float) -> Times:
+    """When a request that ended so many seconds ago came, was admitted, had its first token."""
+    spent = ended + (metrics.total or 0.0)
     return Times(
         spent, spent - (metrics.queue or 0.0), spent - (metrics.time_to_first_token or 0.0)
     )

@@ -1,0 +1,61 @@
+"""Notes of answered requests are taken when nobody waits for them any more."""
+
+from __future__ import annotations
+
+from queue import Queue
+from typing import Any
+
+import httpx
+import pytest
+
+from headstart.engine.outputs import RequestOutput
+from headstart.engine.request import RequestGroup
+from headstart.server.monitoring import watch as module
+from headstart.server.monitoring.metrics import Metrics
+from tests.server.monitoring.test_metrics import ask, read
+from tests.server.running import running
+
+SECONDS = 30
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Queue[int]:
+    """The tokens of each answer of which notes are taken, in their order."""
+    seen: Queue[int] = Queue()
+    finished = Metrics.finished
+
+    def note(self: Metrics, request: RequestGroup, output: RequestOutput, *more: Any) -> None:
+        finished(self, request, output, *more)
+        seen.put(len(output.outputs[0].token_ids))
+
+    monkeypatch.setattr(Metrics, "finished", note)
+    return seen
+
+
+def test_notes_are_taken_by_themselves(noted: Queue[int]) -> None:
+    with running() as server:
+        ask(server, 2)
+        assert noted.get(timeout=SECONDS) == 2
+
+
+def test_few_wait_for_their_notes_and_none_is_lost(
+    noted: Queue[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOMENT", 10 * SECONDS)
+    monkeypatch.setattr(module, "_MOST_ENDED", 2)
+    with running() as server:
+        for tokens in range(1, 6):
+            ask(server, tokens)
+        assert noted.qsize() == 3
+        assert read(server)["vllm:generation_tokens_total"] == sum(range(1, 6))
+        assert [noted.get_nowait() for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+def test_a_prompt_is_known_as_soon_as_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOMENT", 10 * SECONDS)
+    with running() as server:
+        url = f"{server.url}/cache/explain"
+        prompt = "one two three four five six seven eight nine ten " * 5
+        assert httpx.post(url, json={"prompt": prompt}).json()["closest"] is None
+        ask(server, 1, prompt=prompt)
+        assert httpx.post(url, json={"prompt": prompt}).json()["closest"] is not None

@@ -162,6 +162,9 @@ class DecoderModel(ABC):
     def detach(self) -> None:
         """Release the backend and its memory; safe to call twice."""
 
+    def prepare(self, num_positions: int) -> None:  # noqa: B027 (most models need nothing)
+        """Make what steps over these positions need, before the first one; changes no result."""
+
     @abstractmethod
     def forward(
         self,

@@ -82,9 +82,11 @@ def make_parts(
             memory.device.type == "cpu",
             make_spell(tokenizer, config),
         )
-        # The blocks that loading the longest prompt would write.
+        # What loading the longest prompt would write, and what the step after that reads.
         kept = max(store.num_kept for store in stores.kv)
-        memory.prefault(min(kept, -(-limit // config.block_size)))
+        loaded = min(kept, -(-limit // config.block_size))
+        memory.prefault(loaded)
+        decoder.prepare(loaded * config.block_size)
     cache = CacheConfig(
         num_blocks=blocks,
         events=is_observed or stores is not None,

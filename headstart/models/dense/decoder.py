@@ -141,6 +141,10 @@ class DenseDecoder(DecoderModel):
     def detach(self) -> None:
         self.fusion.backend = None
 
+    def prepare(self, num_positions: int) -> None:
+        for table in self._angles.values():
+            table.cover(num_positions)
+
     def forward(
         self,
         token_ids: Tensor,

@@ -73,21 +73,28 @@ class AngleTable:
         needed = int(positions.max()) + 1
         if needed > _MOST_POSITIONS:
             return self._angles(positions.to(torch.float32).cpu())
-        if needed > len(self._table[0]):
-            self._grow(max(_FIRST_POSITIONS, 1 << (needed - 1).bit_length()))
+        self.cover(needed)
         cos, sin = self._table
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
-    def _grow(self, size: int) -> None:
-        with torch.inference_mode(False):  # outlives the step that needs it
-            self._table = self._angles(torch.arange(size, dtype=torch.float32))
+    def cover(self, num_positions: int) -> None:
+        """Have the first positions in the table, as far as one of its size goes."""
+        needed = min(num_positions, _MOST_POSITIONS)
+        if needed > len(self._table[0]):
+            size = max(_FIRST_POSITIONS, 1 << (needed - 1).bit_length())
+            with torch.inference_mode(False):  # outlives the step that needs it
+                self._table = self._angles(torch.arange(size, dtype=torch.float32))
 
     def _angles(self, positions: Tensor) -> Angles:
         values, scale = self._frequencies
         places = positions.unsqueeze(1) * values
-        places = torch.cat((places, places), dim=-1)
-        cos, sin = places.cos() * scale, places.sin() * scale
-        return cos.to(self._like), sin.to(self._like)
+        cos, sin = places.cos().mul_(scale), places.sin_().mul_(scale)
+        return self._both_halves(cos), self._both_halves(sin)
+
+    def _both_halves(self, pairs: Tensor) -> Tensor:
+        """A pair's number for each of its elements, which lie half a width apart."""
+        pairs = pairs.to(self._like)
+        return torch.cat((pairs, pairs), dim=-1)
 
 
 def rotate(rows: Tensor, angles: Angles) -> Tensor:

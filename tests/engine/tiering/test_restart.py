@@ -13,6 +13,7 @@ from headstart.attention import PagedKVMemory
 from headstart.cache import BlockHash
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.vllm_api.metrics import Counter
+from headstart.models.dense.decoder import DenseDecoder
 from headstart.tiers import DiskStore, LoadedBlock
 from tests.engine.tiny_llm import make_llm, save_smallest
 
@@ -371,3 +372,17 @@ def test_a_load_under_way_keeps_nobody_from_forgetting_all(
         if not is_aborted:
             assert [group.output().num_loaded_tokens for group in groups] == [0, 0]
             assert groups[0].output().outputs[0].token_ids == says(alone)[0]
+
+
+def test_angles_of_all_that_a_load_may_bring_are_there_before_the_first_request(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(DenseDecoder, "prepare", lambda self, count: asked.append(count))
+    with opened(model, tmp_path) as llm:
+        ask(llm, PROMPTS[0])
+        assert asked == [0]
+    with opened(model, tmp_path):
+        assert asked == [0, 96]
+    with opened(model, tmp_path, max_model_len=40):
+        assert asked == [0, 96, 48]

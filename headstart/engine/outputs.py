@@ -1,6 +1,7 @@
 """The outputs of a request, in vLLM's names."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
@@ -162,7 +163,8 @@ class RequestOutput:
     """A request and its answers so far; of a stream with `output_kind=DELTA`, what is new.
 
     num_cached_tokens: prompt tokens that needed no computing, of the first of the answers.
-    num_loaded_tokens: those of them that came from disk or another machine for this request.
+    loaded_tokens: those of them that were loaded for this request, by the tier that had them:
+    "disk", "remote".
     why_missed: why it did not hit more. prompt_logprobs: as asked for; None for the first token.
     images: those of the prompt, in order.
     """
@@ -178,7 +180,19 @@ class RequestOutput:
     num_cached_tokens: int = 0
     why_missed: MissExplanation | None = None
     images: tuple[ImageUse, ...] = ()
-    num_loaded_tokens: int = 0
+    loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def num_loaded_tokens(self) -> int:
+        """Cached prompt tokens that came from disk or another machine for this request."""
+        return sum(self.loaded_tokens.values())
+
+    @property
+    def tokens_by_tier(self) -> dict[str, int]:
+        """Where the prompt's tokens came from: "pool", the tiers it was loaded from, "computed"."""
+        pool = self.num_cached_tokens - self.num_loaded_tokens
+        computed = len(self.prompt_token_ids) - self.num_cached_tokens
+        return {"pool": pool, **self.loaded_tokens, "computed": computed}
 
     def __getattr__(self, name: str) -> None:
         return _absent(REQUEST_OUTPUT, name)

@@ -1,7 +1,8 @@
 """One request's progress, from arrival to its last token."""
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headstart.cache import Mark, MissExplanation, Namespace, TokenSequence
@@ -86,9 +87,7 @@ class Request:
             self.num_cached_tokens = num_cached_tokens
             self.missed = missed
             if self.index == 0:
-                loaded = self.group.loaded
-                used = min(loaded.stop, num_cached_tokens) - loaded.start
-                self.group.num_loaded_tokens = max(0, used)
+                self.group.count_loaded(num_cached_tokens)
 
     def withdrawn(self, start: int) -> None:
         """The step that was to compute from `start` on was called off.
@@ -156,7 +155,7 @@ class RequestGroup:
     `extras` is what the prompt is beyond its token ids, None for most; `adapter` what its name
     stood for when the request was made; `chat` what its next turn begins with, if it is one.
     loaded: the tokens of its prompt that a load has put into the pool, which may be more than it
-    hits. num_loaded_tokens: those of them that it hits.
+    hits, and the tier that each stretch came from. loaded_tokens: those it hits, by tier.
     token_text: the texts of single tokens, None if none is wanted.
     """
 
@@ -174,8 +173,8 @@ class RequestGroup:
     requests: list[Request] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] | None = None
     start_time: float | None = None
-    loaded: range = range(0)
-    num_loaded_tokens: int = 0
+    loaded: Sequence[tuple[str, range]] = ()
+    loaded_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def namespace(self) -> Namespace:
@@ -189,6 +188,13 @@ class RequestGroup:
         """
         for request in self.requests if self.params.is_stored else ():
             request.sequence.marks = [*request.sequence.marks, Mark(num_tokens, seconds)]
+
+    def count_loaded(self, num_cached_tokens: int) -> None:
+        """It hits so many tokens, of which some were loaded for it."""
+        counts: Counter[str] = Counter()
+        for tier, tokens in self.loaded:
+            counts[tier] += max(0, min(tokens.stop, num_cached_tokens) - tokens.start)
+        self.loaded_tokens = dict(+counts)
 
     def going_on(self) -> list[Request]:
         """Its requests without an end; none if it had begun to leave and was interrupted."""
@@ -232,7 +238,7 @@ class RequestGroup:
             outputs=[request.completion() for request in self.requests],
             prompt_logprobs=self.prompt_logprobs,
             num_cached_tokens=first.num_cached_tokens,
-            num_loaded_tokens=self.num_loaded_tokens,
+            loaded_tokens=self.loaded_tokens,
             why_missed=first.missed,
             metrics=first.metrics(),
             finished=self.finished,

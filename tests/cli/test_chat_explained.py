@@ -12,12 +12,12 @@ from tests.cli.test_main import SMALL, call
 
 
 def output(
-    total: int, cached: int, reason: MissReason, adapter: str | None = None, loaded: int = 0
+    total: int, cached: int, reason: MissReason, adapter: str | None = None, **loaded: int
 ) -> Any:
     return SimpleNamespace(
         prompt_token_ids=[0] * total,
         num_cached_tokens=cached,
-        num_loaded_tokens=loaded,
+        loaded_tokens=loaded,
         why_missed=MissExplanation(reason, cached, adapter),
     )
 
@@ -41,10 +41,12 @@ def test_an_adapter_is_named() -> None:
 
 
 def test_what_was_loaded() -> None:
-    assert explain_turn(output(41, 32, MissReason.UNSEEN, loaded=16)) == (
-        "the first 32 of the last prompt's 41 tokens were cached (16 of them loaded), and the rest "
-        "is new"
+    assert explain_turn(output(41, 32, MissReason.UNSEEN, disk=16)) == (
+        "the first 32 of the last prompt's 41 tokens were cached (16 of them from disk), and the "
+        "rest is new"
     )
+    said = explain_turn(output(4100, 3200, MissReason.UNSEEN, disk=1600, remote=1200))
+    assert "cached (1,600 of them from disk, 1,200 of them from remote), and" in said
 
 
 def test_one_token_that_was_cached() -> None:

@@ -33,7 +33,7 @@ _REASONS: Mapping[MissReason, str] = MappingProxyType(
 
 
 def explain_turn(output: RequestOutput, changed: str = "") -> str:
-    """A sentence about the last turn; what was loaded came from disk or another machine.
+    """A sentence about the last turn; with the tiers that some was loaded from.
 
     changed: the command that has changed the conversation since.
     """
@@ -45,8 +45,9 @@ def explain_turn(output: RequestOutput, changed: str = "") -> str:
         told = f"the first {cached:,} of {whose} {count(total, 'token')} were cached"
     else:
         told = f"none of {whose} {count(total, 'token')} was cached"
-    if output.num_loaded_tokens:
-        told += f" ({output.num_loaded_tokens:,} of them loaded)"
+    if output.loaded_tokens:
+        tiers = (f"{loaded:,} of them from {tier}" for tier, loaded in output.loaded_tokens.items())
+        told += f" ({', '.join(tiers)})"
     if changed:
         told = f"before {changed}, {told}"
     why = output.why_missed

@@ -81,7 +81,7 @@ class Head(NamedTuple):
     """What is known of a request once its prompt is computed. queued: seconds until it ran."""
 
     num_cached_tokens: int
-    num_loaded_tokens: int
+    loaded_tokens: Mapping[str, int]
     missed: MissExplanation | None
     prompt_logprobs: list[Logprobs | None] | None
     queued: float | None
@@ -118,7 +118,7 @@ class Part(NamedTuple):
         if is_first:
             head = Head(
                 output.num_cached_tokens,
-                output.num_loaded_tokens,
+                output.loaded_tokens,
                 output.why_missed,
                 output.prompt_logprobs,
                 output.metrics.queue,

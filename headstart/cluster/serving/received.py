@@ -25,7 +25,7 @@ def take_part(group: RequestGroup, part: Part, sent: float) -> None:
     if part.head is not None:
         head = part.head
         group.start_time = sent + (head.queued or 0.0)
-        group.num_loaded_tokens = head.num_loaded_tokens
+        group.loaded_tokens = head.loaded_tokens
         if head.prompt_logprobs is not None:
             group.prompt_logprobs = head.prompt_logprobs
         for request in group.requests:

@@ -14,6 +14,7 @@ as it hits all else. A load takes blocks only if those suffice for the request t
 What does not come is computed. Nothing here fails a request.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 
@@ -29,8 +30,8 @@ class Load:
     """One prefix on its way from the store.
 
     first: the block of the prompt that the job begins with. next: the block that is taken in next.
-    num_written: blocks before that which it has put into the pool. sequence: what holds the
-    blocks; None before the first has arrived. requests: who waits.
+    written: the tiers of the blocks before that which it has put into the pool. sequence: what
+    holds the blocks; None before the first has arrived. requests: who waits.
     lacks_room: the free blocks do not suffice for its request.
     """
 
@@ -41,12 +42,21 @@ class Load:
         self.sequence: TokenSequence | None = None
         self.lacks_room = False
         self.requests = {request}
-        self.num_written = 0
+        self.written: list[str] = []
 
     @property
     def is_wanted(self) -> bool:
         """True while somebody waits for it."""
         return any(request.finish_reason is None for request in self.requests)
+
+    def stretches(self, block_size: int) -> list[tuple[str, range]]:
+        """The tokens that it has put into the pool, and the tier of each stretch of them."""
+        found, start = [], self.next - len(self.written)
+        for tier, blocks in itertools.groupby(self.written):
+            stop = start + len(list(blocks))
+            found.append((tier, range(start * block_size, stop * block_size)))
+            start = stop
+        return found
 
     @property
     def has_all(self) -> bool:
@@ -203,7 +213,7 @@ class Loads:
         payloads = [block.payload for block in blocks]
         self._payload.write(load.sequence, load.next, ids, payloads)
         load.next += len(blocks)
-        load.num_written += len(blocks)
+        load.written += [block.tier for block in blocks]
         return blocks
 
     def _has_room(self, load: Load) -> bool:

@@ -193,8 +193,7 @@ class Tiers:
         for load in self.loads.end_those_done():
             names = load.job.names[: load.next - load.first]
             self._saver.touch(names)
-            size = self._manager.block_size
-            loaded = range((load.next - load.num_written) * size, load.next * size)
+            loaded = load.stretches(self._manager.block_size)
             for request in load.requests:
                 if not request.num_preemptions:  # what counts is the first admission
                     request.group.loaded = loaded

@@ -32,7 +32,7 @@ from headstart.errors import AdapterNotFoundError
 MODEL = "headstart-tiny"
 REPLICA = "one"
 LIMIT = 20.0  # seconds until a test that waits for ever fails
-HEAD = Head(0, 0, None, None, 0.0)
+HEAD = Head(0, {}, None, None, 0.0)
 
 
 def part(start: int, *tokens: int, finished: bool = False) -> Part:

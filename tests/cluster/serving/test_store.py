@@ -47,7 +47,7 @@ def test_a_new_replica_loads_what_a_dead_one_had_computed(tmp_path: Path) -> Non
         os.kill(process_of(old), signal.SIGKILL)
         wait_until(lambda: dispatcher.replicas not in ([], [old]))
         again = asyncio.run(last(cluster.llm))
-        assert again.num_loaded_tokens > 0
+        assert list(again.loaded_tokens) == ["disk"] and again.num_loaded_tokens > 0
         assert again.outputs[0].token_ids == first.outputs[0].token_ids
     finally:
         cluster.close()

@@ -75,6 +75,28 @@ def test_a_request_has_loaded_what_it_hits_of_another_one_s_load(
         assert llm.engine.tiers.stats.loaded_tokens == {"disk": 96}
 
 
+def test_an_output_says_which_tier_its_tokens_came_from(
+    kept: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = DiskStore.load
+
+    def load_from_two(store: DiskStore, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
+        for at, block in enumerate(load(store, names)):
+            yield block if at < 3 else LoadedBlock("remote", block.payload)
+
+    monkeypatch.setattr(DiskStore, "load", load_from_two)
+    with closing(make_llm(kept[0], cache_dir=kept[1], debug=True)) as llm:
+        prompts = [TEXT, TEXT[:50] + [9] * 20]
+        outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], GREEDY)
+        assert [output.tokens_by_tier for output in outputs] == [
+            {"pool": 0, "disk": 48, "remote": 48, "computed": 4},
+            {"pool": 0, "disk": 48, "remote": 2, "computed": 20},
+        ]
+        assert [output.num_loaded_tokens for output in outputs] == [96, 50]
+        [again] = llm.generate([{"prompt_token_ids": TEXT}], GREEDY)
+        assert again.tokens_by_tier == {"pool": 99, "computed": 1}
+
+
 def test_what_came_for_a_request_that_was_aborted_is_counted(
     kept: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,8 @@
 
 It prints its port. Then for each line that it reads: how many blocks it has, how many are free, and
 its memory in MB, after the pool's own check. With 0 replicas the engine is in this process; else it
-tells the process ids of those that run: one that still starts answers nothing yet.
+tells the process ids of those that run (one that still starts answers nothing yet), and how many
+blocks of the one with the fewest are free, as that told last.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import os
 import random
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from headstart import AsyncLLM
+from headstart.engine.vllm_api.metrics import Metric
 from headstart.server.launch import create_app, listen
 from headstart.server.launch import serve as run
 from headstart.server.options import ServerOptions
@@ -52,6 +55,7 @@ def serve(replicas: int) -> None:
             told["free"] = manager.num_free_blocks
         else:
             told["replicas"] = find_processes(llm.dispatcher.replicas)
+            told["free"] = BLOCKS - count_held(llm.dispatcher.metrics)
         return told
 
     def answer() -> None:
@@ -87,6 +91,13 @@ def start_replicas(engine: Json, replicas: int) -> tuple[Any, Any]:
 
     setattr(dispatcher, "apply", lossy)  # noqa: B010 (a method is not to be assigned to)
     return cluster, router
+
+
+def count_held(told: Mapping[str, list[Metric]]) -> int:
+    """Blocks that somebody holds, of the replica with the most, by the metrics of each."""
+    usage = "vllm:kv_cache_usage_perc"
+    shares = [one.value for of in told.values() for one in of if one.name == usage]
+    return round(BLOCKS * max(shares, default=0.0))
 
 
 def find_processes(replicas: list[str]) -> list[int]:

@@ -9,7 +9,8 @@ are too long, bursts beyond the queue; between these the cache is looked into, f
 
     answers   six questions are answered as they were before it began, whatever else goes on
     errors    no answer has a status of 500 or more; 429 is one of the answers of a full queue
-    pool      its own check of all invariants every few seconds; at the end no block is held
+    pool      its own check of all invariants every few seconds; at the end no block is held, in
+              any replica
     memory    the median of the last third is at most 1.02 times that of the second; with replicas
               that is the server's process, without theirs
 

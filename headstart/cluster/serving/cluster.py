@@ -44,6 +44,7 @@ from headstart.cluster.serving.front import FrontEngine
 from headstart.cluster.serving.llm import ReplicatedLLM
 from headstart.cluster.serving.ray_errors import read_error
 from headstart.cluster.serving.replica import EngineReplica
+from headstart.cluster.serving.signs import SILENCE
 from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.startup.threads import count_cores
 from headstart.engine.vllm_api.options import read_options
@@ -79,7 +80,8 @@ class ReplicaCluster:
     """Replicas of one model, and an `llm` that answers by them. Raises ConfigError or EngineError.
 
     `options` are the engine's; `drain_seconds` is how long the requests of a replica that goes may
-    take to end.
+    take to end. A server that gave replicas no sign of life for `silence` seconds is dead to them:
+    what counts is what the server said that deployed them.
     """
 
     def __init__(
@@ -88,8 +90,10 @@ class ReplicaCluster:
         options: Mapping[str, Any],
         config: ReplicaConfig,
         drain_seconds: float = 30.0,
+        silence: float = SILENCE,
     ) -> None:
         self._config = config
+        self._silence = silence
         read = read_options(model, dict(options))
         engine = make_config(read.config)
         self._name = _name_of(model, options)
@@ -199,7 +203,8 @@ class ReplicaCluster:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         try:
             serve.start(proxy_location=ProxyLocation.Disabled)
-            serve.run(deployment.bind(model, given), name=self._name, route_prefix=None)
+            replicas = deployment.bind(model, given, self._silence)
+            serve.run(replicas, name=self._name, route_prefix=None)
         except (RayError, RayServeException, RuntimeError) as error:
             raise EngineError(f"the replicas did not start: {self._why(error)}") from error
 

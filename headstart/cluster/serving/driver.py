@@ -88,7 +88,7 @@ class ReplicaDriver:
         dispatcher.call_on_change(lambda: self._soon(self._match_feeds))
         dispatcher.call_on_route(lambda: self._soon(dispatcher.catch_up))
         self._soon(self._match_feeds)
-        asyncio.run_coroutine_threadsafe(sign_life(handle, self._name), self._loop)
+        asyncio.run_coroutine_threadsafe(sign_life(handle, self._name, front.silence), self._loop)
 
     # As of a driver
 

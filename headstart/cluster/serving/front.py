@@ -75,6 +75,7 @@ class FrontEngine:
         self.tokenizer = load_tokenizer(tokenizer or model)
         self.max_model_len = facts.max_model_len
         self.kv_cache_bytes = facts.kv_cache_bytes * most
+        self.silence = facts.silence
         names = BlockNames(facts.block_size, facts.model_name)
         self.manager = _PoolFacts(facts.block_size, _PoolSize(facts.num_blocks * most), names)
         self.model = _ModelFacts(facts.vocab_size)

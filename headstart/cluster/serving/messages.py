@@ -25,8 +25,9 @@ RequestKey = tuple[str, int]
 class EngineFacts(NamedTuple):
     """What all replicas have in common, and the server must know of them.
 
-    model_name: the fingerprint that the names of blocks begin with, "" without tiers. vision: None
-    for a model that takes text alone.
+    model_name: the fingerprint that the names of blocks begin with, "" without tiers. silence:
+    seconds without a sign of life after which a server is dead. vision: None for a model that takes
+    text alone.
     """
 
     vocab_size: int
@@ -36,6 +37,7 @@ class EngineFacts(NamedTuple):
     num_blocks: int
     kv_cache_bytes: int
     model_name: str
+    silence: float
     vision: VisionFacts | None = None
 
 

@@ -15,7 +15,7 @@ from headstart.cluster.serving.adapters import check_adapter
 from headstart.cluster.serving.gauges import RayGauges
 from headstart.cluster.serving.messages import AnswerRequest, EngineFacts, Follow, Part, Report
 from headstart.cluster.serving.publisher import CachePublisher
-from headstart.cluster.serving.signs import LiveServers
+from headstart.cluster.serving.signs import SILENCE, LiveServers
 from headstart.engine.adapters.request import Adapter
 from headstart.engine.async_llm import AsyncLLM
 from headstart.engine.outputs import RequestOutput
@@ -39,12 +39,15 @@ class EngineReplica:
     new one when it died. What a new one has not computed comes from the tiers, if there are any.
     """
 
-    def __init__(self, model: str, options: Mapping[str, Any]) -> None:
-        """`options` are the engine's. Raises ConfigError, ModelError or OutOfMemoryError."""
+    def __init__(self, model: str, options: Mapping[str, Any], silence: float = SILENCE) -> None:
+        """`options` are the engine's; a server is dead that gave no sign for `silence` seconds.
+
+        Raises ConfigError, ModelError or OutOfMemoryError.
+        """
         self._llm = AsyncLLM.from_started(start_engine(model, dict(options), is_observed=True))
         self._publisher = CachePublisher(self._llm)
         self._gauges = RayGauges(self._llm)
-        self._servers = LiveServers()
+        self._servers = LiveServers(silence)
         self._asked: dict[RequestGroup, str] = {}  # the server of each request that runs
         self._naming = asyncio.Lock()  # held while an adapter's name must keep its meaning
 
@@ -60,6 +63,7 @@ class EngineReplica:
             num_blocks=engine.manager.config.num_blocks,
             kv_cache_bytes=engine.kv_cache_bytes,
             model_name=engine.manager.names.model,
+            silence=self._servers.silence,
             # Which reads all weights, so that the first image need not wait for it.
             vision=await asyncio.to_thread(images.facts) if images is not None else None,
         )
@@ -158,7 +162,7 @@ class EngineReplica:
                 yield report
 
     async def hear(self, server: str) -> None:
-        """A server's sign of life; without any for two minutes its calls are ended."""
+        """A server's sign of life; without any for `silence` seconds its calls are ended."""
         self._servers.hear(server)
 
     async def _end_silent(self) -> None:

@@ -1,4 +1,10 @@
-"""Signs of life of servers: Ray does not end the calls of a process that was killed."""
+"""Signs of life of servers: Ray does not end the calls of a process that was killed.
+
+    server    sign_life ──▶ every replica, four times in what these allow
+    replica   LiveServers: who gave no sign for so long is dead
+
+The replica then ends what that server had asked for.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +19,22 @@ from headstart.cluster.serving.ray_errors import read_error
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-__all__ = ["LiveServers", "sign_life"]
+__all__ = ["SILENCE", "LiveServers", "sign_life"]
 
-_EVERY = 30.0  # seconds from one sign to the next
-_SILENCE = 120.0  # seconds without a sign until a server counts as dead
+SILENCE = 120.0
+"""Seconds without a sign until a server counts as dead."""
+_SIGNS = 4  # in that time
 _LOG = logging.getLogger("headstart.server")
 
 
-async def sign_life(handle: DeploymentHandle, server: str) -> None:
-    """Tell every replica again and again that a server lives."""
+async def sign_life(handle: DeploymentHandle, server: str, silence: float) -> None:
+    """Tell every replica again and again that a server lives; `silence` is what they allow."""
+    pause = silence / _SIGNS
     while True:
-        await asyncio.sleep(_EVERY)
+        await asyncio.sleep(pause)
         try:
             call = handle.broadcast("hear", server)
-            await asyncio.wait_for(call.results_async(return_exceptions=True), _EVERY)
+            await asyncio.wait_for(call.results_async(return_exceptions=True), pause)
         except Exception as error:  # a replica hangs, or none runs
             _LOG.info("a sign of life was not heard by all: %s", read_error(error))
 
@@ -34,7 +42,8 @@ async def sign_life(handle: DeploymentHandle, server: str) -> None:
 class LiveServers:
     """When a replica last heard of each server; `clock` tells seconds."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, silence: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.silence = silence
         self._clock = clock
         self._heard: dict[str, float] = {}
 
@@ -43,8 +52,8 @@ class LiveServers:
         self._heard[server] = self._clock()
 
     def take_silent(self) -> list[str]:
-        """Those that have been silent for too long; they are forgotten."""
-        before = self._clock() - _SILENCE
+        """Those that have been silent for more than `silence` seconds; they are forgotten."""
+        before = self._clock() - self.silence
         silent = [server for server, heard in self._heard.items() if heard < before]
         for server in silent:
             del self._heard[server]

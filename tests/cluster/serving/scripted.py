@@ -22,6 +22,7 @@ from headstart.cluster.serving.messages import (
     Part,
     Report,
 )
+from headstart.cluster.serving.signs import SILENCE
 from headstart.engine.adapters.request import Adapter
 from headstart.engine.config import make_config
 from headstart.engine.driver import Update
@@ -136,8 +137,8 @@ class Put:
 class Server:
     """A driver over scripted replicas."""
 
-    def __init__(self) -> None:
-        facts = EngineFacts(512, frozenset({0}), 2048, 16, 64, 1 << 20, "")
+    def __init__(self, silence: float = SILENCE) -> None:
+        facts = EngineFacts(512, frozenset({0}), 2048, 16, 64, 1 << 20, "", silence)
         adapters = ReplicaAdapters(self.read_adapter)
         config = make_config(read_options(MODEL, {}).config)
         self.front = FrontEngine(MODEL, facts, config, 1, adapters)

@@ -156,7 +156,7 @@ def test_what_a_silent_server_asked_for_ends_and_nothing_of_another(
     replica: EngineReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(replica, "_servers", LiveServers(lambda: now[0]))
+    monkeypatch.setattr(replica, "_servers", LiveServers(120.0, lambda: now[0]))
     aborted: list[str] = []
     abort = replica._llm.abort
 
@@ -216,10 +216,9 @@ def test_a_server_signs_life_again_after_a_sign_that_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def sign() -> None:
-        monkeypatch.setattr(signs, "_EVERY", 0)
         monkeypatch.setattr(signs.asyncio, "wait_for", lambda call, limit: call)
         handle = _Heard()
-        signing = asyncio.ensure_future(signs.sign_life(handle, "s"))  # type: ignore[arg-type]
+        signing = asyncio.ensure_future(signs.sign_life(handle, "s", 0.0))  # type: ignore[arg-type]
         await handle.is_heard.wait()
         signing.cancel()
         assert handle.heard[:2] == [("hear", "s")] * 2

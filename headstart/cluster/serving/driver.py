@@ -283,7 +283,7 @@ class ReplicaDriver:
             del self._attempts[asked.key]
             if stream is not None:
                 _cancel(stream)
-        raise EngineError("a replica ended a request without an answer")
+        raise EngineError("this server was silent for too long: a replica took it for dead")
 
     def _take_progress(self, key: RequestKey, part: Part) -> None:
         """Tell whoever asked for a request; an output that cannot be told ends that request."""

@@ -1,0 +1,135 @@
+"""A server that is killed on a Ray that outlives it: what it asked for ends, and others serve.
+
+The servers are processes of their own, which run the functions here: whether Ray's calls have a
+token is settled for good when Ray is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headstart import SamplingParams
+from headstart.cluster.options import ReplicaConfig
+from tests.cluster.serving.ray_processes import wait_until
+
+if TYPE_CHECKING:
+    from headstart.cluster.serving.cluster import ReplicaCluster
+
+pytest.importorskip("ray", reason="replicas need Ray")
+pytestmark = pytest.mark.timeout(240)
+
+MODEL = "headstart-tiny"
+OPTIONS = {"num_blocks": 512, "max_num_seqs": 4, "dtype": "float32", "debug": True}
+SILENCE = 2.0
+STREAMS, LONG, SHORT = 400, 1500, 32  # minutes of work: nothing is to end by itself
+
+
+def join(silence: float) -> ReplicaCluster:
+    """A server; the first one deploys the replicas."""
+    from headstart.cluster.serving.cluster import ReplicaCluster
+
+    config = ReplicaConfig(replicas=2, replica_cpus=0.5)
+    return ReplicaCluster(MODEL, OPTIONS, config, silence=silence)
+
+
+def stream_for_ever() -> None:
+    """The server that is to be killed."""
+    cluster = join(SILENCE)
+    print("replicas run", flush=True)
+    params = SamplingParams(max_tokens=LONG, temperature=0, ignore_eos=True)
+
+    async def stream(row: int) -> None:
+        async for _ in cluster.llm.generate(f"Row {row} of many.", params):
+            pass
+
+    async def stream_all() -> None:
+        await asyncio.gather(*map(stream, range(STREAMS)))
+
+    asyncio.run(stream_all())
+
+
+def watch() -> None:
+    """Another server: it says when the first one's streams run, and sees how they end."""
+    from ray import serve
+
+    with closing(join(1e6)) as cluster:  # what counts is what the first one said
+        wait_until(lambda: read(cluster, "vllm:num_requests_running") == [4, 4])
+        print("streams run", flush=True)
+        wait_until(lambda: read(cluster, "vllm:num_requests_running") == [0, 0])
+        assert read(cluster, "vllm:num_requests_waiting") == [0, 0]
+        wait_until(lambda: read(cluster, "vllm:kv_cache_usage_perc") == [0, 0])
+        assert len(ask(cluster)) == SHORT
+    with closing(join(1e6)) as cluster:
+        assert len(ask(cluster)) == SHORT
+        # Else Ray, when it is ended, waits half a minute for these replicas.
+        serve.shutdown()
+
+
+def read(cluster: ReplicaCluster, name: str) -> list[float]:
+    """A metric of each replica."""
+    told = cluster.llm.dispatcher.metrics.values()
+    return [one.value for of in told for one in of if one.name == name]  # type: ignore[union-attr]
+
+
+def ask(cluster: ReplicaCluster) -> list[int]:
+    """The tokens of an answer."""
+    params = SamplingParams(max_tokens=SHORT, temperature=0, ignore_eos=True)
+
+    async def last() -> list[int]:
+        async for output in cluster.llm.generate("How old is Anna?", params):  # noqa: B007
+            pass
+        return list(output.outputs[0].token_ids)
+
+    return asyncio.run(last())
+
+
+@contextmanager
+def start(function: Callable[[], None], said: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs a function of this module, once it has said a line."""
+    call = f"import {__name__} as here; here.{function.__name__}()"
+    with run([sys.executable, "-W", "ignore", "-c", call], said) as process:
+        yield process
+
+
+@contextmanager
+def run(command: list[str], said: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that has said this; it is ended when it is no longer needed."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert any(said in line for line in process.stdout), "it ended first"
+            yield process
+        finally:
+            process.terminate()
+
+
+@pytest.fixture
+def ray_of_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Ray that no server started; those that start now join it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    ray = [sys.executable, "-W", "ignore", "-m", "ray.scripts.scripts"]
+    few = ["--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats"]
+    command = [*ray, "start", "--head", "--block", f"--port={port}", *few]
+    with run(command, "Ray runtime started"):
+        yield
+
+
+@pytest.mark.usefixtures("ray_of_others")
+def test_what_a_killed_server_asked_for_ends_and_others_serve() -> None:
+    """Ray does not end the calls of a process that was killed: replicas computed for nobody."""
+    with start(stream_for_ever, "replicas run") as server, start(watch, "streams run") as other:
+        os.kill(server.pid, signal.SIGKILL)
+        assert other.wait(120) == 0

@@ -37,11 +37,11 @@ _WEIGHT = 0.3  # of the last measurement in the rate
 class LoadJob:
     """Blocks that are looked for in a store and loaded. Its fields change under the loader's lock.
 
-    count: how many of the names are loaded, once that is known. num_loaded: how many have come of
-    these so far. arrived: blocks that nobody has taken yet. done: nothing more arrives. is_parked:
-    nothing more arrives before others are taken, or this one is preferred. is_late: its thread was
-    left to itself. asked: when the store was asked for what it has not given yet, by
-    `time.monotonic`.
+    count: how many of the names are loaded, once that is known; of a job that ended early, those
+    that came. num_loaded: how many have come of these so far. arrived: blocks that nobody has taken
+    yet. done: nothing more arrives. is_parked: nothing more arrives before others are taken, or
+    this one is preferred. is_late: its thread was left to itself. asked: when the store was asked
+    for what it has not given yet, by `time.monotonic`.
     """
 
     def __init__(self, names: Sequence[BlockHash], choose: Callable[[int], int]) -> None:
@@ -230,6 +230,7 @@ class Loader:
                 if goes_on and not self._closed and not self._pause.is_stuck:
                     self._found.append(job)
                 else:
+                    job.count = job.num_loaded  # if it gives some back, these alone come again
                     job.done = self._news = True
                 self._changed.notify_all()
 

@@ -1,7 +1,10 @@
 """The disk store: what is saved comes back as it was, or not at all."""
 
+import gc
+import os
 import sqlite3
 import stat
+import tracemalloc
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from headstart.errors import ConfigError
-from headstart.tiers import ModelRecord
+from headstart.tiers import DiskStore, ModelRecord
 from headstart.tiers.folder import INDEX, described_models, slot_path
 from headstart.tiers.index import DiskIndex
 from tests.tiers.stores import MODEL, block, blocks, disk, held, names
@@ -257,3 +260,34 @@ def test_an_index_that_is_made_anew_has_no_models_without_blocks(tmp_path: Path)
         first = index.add_model(MODEL)
         index.forget_model(first)
         assert index.add_model(MODEL) >= first > 1_700_000_000, "a number from the time"
+
+
+def test_saves_and_evictions_for_ever_take_no_more_memory(tmp_path: Path) -> None:
+    """Neither the process nor the index grows with the blocks that came and went."""
+
+    def measure() -> tuple[int, int, int]:
+        gc.collect()
+        index = sum(path.stat().st_size for path in tmp_path.glob("index.sqlite*"))
+        return tracemalloc.get_traced_memory()[0], index, len(os.listdir("/proc/self/fd"))
+
+    def come_and_go(prompts: range, store: DiskStore) -> None:
+        for prompt in prompts:
+            numbers = range(100 * prompt, 100 * prompt + 40)
+            assert store.save(blocks(numbers, used=1e12 + prompt)) == 40
+            assert store.find(names(numbers)) == 40
+            assert len(list(store.load(names(numbers)))) == 40
+            store.touch(names(numbers[:20]))
+
+    with closing(disk(tmp_path, 60 * SLOT)) as store:
+        come_and_go(range(1, 20), store)
+        tracemalloc.start()
+        try:
+            come_and_go(range(20, 30), store)
+            first = measure()
+            come_and_go(range(30, 80), store)
+            last = measure()
+        finally:
+            tracemalloc.stop()
+        assert last[0] < first[0] + 60_000, "a name alone, of each of the 2,000, takes 130,000"
+        assert last[1:] == first[1:]
+        assert store.faults.counts == {}

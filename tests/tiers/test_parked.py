@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from headstart.engine.request import RequestGroup
 from headstart.tiers import Loader, LoadJob
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, names, payload
+from tests.tiers.test_deadline import Clock
 from tests.tiers.test_threads import FOREVER, Store, arrived, everything, loading
 
 SIZE = MODEL.block_bytes
@@ -66,6 +68,29 @@ def test_what_was_given_back_comes_again_also_of_a_load_that_was_over() -> None:
             got += taken(loader, first)
             loader.wait(FOREVER / 1000)
         assert got == [payload(number) for number in range(4)]
+
+
+def test_what_a_slow_load_gives_back_is_all_that_comes_of_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It went on from where it had ended, since it was slower than computing."""
+    clock, asked = Clock(monkeypatch), count(1)
+
+    def tick(method: str) -> None:
+        if method == "block" and next(asked) == 3:
+            clock.now += 100.0
+
+    with loading(Store(tick), BOUND) as loader:
+        slow = loader.start(names(range(9)), everything)
+        wait_for_rest(loader, slow)
+        assert slow.done and len(slow.arrived) == 3
+        other = loader.start(names(range(20, 24)), everything)
+        wait_for_rest(loader, other)
+        loader.prefer(other)
+        while slow.done:
+            loader.wait(FOREVER / 1000)
+        assert arrived(loader, other) == 4
+        assert arrived(loader, slow) == 3
 
 
 def test_loads_by_the_hundred_in_any_order_get_each_its_blocks() -> None:

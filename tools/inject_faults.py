@@ -96,8 +96,9 @@ def happen(fault: Fault, folder: Path, templates: Templates) -> Outcome:
 
 def inject(fault: Fault, base: Path, templates: Templates) -> Outcome:
     """Inject a fault in a process of its own."""
-    folder = base / "folder"
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(base / "fault", ignore_errors=True)
+    folder = base / "fault" / "folder"  # faults may leave something beside it
+    folder.parent.mkdir(mode=0o711)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

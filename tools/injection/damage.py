@@ -8,12 +8,12 @@ from random import Random
 
 from injection.world import Templates
 
-__all__ = ["DAMAGES", "Damage"]
+__all__ = ["DAMAGES", "Damage", "some_file"]
 
 Damage = Callable[[Random, Path, Templates], None]
 
 
-def _some_file(random: Random, folder: Path, pattern: str = "*") -> Path:
+def some_file(random: Random, folder: Path, pattern: str = "*") -> Path:
     """A file that is not empty, if there is one."""
     files = sorted(path for path in folder.glob(pattern) if path.is_file())
     return random.choice([path for path in files if path.stat().st_size] or files)
@@ -23,7 +23,7 @@ def flip(pattern: str) -> Damage:
     """Flip one bit or some, overwrite a stretch, or a page, in a file."""
 
     def inject(random: Random, folder: Path, templates: Templates) -> None:
-        path = _some_file(random, folder, pattern)
+        path = some_file(random, folder, pattern)
         data = bytearray(path.read_bytes())
         if not data:
             return
@@ -51,7 +51,7 @@ def _overwrite(path: Path, data: bytes | bytearray) -> None:
 
 def cut(random: Random, folder: Path, templates: Templates) -> None:
     """Cut a file, or make it longer."""
-    path = _some_file(random, folder)
+    path = some_file(random, folder)
     size = path.stat().st_size
     os.truncate(path, random.choice((0, random.randint(0, size), size - 1, size + 5000)))
 
@@ -86,7 +86,7 @@ def replace(random: Random, folder: Path, templates: Templates) -> None:
 
 def mix(random: Random, folder: Path, templates: Templates) -> None:
     """Give a file the first part of itself, and the rest of an older one or another's."""
-    path = _some_file(random, folder)
+    path = some_file(random, folder)
     source = random.choice((templates.old, templates.foreign)) / path.name
     if source.exists() and path.stat().st_size:
         data, other = path.read_bytes(), source.read_bytes()

@@ -1,8 +1,10 @@
-"""Faults of the machine: a full disk, reads and writes that fail, no permission, a wrong clock."""
+"""Faults of the machine: a full disk, reads and writes that fail, no permission, a wrong clock,
+and files or folders that are links."""
 
 import errno
 import os
 import resource
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -12,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from injection.blocks import block
+from injection.damage import some_file
 from injection.processes import work
 from injection.world import MODELS, PROMPTS, Outcome, examine, exercise, open_store
 
@@ -114,6 +117,36 @@ def no_permission(random: Random, folder: Path) -> Outcome:
         return examine(folder, store)
 
 
+def link_for_file(random: Random, folder: Path) -> Outcome:
+    """A symbolic link in a file's place: to it elsewhere, or to something else for a while."""
+    path = some_file(random, folder)
+    others = [other for other in sorted(folder.iterdir()) if other != path]
+    moved = folder.with_name("moved")
+    with closing(open_store(folder)) as store:
+        if random.random() < 0.5:
+            exercise(store, MODELS[0], PROMPTS[MODELS[0]])
+        with suppress(FileNotFoundError):  # a journal that was played back
+            shutil.move(path, moved)
+        target = random.choice((moved, random.choice(others), path, folder, folder / "nowhere"))
+        path.symlink_to(target)
+        exercise(store, MODELS[0], PROMPTS[MODELS[0]])
+        store.save([block(number, time.time()) for number in range(9000, 9010)])
+        if target != moved and path.is_symlink():
+            path.unlink()
+        return _unless_evicted(examine(folder, store))
+
+
+def link_for_folder(random: Random, folder: Path) -> Outcome:
+    """A symbolic link in the folder's place, to it elsewhere; a store may have it open."""
+    with closing(open_store(folder)) as store:
+        if random.random() < 0.5:
+            exercise(store, MODELS[0], PROMPTS[MODELS[0]])
+        moved = folder.with_name("moved")
+        folder.rename(moved)
+        folder.symlink_to(moved)
+        return examine(folder, store)
+
+
 def wrong_clock(random: Random, folder: Path) -> Outcome:
     """The clock jumps by years, back and forth."""
     now = time.time()
@@ -129,4 +162,6 @@ LIMITS: dict[str, Callable[[Random, Path], Outcome]] = {
     "writes cut short": short_writes,
     "permission lost": no_permission,
     "clock jumping": wrong_clock,
+    "links for files": link_for_file,
+    "a link for the folder": link_for_folder,
 }

@@ -43,8 +43,9 @@ def figures(output: RequestOutput) -> str:
     if not output.outputs[0].text.strip():
         end = f"empty reply, {end}"
     loaded = f", {output.num_loaded_tokens:,} loaded" if output.num_loaded_tokens else ""
+    each = metrics.time_per_token  # None of a reply of one token
+    rest = "" if each is None else f", then {duration(each)} each"
     return (
         f"[prompt {len(output.prompt_token_ids):,} tokens, cached {cached_share(output)}{loaded} · "
-        f"first token {duration(metrics.time_to_first_token)}, "
-        f"then {duration(metrics.time_per_token)} each · {end}]"
+        f"first token {duration(metrics.time_to_first_token)}{rest} · {end}]"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
@@ -58,8 +59,10 @@ def listen(options: ServerOptions) -> socket.socket:
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
         made = socket.create_server((options.host, options.port), family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        why = "another program listens there; --port N takes another port" if taken else str(error)
         raise ConfigError(
-            f"host {options.host!r} and port {options.port} cannot be listened on: {error}"
+            f"host {options.host!r} and port {options.port} cannot be listened on: {why}"
         ) from error
     return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=made.detach())
 

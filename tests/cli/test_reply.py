@@ -197,6 +197,7 @@ def test_a_conversation_that_is_missing_is_not_called_a_wrong_one(tmp_path: Path
         ("/usr/bin/python", None),
         ("/usr/bin/x is what?", None),
         ("/hlep me out", None),
+        ("/etc is a folder", None),
         ("help", None),
         ("/", None),
     ],
@@ -204,6 +205,11 @@ def test_a_conversation_that_is_missing_is_not_called_a_wrong_one(tmp_path: Path
 def test_a_word_like_a_command_is_told_to_be_a_message(message: str, hint: str | None) -> None:
     told = hint and f"sent as a message: {message} is no command ({hint})"
     assert tell_unknown(message) == told
+
+
+def test_a_slip_with_what_the_command_takes_behind_it_is_told() -> None:
+    told = tell_unknown("/savee chat.json")
+    assert told == "sent as a message: /savee is no command (did you mean /save?)"
 
 
 def test_nothing_said_is_not_saved(tmp_path: Path) -> None:
@@ -226,7 +232,7 @@ def test_a_reply_of_spaces_is_called_empty() -> None:
         num_cached_tokens=0,
         num_loaded_tokens=0,
     )
-    assert figures(output).endswith("· empty reply, stop]")
+    assert figures(output).endswith("first token 1.00 s · empty reply, stop]")
 
 
 def test_documents_that_wait_are_taken_back_before_turns() -> None:

@@ -176,6 +176,8 @@ def test_the_environment_goes_behind_the_command_line(
          "--help"),
         ("--max-modl-len 2", "headstart serve knows no '--max-modl-len'; the nearest is "
          "--max-model-len; see headstart serve --help"),
+        ("--prot 2", "headstart serve knows no '--prot'; the nearest is --port; see headstart "
+         "serve --help"),
         ("--flurb", "headstart serve knows no '--flurb'; see headstart serve --help"),
         ("--max-model-len", "argument --max-model-len: expected one argument; see headstart serve "
          "--help"),

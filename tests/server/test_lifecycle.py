@@ -21,6 +21,7 @@ from click.testing import CliRunner
 
 from headstart import LLM, SamplingParams
 from headstart.cli.main import main
+from headstart.errors import ConfigError
 from headstart.server.keys import KeyFolder
 from headstart.server.launch import listen
 from headstart.server.options import ServerOptions
@@ -305,3 +306,10 @@ def test_pages_of_other_origins_may_ask_only_if_they_are_named() -> None:
         answer = httpx.options(f"{server.url}/v1/completions", headers=ask)
         assert answer.status_code == 403 and named not in answer.headers
         assert json.loads(answer.text)["error"]
+
+
+def test_a_port_that_is_taken_is_told_with_the_way_out() -> None:
+    with listen(ServerOptions(port=0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} .*another program.*--port N"):
+            listen(ServerOptions(port=port))

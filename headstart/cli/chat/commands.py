@@ -63,11 +63,18 @@ def find_command(message: str) -> tuple[Command, str] | None:
 
 
 def tell_unknown(message: str) -> str | None:
-    """What to say of a message that is one word and looks like a command, but is none."""
-    word = message.strip()
+    """What to say of a message whose first word looks like a command, but is none.
+
+    None where text follows and no command that takes one is near: "/etc is a folder" is no slip.
+    """
+    word, _, argument = message.strip().partition(" ")
     if not _NAME.fullmatch(word) or word in COMMANDS:
         return None
-    nearest = next(iter(get_close_matches(word, COMMANDS, n=1, cutoff=0.7)), None)
+    nearest = next(
+        iter(get_close_matches(word, COMMANDS, n=1, cutoff=0.8 if argument else 0.7)), None
+    )
+    if argument and (nearest is None or not COMMANDS[nearest].takes(argument.strip())):
+        return None
     hint = "/help lists them" if nearest is None else f"did you mean {nearest}?"
     return f"sent as a message: {word} is no command ({hint})"
 

@@ -28,7 +28,7 @@ def talk(chat: Chat) -> None:
         except (RequestError, OSError, ValueError, RuntimeError) as error:  # odd paths raise many
             tell_error(error)
         except KeyboardInterrupt:  # before the reply began: the conversation is as it was
-            note("[interrupted]")
+            note("[interrupted: the conversation is as it was before]")
         except QuitChat:
             return
 

@@ -187,6 +187,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     Names of as many words are compared word by word, too: lora_config is no slip for load_config.
     """
     spelled = {one.lower(): one for one in known}
+    if swapped := _swap(name.lower()) & spelled.keys():
+        return spelled[min(swapped)]
     alike = _CLASSES_ALIKE if name[:1].isupper() else _ALIKE
     for near in get_close_matches(name.lower(), spelled, 3, alike):
         mine, theirs = _WORD.findall(name), _WORD.findall(spelled[near])
@@ -224,6 +226,13 @@ class JsonNames(Names):
 
     def _describe(self, value: object) -> str:
         return json.dumps(value) if value is None or isinstance(value, bool) else describe(value)
+
+
+def _swap(name: str) -> set[str]:
+    """The name with any two neighbouring letters exchanged: in a short one `_ALIKE` misses that."""
+    return {name[:at] + name[at + 1] + name[at] + name[at + 2 :] for at in range(len(name) - 1)} - {
+        name
+    }
 
 
 def _is_alike(word: str, other: str) -> bool:

@@ -154,6 +154,41 @@ def test_a_prompt_is_computed_ahead(client: httpx.Client) -> None:
     assert unread["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_a_chat_with_tools_hits_what_was_computed_ahead(tool_server: Running) -> None:
+    """Tools were written as they came, and in a chat in another order: nothing behind was hit."""
+    parameters = {"type": "object", "properties": {"name": {"type": "string"}}}
+    age = {"name": "age", "description": "How old", "parameters": parameters, "strict": True}
+    body = {
+        "messages": [{"role": "user", "content": "How old is Anna?"}],
+        "tools": [{"type": "function", "function": one} for one in (age, {"name": "now"})],
+    }
+    with httpx.Client(base_url=tool_server.url, timeout=60) as client:
+        ahead = client.post("/cache/prewarm", json=body).json()
+        told = client.post("/cache/explain", json=body).json()
+        usage = client.post("/v1/chat/completions", json={**body, "max_tokens": 1}).json()["usage"]
+        assert cached({"usage": usage}) >= ahead["prompt_tokens"] - 1
+        assert told["prompt_tokens"] == usage["prompt_tokens"]
+        wrong = client.post("/cache/prewarm", json={**body, "tools": [{"name": "age"}]})
+        assert wrong.status_code == 400
+
+
+def test_what_is_computed_ahead_may_be_kept_or_not(client: httpx.Client) -> None:
+    """`no_store`, `no_read` and `prompt_cache_retention` were taken, and did nothing."""
+
+    def ahead(prompt: str, **more: object) -> int:
+        told = client.post("/cache/prewarm", json={"prompt": prompt, **more}).json()
+        return int(told["cached_tokens"])
+
+    assert ahead(PEOPLE, no_store=True) == ahead(PEOPLE) == ahead(PEOPLE, no_read=True) == 0
+    assert ahead(PEOPLE) > 0
+    unread = client.post("/cache/explain", json={"prompt": PEOPLE, "no_read": True}).json()
+    assert (unread["cached_tokens"], unread["reason"]) == (0, "not_read")
+    assert ahead("Kept. " * 100, prompt_cache_retention="24h") == 0
+    for count in range(12):
+        ask(client, f"{count} " * 150)
+    assert ahead(PEOPLE) == 0 and ahead("Kept. " * 100) > 0
+
+
 def test_everything_is_forgotten(client: httpx.Client) -> None:
     ask(client, PEOPLE)
     assert client.post("/cache/reset").json() == {"reset": True}

@@ -48,7 +48,7 @@ async def explain_prompt(body: PromptBody, request: Request) -> Response:
     size = front.manager.block_size
     count = len(prepared.prompt_token_ids)
     held = llm.dispatcher.held(RouteRequest(prepared.request_id, prefix_keys(names), count, size))
-    most = max(held.values(), default=0)
+    most = max(held.values(), default=0) if prepared.requests[0].reads_cache else 0
     return JsonResponse({"prompt_tokens": count, "cached_tokens": most, "replicas": held})
 
 

@@ -10,14 +10,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headstart.server.bodies import read_salt
+from headstart.cache import MissExplanation, MissReason
+from headstart.server.bodies import read_keeping, read_retention, read_salt
 from headstart.server.cache.advice import Explanation
 from headstart.server.cache.schema import PromptBody, ResetBody
 from headstart.server.chats import read_roles
 from headstart.server.errors import ApiError, JsonResponse
+from headstart.server.openai.reading import as_tools
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, frame
 from headstart.server.tenants import tenant_of
+from headstart.server.tools import ToolUse
 
 if TYPE_CHECKING:
     from headstart.cache import BlockHash
@@ -43,7 +46,9 @@ async def explain_prompt(body: PromptBody, request: Request) -> Response:
     sequence = prepared.requests[0].sequence
     manager = service.llm.engine.manager
 
-    def look() -> tuple[int, Any, list[BlockHash]]:
+    def look() -> tuple[int, MissExplanation, list[BlockHash]]:
+        if not prepared.requests[0].reads_cache:
+            return 0, MissExplanation(MissReason.NOT_READ, 0), []
         found = manager.get_computed_blocks(sequence)
         names = manager.block_hashes(sequence)[len(found.blocks) :]
         return found.num_tokens, manager.explain(sequence), names
@@ -72,6 +77,8 @@ async def prewarm(body: PromptBody, request: Request) -> Response:
     """Compute a prompt ahead of the requests that begin like it."""
     service = service_of(request)
     prepared = await prepare(service, body, request, begins_reply=False)
+    if retention := read_retention(body):
+        prepared.retain(len(prepared.prompt_token_ids), retention)
     output = await unless_gone(request.receive, service.answer(prepared))
     return JsonResponse(
         {
@@ -147,7 +154,8 @@ async def prepare(
 ) -> RequestGroup:
     """A request of a body's prompt. begins_reply: where it does not say so, whether messages are
     followed by what begins the model's reply."""
-    params = service.params({"max_tokens": 1, "temperature": 0}, stream=False)
+    sampling = {"max_tokens": 1, "temperature": 0} | read_keeping(body)
+    params = service.params(sampling, stream=False)
     options: dict[str, Any] = {
         "adapter": service.adapter(body.model),
         "cache_salt": service.salt(request, read_salt(body)),
@@ -157,14 +165,15 @@ async def prepare(
         raise ApiError(400, "a prompt is given by either prompt or messages; allowed: one of them")
     if body.prompt is not None:
         return await service.prepare(body.prompt, params, name, **options)
-    if body.tools is not None:
-        options["tools"] = body.tools
+    tools = ToolUse(as_tools(body.tools)).tools
+    if tools:  # in the same words as in a chat
+        options["tools"] = [tool.for_template() for tool in tools]
     options |= service.template_options({"chat_template_kwargs": body.chat_template_kwargs})
     said = body.add_generation_prompt
     options["add_generation_prompt"] = begins_reply if said is None else said
     llm = service.llm
     messages = read_roles(
-        llm.tokenizer, body.messages or [], llm.chat_template, with_tools=bool(body.tools)
+        llm.tokenizer, body.messages or [], llm.chat_template, with_tools=bool(tools)
     )
     return await service.prepare_chat(messages, params, name, **options)
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from headstart.server.bodies import Body, CacheFields, Flag, Whole
+from headstart.server.openai.schema import FunctionTool
 
 __all__ = ["PromptBody", "ResetBody"]
 
@@ -17,7 +18,7 @@ class PromptBody(CacheFields):
     model: str | None = None
     prompt: str | list[Whole] | None = None
     messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[FunctionTool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Flag | None = None
 

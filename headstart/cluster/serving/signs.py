@@ -34,7 +34,8 @@ async def sign_life(handle: DeploymentHandle, server: str, silence: float) -> No
         await asyncio.sleep(pause)
         try:
             call = handle.broadcast("hear", server)
-            await asyncio.wait_for(call.results_async(return_exceptions=True), pause)
+            async with asyncio.timeout(pause):  # `wait_for` may lose the word that this is to end
+                await call.results_async(return_exceptions=True)
         except Exception as error:  # a replica hangs, or none runs
             _LOG.info("a sign of life was not heard by all: %s", read_error(error))
 

@@ -42,7 +42,7 @@ def figures(output: RequestOutput) -> str:
     end = "interrupted" if reason == "abort" else reason
     if not output.outputs[0].text.strip():
         end = f"empty reply, {end}"
-    loaded = f", {output.num_loaded_tokens:,} loaded" if output.num_loaded_tokens else ""
+    loaded = "".join(f", {number:,} from {tier}" for tier, number in output.loaded_tokens.items())
     each = metrics.time_per_token  # None of a reply of one token
     rest = "" if each is None else f", then {duration(each)} each"
     return (

@@ -230,9 +230,11 @@ def test_a_reply_of_spaces_is_called_empty() -> None:
         metrics=metrics,
         prompt_token_ids=[1],
         num_cached_tokens=0,
-        num_loaded_tokens=0,
+        loaded_tokens={},
     )
     assert figures(output).endswith("first token 1.00 s · empty reply, stop]")
+    output.loaded_tokens = {"disk": 16, "remote": 1200}
+    assert "cached 0 (0%), 16 from disk, 1,200 from remote · first" in figures(output)
 
 
 def test_documents_that_wait_are_taken_back_before_turns() -> None:

@@ -22,10 +22,10 @@ def test_a_file_is_read_once(
 
     first = ask("What is it?")
     assert f"prefixes are kept in {kept}: 0 B of 10.7 GB; --cache-dir off keeps none" in first
-    assert cached_tokens(first) == [0] and " loaded" not in first
+    assert cached_tokens(first) == [0] and " from disk" not in first
     assert stat.S_IMODE(kept.stat().st_mode) == 0o700
     second = ask("Who is it for?")
-    [loaded] = re.findall(r"cached (\d+) \(\d+%\), (\d+) loaded", second)
+    [loaded] = re.findall(r"cached (\d+) \(\d+%\), (\d+) from disk", second)
     assert loaded[0] == loaded[1] and int(loaded[0]) > 350
     assert f"prefixes are kept in {kept}: 0 B" not in second
     third = ask("Who is it for?", "--cache-dir", "off")

@@ -1,0 +1,164 @@
+"""Damages what engines keep on disk of prompts with adapters and images, and asks the next engine.
+
+    python tools/damage_engine.py MODEL [--adapter FOLDER ...] [--images] [--faults 500] [--seed 0]
+
+For each fault a copy of the folder that an engine filled is damaged as `inject_faults.py` does it,
+and the clock jumps by years for every second one. A new engine on it must give the tokens of one
+without a store, whichever of the adapters bears the name this time; it must not fail, and `verify`
+must find nothing after a repair. What limits it: half a second a fault with the smallest model.
+Ends in one JSON line; exit status 1 if an answer differs, or anything else is wrong.
+"""
+
+import argparse
+import json
+import logging
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+from injection.damage import DAMAGES
+from injection.world import Templates
+from PIL import Image
+from rich.console import Console
+from rich.progress import Progress
+
+from headstart import LLM, SamplingParams
+from headstart.engine.adapters.request import LoRARequest
+from headstart.tiers import verify
+
+_PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+_TEXTS = ("What is {} here?", "Another text: {} and {}", "What is {} and {} here?")
+
+
+class World:
+    """A model, the adapters that a name may stand for, and what is asked."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        random = Random(options.seed)
+        self.model = options.model
+        self.adapters: list[str | None] = [None, *options.adapter]
+        begin = [random.randrange(3, 140) for _ in range(80)]
+        self.prompts = [begin + [random.randrange(3, 140) for _ in range(n)] for n in (5, 20, 40)]
+        self.images = [
+            Image.frombytes("RGB", (56, 56), random.randbytes(3 * 56 * 56))
+            for _ in range(2 if options.images else 0)
+        ]
+
+    def ask(self, folder: Path | None, adapter: str | None) -> tuple[list[list[int]], int]:
+        """The answers of a new engine, without and with an adapter, and tokens that were loaded."""
+        llm = LLM(
+            self.model,
+            dtype="float32",
+            block_size=4,
+            num_blocks=128,
+            num_threads=1,
+            deterministic=True,
+            debug=True,
+            enable_lora=len(self.adapters) > 1,
+            cache_dir=None if folder is None else str(folder),
+        )
+        with closing(llm):
+            prompts = self._prompts(llm)
+            requests = [None] if adapter is None else [None, LoRARequest("one", 1, adapter)]
+            outputs = [
+                output
+                for request in requests
+                for output in llm.generate(prompts, _PARAMS, use_tqdm=False, lora_request=request)
+            ]
+        loaded = sum(output.num_loaded_tokens for output in outputs)
+        return [list(output.outputs[0].token_ids) for output in outputs], loaded
+
+    def _prompts(self, llm: LLM) -> Sequence[Any]:
+        if not self.images:
+            return [{"prompt_token_ids": tokens} for tokens in self.prompts]
+        assert llm.engine.images is not None, "the model takes no images"
+        place = llm.engine.images.placeholder
+        return [
+            {
+                "prompt": text.format(*[place] * 2),
+                "multi_modal_data": {"image": self.images[: text.count("{}")]},
+            }
+            for text in _TEXTS
+        ]
+
+
+@contextmanager
+def jumping(random: Random) -> Iterator[None]:
+    """The clock jumps by years, every second time."""
+    now, jumps = time.time(), random.random() < 0.5
+    with patch("time.time", (lambda: now + random.uniform(-3e8, 3e8)) if jumps else time.time):
+        yield
+
+
+def make_templates(world: World, base: Path) -> Templates:
+    """Folders that engines filled: with all, without adapters, and with one adapter's alone."""
+    made = [base / name for name in ("whole", "old", "foreign")]
+    for folder, adapters in zip(
+        made, (world.adapters, world.adapters[:1], world.adapters[-1:]), strict=True
+    ):
+        for adapter in adapters:
+            world.ask(folder, adapter)
+    return Templates(*made, journal=made[0])
+
+
+def run(world: World, options: argparse.Namespace) -> Counter[str]:
+    """Damage as often as asked for; what came of it."""
+    counts = Counter[str](wrong=0, failed=0)
+    alone = {adapter: world.ask(None, adapter)[0] for adapter in world.adapters}
+    assert len(set(map(str, alone.values()))) == len(alone), "adapters that change nothing"
+    kinds = sorted(kind for kind in DAMAGES if "journal" not in kind)
+    with (
+        tempfile.TemporaryDirectory(prefix="headstart-damaged-") as name,
+        Progress(console=Console(stderr=True), auto_refresh=False) as progress,
+    ):
+        base = Path(name)
+        templates = make_templates(world, base)
+        for number in progress.track(range(options.faults), description="faults"):
+            random = Random(f"{options.seed} {number}")
+            kind, adapter = random.choice(kinds), random.choice(world.adapters)
+            folder = base / "folder"
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(templates.whole, folder)
+            DAMAGES[kind](random, folder, templates)
+            counts["faults"] += 1
+            try:
+                with jumping(random):
+                    answers, loaded = world.ask(folder, adapter)
+                verify(folder, repair=True)
+                is_whole = verify(folder).is_whole
+            except Exception:
+                progress.console.print(number, kind, traceback.format_exc(), markup=False)
+                counts["failed"] += 1
+                continue
+            counts["loaded tokens"] += loaded
+            counts["wrong"] += answers != alone[adapter]
+            counts["failed"] += not is_whole
+    return counts
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status: 0 if every answer was right."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("--adapter", action="append", default=[])
+    parser.add_argument("--images", action="store_true")
+    parser.add_argument("--faults", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    logging.disable()
+    counts = run(World(options), options)
+    print(json.dumps(counts))
+    return int(bool(counts["wrong"] or counts["failed"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -123,6 +123,18 @@ def test_advice_names_the_fork_that_costs_most(client: httpx.Client) -> None:
     assert fork["tokens_computed_again"] > 0.8 * 4 * moved
 
 
+def test_a_time_is_one_cause_whichever_digit_differs(client: httpx.Client) -> None:
+    """Each digit was a fork of its own: four pieces of advice, and each promised too little."""
+    told = []
+    for second in range(0, 1400, 70):
+        told.append(ask(client, f"It is 10:{second // 60:02}:{second % 60:02}. {PEOPLE}"))
+    [fork] = client.get("/cache/advice").json()["forks"]
+    assert fork["prompts"] == len(told) - 1 and fork["looks_like"] == "a date or time"
+    usage = told[-1]["usage"]
+    assert fork["tokens_computed_again"] > 0.8 * (len(told) - 1) * usage["prompt_tokens"]
+    assert re.search(r" at tokens \d+ to \d+ by ", fork["advice"])
+
+
 def test_a_fork_that_came_once_is_told_until_one_came_twice(client: httpx.Client) -> None:
     """Who tried it with two prompts was told nothing, and no reason for it."""
     for minute in (10, 11):

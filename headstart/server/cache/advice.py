@@ -17,6 +17,7 @@ __all__ = ["Adviser", "Explanation"]
 
 _BEFORE, _AFTER = 64, 512  # tokens shown to `describe_difference`
 _MOST_FORKS = 10
+_LONGEST_WORD = 16  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +103,8 @@ class Adviser:
                 evicted_tokens += lost
                 lacking = max(lacking, -(-lost // self._block_size))
             elif seen.num_again and seen.closest is not None:
-                head = seen.tokens[: seen.closest.num_common].tobytes()
-                forks[seen.namespace, head].append(seen)
+                head = seen.tokens[: self._word_begins(seen.tokens, seen.closest.num_common)]
+                forks[seen.namespace, head.tobytes()].append(seen)
         again = [those for those in forks.values() if len(those) > 1]
         # Once is no habit; where there is none, it is told all the same, as what came once.
         told = again or list(forks.values())
@@ -121,12 +122,29 @@ class Adviser:
             },
         }
 
+    def _word_begins(self, tokens: Tokens, at: int) -> int:
+        """Where the word begins whose token `at` differs; `at` itself if no space is near.
+
+        Prompts that begin with a time part at any of its digits. By the digit, one cause would be
+        told as many, and what each saves would be too little.
+        """
+        if self._decode is None:
+            return at
+        for begin in range(at, max(-1, at - _LONGEST_WORD), -1):
+            if self._decode([int(tokens[begin])])[:1].isspace():
+                return begin
+        return at
+
     def _describe_fork(self, those: list[Seen]) -> dict[str, Any]:
         last = those[-1]
         assert last.closest is not None
         saved = sum(seen.num_again for seen in those)
         difference = self._difference(last.tokens, last.closest)
         looks_like = difference.looks_like if difference is not None else "another text"
+        places = {seen.closest.num_common for seen in those if seen.closest is not None}
+        where = f"token {min(places):,}"
+        if len(places) > 1:
+            where = f"tokens {min(places):,} to {max(places):,}"
         part = f"{len(those):,} prompts part" if len(those) > 1 else "1 prompt parts"
         on = "go on alike" if len(those) > 1 else "goes on alike (no fork came twice so far)"
         return {
@@ -138,9 +156,8 @@ class Adviser:
             "here": difference.here if difference is not None else None,
             "there": difference.there if difference is not None else None,
             "advice": (
-                f"{part} from an earlier one at token {last.closest.num_common:,} by what looks "
-                f"like {looks_like}, and {on}: moving it to the end would have saved "
-                f"{saved:,} tokens"
+                f"{part} from an earlier one at {where} by what looks like {looks_like}, "
+                f"and {on}: moving it to the end would have saved {saved:,} tokens"
             ),
         }
 

@@ -86,6 +86,7 @@ class AsyncLLM(OfOneProcess):
         self._driver: AsyncDriver = driver
         self._forms = FormThreads(max(2, count_cores() // 2))
         weakref.finalize(self, self._driver.close)
+        weakref.finalize(self, self._forms.close)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **options: Any) -> AsyncLLM:

@@ -55,17 +55,22 @@ class FormThreads:
             self._jobs.put(None)
 
     def _run(self) -> None:
-        for made, make in iter(self._jobs.get, None):
-            try:
-                if made.done() or not made.set_running_or_notify_cancel():
-                    continue
-            except InvalidStateError:  # closed at this moment
-                continue
-            try:
-                found = make()
-            except BaseException as error:  # the caller's to handle
-                with suppress(InvalidStateError):  # closed meanwhile
-                    made.set_exception(error)
-            else:
-                with suppress(InvalidStateError):
-                    made.set_result(found)
+        while (job := self._jobs.get()) is not None:
+            _do(*job)
+            del job  # which holds the engine, and may be the last for long
+
+
+def _do(made: "Future[Any]", make: Callable[[], Any]) -> None:
+    try:
+        if made.done() or not made.set_running_or_notify_cancel():
+            return
+    except InvalidStateError:  # closed at this moment
+        return
+    try:
+        found = make()
+    except BaseException as error:  # the caller's to handle
+        with suppress(InvalidStateError):  # closed meanwhile
+            made.set_exception(error)
+    else:
+        with suppress(InvalidStateError):
+            made.set_result(found)

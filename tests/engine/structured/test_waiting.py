@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -104,3 +105,21 @@ def test_who_waits_for_a_form_is_told_that_the_engine_is_closed(
             assert not any(thread.is_alive() for thread in threads)
 
     asyncio.run(run())
+
+
+def test_an_engine_that_nobody_has_any_more_goes_with_its_threads_of_forms(tmp_path: Path) -> None:
+    """A thread held what it had done last, and with that the engine, its K/V and its thread."""
+    model = save_smallest(tmp_path, layers=1, tokenizer=TINY_TOKENIZERS["byte_level"]())
+    form = StructuredOutputsParams(regex="a")
+
+    def ask() -> tuple[weakref.ref[AsyncLLM], threading.Thread]:
+        before = set(threading.enumerate())
+        llm = AsyncLLM(model, num_blocks=24, dtype="float32")
+        asyncio.run(llm.prepare("a", SamplingParams(max_tokens=1, structured_outputs=form)))
+        [thread] = threads_of_forms(before)
+        return weakref.ref(llm), thread
+
+    ask()  # importing what models need keeps frames of the first one
+    engine, thread = ask()
+    thread.join(PATIENCE)
+    assert not thread.is_alive() and engine() is None

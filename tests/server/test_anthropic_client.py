@@ -256,7 +256,12 @@ def test_an_image_is_the_one_that_openais_clients_send(image_server: Running) ->
 
 
 BAD = [
-    ({"messages": []}, 400, "empty"),
+    ({"messages": []}, 400, "messages: List should have at least 1 item"),
+    (
+        {"messages": [], "system": "Hi", "cache_control": {"type": "ephemeral"}},
+        400,
+        "at least 1 item",
+    ),  # was a 500
     ({"model": "x"}, 404, "does not exist"),
     ({"max_tokens": 0}, 400, "max_tokens"),
     ({"frobnicate": 1}, 400, "frobnicate"),

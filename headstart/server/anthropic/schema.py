@@ -165,7 +165,7 @@ class CountRequest(CacheFields):
     """`POST /v1/messages/count_tokens`, and what messages have in common with it."""
 
     model: str
-    messages: list[Turn]
+    messages: Annotated[list[Turn], Field(min_length=1)]
     system: str | list[TextBlock] | None = None
     tools: list[ToolDefinition] | None = None
     tool_choice: ToolChoice | None = None

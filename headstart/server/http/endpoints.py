@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from fastapi import APIRouter
 from fastapi.exceptions import RequestValidationError
@@ -32,14 +32,20 @@ _LONG = 1 << 15
 
 
 class _Endpoint(NamedTuple):
-    """What answers the requests to a path, and the kind of their bodies."""
+    """What answers the requests to a path, and the kind of their bodies.
+
+    is_optional: a request may come without a body; then it is None.
+    """
 
     body: type[Body]
-    answer: Callable[[Any, Request], Awaitable[Response]]
+    answer: Callable[..., Awaitable[Response]]
+    is_optional: bool
 
 
 class Endpoints:
     """Answers a `POST` to a route whose function takes a `Body` and the request; `app` the rest.
+
+    A path that ends in a line feed is the path without it, as for FastAPI's routes.
 
     Raises ApiError for whatever goes wrong before an answer has begun.
     """
@@ -53,14 +59,17 @@ class Endpoints:
                 self._endpoints.setdefault(path, endpoint)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
+        path = scope["path"].removesuffix("\n")
+        endpoint = self._endpoints.get(path) if scope["method"] == "POST" else None
         if endpoint is None:
             await self._app(scope, receive, send)
             return
         request = Request(scope, receive, send)
         try:
-            body = await _read_any(endpoint.body, await request.body(), front_of(request))
-            response = await endpoint.answer(body, request)
+            data = await request.body()
+            is_left_out = endpoint.is_optional and data in (b"", b"null")
+            body = None if is_left_out else await _read_any(endpoint.body, data, front_of(request))
+            response = await endpoint.answer(body=body, request=request)
         except ClientDisconnect as error:
             raise ClientGone from error
         except Exception as error:
@@ -71,9 +80,11 @@ class Endpoints:
 def _with_bodies(router: APIRouter) -> Iterator[tuple[str, _Endpoint]]:
     for route in router.routes:
         if isinstance(route, APIRoute) and route.methods == {"POST"}:
-            kind = get_type_hints(route.endpoint).get("body")
-            if isinstance(kind, type) and issubclass(kind, Body):
-                yield route.path, _Endpoint(kind, route.endpoint)
+            hint = get_type_hints(route.endpoint).get("body")
+            kinds = get_args(hint) or (hint,)
+            for kind in kinds:
+                if isinstance(kind, type) and issubclass(kind, Body):
+                    yield route.path, _Endpoint(kind, route.endpoint, type(None) in kinds)
 
 
 async def _read_any(kind: type[Body], data: bytes, front: Front) -> Body:

@@ -70,6 +70,8 @@ def chat(content: object) -> list[dict[str, object]]:
         ("/tokenize", {"prompt": PADDING}, 200),
         ("/detokenize", {"tokens": [5] * 20_000}, 400),
         ("/cache/explain", {"prompt": PADDING}, 400),
+        ("/cache/reset", {"what": PADDING}, 400),
+        ("/v1/completions%0A", {"prompt": [5] * 20_000}, 400),  # FastAPI's routes take it
     ],
 )
 def test_long_bodies_are_read_in_threads(
@@ -81,7 +83,7 @@ def test_long_bodies_are_read_in_threads(
     status: int,
 ) -> None:
     watched.watch(endpoints, step)
-    known = {"/tokenize", "/detokenize", "/cache/explain", "/v1/responses"}
+    known = {"/tokenize", "/detokenize", "/cache/explain", "/cache/reset", "/v1/responses"}
     own = {} if path in known else BODY
     model = {"model": "tiny"} if path == "/v1/responses" else {}
     answer = httpx.post(server.url + path, json={**own, **model, **body}, timeout=60)

@@ -96,8 +96,11 @@ class Watch:
         asyncio.get_running_loop().run_in_executor(None, self.settle)
 
     def settle(self) -> None:
-        """Take notes of all that have ended, which every other answer here begins with."""
-        self._settle(len(self._ended))
+        """Take notes of all that have ended, which every other answer here begins with.
+
+        Also where there are none: another thread may be taking those of the last one.
+        """
+        self._settle(max(1, len(self._ended)))
 
     def _settle(self, most: int) -> None:
         for _ in range(most):

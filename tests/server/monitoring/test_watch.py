@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from queue import Queue
 from typing import Any
 
@@ -59,3 +60,46 @@ def test_a_prompt_is_known_as_soon_as_it_is_answered(monkeypatch: pytest.MonkeyP
         assert httpx.post(url, json={"prompt": prompt}).json()["closest"] is None
         ask(server, 1, prompt=prompt)
         assert httpx.post(url, json={"prompt": prompt}).json()["closest"] is not None
+
+
+def test_who_asks_waits_for_notes_that_are_being_taken(
+    noted: Queue[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`/metrics` found nothing left to note, and told counts without the last request."""
+    began, goes_on = threading.Event(), threading.Event()
+    finished = Metrics.finished
+
+    def note(*args: Any) -> None:
+        began.set()
+        assert goes_on.wait(SECONDS)
+        finished(*args)
+
+    monkeypatch.setattr(Metrics, "finished", note)
+    with running() as server:
+        watch = server.service.watch
+        ask(server, 3)
+        assert began.wait(SECONDS)
+        lock, is_told, comes = watch._lock, threading.Event(), threading.Event()
+
+        class Seen:
+            """The lock, which tells that somebody comes to it."""
+
+            def __enter__(self) -> None:
+                comes.set()
+                lock.acquire()
+
+            def __exit__(self, *error: object) -> None:
+                lock.release()
+
+        def ask_for_all() -> None:
+            watch.settle()
+            is_told.set()
+            comes.set()
+
+        watch._lock = Seen()  # type: ignore[assignment]
+        asking = threading.Thread(target=ask_for_all)
+        asking.start()
+        assert comes.wait(SECONDS) and not is_told.is_set()
+        goes_on.set()
+        asking.join(SECONDS)
+        assert is_told.is_set() and noted.get_nowait() == 3

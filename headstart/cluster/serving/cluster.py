@@ -17,7 +17,6 @@ import logging
 import math
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -44,7 +43,7 @@ from headstart.cluster.serving.front import FrontEngine
 from headstart.cluster.serving.llm import ReplicatedLLM
 from headstart.cluster.serving.ray_errors import read_error
 from headstart.cluster.serving.replica import EngineReplica
-from headstart.cluster.serving.signs import SILENCE
+from headstart.cluster.serving.signs import SILENCE, knock, watch_ray
 from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.startup.threads import count_cores
 from headstart.engine.vllm_api.options import read_options
@@ -56,7 +55,6 @@ __all__ = ["ReplicaCluster"]
 _DEPLOYMENT = "engine"
 _ROUTER = "headstart.cluster.serving.request_router.PrefixRouter"
 _HEALTH_PERIOD, _HEALTH_TIMEOUT = 5.0, 120.0  # a step of a large model may take long
-_PATIENCE = 5.0  # seconds that a cluster may take to take a connection
 _DRAIN_LOOK = 0.5  # seconds between two looks at whether a replica that goes is idle
 _STARTING = ("NOT_STARTED", "DEPLOYING", "UNHEALTHY")  # what may come to run
 _START_PATIENCE = 600.0  # seconds that replicas of another server may take to run
@@ -98,6 +96,8 @@ class ReplicaCluster:
         engine = make_config(read.config)
         self._name = _name_of(model, options)
         self._is_own_app = False
+        self._is_over = threading.Event()
+        self._is_lost = False  # Ray, and the replicas with it
         self._is_own_ray = self._connect(engine)
         try:
             is_new = self._name not in _ask(serve.status).applications
@@ -118,6 +118,8 @@ class ReplicaCluster:
             front = FrontEngine(model, facts, engine, most, adapters, read.tokenizer)
             driver = ReplicaDriver(handle, front, dispatcher, ray.put)
             self.llm = ReplicatedLLM(front, driver, dispatcher, read.sampling, read.chat_template)
+            if self._is_own_ray:  # nobody starts its processes again
+                self._watch_ray(driver)
         except BaseException:
             self._leave()
             raise
@@ -255,9 +257,26 @@ class ReplicaCluster:
             )
         }
 
+    def _watch_ray(self, driver: ReplicaDriver) -> None:
+        """Have a server that lost its Ray say so: it can only be started anew."""
+        node = next(iter(ray.nodes()))
+        processes = {
+            "gcs_server": ray.get_runtime_context().gcs_address,
+            "raylet": f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}",
+        }
+
+        def tell(why: str) -> None:
+            _LOG.error("%s: no request is taken any more; start the server anew", why)
+            self._is_lost = True
+            driver.break_off(why)
+
+        given = (processes, self._is_over, tell)
+        threading.Thread(target=watch_ray, args=given, name="headstart-ray", daemon=True).start()
+
     def _leave(self) -> None:
+        self._is_over.set()
         try:
-            if self._is_own_app:  # its replicas save what is to be kept
+            if self._is_own_app and not self._is_lost:  # its replicas save what is to be kept
                 _ask_in_time(lambda: serve.delete(self._name), _STOP_PATIENCE)
         except HeadstartError as error:
             _LOG.warning("the replicas may not have saved what they cached: %s", error)
@@ -275,19 +294,13 @@ def _ask(function: Callable[[], Answer]) -> Answer:
         raise read_error(error) from error
 
 
-def _knock(address: str) -> None:
-    """Raise OSError if nobody answers at `host:port`: Ray itself tries for a minute or more."""
-    host, _, port = address.rpartition(":")
-    socket.create_connection((host, int(port)), timeout=_PATIENCE).close()
-
-
 def _ask_in_time(function: Callable[[], object], seconds: float) -> None:
     """As `_ask`, of a Ray that may have died: its calls then wait for ever. Raises EngineError."""
     failed: list[HeadstartError] = []
 
     def ask() -> None:
         try:
-            _knock(ray.get_runtime_context().gcs_address)
+            knock(ray.get_runtime_context().gcs_address)
             if not any(node["Alive"] for node in ray.nodes()):
                 raise EngineError("no machine of Ray is alive")
             _ask(function)
@@ -313,7 +326,7 @@ def _check_address(address: str | None) -> None:
         )
     if port.isdecimal():
         try:
-            _knock(f"{host}:{port}")
+            knock(f"{host}:{port}")
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"RAY_ADDRESS is {address!r}, and nobody answers there: {error}"

@@ -25,13 +25,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headstart.cluster.load import RouteRequest
 from headstart.cluster.serving.dispatch import Dispatcher
-from headstart.cluster.serving.messages import AnswerRequest, Follow, Part, Report, RequestKey
+from headstart.cluster.serving.feeds import Feeds, cancel
+from headstart.cluster.serving.front import CLOSED
+from headstart.cluster.serving.messages import AnswerRequest, Part, RequestKey
 from headstart.cluster.serving.ray_errors import has_died, read_error
 from headstart.cluster.serving.running import Attempt, Running
 from headstart.cluster.serving.signs import sign_life
@@ -39,9 +40,8 @@ from headstart.engine.driver import Driver, Receiver, Update
 from headstart.errors import EngineError, ReplicaLostError, RequestError
 
 if TYPE_CHECKING:
-    from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+    from ray.serve.handle import DeploymentHandle
 
-    from headstart.cluster.events import EventBatch
     from headstart.cluster.serving.front import FrontEngine
     from headstart.engine.images.transfer import SentImages
     from headstart.engine.request import RequestGroup
@@ -49,10 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_LOST", "ReplicaDriver"]
 
 MAX_LOST = 3
-_CLOSED = "the engine is closed"
-_LARGE = 1 << 14  # bytes of names: 512 blocks, which take most of a millisecond
 _PATIENCE = 1.0  # seconds between two looks at whether the thread is alive
-_AGAIN = 0.5  # seconds until a replica is followed again whose stream broke
 _LOG = logging.getLogger("headstart.server")
 
 Answer = TypeVar("Answer")
@@ -79,15 +76,14 @@ class ReplicaDriver:
         self._running: dict[str, Running] = {}  # by request id
         self._started: dict[str, Running] = {}  # by name: those that are forgotten and end, too
         self._attempts: dict[RequestKey, Attempt] = {}
-        self._feeds: dict[str, asyncio.Task[None]] = {}
-        self._known: set[str] = set()  # the replicas that ran when last looked
+        self._feeds = Feeds(self._replicas, dispatcher, self._name, self._take_progress)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="headstart-replicas")
         self._thread.daemon = True
         self._thread.start()
-        dispatcher.call_on_change(lambda: self._soon(self._match_feeds))
+        dispatcher.call_on_change(lambda: self._soon(self._feeds.match))
         dispatcher.call_on_route(lambda: self._soon(dispatcher.catch_up))
-        self._soon(self._match_feeds)
+        self._soon(self._feeds.match)
         asyncio.run_coroutine_threadsafe(sign_life(handle, self._name, front.silence), self._loop)
 
     # As of a driver
@@ -97,7 +93,7 @@ class ReplicaDriver:
 
     def explain_silence(self, groups: Sequence[RequestGroup]) -> EngineError | None:
         """Why nobody is told of these requests any more; None while they may be."""
-        return None if self._thread.is_alive() else EngineError(_CLOSED)
+        return None if self._thread.is_alive() else self._closed()
 
     def submit(self, group: RequestGroup, receive: Receiver, *, every_step: bool = True) -> None:
         """Have a prepared request answered. Its last update is a finished output or an error.
@@ -129,6 +125,11 @@ class ReplicaDriver:
     async def call_async(self, function: Callable[[], Answer]) -> Answer:
         """As `call`."""
         return self.call(function)
+
+    def break_off(self, why: str) -> None:
+        """The replicas are lost: end every request with an EngineError, and take no more."""
+        self._front.close(why)
+        asyncio.run_coroutine_threadsafe(self._end_all(), self._loop)
 
     def close(self) -> None:
         """End every request with an EngineError, and follow no replica any more. Idempotent."""
@@ -167,7 +168,10 @@ class ReplicaDriver:
                     continue
             except CancelledError:  # by `close`
                 pass
-            raise EngineError(_CLOSED)
+            raise self._closed()
+
+    def _closed(self) -> EngineError:
+        return EngineError(self._front.why_closed or CLOSED)
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.append(order)
@@ -191,7 +195,7 @@ class ReplicaDriver:
     def _start(self, running: Running) -> None:
         asked = running.group.request_id
         if self._front.is_closed:
-            running.tell(EngineError(_CLOSED))
+            running.tell(self._closed())
         elif asked in self._running:
             running.tell(RequestError(f"request id {asked!r} is in use"))
         else:
@@ -206,14 +210,16 @@ class ReplicaDriver:
 
     def _end(self, running: Running) -> None:
         """Its task has ended: keep nothing of it, and tell whoever asked."""
-        del self._started[running.name]
-        self._release(running)  # first: who is told may ask again under this id
-        self._dispatcher.finish(running.name)
-        update = running.last_update()
-        # A task that was cancelled has the frames where it was, which know `running`: the images
-        # there would lie in Ray's store until the garbage collector comes by.
-        running.task = None
-        running.tell(update)
+        try:
+            del self._started[running.name]
+            self._release(running)  # first: who is told may ask again under this id
+            self._dispatcher.finish(running.name)
+        finally:  # whatever is wrong with the books, nobody waits for ever
+            update = running.last_update()
+            # A task that was cancelled has the frames where it was, which know `running`: the
+            # images there would lie in Ray's store until the garbage collector comes by.
+            running.task = None
+            running.tell(update)
 
     def _release(self, running: Running) -> None:
         """Its id may be another's."""
@@ -282,7 +288,7 @@ class ReplicaDriver:
         finally:
             del self._attempts[asked.key]
             if stream is not None:
-                _cancel(stream)
+                cancel(stream)
         raise EngineError("this server was silent for too long: a replica took it for dead")
 
     def _take_progress(self, key: RequestKey, part: Part) -> None:
@@ -330,69 +336,12 @@ class ReplicaDriver:
             self._front.manager.block_size,
         )
 
-    # What replicas tell of their caches
-
-    def _match_feeds(self) -> None:
-        """Follow the replicas that run, and no others."""
-        if self._front.is_closed:
-            return
-        running = set(self._dispatcher.replicas)
-        for name in sorted(running ^ self._known):
-            state = "runs" if name in running else "is gone"
-            _LOG.info("replica %s %s; running: %d", name, state, len(running))
-        self._known = running
-        for name, task in self._feeds.items():
-            if name not in running:
-                task.cancel()  # it would keep the replica from ending
-        for name in running - self._feeds.keys():
-            self._feeds[name] = task = self._loop.create_task(self._follow(name))
-            task.add_done_callback(partial(self._drop_feed, name))
-
-    def _drop_feed(self, name: str, task: asyncio.Task[None]) -> None:
-        if self._feeds.get(name) is task:
-            del self._feeds[name]
-        # The replica may run all the same: Ray cancelled the stream, or it was back at once.
-        self._loop.call_later(_AGAIN, self._match_feeds)
-
-    async def _follow(self, replica: str) -> None:
-        while True:
-            try:
-                await self._read_feed(replica)
-            except Exception as error:  # it died, which Ray Serve tells the dispatcher, or broke
-                _LOG.info("replica %s is not followed: %s", replica, read_error(error))
-                await asyncio.sleep(_AGAIN)
-
-    async def _read_feed(self, replica: str) -> None:
-        """Until a batch is missing: following anew begins with a snapshot."""
-        stream = self._replicas.follow.remote(Follow(replica, self._name))
-        try:
-            async for report in stream:
-                assert isinstance(report, Report)
-                for key, part in (report.progress or {}).items():
-                    self._take_progress(key, part)
-                if report.metrics is not None:
-                    self._dispatcher.note_metrics(replica, report.metrics)
-                if report.batch is not None and not await self._apply(replica, report.batch):
-                    return
-        finally:
-            _cancel(stream)
-
-    async def _apply(self, replica: str, batch: EventBatch) -> bool:
-        """As of the dispatcher; what takes long is no matter of this thread."""
-        if batch.cleared or len(batch.stored) + len(batch.removed) > _LARGE:
-            return await asyncio.to_thread(self._dispatcher.apply, replica, batch)
-        return self._dispatcher.apply(replica, batch)
-
     async def _end_all(self) -> None:
+        self._feeds.end()
         self._take_orders()
         for one in list(self._started.values()):
-            one.fail(EngineError(_CLOSED))
+            one.fail(self._closed())
         tasks = asyncio.all_tasks() - {asyncio.current_task()}  # feeds, and calls of all replicas
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _cancel(stream: DeploymentResponseGenerator[Any]) -> None:
-    with suppress(Exception):  # the replica is gone
-        stream.cancel()

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from headstart.engine.params import SamplingParams
     from headstart.engine.request import RequestGroup
 
-__all__ = ["FrontEngine"]
+__all__ = ["CLOSED", "FrontEngine"]
+
+CLOSED = "the engine is closed"
 
 
 @dataclass
@@ -90,7 +92,12 @@ class FrontEngine:
             first_seed=config.seed,
             public=self.manager.names.public,
         )
-        self.is_closed = False
+        self.why_closed: str | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more requests are made."""
+        return self.why_closed is not None
 
     def _see(self, model: str | Path, facts: EngineFacts) -> FrontImages | None:
         """The image side; None for a model without vision. Image processors take long to import."""
@@ -146,9 +153,9 @@ class FrontEngine:
 
     def require_open(self) -> None:
         """Raise EngineError after `close`."""
-        if self.is_closed:
-            raise EngineError("the server's replicas are let go of")
+        if self.why_closed is not None:
+            raise EngineError(self.why_closed)
 
-    def close(self) -> None:
-        """Make no more requests."""
-        self.is_closed = True
+    def close(self, why: str = CLOSED) -> None:
+        """Make no more requests; of several reasons the first counts."""
+        self.why_closed = self.why_closed or why

@@ -160,9 +160,10 @@ class Follow(NamedTuple):
 class Report(NamedTuple):
     """What changed in a replica: its cache, the engine's counts, tokens of the follower's requests.
 
-    None is nothing new.
+    None is nothing new. process: the id of the replica's process and its machine, with the first.
     """
 
     batch: EventBatch | None = None
     metrics: list[Metric] | None = None
     progress: Mapping[RequestKey, Part] | None = None
+    process: str | None = None

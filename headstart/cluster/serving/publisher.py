@@ -17,6 +17,8 @@ streams go together: one message for each token of each would be the limit of ev
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
@@ -170,7 +172,8 @@ class CachePublisher:
 
     def _read_all(self) -> Report:
         """A snapshot is as of the last batch that all followers were sent."""
-        return Report(self._events.snapshot(), read_metrics(self._llm.engine))
+        process = f"{os.getpid()} on {socket.gethostname()}"
+        return Report(self._events.snapshot(), read_metrics(self._llm.engine), process=process)
 
     def _take_batch(self, *more: CacheEvent) -> EventBatch | None:
         manager = self._llm.engine.manager

@@ -10,17 +10,16 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
 
 from headstart import SamplingParams
 from headstart.cluster.options import ReplicaConfig
-from tests.cluster.serving.ray_processes import wait_until
+from tests.cluster.serving.ray_processes import run, start, wait_until
 
 if TYPE_CHECKING:
     from headstart.cluster.serving.cluster import ReplicaCluster
@@ -91,26 +90,6 @@ def ask(cluster: ReplicaCluster) -> list[int]:
         return list(output.outputs[0].token_ids)
 
     return asyncio.run(last())
-
-
-@contextmanager
-def start(function: Callable[[], None], said: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs a function of this module, once it has said a line."""
-    call = f"import {__name__} as here; here.{function.__name__}()"
-    with run([sys.executable, "-W", "ignore", "-c", call], said) as process:
-        yield process
-
-
-@contextmanager
-def run(command: list[str], said: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that has said this; it is ended when it is no longer needed."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert any(said in line for line in process.stdout), "it ended first"
-            yield process
-        finally:
-            process.terminate()
 
 
 @pytest.fixture

@@ -7,11 +7,14 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
+from headstart.cluster.events import EventBatch
+from headstart.cluster.serving import feeds
 from headstart.cluster.serving.driver import MAX_LOST
-from headstart.cluster.serving.messages import Follow
+from headstart.cluster.serving.messages import Follow, Report
 from headstart.engine.driver import Update
 from headstart.errors import EngineError, ReplicaLostError, RequestError
 from tests.cluster.serving.ray_processes import wait_until
@@ -216,7 +219,7 @@ def test_a_replica_that_is_back_before_its_feed_has_ended_is_followed(server: Se
     def go_and_come() -> None:
         for names in ([], [REPLICA]):
             server.dispatcher.set_replicas(names)
-            server.driver._match_feeds()
+            server.driver._feeds.match()
 
     server.driver._soon(go_and_come)
     assert server.handle.is_asked_to_follow.wait(LIMIT)
@@ -240,7 +243,7 @@ def test_the_log_tells_which_replicas_come_and_go(
     def come_and_go() -> None:
         for names in ([REPLICA], [REPLICA], [], [REPLICA]):
             server.dispatcher.set_replicas(names)
-            server.driver._match_feeds()
+            server.driver._feeds.match()
         done.set()
 
     try:
@@ -346,3 +349,39 @@ def test_a_server_gives_signs_of_life_under_the_name_that_it_asks_by() -> None:
             assert heard.get(timeout=LIMIT) == ("hear", name)
     finally:
         server.driver.close()
+
+
+def test_a_request_is_answered_whatever_is_wrong_with_the_books(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.dispatcher.set_replicas([REPLICA])
+    server.stream().put(part(0, 8, finished=True))
+    monkeypatch.delattr(server.dispatcher, "_router")
+    told = Told()
+    server.driver.submit(server.request("a"), told)
+    told.next()
+
+
+def test_a_replica_whose_snapshots_are_of_no_use_is_asked_for_few(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked for one after the other, as fast as it could make them."""
+    pauses: queue.SimpleQueue[float] = queue.SimpleQueue()
+
+    class Clock:
+        """`asyncio`, to the feeds alone."""
+
+        __getattr__ = staticmethod(partial(getattr, asyncio))
+
+        async def sleep(self, seconds: float) -> None:
+            """Note it."""
+            pauses.put(seconds)
+
+    monkeypatch.setattr(server.dispatcher, "apply", lambda replica, batch: False)
+    monkeypatch.setattr(feeds, "asyncio", Clock())
+    monkeypatch.setattr(feeds, "_AGAIN", 3600.0)
+    for _ in range(2):
+        server.handle.feed.put(Report(EventBatch(0, 0, 0)))
+    server.dispatcher.set_replicas([REPLICA])
+    for _ in range(2):
+        assert pauses.get(timeout=LIMIT) > 3000

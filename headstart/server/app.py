@@ -91,7 +91,7 @@ class _Application(FastAPI):
     """
 
     def __init__(self, service: Front, routers: Sequence[APIRouter]) -> None:
-        super().__init__(title="headstart", version=__version__, docs_url=None, redoc_url=None)
+        super().__init__(title="headstart", version=__version__, openapi_url=None)  # see `page`
         self.state.service = service
         for router in routers:
             self.include_router(router)

@@ -16,6 +16,7 @@ __all__ = [
     "Body",
     "CacheFields",
     "Flag",
+    "Label",
     "Real",
     "Texts",
     "Whole",
@@ -28,6 +29,8 @@ __all__ = [
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Whole = Annotated[int, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
+Label = Annotated[str, Field(max_length=4096)]
+"""A name of the client's, which is kept, hashed or told again in the event loop."""
 # Of thousands of token ids none is a text; the first one says so, and is what an error tells.
 Texts = Annotated[list[str], Field(fail_fast=True)]
 _DAY = 86_400.0
@@ -77,8 +80,8 @@ class CacheFields(Body):
     worth keeping. prompt_cache_key is a hint to a cluster, of which one engine has no need.
     """
 
-    cache_salt: str | None = None
-    prompt_cache_key: str | None = None
+    cache_salt: Label | None = None
+    prompt_cache_key: Label | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     no_read: Flag = False
     no_store: Flag = False

@@ -229,16 +229,32 @@ def test_an_image_is_a_data_url(image_server: Running) -> None:
 
 
 def test_the_store_keeps_what_fits() -> None:
-    store = ResponseStore(max_responses=2, max_bytes=200)
+    store = ResponseStore(max_responses=2, max_bytes=4000)
     for name in "abc":
         store.add({"id": name}, [], "x")
     assert store.get("a", "x") is None and store.get("c", "x") is not None
     assert store.get("c", None) is None and not store.remove("c", "y")
-    store.add({"id": "d"}, [{"content": "x" * 160}], "x")
+    store.add({"id": "d"}, [{"content": "x" * 3000}], "x")
     assert store.get("b", "x") is None and store.get("c", "x") is None and len(store) == 1
-    store.add({"id": "e"}, [{"content": "x" * 300}], "x")
+    store.add({"id": "e"}, [{"content": "x" * 4000}], "x")
     assert store.get("e", "x") is None and store.get("d", "x") is not None
     assert store.remove("d", "x") and len(store) == 0 == store.num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "x" * 1000])
+def test_a_flood_of_responses_takes_the_place_of_its_own(text: str) -> None:
+    """By number and by bytes: one tenant's responses went when another made many."""
+    store = ResponseStore(max_responses=50, max_bytes=30_000)
+    store.add({"id": "mine"}, [], "a")
+    for number in range(200):
+        store.add({"id": f"{number}"}, [{"content": text}], "b")
+    assert store.get("mine", "a") is not None
+    assert store.get("199", "b") is not None and store.get("0", "b") is None
+    assert 10 < len(store) <= 50 and store.num_bytes <= 30_000
+    for number in range(200):
+        store.add({"id": f"{number}"}, [{"content": text}], "c")
+    kept = [sum(store.get(f"{at}", one) is not None for at in range(200)) for one in "bc"]
+    assert abs(kept[0] - kept[1]) <= 1 < min(kept)
 
 
 DEEP: dict[str, Any] = functools.reduce(lambda inner, _: {"a": inner}, range(400), {})
@@ -279,6 +295,27 @@ def test_bad_input_is_refused(
     assert says in answer.json()["error"]["message"]
     blocks, free = server.pool()
     assert blocks == free
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"metadata": {"a": "x" * 513}}, "metadata"),
+        ({"metadata": {"x" * 65: "a"}}, "metadata"),
+        ({"metadata": {f"{at}": "a" for at in range(17)}}, "metadata"),
+        ({"user": "x" * 4097}, "user"),
+        ({"cache_salt": "x" * 4097}, "cache_salt"),
+        ({"reasoning": {"effort": "x" * 4097}}, "reasoning.effort"),
+    ],
+)
+def test_what_is_told_again_is_bounded(server: Running, given: dict[str, Any], says: str) -> None:
+    """30 MB of metadata, which the response told again, stopped every stream for 0.3 s."""
+    body = {"model": "tiny", "input": "Hi", "max_output_tokens": 1}
+    answer = httpx.post(server.url + "/v1/responses", json=body | given, timeout=60)
+    assert answer.status_code == 400 and says in answer.json()["error"]["message"]
+    metadata = {"x" * 60 + f"{at}": "x" * 512 for at in range(16)}
+    answer = httpx.post(server.url + "/v1/responses", json=body | {"metadata": metadata})
+    assert answer.status_code == 200 and answer.json()["metadata"] == metadata
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,5 +1,7 @@
 """The page at `/`: the pool as a map, the tree of prefixes, hits over time, and a chat."""
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
+from headstart.server.errors import JsonResponse
 from headstart.server.page.reference import render_reference
 
 __all__ = ["mount"]
@@ -34,10 +37,15 @@ class _Files(StaticFiles):
 
 
 def mount(app: FastAPI, *, with_pool: bool = True) -> None:
-    """Serve the page and its files, and the description of the API at `/docs`.
+    """Serve the page and its files, and the API's description at `/docs` and `/openapi.json`.
 
     with_pool: there is one pool to show; without, the description is the page.
     """
+    making = threading.Lock()
+
+    def describe() -> dict[str, Any]:
+        with making:  # when it is first asked for, which takes a third of a second
+            return app.openapi()
 
     @app.get("/", include_in_schema=False)
     async def show_page(request: Request) -> Response:
@@ -47,6 +55,11 @@ def mount(app: FastAPI, *, with_pool: bool = True) -> None:
 
     @app.get("/docs", include_in_schema=False)
     async def show_reference(request: Request) -> Response:
-        return HTMLResponse(render_reference(app.openapi()), headers=_HEADERS)
+        text = await asyncio.to_thread(lambda: render_reference(describe()))
+        return HTMLResponse(text, headers=_HEADERS)
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def show_description(request: Request) -> Response:
+        return JsonResponse(await asyncio.to_thread(describe))
 
     app.mount("/page", _Files(directory=_FILES), name="page")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from headstart.engine.vllm_api.rows import refused
-from headstart.server.bodies import Body, CacheFields, Flag, Real, Whole
+from headstart.server.bodies import Body, CacheFields, Flag, Label, Real, Whole
 
 __all__ = [
     "FunctionCall",
@@ -161,23 +161,33 @@ class TextConfig(Body):
     """The form of the text."""
 
     format: Annotated[PlainFormat | JsonFormat, Field(discriminator="type")] | None = None
-    verbosity: str | None = None
+    verbosity: Label | None = None
 
 
 class Reasoning(Body):
     """`effort` is for templates that read it; reasoning is told whole."""
 
-    effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
-    context: str | None = None
-    mode: str | None = None
+    effort: Label | None = None
+    summary: Label | None = None
+    generate_summary: Label | None = None
+    context: Label | None = None
+    mode: Label | None = None
 
 
 class StreamOptions(Body):
     """Nothing is obfuscated here."""
 
     include_obfuscation: Flag | None = None
+
+
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=64)],
+        Annotated[str, Field(max_length=512)],
+    ],
+    Field(max_length=16),
+]
+"""What a client notes of a response, which tells it again; as much as OpenAI takes."""
 
 
 class ResponseRequest(CacheFields):
@@ -205,7 +215,7 @@ class ResponseRequest(CacheFields):
     parallel_tool_calls: Flag | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     priority: Whole = 0
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     truncation: Literal["disabled"] | None = None
@@ -214,6 +224,6 @@ class ResponseRequest(CacheFields):
     max_tool_calls: Whole | None = None
     top_logprobs: Literal[0] | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    user: str | None = None
+    safety_identifier: Label | None = None
+    service_tier: Label | None = None
+    user: Label | None = None

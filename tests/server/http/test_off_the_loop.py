@@ -124,6 +124,15 @@ def test_chats_are_rendered_in_threads(server: Running, watched: Watched, path: 
     assert watched.ran_outside()
 
 
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
+def test_the_description_is_made_in_a_thread(server: Running, watched: Watched, path: str) -> None:
+    """Whoever asked first, without a key, stopped every stream for a third of a second."""
+    watched.watch(server.app, "openapi")
+    assert httpx.get(server.url + "/v1/models").status_code == 200  # which shows the loop's thread
+    assert httpx.get(server.url + path, timeout=60).status_code == 200
+    assert watched.ran_outside()
+
+
 def test_grammars_are_compiled_in_threads(server: Running, watched: Watched) -> None:
     watched.watch(GrammarCompiler, "matcher")
     schema = {"type": "object", "properties": {"never asked before": {"type": "null"}}}

@@ -61,7 +61,8 @@ class ResponseStore:
 
     def get(self, name: str, tenant: str | None) -> StoredResponse | None:
         """A tenant's response; None if there is none of this name."""
-        return self._stored.get(tenant, {}).get(name)
+        own = self._stored.get(tenant)
+        return own.get(name) if own is not None else None
 
     def remove(self, name: str, tenant: str | None) -> bool:
         """Forget a tenant's response; whether there was one."""

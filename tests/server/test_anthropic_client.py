@@ -281,7 +281,7 @@ BAD = [
     ({"tool_choice": {"type": "tool"}, "tools": [WEATHER]}, 400, "has a name"),
     ({"tool_choice": {"type": "any"}}, 400, "no tools"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "tools.0"),
-    ({"cache_salt": "\ud800"}, 400, "surrogate"),
+    ({"cache_salt": "\ud800"}, 400, "cache_salt: Input should be a valid string, unable to parse"),
 ]
 
 

@@ -25,6 +25,7 @@ from headstart.server.anthropic.usage import Usage, apply_breakpoints
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
 from headstart.server.errors import JsonResponse, telling_form_as
+from headstart.server.long_answers import tell_whole
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream
 
@@ -51,7 +52,7 @@ async def create_message(body: MessageRequest, request: Request) -> Response:
         events = MessageEvents(prepared, usage, head, body.max_tokens)
         return EventStream(events.events(service))
     output = await unless_gone(request.receive, service.answer(prepared.request))
-    return JsonResponse(head | _whole(body, prepared, output, usage))
+    return await tell_whole([output], lambda: head | _whole(body, prepared, output, usage))
 
 
 @router.post("/v1/messages/count_tokens")

@@ -15,13 +15,8 @@ from headstart.server.answers.parts import Call, CallBegin, Content, Part, Reaso
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
 from headstart.server.counting import TokenCount
-from headstart.server.errors import (
-    ApiError,
-    JsonResponse,
-    as_api_error,
-    body_of,
-    telling_form_as,
-)
+from headstart.server.errors import ApiError, as_api_error, body_of, telling_form_as
+from headstart.server.long_answers import tell_whole
 from headstart.server.openai.reading import form_field, read_chat_sampling, read_tools
 from headstart.server.openai.schema import ChatRequest
 from headstart.server.openai.usage import chat_logprobs, prompt_logprobs, usage_of
@@ -67,7 +62,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     if body.stream:
         return EventStream(_Chunks(body, prepared).events(service))
     output = await unless_gone(request.receive, service.answer(prepared.request))
-    return JsonResponse(_whole(body, prepared, output))
+    return await tell_whole([output], lambda: _whole(body, prepared, output))
 
 
 def _read_template(body: ChatRequest) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from starlette.responses import Response
 from headstart.errors import RequestError
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.counting import TokenCount
-from headstart.server.errors import JsonResponse, as_api_error, body_of, telling_form_as
+from headstart.server.errors import as_api_error, body_of, telling_form_as
+from headstart.server.long_answers import tell_whole
 from headstart.server.openai.merging import merge
 from headstart.server.openai.reading import form_field, read_completion_sampling
 from headstart.server.openai.schema import CompletionRequest
@@ -60,7 +61,8 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     told = _Told(body, name, service)
     if body.stream:
         return EventStream(told.events(service, requests))
-    return JsonResponse(await unless_gone(request.receive, told.whole(service, requests)))
+    outputs = await unless_gone(request.receive, _answer_all(service, requests))
+    return await tell_whole(outputs, lambda: told.whole(outputs))
 
 
 def _prompts(given: Any) -> Sequence[Prompt]:
@@ -89,9 +91,8 @@ class _Told:
         self._wants_usage_so_far = options is not None and bool(options.continuous_usage_stats)
         self._offsets: dict[int, int] = {}  # of a choice's next token in its text
 
-    async def whole(self, service: Service, requests: Sequence[RequestGroup]) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """All answers at once."""
-        outputs = await _answer_all(service, requests)
         counts = [TokenCount() for _ in outputs]
         choices = []
         for place, output in enumerate(outputs):

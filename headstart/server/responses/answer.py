@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
@@ -74,6 +75,12 @@ class ResponseAnswer:
             if answer.finish_reason is not None:
                 yield from self.built.close(self._status)
 
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        """The response with an output that has all of it."""
+        for _ in self.take(output):
+            pass
+        return self.told()
+
     def told(self) -> dict[str, Any]:
         """The response by now."""
         is_over = self._status != "in_progress"
@@ -137,7 +144,8 @@ class ResponseAnswer:
         except Exception as error:
             self._status = "failed"
             self._error = {"code": "server_error", "message": str(as_api_error(error))}
-        yield {"type": f"response.{self._status}", "response": self.told()}
+        response = await asyncio.to_thread(self.told)  # which spells reasoning once more
+        yield {"type": f"response.{self._status}", "response": response}
 
 
 def _as_asked(body: ResponseRequest) -> dict[str, Any]:

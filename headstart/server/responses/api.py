@@ -11,6 +11,7 @@ from starlette.responses import Response
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, prepare_chat
 from headstart.server.errors import ApiError, JsonResponse, telling_form_as
+from headstart.server.long_answers import read_whole
 from headstart.server.responses.answer import ResponseAnswer
 from headstart.server.responses.conversation import (
     extend,
@@ -62,9 +63,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     if body.stream:
         return EventStream(answer.events(keep))
     output = await unless_gone(request.receive, service.answer(prepared.request))
-    for _ in answer.take(output):
-        pass
-    response = answer.told()
+    response = await read_whole([output], lambda: answer.whole(output))
     keep(response)
     return JsonResponse(response)
 

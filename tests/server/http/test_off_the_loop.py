@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -9,11 +10,18 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from headstart.engine.structured.grammar import GrammarCompiler
+from headstart.server.answers.parser import AnswerParser
+from headstart.server.errors import JsonResponse
 from headstart.server.http import endpoints
+from headstart.server.long_answers import spell
+from headstart.server.openai import completions
 from tests.server.running import Running
+from tests.server.scripted import scripted
 from tests.server.tenants.test_isolation import picture
 
 PADDING = "Anna is 31 years old. " * 2000  # a body that is long
@@ -140,6 +148,65 @@ def test_grammars_are_compiled_in_threads(server: Running, watched: Watched) -> 
     answer = post(server, "/v1/chat/completions", messages=chat("Hi"), response_format=form)
     assert answer.status_code == 200, answer.text
     assert watched.ran_outside()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("is_long", [False, True])
+def test_long_answers_are_read_in_threads(
+    server: Running, watched: Watched, path: str, is_long: bool
+) -> None:
+    """40,000 characters of an answer stopped every stream for 60 ms."""
+    watched.watch(AnswerParser, "feed")
+    body: dict[str, object] = {"messages": chat("Hello")} | BODY
+    if path == "/v1/responses":
+        body = {"model": "tiny", "input": "Hello"}
+    text = PADDING if is_long else "Anna"
+    with scripted(server, [text]):
+        answer = httpx.post(server.url + path, json=body, timeout=60)
+    assert answer.status_code == 200 and text in answer.text
+    assert watched.ran_outside() == is_long
+
+
+def test_many_log_probabilities_are_told_by_threads(
+    server: Running, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 8,000 tokens stopped every stream for 0.3 s."""
+    for count in (8, 300):
+        watched.threads.clear()
+        watched.watch(completions, "prompt_logprobs")
+        answer = post(server, "/v1/completions", prompt=[5] * count, prompt_logprobs=20)
+        assert len(answer.json()["choices"][0]["prompt_logprobs"]) == count
+        assert watched.ran_outside() == (count == 300)
+
+
+def test_the_end_of_a_streamed_response_is_made_in_a_thread(
+    thinking_server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which counts the tokens of its reasoning: a millisecond for a thousand characters."""
+    watched = Watched(thinking_server, monkeypatch)
+    watched.watch(thinking_server.llm.tokenizer, "encode")
+    body = {"model": "tiny", "input": "Hello", "stream": True}
+    with scripted(thinking_server, ["Hm. ", "</think>", "Yes"]):
+        answer = httpx.post(thinking_server.url + "/v1/responses", json=body, timeout=60)
+    assert '"reasoning_tokens":0' not in answer.text and "response.completed" in answer.text
+    assert watched.ran_outside()
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(json_values, st.integers(0, 200))
+def test_what_is_spelled_in_parts_is_the_same_json(value: Any, count: int) -> None:
+    for whole in (value, [value] * count, {"a": [value, [value] * count]}):
+        expected = bytes(JsonResponse(whole).body)
+        assert b"".join(spell(copy.deepcopy(whole))) == expected
 
 
 def test_images_are_decoded_in_threads(

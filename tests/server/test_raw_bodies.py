@@ -6,11 +6,13 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 
 import httpx
 import pytest
+import uvicorn
 
-from tests.server.running import Running
+from tests.server.running import Running, running
 
 CHAT = "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}
@@ -202,6 +204,41 @@ def test_a_head_that_does_not_end_is_not_kept(server: Running, begin: bytes, lin
         with pytest.raises(ConnectionError):
             for _ in range(64):
                 client.sendall(line * (2**20 // len(line)))
+
+
+@pytest.fixture(scope="module")
+def impatient_server() -> Iterator[Running]:
+    """It keeps no connection between two requests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn, "Config", partial(uvicorn.Config, timeout_keep_alive=0.1))
+        with running() as server:
+            yield server
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize("begin", [b"", HEALTH, HEALTH + b"\r\n", HEALTH + b"\r\n" + HEALTH])
+def test_a_head_that_does_not_come_is_not_waited_for(
+    impatient_server: Running, begin: bytes
+) -> None:
+    """Whoever had no key could keep as many connections as the server may have, for ever."""
+    where = httpx.URL(impatient_server.url)
+    with closing(socket.create_connection((where.host, where.port), 60)) as client:
+        client.sendall(begin)
+        answer = b"".join(iter(partial(client.recv, 4096), b""))  # until it is closed
+        assert answer.count(b"HTTP/1.1 200 OK") == begin.count(b"\r\n\r\n")
+
+
+def test_a_request_whose_head_has_come_is_waited_for(impatient_server: Running) -> None:
+    content = body(max_tokens=200, ignore_eos=True)
+    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head = head % CHAT.encode() + b"Content-Length: %d\r\n\r\n" % len(content)
+    where = httpx.URL(impatient_server.url)
+    with closing(socket.create_connection((where.host, where.port), 60)) as client:
+        client.sendall(head + content + HEALTH)  # and a half one behind it
+        answer = b"".join(iter(partial(client.recv, 4096), b""))
+        assert answer.count(b"HTTP/1.1 200 OK") == 1 and b'"completion_tokens":200' in answer
 
 
 def test_a_long_body_in_small_parts_is_no_long_head(server: Running) -> None:

@@ -31,12 +31,29 @@ class BoundedProtocol(HttpToolsProtocol):
     asyncio's 64 KiB). A connection where that stays so for `longest_unread` seconds is dropped, and
     so is one that is closed while something waits, as long after; to close it would keep all that
     waits until the client reads it.
+
+    A head has as long to come as a connection is kept open between two requests: uvicorn waits for
+    ever for the first one, and for one of which a byte has come.
     """
 
     longest_unread = 600.0
     _dropping: asyncio.TimerHandle | None = None
+    _awaiting_head: asyncio.TimerHandle | None = None  # closes the connection
     _num_unread = 0  # bytes that came since the last of a body, or a request's first
     _answered: RequestResponseCycle | None = None  # or begun to be; those behind it wait
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def _await_head(self) -> None:
+        self._stop_awaiting_head()
+        self._awaiting_head = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
+
+    def _stop_awaiting_head(self) -> None:
+        if self._awaiting_head is not None:
+            self._awaiting_head.cancel()
+            self._awaiting_head = None
 
     def data_received(self, data: bytes) -> None:
         self._num_unread += len(data)
@@ -64,6 +81,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if num_hosts > 1 or (not num_hosts and self.parser.get_http_version() != "1.0"):
             raise ValueError(f"{num_hosts} hosts")
         self._num_unread = 0
+        self._stop_awaiting_head()
         super().on_headers_complete()
         if not self.pipeline:
             self._answered = self.cycle
@@ -73,6 +91,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self.pipeline:
             self._answered = self.pipeline[-1][0]
+        else:
+            self._await_head()
         super().on_response_complete()
         self._drop_if_closed()
 
@@ -105,6 +125,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._cancel_drop()
+        self._stop_awaiting_head()
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
             self._answered.message_event.set()

@@ -117,6 +117,16 @@ def test_commands_for_a_server_can_be_pasted(monkeypatch: pytest.MonkeyPatch) ->
     assert 'environ["HEADSTART_API_KEY"]' in client
 
 
+def test_the_command_for_a_model_that_speaks_asks_for_speech(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as at:
+        address = _Address(at, ServerOptions(), "a/model", with_key=False, speaks=True)
+        said = shown_in_terminal(address.tell, 80, monkeypatch)
+    *_, body = shlex.split(said.replace("\r\n", "\n").split("\n\n")[0].replace("\\\n", ""))
+    assert json.loads(body)["modalities"] == ["text", "audio"]
+
+
 def shown_in_terminal(
     write: Callable[[], object], columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> str:

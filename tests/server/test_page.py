@@ -118,6 +118,7 @@ def test_a_large_pool_does_not_look_empty(browser) -> None:  # type: ignore[no-u
         expect(page.locator("#tree")).to_contain_text("Anna is 31")
         expect(page.locator("#undrawn")).to_have_text("and 61,440 empty blocks more")
         assert page.evaluate("document.getElementById('pool').clientHeight") > 100
+        expect(page.locator("#pool-counts")).to_contain_text("a square is 8 blocks")
         page.locator("#pool").hover(position={"x": 3, "y": 3})
         expect(page.locator("#block")).to_contain_text("Blocks 0 to 7: cached")
         page.close()
@@ -184,6 +185,23 @@ def test_a_key_that_does_not_suffice_is_told_why(browser, tmp_path) -> None:  # 
         expect(page.locator("#connection")).to_contain_text("--admin")
         expect(page.locator("#reset")).to_be_disabled()
         page.close()
+
+
+def test_advice_goes_with_what_it_is_about(browser) -> None:  # type: ignore[no-untyped-def]
+    """It stood there still when all was forgotten, and did not say what the prompts begin with."""
+    with running(num_blocks=512) as alone:
+        page, problems = open_page(browser, alone)
+        for minute in (10, 11, 12):
+            page.get_by_text("New chat").click()
+            say(page, f"It is 10:{minute}. {PEOPLE}")
+        expect(page.locator("#advice")).to_contain_text("a date or time")
+        expect(page.locator("#advice")).to_contain_text("part after “<|user|>It is 10:1”")
+        page.once("dialog", lambda dialog: dialog.accept())
+        page.locator("#reset").click()
+        expect(page.locator("#pool-counts")).to_contain_text("0 cached")
+        expect(page.locator("#advice")).to_have_text("Nothing yet.")
+        page.close()
+        assert problems == []
 
 
 def test_one_is_one(browser) -> None:  # type: ignore[no-untyped-def]

@@ -63,8 +63,9 @@ def run_server(
     tracer = launch.open_tracer(options.otlp_traces_endpoint, options.served_model_name or model)
     with closing(launch.listen(options)) as at:  # a port in use is told before seconds of loading
         tenants = launch.open_tenants(options, at.getsockname()[0])
-        said = _Address(at, options, model, with_key=tenants.ask_for_keys)
-        if _speaks(model):
+        speaks = _speaks(model)
+        said = _Address(at, options, model, with_key=tenants.ask_for_keys, speaks=speaks)
+        if speaks:
             _check_speech(options, replicas, adapters)
             engine = _of_stages(engine)
             with _open_omni(model, engine) as omni:
@@ -186,6 +187,7 @@ class _Address:
     options: ServerOptions
     model: str
     with_key: bool
+    speaks: bool = False
 
     def tell(self) -> None:
         """Print it for the user."""
@@ -194,7 +196,11 @@ class _Address:
         address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         name = self.options.served_model_name or self.model
         question = "What is 2 + 2?" if self.model == RANDOM_MODEL else FIRST_QUESTION
-        body = {"model": name, "messages": [{"role": "user", "content": question}]}
+        body: dict[str, Any] = {"model": name}
+        if self.speaks:
+            body["modalities"] = ["text", "audio"]
+            question = "Say hello."
+        body["messages"] = [{"role": "user", "content": question}]
         click.echo(f"Serving {name} at {address}")
         key = 'os.environ["HEADSTART_API_KEY"]' if self.with_key else '"none"'
         lines = [

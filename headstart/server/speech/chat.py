@@ -128,12 +128,23 @@ def _read(service: SpeechService, body: ChatRequest, request: Request) -> _Asked
     params = OmniParams(
         text=_sampling(omni.text_params, body),
         speech=speech,
-        voice=body.audio.voice if body.audio is not None else None,
+        voice=_voice(service, body),
         audio=form is not None,
         seed=body.seed or 0,
     )
     salt = service.salt(request, read_salt(body))
     return _Asked(body, service.new_id("chatcmpl"), salt, params, form, int(time.time()))
+
+
+def _voice(service: SpeechService, body: ChatRequest) -> str | None:
+    """The voice that is asked for; None for the model's first."""
+    voice = body.audio.voice if body.audio is not None else None
+    voices = service.omni.omni.voices
+    if voice and voice not in voices:
+        raise ApiError(
+            400, f"there is no voice {voice!r}; there are {', '.join(voices)}", param="audio.voice"
+        )
+    return voice
 
 
 def _check_fields(body: ChatRequest) -> None:

@@ -226,6 +226,11 @@ class TestMedia:
                 **told,
             )
 
+    def test_an_unknown_voice_is_told_with_its_field(self, speaking: Speaking) -> None:
+        with pytest.raises(openai.BadRequestError) as raised:
+            speaking.ask("a", modalities=BOTH, audio={"voice": "Zoe"})
+        assert raised.value.param == "audio.voice"
+
     @pytest.mark.parametrize(
         ("content", "options", "message"),
         [

@@ -45,7 +45,8 @@ function show(look) {
   [warm, cold].forEach((time, at) => { $("first").children[at].firstChild.data = `${seconds(time)} `; });
   $("running").textContent = count(engine.running);
   $("waiting").textContent = engine.waiting ? `${count(engine.waiting)} waiting` : "none waits";
-  $("pool-counts").textContent = `${counted(pool.num_blocks, "block")} of ${counted(pool.block_size, "token")}: ${count(pool.held)} held, ${count(pool.cached)} cached, ${count(pool.empty)} empty`;
+  const square = look.cells.blocks_per_cell > 1 ? `; a square is ${counted(look.cells.blocks_per_cell, "block")}` : "";
+  $("pool-counts").textContent = `${counted(pool.num_blocks, "block")} of ${counted(pool.block_size, "token")}: ${count(pool.held)} held, ${count(pool.cached)} cached, ${count(pool.empty)} empty${square}`;
   colours = new Map(prefixes.map((prefix) => [prefix.id, colourFor(prefix)]));
   map.show(look.cells, pool.num_blocks);
   fillTree($("tree"), prefixes);
@@ -63,12 +64,13 @@ function show(look) {
 async function showAdvice() {
   try {
     const told = await get("cache/advice");
-    const items = told.forks.slice(0, 3).map((fork) => fork.advice);
+    const items = told.forks.slice(0, 3).map(({ advice, before }) => before ? `${advice}. They part after “${before.slice(-40)}”` : advice);
     if (told.memory.evicted_prompts) {
       items.push(`${counted(told.memory.evicted_prompts, "prompt")} found a beginning evicted: ${counted(told.memory.more_blocks, "more block")} would have kept it`);
     }
-    if (!items.length) return;
-    $("advice").replaceChildren(...items.map((text) => Object.assign(document.createElement("li"), { textContent: text })));
+    const className = items.length ? "" : "quiet";
+    if (!items.length) items.push("Nothing yet."); // or nothing any more, after all was forgotten
+    $("advice").replaceChildren(...items.map((textContent) => Object.assign(document.createElement("li"), { textContent, className })));
   } catch { /* as busy: it is asked for again */ }
 }
 
@@ -104,6 +106,7 @@ $("reset").addEventListener("click", async () => {
   try {
     await post("cache/reset", {});
     $("block").textContent = "Everything cached is forgotten.";
+    showAdvice();
   } catch (error) {
     $("block").textContent = error.message;
   }

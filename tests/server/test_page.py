@@ -106,6 +106,8 @@ def test_an_example_is_there_for_who_has_no_question(browser) -> None:  # type: 
             cost = say(page, page.locator("#message").input_value())
             assert str(age) in page.locator(".turn.reply").last.text_content()
             assert (int(cost.split()[0]) > 60) == reused
+            asked = page.locator(".turn.user").last
+            assert asked.evaluate("one => one.scrollHeight - one.clientHeight - one.scrollTop") < 2
         page.close()
         assert problems == []
 
@@ -120,7 +122,9 @@ def test_a_large_pool_does_not_look_empty(browser) -> None:  # type: ignore[no-u
         assert page.evaluate("document.getElementById('pool').clientHeight") > 100
         expect(page.locator("#pool-counts")).to_contain_text("a square is 8 blocks")
         page.locator("#pool").hover(position={"x": 3, "y": 3})
-        expect(page.locator("#block")).to_contain_text("Blocks 0 to 7: cached")
+        expect(page.locator("#block")).to_contain_text(
+            "Blocks 0 to 7: cached; block 0 has 16 tokens"
+        )
         page.close()
         assert problems == []
 

@@ -41,6 +41,7 @@ export class Chat {
     turn.className = `turn ${kind}`;
     turn.textContent = text;
     this.turns.append(turn);
+    turn.scrollTop = turn.scrollHeight; // of a document, its end: there stands the question
     this.turns.scrollTop = this.turns.scrollHeight;
     return turn;
   }

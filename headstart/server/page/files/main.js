@@ -31,7 +31,8 @@ function ownerName(owner) {
   const adapter = owner.adapter ? `adapter ${owner.adapter.slice(0, 8)}` : "the model";
   if (owner.kind === "public") return `${adapter}, all tenants`;
   if (owner.tenant) return `${adapter}, ${owner.kind} ${owner.tenant}`;
-  return owner.salt ? `${adapter}, salt ${owner.salt.slice(0, 12)}` : adapter;
+  if (!owner.salt) return adapter;
+  return `${adapter}, salt ${owner.salt.length > 12 ? `${owner.salt.slice(0, 11)}…` : owner.salt}`;
 }
 
 let shownRequests = "";

@@ -103,7 +103,8 @@ export class PoolMap {
     try {
       const told = await get(`cache/blocks/${first}`);
       if (asked !== this.asked || told.text === null) return;
-      this.caption.textContent = `${name}: ${stateName}, ${counted(told.tokens, "token")}: “${told.text}”`;
+      const which = this.perCell > 1 ? `; block ${first} has ` : ", ";
+      this.caption.textContent = `${name}: ${stateName}${which}${counted(told.tokens, "token")}: “${told.text}”`;
     } catch { /* texts are for administrators */ }
   }
 }

@@ -1,10 +1,12 @@
 """What the router adds to a request, and what its prefix index costs, with no engine.
 
     python bench/cluster/router.py [--replicas 64] [--requests 2000] [--blocks 20000]
+                                   [--store none|each|shared]
 
 Each replica holds `--blocks` blocks of 16 tokens, a third of them shared by many. Then requests
 of 8,192 tokens come at random, 100 a second, while the replicas' events come at 10,000 a second,
-in a batch every 50 ms from each. One thread serves both in the order they come. Every piece of
+in a batch every 50 ms from each. With a store, one of each or one that all share, a replica holds
+as many blocks more there, and half of the events are of it. One thread serves both in the order they come. Every piece of
 work is really done and timed; the times of arrival are drawn, so that a request's latency is its
 own time (names, lookup, policy, books) and that of whatever came before it and is not done. Making
 the prompts and the events is in no figure, but for the garbage collections that it leads to. What
@@ -19,6 +21,7 @@ import random
 import statistics
 import time
 import tracemalloc
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.console import Console
@@ -26,6 +29,7 @@ from rich.table import Table
 
 from headstart.cache import BlockHash, BlockNames, TokenSequence
 from headstart.cluster import EventBatch, ReplicaIndex, Router, make_policy
+from headstart.cluster.events import DISK, POOL
 from headstart.cluster.index import prefix_keys
 from headstart.cluster.load import RouteRequest
 from headstart.cluster.prompt_keys import PromptKeys
@@ -53,14 +57,17 @@ def names_of(tokens: list[int]) -> list[BlockHash]:
     return NAMES.of_keys(sequence.root, sequence.cut(BLOCK))
 
 
-def fill(router: Router, blocks: int, rng: random.Random) -> list[list[int]]:
+def fill(
+    router: Router, tiers: Sequence[str], blocks: int, rng: random.Random
+) -> list[list[int]]:
     """Tell the index what every replica holds; the prompts that requests may begin with."""
     prompts = shared_prompts(rng)
     named = [b"".join(names_of(prompt)) for prompt in prompts]
     for replica in range(len(router.loads)):
-        held = b"".join(rng.sample(named, len(named) // 2))
-        held += rng.randbytes(max(32 * blocks - len(held), 0))
-        router.index.apply(EventBatch(replica, 0, 0, stored=held))
+        for tier in tiers:
+            held = b"".join(rng.sample(named, len(named) // 2))
+            held += rng.randbytes(max(32 * blocks - len(held), 0))
+            router.index.apply(EventBatch(replica, 0, 0, stored=held, tier=tier))
     return prompts
 
 
@@ -79,10 +86,10 @@ def arrivals(replicas: int, requests: int, rng: random.Random) -> list[_Arrival]
 
 
 class Feed:
-    """What a replica with a full cache says: as many blocks stored as evicted."""
+    """What a replica with a full cache says of a tier: as many blocks stored as evicted."""
 
-    def __init__(self, replica: int, size: int, rng: random.Random) -> None:
-        self.replica, self.size, self.rng = replica, size, rng
+    def __init__(self, replica: int, tier: str, size: int, rng: random.Random) -> None:
+        self.replica, self.tier, self.size, self.rng = replica, tier, size, rng
         self.number = 0
         self.before = b""
 
@@ -90,7 +97,8 @@ class Feed:
         """The next one."""
         self.number += 1
         removed, self.before = self.before, self.rng.randbytes(32 * self.size)
-        return EventBatch(self.replica, 0, self.number, stored=self.before, removed=removed)
+        told = {"stored": self.before, "removed": removed}
+        return EventBatch(self.replica, 0, self.number, **told, tier=self.tier)
 
 
 def time_stalls(replicas: int, blocks: int, rng: random.Random) -> Figures:
@@ -100,7 +108,7 @@ def time_stalls(replicas: int, blocks: int, rng: random.Random) -> Figures:
     replica.
     """
     index = ReplicaIndex(replicas)
-    feeds = [Feed(replica, 64, rng) for replica in range(replicas)]
+    feeds = [Feed(replica, POOL, 64, rng) for replica in range(replicas)]
     for feed in feeds:
         index.apply(EventBatch(feed.replica, 0, 0, stored=rng.randbytes(32 * blocks)))
     longest = 0.0
@@ -115,21 +123,27 @@ def time_stalls(replicas: int, blocks: int, rng: random.Random) -> Figures:
     return {"longest_batch_ms": 1e3 * longest, "remove_ms": 1e3 * (time.thread_time() - start)}
 
 
-def serve(router: Router, prompts: list[list[int]], requests: int, rng: random.Random) -> Figures:
+def serve(
+    router: Router,
+    tiers: Sequence[str],
+    prompts: list[list[int]],
+    requests: int,
+    rng: random.Random,
+) -> Figures:
     """Serve all arrivals on one thread; what it took, by the clock of that thread alone."""
     replicas = len(router.loads)
-    size = max(round(EVENTS_A_SECOND * BATCH_SECONDS / replicas / 2), 1)
-    feeds = [Feed(replica, size, rng) for replica in range(replicas)]
+    size = max(round(EVENTS_A_SECOND * BATCH_SECONDS / replicas / 2 / len(tiers)), 1)
+    feeds = [[Feed(replica, tier, size, rng) for tier in tiers] for replica in range(replicas)]
     free_at, running = 0.0, list[str]()
     added, own, applying = list[float](), list[float](), list[float]()
     busy = list[float]()
     for number, arrival in enumerate(arrivals(replicas, requests, rng)):
         if arrival.replica >= 0:
-            batch = feeds[arrival.replica].batch()
+            batches = [feed.batch() for feed in feeds[arrival.replica]]
             start = time.thread_time()
-            assert router.index.apply(batch)
+            assert all([router.index.apply(batch) for batch in batches])
             spent = time.thread_time() - start
-            applying.append(spent / (2 * size))
+            applying.append(spent / (2 * size * len(tiers)))
         else:
             tokens = rng.choice(prompts) + [rng.randrange(150_000) for _ in range(TOKENS // 2)]
             start = time.thread_time()
@@ -172,13 +186,13 @@ def time_match(router: Router, prompts: list[list[int]], rng: random.Random) -> 
     return 1e6 * statistics.median(times)
 
 
-def time_full_match(replicas: int, rng: random.Random) -> float:
+def time_full_match(index: ReplicaIndex, tiers: Sequence[str], rng: random.Random) -> float:
     """The same of a prompt that all replicas hold as a whole, each to another depth."""
     names = names_of([rng.randrange(150_000) for _ in range(TOKENS)])
-    index = ReplicaIndex(replicas)
-    for replica in range(replicas):
-        depth = len(names) - replica % 64
-        index.apply(EventBatch(replica, 0, 0, stored=b"".join(names[:depth])))
+    for replica in range(index.num_replicas):
+        for at, tier in enumerate(tiers):
+            depth = len(names) - (replica + 17 * at) % 64
+            index.apply(EventBatch(replica, 0, 0, stored=b"".join(names[:depth]), tier=tier))
     keys, times = prefix_keys(names), []
     for _ in range(200):
         start = time.thread_time()
@@ -187,32 +201,39 @@ def time_full_match(replicas: int, rng: random.Random) -> float:
     return 1e6 * statistics.median(times)
 
 
-def measure_memory(replicas: int) -> float:
-    """Bytes a block that one replica holds, where the dictionary has just grown: the worst."""
+def measure_memory(replicas: int, tiers: Sequence[str]) -> float:
+    """Bytes a block that one replica holds, where the dictionary has just grown: the worst.
+
+    A block in the pool and in a store is two.
+    """
     blocks = 2**18 * 2 // 3 + 10
-    held = random.Random(0).randbytes(32 * blocks)
+    held = {tier: random.Random(0).randbytes(32 * blocks) for tier in tiers}
     gc.collect()
     tracemalloc.start()
     index = ReplicaIndex(replicas)
-    index.apply(EventBatch(0, 0, 0, stored=held))
+    for tier, names in held.items():
+        index.apply(EventBatch(0, 0, 0, stored=names, tier=tier))
     gc.collect()
     used = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    return used / len(index)
+    return used / (blocks * len(tiers))
 
 
 def measure(options: argparse.Namespace) -> Figures:
     """All figures."""
     rng = random.Random(0)
-    router = Router(options.replicas, make_policy("expected"))
-    prompts = fill(router, options.blocks, rng)
+    tiers = (POOL,) if options.store == "none" else (POOL, DISK)
+    shares = options.store == "shared"
+    router = Router(options.replicas, make_policy("expected"), shares_store=shares)
+    prompts = fill(router, tiers, options.blocks, rng)
+    index = ReplicaIndex(options.replicas, shares_store=shares)
     figures = {
         "match_us": time_match(router, prompts, rng),
-        "match_full_us": time_full_match(options.replicas, rng),
+        "match_full_us": time_full_match(index, tiers, rng),
     }
-    figures |= serve(router, prompts, options.requests, rng)
+    figures |= serve(router, tiers, prompts, options.requests, rng)
     figures |= time_stalls(options.replicas, options.blocks, rng)
-    return figures | {"bytes": measure_memory(options.replicas)}
+    return figures | {"bytes": measure_memory(options.replicas, tiers)}
 
 
 def main() -> None:
@@ -220,6 +241,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=64)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--blocks", type=int, default=20_000, help="that each replica holds")
+    parser.add_argument("--store", choices=["none", "each", "shared"], default="none")
     options = parser.parse_args()
     figures = measure(options)
     table = Table("", "measured", "limit", "share of it")

@@ -3,15 +3,16 @@
     python bench/cluster/router.py [--replicas 64] [--requests 2000] [--blocks 20000]
                                    [--store none|each|shared]
 
-Each replica holds `--blocks` blocks of 16 tokens, a third of them shared by many. Then requests
-of 8,192 tokens come at random, 100 a second, while the replicas' events come at 10,000 a second,
-in a batch every 50 ms from each. With a store, one of each or one that all share, a replica holds
-as many blocks more there, and half of the events are of it. One thread serves both in the order they come. Every piece of
-work is really done and timed; the times of arrival are drawn, so that a request's latency is its
-own time (names, lookup, policy, books) and that of whatever came before it and is not done. Making
-the prompts and the events is in no figure, but for the garbage collections that it leads to. What
-is noted when it is on its way is of the latter: busy_ms is all that it keeps the thread for. What
-limits it: SHA-256 over the blocks of a prompt that are not remembered. Ends in one JSON line.
+Each replica holds `--blocks` blocks of 16 tokens, a third of them shared by many. Then requests of
+8,192 tokens come at random, 100 a second, while the replicas' events come at 10,000 a second, in a
+batch every 50 ms from each. With a store, one of each or one that all share, a replica holds as
+many blocks more there, and half of the events are of it. One thread serves both in the order they
+come. Every piece of work is really done and timed; the times of arrival are drawn, so that a
+request's latency is its own time (names, lookup, policy, books) and that of whatever came before it
+and is not done. Making the prompts and the events is in no figure, but for the garbage collections
+that it leads to. What is noted when it is on its way is of the latter: busy_ms is all that it keeps
+the thread for. What limits it: SHA-256 over the blocks of a prompt that are not remembered. Ends in
+one JSON line.
 """
 
 import argparse
@@ -57,9 +58,7 @@ def names_of(tokens: list[int]) -> list[BlockHash]:
     return NAMES.of_keys(sequence.root, sequence.cut(BLOCK))
 
 
-def fill(
-    router: Router, tiers: Sequence[str], blocks: int, rng: random.Random
-) -> list[list[int]]:
+def fill(router: Router, tiers: Sequence[str], blocks: int, rng: random.Random) -> list[list[int]]:
     """Tell the index what every replica holds; the prompts that requests may begin with."""
     prompts = shared_prompts(rng)
     named = [b"".join(names_of(prompt)) for prompt in prompts]
@@ -141,7 +140,8 @@ def serve(
         if arrival.replica >= 0:
             batches = [feed.batch() for feed in feeds[arrival.replica]]
             start = time.thread_time()
-            assert all([router.index.apply(batch) for batch in batches])
+            for batch in batches:
+                assert router.index.apply(batch)
             spent = time.thread_time() - start
             applying.append(spent / (2 * size * len(tiers)))
         else:

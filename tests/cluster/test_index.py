@@ -6,6 +6,7 @@ import tracemalloc
 
 import pytest
 
+from headstart.cache import BlockHash
 from headstart.cluster.events import DISK, EventBatch
 from headstart.cluster.holders import PrefixKey
 from headstart.cluster.index import MAX_BACKLOG, ReplicaIndex, prefix_keys
@@ -195,3 +196,12 @@ def test_requests_are_routed_while_a_large_snapshot_is_noted() -> None:
     fresh.apply(EventBatch(0, 0, 0, stored=new))
     fresh.apply(stored(1, 0, 1, 2, 3))
     assert index._holders == fresh._holders
+
+
+def test_the_end_of_a_prefix_counts_that_lies_in_a_lower_tier_alone() -> None:
+    """An engine keeps the beginning of a prefix longest: behind it a store may have the rest."""
+    names = [BlockHash(bytes([at]) * 32) for at in range(200)]
+    index = ReplicaIndex(2)
+    index.apply(EventBatch(0, 0, 0, stored=b"".join(names[:100])))
+    index.apply(EventBatch(0, 0, 0, stored=b"".join(names[100:]), tier=DISK))
+    assert index.match(prefix_keys(names)).stored == [200, 0]

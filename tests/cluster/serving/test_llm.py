@@ -250,7 +250,11 @@ def test_advice_on_replicas_is_of_a_tenants_own_prompts_alone(
     options = ServerOptions(api_keys=True, keys_folder=str(tmp_path))
     app = create_app(llm, "tiny", options, cache_api=router)
     request = llm.engine.prepare([5, 6, 7], SamplingParams(), salt="another tenant's")
-    app.state.service.watch.finished(request, request.output())
+
+    async def finish() -> None:
+        app.state.service.watch.finished(request, request.output())
+
+    asyncio.run(finish())
     for key, prompts in ((own, 0), (admin, 1)):
         told = asyncio.run(_get(app, "/cache/advice", authorization=f"Bearer {key}"))
         assert (told.status_code, told.json()["prompts"]) == (200, prompts)

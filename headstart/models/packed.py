@@ -8,6 +8,7 @@ of threads. `native/linear.h` describes the layout.
 import ctypes
 from collections.abc import Iterable
 from copy import copy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +19,19 @@ from headstart.native.bindings import Weight
 from headstart.native.pages import POPULATE_READ, advise_pages, request_huge_pages
 
 __all__ = [
+    "BF16",
     "Arena",
+    "NarrowPanels",
     "PackedEmbedding",
     "PackedLinear",
     "PackedWeight",
     "can_pack",
-    "pack_int8",
     "has_memory",
     "map_pages",
 ]
 
+BF16 = 5
+"""The number of weights in bfloat16 among the kernels' kinds, see `native/linear.h`."""
 _PANEL = 32  # outputs
 _ALIGNMENT = 4096
 
@@ -93,13 +97,27 @@ def map_pages(weights: Iterable[Tensor]) -> None:
             advise_pages(weight.data_ptr(), weight.nbytes, POPULATE_READ)
 
 
+class NarrowPanels(NamedTuple):
+    """A weight in 8 bits or fewer, in the panels of `native/linear.h`, on the CPU.
+
+    `kind` is its number there. `scales` float32 `[outputs]`, `columns` float32 `[inputs]` in whole
+    groups: only of 4 and 5 bits.
+    """
+
+    panels: Tensor
+    kind: int
+    inputs: int
+    scales: Tensor
+    columns: Tensor | None = None
+
+
 class PackedWeight:
     """A weight `[outputs, inputs]` in panels, and its bias bfloat16 `[outputs]` or None.
 
-    In bfloat16, or in int8 with float32 `scales` `[outputs]` (`pack_int8`).
+    In bfloat16, or `narrow`.
     """
 
-    scales: Tensor | None = None
+    narrow: NarrowPanels | None = None
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, arena: Arena | None = None):
         found = library()
@@ -116,16 +134,14 @@ class PackedWeight:
         self._set_bias(bias)
 
     @classmethod
-    def of_panels(
-        cls, panels: Tensor, scales: Tensor, inputs: int, bias: Tensor | None
-    ) -> "PackedWeight":
-        """A weight of int8 that lies in panels, see `pack_int8`."""
+    def of_panels(cls, narrow: NarrowPanels, bias: Tensor | None) -> "PackedWeight":
+        """A weight that lies in panels."""
         found = library()
         assert found is not None
         made = cls.__new__(cls)
-        made._library, made._panels, made.scales = found, panels, scales
-        made.outputs, made.inputs = len(scales), inputs
-        made._set_bias(bias)
+        made._library, made._panels, made.narrow = found, narrow.panels, narrow
+        made.outputs, made.inputs = len(narrow.scales), narrow.inputs
+        made._set_bias(None if bias is None else bias.to(torch.bfloat16))
         return made
 
     def _set_bias(self, bias: Tensor | None) -> None:
@@ -134,10 +150,14 @@ class PackedWeight:
         self.struct = Weight(
             panels=self.panels_address,
             bias=None if self.bias is None else self.bias.data_ptr(),
-            scales=None if self.scales is None else self.scales.data_ptr(),
             inputs=self.inputs,
             outputs=self.outputs,
+            kind=BF16 if self.narrow is None else self.narrow.kind,
         )
+        if self.narrow is not None:
+            self.struct.scales = self.narrow.scales.data_ptr()
+            if self.narrow.columns is not None:
+                self.struct.columns = self.narrow.columns.data_ptr()
         """The kernels' struct; it points into memory that this object owns."""
         self._address = ctypes.addressof(self.struct)
 
@@ -177,7 +197,7 @@ class PackedWeight:
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Rows of a weight in bfloat16 by number, integers of any shape: `[..., inputs]`."""
-        assert self.scales is None
+        assert self.narrow is None
         numbers = numbers.to("cpu", torch.int64).contiguous()
         if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.outputs:
             raise IndexError(f"a row is asked for of a weight that has {self.outputs}")
@@ -192,19 +212,8 @@ class PackedWeight:
         return out
 
     def unpack(self) -> Tensor:
-        """The original weight as a new tensor `[outputs, inputs]`; of int8, in float32."""
-        if self.scales is None:
-            return self.rows(torch.arange(self.outputs))
-        rows = self._panels.transpose(1, 2).reshape(-1, 2 * self._panels.shape[1])
-        return rows[: self.outputs, : self.inputs].float().mul_(self.scales.unsqueeze(1))
-
-
-def pack_int8(values: Tensor, scales: Tensor, bias: Tensor | None = None) -> PackedWeight:
-    """A weight of int8 `[outputs, inputs]` with scales float32 `[outputs]`, on the CPU."""
-    outputs, inputs = values.shape
-    padded = nn.functional.pad(values, (0, inputs % 2, 0, -outputs % _PANEL))
-    panels = padded.view(-1, _PANEL, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
-    return PackedWeight.of_panels(panels, scales.float().contiguous(), inputs, bias)
+        """The original weight, in bfloat16, as a new tensor `[outputs, inputs]`."""
+        return self.rows(torch.arange(self.outputs))
 
 
 class PackedLinear(nn.Module):

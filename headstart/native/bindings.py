@@ -101,14 +101,16 @@ class AttentionCall(ctypes.Structure):
 
 
 class Weight(ctypes.Structure):
-    """A packed weight and its bias; with scales if it is of 8 bits."""
+    """A packed weight and its bias; with scales if it is of 8 bits or fewer."""
 
     _fields_ = (
         ("panels", c_void_p),
         ("bias", c_void_p),
         ("scales", c_void_p),
+        ("columns", c_void_p),
         ("inputs", c_int64),
         ("outputs", c_int64),
+        ("kind", c_int64),
     )
 
 

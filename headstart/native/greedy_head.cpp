@@ -47,7 +47,7 @@ void exact(const Weight& weight, int64_t panel, uint32_t allowed, const uint32_t
            Best* best) {
     alignas(64) float sums[PANEL];
     alignas(64) float logits[PANEL];
-    products().multiply(pairs, 1, weight.wide_panel(panel), weight.pairs(), sums, false, nullptr, 0);
+    products().multiply(pairs, 1, weight.at(panel), weight.pairs(), sums, false, nullptr, 0);
     for (int half = 0; half < 2; half++)
         _mm512_store_ps(logits + 16 * half, rounded(_mm512_load_ps(sums + 16 * half)));
     for (int64_t i = 0; i < std::min<int64_t>(PANEL, weight.outputs - panel * PANEL); i++)

@@ -59,7 +59,7 @@ void gated(const bf16* x, int64_t rows, const Norm& norm, const Weight& gate, co
            bf16* out, int all, Stages& stages) {
     multiply<2>(
         rows, gate.inputs, gate.count(), all, stages, Rows{x, gate.inputs, norm},
-        [&](int64_t group, int part) { return (part == 0 ? gate : up).panel(group); },
+        [&](int64_t group, int part) { return Panel{part == 0 ? &gate : &up, group}; },
         [&](int64_t group, int64_t row, int64_t count, const float* sums) {
             const int64_t at = group * PANEL, left = gate.outputs - at;
             for (int64_t r = 0; r < count; r++) {

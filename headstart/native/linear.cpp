@@ -101,7 +101,7 @@ extern "C" {
 // Packs weight bf16 [outputs, inputs], contiguous, into panels.
 void headstart_pack(const bf16* weight, int64_t outputs, int64_t inputs, uint32_t* panels,
                     int threads) {
-    const Weight shape{panels, nullptr, nullptr, inputs, outputs};
+    const Weight shape{panels, nullptr, nullptr, nullptr, inputs, outputs, BF16};
     parallel_each(threads, 2 * shape.count(), [&](int64_t half) {
         const int64_t row = 16 * half, rows = std::clamp<int64_t>(outputs - row, 0, 16);
         uint32_t* out = panels + half / 2 * shape.pairs() * PANEL + 16 * (half % 2);
@@ -116,7 +116,7 @@ void headstart_pack(const bf16* weight, int64_t outputs, int64_t inputs, uint32_
 void headstart_rows(const Weight* weight, const int64_t* numbers, int64_t count, bf16* out,
                     int threads) {
     parallel_each(count * weight->inputs < ALONE ? 1 : threads, count, [&](int64_t i) {
-        const uint32_t* from = weight->wide_panel(numbers[i] / PANEL) + numbers[i] % PANEL;
+        const uint32_t* from = weight->at(numbers[i] / PANEL) + numbers[i] % PANEL;
         bf16* row = out + i * weight->inputs;
         for (int64_t k = 0; k < weight->inputs / 2; k++)
             std::memcpy(row + 2 * k, from + k * PANEL, 4);

@@ -9,8 +9,9 @@
 // odd last input are zeros. Every tile sums an output in fp32 over its pairs in one order: a row's
 // result has the same bits alone and in any batch, on any thread.
 //
-// A weight of 8 bits lies in the same order, and has a scale for each output. Its whole numbers are
-// numbers of bf16, and become such in a thread's own memory where they are multiplied.
+// A weight of 8 bits lies in the same order, one of 4 or 5 bits as narrow/int4.h says, with the blocks
+// of a panel's two halves side by side. Each has a scale for each output. They become numbers of bf16
+// in a thread's own memory, where they are multiplied: those of 8 bits are such, others are rounded.
 #pragma once
 
 #include "native.h"
@@ -33,40 +34,49 @@ inline void widen(const int8_t* from, int64_t pairs, bf16* out) {
     }
 }
 
-// A panel of bf16, or of int8.
-struct Panel {
-    const void* data;
-    bool is_narrow;
+// The same of 4 or 5 bits, in whole groups, each input times its column; int4_avx512.cpp has it.
+void widen(int64_t form, const void* from, const float* columns, int64_t pairs, uint32_t* out);
 
-    // Where pair k begins.
-    const uint32_t* at(int64_t k) const {
-        return static_cast<const uint32_t*>(data) + k * PANEL / (is_narrow ? 2 : 1);
-    }
-    // Some of its pairs as bf16, from pair k on; `memory` holds as many.
-    const uint32_t* range(int64_t k, int64_t pairs, uint32_t* memory) const {
-        if (!is_narrow) return at(k);
-        widen(reinterpret_cast<const int8_t*>(at(k)), pairs, reinterpret_cast<bf16*>(memory));
-        return memory;
-    }
-};
+// How a weight lies: in the form of 4 or 5 bits of this number (narrow/int4.h), or so.
+constexpr int64_t INT8 = 4, BF16 = 5;
+constexpr int64_t PAIR_BYTES[] = {40, 36, 48, 44, 64, 128};  // of a panel
+constexpr int64_t GROUP = 16;                                // pairs, of 4 or 5 bits
 
-// A packed weight [outputs, inputs], and its bias [outputs] or nullptr. One of int8 has scales
-// [outputs].
+// A packed weight [outputs, inputs], and its bias [outputs] or nullptr. Unless it is of bf16 it has
+// scales [outputs]; of 4 or 5 bits also columns [whole groups].
 struct Weight {
     const void* panels;
     const bf16* bias;
-    const float* scales;
+    const float *scales, *columns;
     int64_t inputs;
     int64_t outputs;
+    int64_t kind;
 
     int64_t pairs() const { return (inputs + 1) / 2; }
     int64_t count() const { return (outputs + PANEL - 1) / PANEL; }
-    Panel panel(int64_t at) const {
-        const int64_t bytes = at * pairs() * PANEL * (scales == nullptr ? 4 : 2);
-        return {static_cast<const char*>(panels) + bytes, scales != nullptr};
+    // Pair k of a panel; of 4 or 5 bits it begins a group.
+    const uint32_t* at(int64_t panel, int64_t k = 0) const {
+        const int64_t whole = kind < INT8 ? (pairs() + GROUP - 1) / GROUP * GROUP : pairs();
+        return reinterpret_cast<const uint32_t*>(static_cast<const char*>(panels) +
+                                                 (panel * whole + k) * PAIR_BYTES[kind]);
     }
-    // Of a weight in bf16.
-    const uint32_t* wide_panel(int64_t at) const { return panel(at).at(0); }
+};
+
+// One of a weight's panels.
+struct Panel {
+    const Weight* weight;
+    int64_t number;
+
+    const uint32_t* at(int64_t k) const { return weight->at(number, k); }
+    // Some of its pairs as bf16, from pair k on; `memory` holds as many, in whole groups.
+    const uint32_t* range(int64_t k, int64_t pairs, uint32_t* memory) const {
+        if (weight->kind == BF16) return at(k);
+        if (weight->kind == INT8)
+            widen(reinterpret_cast<const int8_t*>(at(k)), pairs, reinterpret_cast<bf16*>(memory));
+        else
+            widen(weight->kind, at(k), weight->columns + 2 * k, pairs, memory);
+        return memory;
+    }
 };
 
 // Memory that a thread keeps from call to call; it only grows.
@@ -179,9 +189,10 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
                         k + length < pairs ? weights.at(k + length) : after.at(0);
                     for (int64_t t = 0; t < tiles; t++) {
                         const int tall = static_cast<int>(edge(t + 1) - edge(t));
-                        const int fetch = weights.is_narrow ? t == 0
-                                          : tiles == 1      ? alone
-                                                            : t < 2;
+                        const int64_t lies = weights.weight->kind;
+                        const int fetch = lies < BF16  ? lies == INT8 && t == 0
+                                          : tiles == 1 ? alone
+                                                       : t < 2;
                         kind.multiply(packed + count * k + edge(t) * some, tall, range, some,
                                       target + edge(t) * PANEL, k > 0,
                                       next + (t == 1 ? some * PANEL / 2 : 0),
@@ -246,7 +257,7 @@ void project(int64_t rows, const Source& source, std::initializer_list<Target> t
         rows, targets.begin()->weight->inputs, panels, threads, stages, source,
         [&](int64_t group, int) {
             const auto [target, panel] = find(group);
-            return target->weight->panel(panel);
+            return Panel{target->weight, panel};
         },
         [&](int64_t group, int64_t row, int64_t count, const float* sums) {
             const auto [target, panel] = find(group);

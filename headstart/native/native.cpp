@@ -114,6 +114,8 @@ struct LayoutEntry {
 
 #define SIZE(type) {#type, sizeof(type)}
 #define FIELD(type, field) {#type "." #field, offsetof(type, field)}
+#define TWO(type, first, second) FIELD(type, first), FIELD(type, second)
+#define FOUR(type, first, second, third, last) TWO(type, first, second), TWO(type, third, last)
 
 extern "C" {
 
@@ -121,33 +123,25 @@ extern "C" {
 // on any CPU.
 extern const LayoutEntry headstart_layout[];
 const LayoutEntry headstart_layout[] = {
-    SIZE(Segment), FIELD(Segment, first_row), FIELD(Segment, num_rows),
-    FIELD(Segment, first_position), FIELD(Segment, table), FIELD(Segment, first_key),
-    FIELD(Segment, last_key), FIELD(Segment, partial),
-    SIZE(Merger), FIELD(Merger, token), FIELD(Merger, first_part), FIELD(Merger, last_part),
-    SIZE(AttentionStep), FIELD(AttentionStep, slots), FIELD(AttentionStep, tables),
-    FIELD(AttentionStep, rows), FIELD(AttentionStep, segments), FIELD(AttentionStep, mergers),
-    FIELD(AttentionStep, parts), FIELD(AttentionStep, partials), FIELD(AttentionStep, nonfinite),
-    FIELD(AttentionStep, num_tokens), FIELD(AttentionStep, num_segments),
-    FIELD(AttentionStep, num_mergers), FIELD(AttentionStep, block_shift),
+    SIZE(Segment), FOUR(Segment, first_row, num_rows, first_position, table),
+    TWO(Segment, first_key, last_key), FIELD(Segment, partial),
+    SIZE(Merger), TWO(Merger, token, first_part), FIELD(Merger, last_part),
+    SIZE(AttentionStep), FOUR(AttentionStep, slots, tables, rows, segments),
+    FOUR(AttentionStep, mergers, parts, partials, nonfinite),
+    FOUR(AttentionStep, num_tokens, num_segments, num_mergers, block_shift),
     FIELD(AttentionStep, threads),
-    SIZE(AttentionCall), FIELD(AttentionCall, query), FIELD(AttentionCall, key),
-    FIELD(AttentionCall, value), FIELD(AttentionCall, out), FIELD(AttentionCall, keys),
-    FIELD(AttentionCall, values), FIELD(AttentionCall, key_scales),
-    FIELD(AttentionCall, value_scales), FIELD(AttentionCall, sinks),
-    FIELD(AttentionCall, query_strides), FIELD(AttentionCall, key_strides),
-    FIELD(AttentionCall, value_strides), FIELD(AttentionCall, heads),
-    FIELD(AttentionCall, kv_heads), FIELD(AttentionCall, key_dim),
-    FIELD(AttentionCall, value_dim), FIELD(AttentionCall, window), FIELD(AttentionCall, scaling),
+    SIZE(AttentionCall), FOUR(AttentionCall, query, key, value, out),
+    FOUR(AttentionCall, keys, values, key_scales, value_scales),
+    FOUR(AttentionCall, sinks, query_strides, key_strides, value_strides),
+    FOUR(AttentionCall, heads, kv_heads, key_dim, value_dim), TWO(AttentionCall, window, scaling),
     FIELD(AttentionCall, softcap),
-    SIZE(Weight), FIELD(Weight, panels), FIELD(Weight, bias), FIELD(Weight, scales),
-    FIELD(Weight, inputs), FIELD(Weight, outputs),
-    SIZE(Norm), FIELD(Norm, weight), FIELD(Norm, epsilon),
-    SIZE(Layer), FIELD(Layer, q), FIELD(Layer, k), FIELD(Layer, v), FIELD(Layer, o),
-    FIELD(Layer, gate), FIELD(Layer, up), FIELD(Layer, down), FIELD(Layer, before),
-    FIELD(Layer, after), FIELD(Layer, q_heads), FIELD(Layer, k_heads), FIELD(Layer, head_dim),
-    SIZE(LayerRun), FIELD(LayerRun, layer), FIELD(LayerRun, step), FIELD(LayerRun, call),
-    SIZE(Screen), FIELD(Screen, panels), FIELD(Screen, inputs), FIELD(Screen, outputs),
+    SIZE(Weight), FOUR(Weight, panels, bias, scales, columns), TWO(Weight, inputs, outputs),
+    FIELD(Weight, kind),
+    SIZE(Norm), TWO(Norm, weight, epsilon),
+    SIZE(Layer), FOUR(Layer, q, k, v, o), FOUR(Layer, gate, up, down, before),
+    FOUR(Layer, after, q_heads, k_heads, head_dim),
+    SIZE(LayerRun), TWO(LayerRun, layer, step), FIELD(LayerRun, call),
+    SIZE(Screen), TWO(Screen, panels, inputs), FIELD(Screen, outputs),
     {nullptr, 0},
 };
 

@@ -151,7 +151,7 @@ extern "C" {
 void headstart_screen(const Weight* weight, const Screen* screen, int threads) {
     parallel_each(threads, screen->count(), [&](int64_t p) {
         for (int half = 0; half < 2; half++)
-            quantise(weight->wide_panel(p) + 16 * half, *screen, p, half);
+            quantise(weight->at(p) + 16 * half, *screen, p, half);
     });
 }
 

@@ -119,7 +119,7 @@ def _make_packed(
         weight = weight._replace(
             panels=weight.panels.to(device), scales=weight.scales.to(device), columns=columns
         )
-        made = (Int5Linear if weight.form.bits == 5 else Int4Linear)(weight, bias)
+        made = (Int5Linear if weight.form.bits == 5 else Int4Linear)(weight, bias, rows)
     made.has_own_bits = True
     return made
 

@@ -10,8 +10,9 @@ inputs equally large before they are rounded, so that a small input does not tak
 large neighbours: half of what 4 bits lose. SINQ (arXiv 2509.22944) gives a weight two such scales.
 
 `native/narrow/int4.h` says how the bytes lie, and how rows are multiplied: each 32 inputs of a row
-become whole numbers of 8 bits. Without compiled kernels, and on other devices, the weight is made
-float32 tile by tile in scratch memory.
+become whole numbers of 8 bits. On a CPU with AMX, rows in bfloat16 stay as they are: the weight but
+for `scales` is rounded to bfloat16 as it is read (`native/linear.h`). Without compiled kernels, and
+on other devices, the weight is made float32 tile by tile in scratch memory.
 """
 
 import ctypes
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from headstart.models.linear.base import TILE, QuantizedLinear, WeightKind, scratch
-from headstart.native import avx2_library, library
+from headstart.models.packed import NarrowPanels, PackedWeight
+from headstart.native import AMX, avx2_library, level, library
 
 __all__ = [
     "GROUP",
@@ -218,11 +220,17 @@ class Int4Linear(QuantizedLinear):
     scales: Tensor
     columns: Tensor | None
 
-    def __init__(self, weight: Int4Weight, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Int4Weight, bias: Tensor | None = None, rows: torch.dtype = torch.float32
+    ) -> None:
         assert weight.form.bits == self.bits
         super().__init__(weight.inputs, len(weight.scales), bias)
         self.form = weight.form
-        self.register_buffer("panels", weight.panels, persistent=False)
+        on_cpu = weight.panels.device.type == "cpu"
+        if on_cpu and rows == torch.bfloat16 and level() >= AMX:
+            self.packed = PackedWeight.of_panels(_to_panels(weight), bias)
+        plain = weight.panels if self.packed is None else None
+        self.register_buffer("panels", plain, persistent=False)
         self.register_buffer("scales", weight.scales, persistent=False)
         self.register_buffer("columns", weight.columns, persistent=False)
 
@@ -230,16 +238,18 @@ class Int4Linear(QuantizedLinear):
     def quantize(
         cls, weight: Tensor, bias: Tensor | None, rows: torch.dtype = torch.float32
     ) -> "Int4Linear":
-        return cls(quantize_int4(weight, cls.bits), bias)
+        return cls(quantize_int4(weight, cls.bits), bias, rows)
 
     @property
     def parts(self) -> Int4Weight:
         """The packed weight."""
-        return Int4Weight(self.panels, self.scales, self.columns, self.in_features, self.form)
+        narrow = None if self.packed is None else self.packed.narrow
+        panels = self.panels if narrow is None else _from_panels(narrow)
+        return Int4Weight(panels, self.scales, self.columns, self.in_features, self.form)
 
     def unpack(self) -> Tensor:
         weight = self.parts
-        tiles = [weight.tile(at, at + 1).clone() for at in range(len(self.panels))]
+        tiles = [weight.tile(at, at + 1).clone() for at in range(len(weight.panels))]
         found = torch.cat(tiles)[: self.out_features, : self.in_features]
         found = found * self.scales.unsqueeze(1)
         return found if self.columns is None else found * self.columns
@@ -249,8 +259,8 @@ class Int4Linear(QuantizedLinear):
 
     @cached_property
     def _kernel(self) -> "ctypes._NamedFuncPointer | None":
-        """The compiled product for this CPU."""
-        if self.panels.device.type != "cpu":
+        """The compiled product of rows in 8 bits for this CPU."""
+        if self.packed is not None or self.panels.device.type != "cpu":
             return None
         if (found := library()) is not None:
             return found.headstart_int4_linear_avx512
@@ -283,6 +293,23 @@ class Int4Linear(QuantizedLinear):
             tile = self.parts.tile(first, last)
             torch.matmul(rows, tile.T, out=out[:, first * _PANEL : last * _PANEL])
         return out[:, : self.out_features] * self.scales
+
+
+def _to_panels(weight: Int4Weight) -> NarrowPanels:
+    """Two panels of 16 outputs, group by group, and columns of whole groups."""
+    count, groups, size = weight.panels.shape
+    panels = nn.functional.pad(weight.panels, (0, 0, 0, 0, 0, count % 2))
+    panels = panels.view(-1, 2, groups, size).transpose(1, 2).contiguous()
+    columns = torch.ones(weight.inputs) if weight.columns is None else weight.columns
+    columns = nn.functional.pad(columns.float(), (0, -weight.inputs % GROUP))
+    scales = weight.scales.float().contiguous()
+    return NarrowPanels(panels, weight.form.number, weight.inputs, scales, columns)
+
+
+def _from_panels(narrow: NarrowPanels) -> Tensor:
+    """The panels of `Int4Weight`."""
+    panels = narrow.panels.transpose(1, 2).flatten(0, 1)
+    return panels[: -(-len(narrow.scales) // _PANEL)]
 
 
 class Int5Linear(Int4Linear):

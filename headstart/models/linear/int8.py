@@ -27,15 +27,16 @@ from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headstart.machine import cpu_flags
 from headstart.models.linear.base import TILE, QuantizedLinear, WeightKind, scratch
-from headstart.models.packed import pack_int8
+from headstart.models.packed import NarrowPanels, PackedWeight
 from headstart.native import AMX, avx2_library, level
 
 __all__ = ["Int8Linear", "Int8Weight", "quantize_int8"]
 
+_KIND, _PANEL = 4, 32  # of the compiled kernels, see native/linear.h
 _LEVELS = 127
 _DIGIT = 63  # the largest digit
 _ZERO_POINT = 64
@@ -82,8 +83,7 @@ class Int8Linear(QuantizedLinear):
         self.register_buffer("scales", weight.scales, persistent=False)
         on_cpu = weight.values.device.type == "cpu"
         if on_cpu and rows == torch.bfloat16 and level() >= AMX:
-            own = None if bias is None else bias.to(torch.bfloat16)
-            self.packed = pack_int8(*weight, own)
+            self.packed = PackedWeight.of_panels(_to_panels(weight), bias)
         has_fbgemm = on_cpu and self.packed is None and _multiplies_integers() and _has_fbgemm()
         self._for_fbgemm = _pack(weight) if has_fbgemm else None
         is_plain = self.packed is None and not has_fbgemm
@@ -97,9 +97,10 @@ class Int8Linear(QuantizedLinear):
         return cls(quantize_int8(weight), bias, rows)
 
     def unpack(self) -> Tensor:
-        if self.packed is not None:
-            return self.packed.unpack()
-        values = self.values if self._for_fbgemm is None else _unpack(self._for_fbgemm)
+        if self.packed is not None and self.packed.narrow is not None:
+            values = _from_panels(self.packed.narrow)
+        else:
+            values = self.values if self._for_fbgemm is None else _unpack(self._for_fbgemm)
         return Int8Weight(values, self.scales).unpack()
 
     def multiply(self, rows: Tensor) -> Tensor:
@@ -122,6 +123,19 @@ class Int8Linear(QuantizedLinear):
             torch.get_num_threads(),
         )
         return out
+
+
+def _to_panels(weight: Int8Weight) -> NarrowPanels:
+    outputs, inputs = weight.values.shape
+    padded = nn.functional.pad(weight.values, (0, inputs % 2, 0, -outputs % _PANEL))
+    panels = padded.view(-1, _PANEL, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    return NarrowPanels(panels, _KIND, inputs, weight.scales.float().contiguous())
+
+
+def _from_panels(narrow: NarrowPanels) -> Tensor:
+    """The values `[outputs, inputs]`."""
+    rows = narrow.panels.transpose(1, 2).reshape(-1, 2 * narrow.panels.shape[1])
+    return rows[: len(narrow.scales), : narrow.inputs]
 
 
 def _multiply_digits(rows: Tensor, packed: Any) -> Tensor:

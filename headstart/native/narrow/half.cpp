@@ -60,12 +60,11 @@ std::unique_ptr<float[]> split(const float* x, int64_t rows, int64_t inputs) {
 
 }  // namespace
 
-extern "C" {
-
 // out float [rows, outputs] = x float [rows, inputs] times weight bf16 [outputs, inputs], plus
 // bias float [outputs] or null; all contiguous.
-void headstart_half_linear(const uint16_t* weight, const float* bias, int64_t outputs,
-                           int64_t inputs, const float* x, int64_t rows, float* out, int threads) {
+extern "C" void headstart_half_linear(const uint16_t* weight, const float* bias, int64_t outputs,
+                                      int64_t inputs, const float* x, int64_t rows, float* out,
+                                      int threads) {
     const auto splits = split(x, rows, inputs);
     multiply_rows<Half>(weight, outputs, inputs, splits.get(), rows, threads,
                         [&](int64_t row, int64_t output, float sum) {
@@ -73,5 +72,3 @@ void headstart_half_linear(const uint16_t* weight, const float* bias, int64_t ou
                                 bias == nullptr ? sum : sum + bias[output];
                         });
 }
-
-}  // extern "C"

@@ -84,13 +84,10 @@ Rows int4::round_rows(const float* x, int64_t rows, const Weight& weight, int th
     return out;
 }
 
-extern "C" {
-
 // out float [rows, outputs] = x float [rows, inputs] times a weight, see int4.h; all contiguous.
-void headstart_int4_linear(const uint8_t* blocks, const float* scales, const float* columns,
-                           int64_t outputs, int64_t inputs, int form, const float* x,
-                           int64_t rows, float* out, int threads) {
+extern "C" void headstart_int4_linear(const uint8_t* blocks, const float* scales,
+                                      const float* columns, int64_t outputs, int64_t inputs,
+                                      int form, const float* x, int64_t rows, float* out,
+                                      int threads) {
     multiply<Avx2>({blocks, scales, columns, outputs, inputs}, form, x, rows, out, threads);
 }
-
-}  // extern "C"

@@ -1,8 +1,10 @@
-// The product of int4.cpp by AVX-512 with VNNI, which adds four products in one instruction.
+// The product of int4.cpp by AVX-512 with VNNI, which adds four products in one instruction; and
+// weights of 4 or 5 bits as bf16, for the products of ../linear.h.
 #include "int4.h"  // before the pragma: int4.cpp has its inline functions too
 
 #include "../avx512.h"
 
+#include "../linear.h"
 #include "int4_product.h"
 
 using namespace headstart;
@@ -37,15 +39,73 @@ struct Avx512 {
     };
 };
 
-}  // namespace
-
-extern "C" {
-
-// As headstart_int4_linear; for CPUs that have all that avx512.h names.
-void headstart_int4_linear_avx512(const uint8_t* blocks, const float* scales, const float* columns,
-                                  int64_t outputs, int64_t inputs, int form, const float* x,
-                                  int64_t rows, float* out, int threads) {
-    int4::multiply<Avx512>({blocks, scales, columns, outputs, inputs}, form, x, rows, out, threads);
+// Value `b` (0 to 3) of each four of a vector's bytes, or of their high halves; plus 128.
+template <class Form>
+inline __m512 number(__m512i bytes, int b, bool high) {
+    const int left = 16 - 8 * b - 4 * high;
+    const __m512i moved = left >= 0 ? _mm512_slli_epi32(bytes, left) : Avx512::right(bytes, -left);
+    const __m512i value = moved & _mm512_set1_epi32(Form::FIVE ? 0x1f0000 : 0xf0000);
+    return _mm512_castsi512_ps(value | _mm512_set1_epi32(0x43000000));
 }
 
-}  // extern "C"
+// Pairs of bf16, rounded to nearest.
+inline __m512i pairs_of(__m512 even, __m512 odd) {
+    const auto up = [](__m512 x) {
+        return _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
+    };
+    return _mm512_srli_epi32(up(even), 16) | (up(odd) & _mm512_set1_epi32(-65536));
+}
+
+// A group of 16 outputs. Meanwhile it fetches what comes four groups of 32 later: further on, or while
+// the product runs, a token takes longer.
+template <class Form>
+inline void widen_block(const uint8_t* block, const float* columns, uint32_t* out) {
+    const __m512 steps = int4::grid<Avx512, Form>(block, 0);
+    __m512 starts = int4::grid<Avx512, Form>(block + Form::STARTS, 0);
+    if constexpr (Form::IN_BYTES) starts = starts * Form::START_UNIT;
+    starts = starts - steps * 128.0f;
+    for (int line = 0; line < Form::BYTES_OF_BLOCK; line += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(block + 8 * Form::BYTES_OF_BLOCK + line),
+                     _MM_HINT_T0);
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) {
+        const __m512i bytes = Avx512::load(block + Form::VALUES + 64 * v);
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) {
+            __m512i four = bytes;
+            if constexpr (Form::FIVE)
+                four = int4::values<Avx512, Form>(Avx512::right(bytes, 4 * h),
+                                                  Avx512::load(block + Form::FIFTHS), 2 * v + h);
+#pragma GCC unroll 2
+            for (int two = 0; two < 2; two++) {
+                const int64_t pair = 8 * h + 2 * v + two;
+                const auto weight = [&](int b) {
+                    const __m512 value = number<Form>(four, 2 * two + b, !Form::FIVE && h == 1);
+                    return Avx512::fmadd(value, steps, starts) * columns[2 * pair + b];
+                };
+                _mm512_storeu_si512(out + pair * PANEL, pairs_of(weight(0), weight(1)));
+            }
+        }
+    }
+}
+
+}  // namespace
+
+void headstart::widen(int64_t form, const void* from, const float* columns, int64_t pairs,
+                      uint32_t* out) {
+    int4::with_form(form, [&](auto of) {
+        using Form = decltype(of);
+        const uint8_t* block = static_cast<const uint8_t*>(from);
+        for (int64_t k = 0; k < pairs; k += 16)
+            for (int half = 0; half < 2; half++, block += Form::BYTES_OF_BLOCK)
+                widen_block<Form>(block, columns + 2 * k, out + k * PANEL + 16 * half);
+    });
+}
+
+// As headstart_int4_linear; for CPUs that have all that avx512.h names.
+extern "C" void headstart_int4_linear_avx512(const uint8_t* blocks, const float* scales,
+                                             const float* columns, int64_t outputs, int64_t inputs,
+                                             int form, const float* x, int64_t rows, float* out,
+                                             int threads) {
+    int4::multiply<Avx512>({blocks, scales, columns, outputs, inputs}, form, x, rows, out, threads);
+}

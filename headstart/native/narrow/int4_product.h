@@ -119,14 +119,20 @@ void multiply(const Weight& weight, const float* x, int64_t rows, float* out, in
     });
 }
 
+// Calls a function with the Form of this number.
+template <class Function>
+void with_form(int64_t number, const Function& function) {
+    with_count<4>(number + 1, [&](auto next) {
+        constexpr int NUMBER = next.value - 1;
+        function(Form<NUMBER / 2 == 1, NUMBER % 2 == 1>());
+    });
+}
+
 // out [rows, outputs] = x [rows, inputs] times the weight, which lies in form number `form`.
 template <class Kind>
 void multiply(const Weight& weight, int form, const float* x, int64_t rows, float* out,
               int threads) {
-    with_count<4>(form + 1, [&](auto next) {
-        constexpr int NUMBER = next.value - 1;
-        multiply<Kind, Form<NUMBER / 2 == 1, NUMBER % 2 == 1>>(weight, x, rows, out, threads);
-    });
+    with_form(form, [&](auto of) { multiply<Kind, decltype(of)>(weight, x, rows, out, threads); });
 }
 
 }  // namespace

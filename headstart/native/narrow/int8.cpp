@@ -73,12 +73,11 @@ struct Int8 {
 
 }  // namespace
 
-extern "C" {
-
 // out float [rows, outputs] = x float [rows, inputs] times weight int8 [outputs, inputs] times scales
 // float [outputs]; all contiguous.
-void headstart_int8_linear(const int8_t* weight, const float* scales, int64_t outputs,
-                           int64_t inputs, const float* x, int64_t rows, float* out, int threads) {
+extern "C" void headstart_int8_linear(const int8_t* weight, const float* scales, int64_t outputs,
+                                      int64_t inputs, const float* x, int64_t rows, float* out,
+                                      int threads) {
     Rows numbers(rows, inputs);
     parallel_each(rows < MOST_ROWS ? 1 : threads, rows,
                   [&](int64_t r) { numbers.fill(r, x + r * inputs, inputs); });
@@ -88,5 +87,3 @@ void headstart_int8_linear(const int8_t* weight, const float* scales, int64_t ou
                                 sum * (scales[output] * numbers.scales[row]);
                         });
 }
-
-}  // extern "C"

@@ -24,7 +24,7 @@ SHAPES = [(1, 1), (7, 3), (64, 48), (131, 95), (300, 896), (2100, 512)]
 COUNTS = [1, 2, 16, 65, 200]
 LAYERS = (Int4Linear, Int5Linear)
 KINDS = pytest.mark.parametrize("kind", ["int4", "int5"])
-PATHS = pytest.mark.parametrize("path", ["avx512", "avx2", "tiles"])
+PATHS = pytest.mark.parametrize("path", ["bfloat16", "avx512", "avx2", "tiles"])
 
 
 def draw(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -33,14 +33,20 @@ def draw(rows: int, columns: int, seed: int = 0) -> Tensor:
 
 def use(path: str, patch: pytest.MonkeyPatch) -> None:
     """Let layers multiply in one way; skips what this machine cannot do."""
-    if path == "avx512" and kinds.library() is None:
+    if path in ("bfloat16", "avx512") and kinds.library() is None:
         pytest.skip("no compiled kernels for AVX-512 here")
+    patch.setattr(kinds, "level", lambda: kinds.AMX if path == "bfloat16" else kinds.AMX - 1)
     if path == "avx2" and kinds.avx2_library() is None:
         pytest.skip("no compiled kernels for AVX2 here")
-    if path != "avx512":
+    if path in ("avx2", "tiles"):
         patch.setattr(kinds, "library", lambda: None)
     if path == "tiles":
         patch.setattr(kinds, "avx2_library", lambda: None)
+
+
+def own_dtype(path: str) -> torch.dtype:
+    """Of the rows that a path is made for; without AMX, too, their weight is then bfloat16."""
+    return torch.bfloat16 if path == "bfloat16" else torch.float32
 
 
 def make_layer(
@@ -51,13 +57,16 @@ def make_layer(
     kind: WeightKind = "int5",
 ) -> QuantizedLinear:
     use(path, patch)
-    layer = make_linear(weight, bias, kind)
-    assert isinstance(layer, Int4Linear)
+    layer = make_linear(weight, bias, kind, own_dtype(path))
+    assert isinstance(layer, Int4Linear) and (layer.packed is not None) == (path == "bfloat16")
     return layer
 
 
 def limits(layer: Int4Linear, rows: Tensor, path: str) -> Tensor:
-    """How far a product may be from float64's: half a step of each input, and of sums."""
+    """How far a product may be from float64's: half a step of each input, and of sums.
+
+    Where rows are bfloat16, half a step of each weight and of the result.
+    """
     weight = layer.unpack().double().abs()
     limit = 3e-6 * (rows.double().abs() @ weight.T)
     # A sum of values and one of starts are added: each may be larger than the sum of both.
@@ -67,6 +76,9 @@ def limits(layer: Int4Linear, rows: Tensor, path: str) -> Tensor:
     limit += 3e-6 * size * scales * (weight / (scales.unsqueeze(1) * columns)).amax(1)
     if path == "tiles":
         return limit + 1e-30
+    if path == "bfloat16":
+        limit += 2**-8 * (rows.double().abs() @ weight.T)
+        return limit + 2**-8 * ((rows.double() @ layer.unpack().double().T).abs() + limit) + 1e-30
     scaled = torch.nn.functional.pad(rows.double() * columns, (0, -rows.shape[1] % GROUP))
     step = scaled.view(len(rows), -1, GROUP).abs().amax(-1) / 127
     steps = step.repeat_interleave(GROUP, dim=1)[:, : rows.shape[1]] / columns
@@ -111,13 +123,13 @@ def test_values_on_a_grid_are_kept_bit_for_bit(
     wide = [part.double().repeat_interleave(GROUP, dim=1) for part in (steps, starts)]
     unit = -(2 ** (form.bits - 1)) if in_bytes else 1
     expected = values.double() * wide[0] + unit * wide[1]
-    layer = made(pack_int4(Grid(values, steps, starts), form))
+    layer = made(pack_int4(Grid(values, steps, starts), form), rows=own_dtype(path))
     torch.testing.assert_close(layer.unpack().double(), expected, rtol=1e-6, atol=1e-6)
     common = Common(draw(70, 1).exp().flatten(), draw(90, 1, 2).exp().flatten())
     expected = expected[:, :90] * common.scales.double().unsqueeze(1) * common.columns.double()
-    layer = made(pack_int4(Grid(values, steps, starts), form, common))
+    layer = made(pack_int4(Grid(values, steps, starts), form, common), rows=own_dtype(path))
     torch.testing.assert_close(layer.unpack().double(), expected, rtol=1e-5, atol=1e-4)
-    rows = draw(5, 90, 3)
+    rows = draw(5, 90, 3).to(own_dtype(path))
     apart = (layer(rows).double() - rows.double() @ expected.T).abs()
     assert (apart <= limits(layer, rows, path)).all()
 
@@ -133,6 +145,7 @@ def test_products_are_those_of_float64(
     weight = layer.unpack().double()
     for count in COUNTS:
         rows = draw(count, inputs, 1) * torch.logspace(-4, 4, count).unsqueeze(1)
+        rows = rows.to(own_dtype(path))
         apart = (layer(rows).double() - rows.double() @ weight.T).abs()
         assert (apart <= limits(layer, rows, path)).all()
 
@@ -158,15 +171,27 @@ def test_a_compiled_product_is_that_of_the_rounded_rows(
     seed=st.integers(0, 1000),
     threads=st.integers(1, 3),
     made=st.sampled_from(LAYERS),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_any_shape_on_any_number_of_threads(
-    outputs: int, inputs: int, count: int, seed: int, threads: int, made: type[Int4Linear]
+    outputs: int,
+    inputs: int,
+    count: int,
+    seed: int,
+    threads: int,
+    made: type[Int4Linear],
+    dtype: torch.dtype,
 ) -> None:
-    layer = made.quantize(draw(outputs, inputs, seed), None)
+    with pytest.MonkeyPatch.context() as patch:
+        if dtype == torch.bfloat16 and kinds.library() is not None:
+            use("bfloat16", patch)
+        layer = made.quantize(draw(outputs, inputs, seed), None, dtype)
     assert isinstance(layer, made)
-    rows = draw(count, inputs, seed + 1)
+    rows = draw(count, inputs, seed + 1).to(dtype)
     alone = torch.cat([layer(row) for row in rows.split(1)])
     path = "tiles" if kinds.avx2_library() is None else "compiled"
+    if layer.packed is not None:
+        path = "bfloat16"
     apart = (alone.double() - rows.double() @ layer.unpack().double().T).abs()
     assert (apart <= limits(layer, rows, path)).all()
     before = torch.get_num_threads()
@@ -189,23 +214,25 @@ def test_bias_dtype_and_leading_axes(
     found = layer(rows)
     assert found.shape == (2, 3, 20) and found.dtype == dtype
     assert isinstance(layer, Int4Linear)
+    if path == "bfloat16":  # rows and a bias of another dtype are rounded to it
+        rows, bias = rows.bfloat16(), bias.bfloat16()
     flat = rows.view(6, 48)
     limit = limits(layer, flat, path).view(2, 3, 20)
     expected = rows.double() @ layer.unpack().double().T + bias.to(dtype).double()
     # The bias is added in float32; then a result is rounded to its dtype.
-    for step in (torch.finfo(torch.float32).eps, torch.finfo(dtype).eps):
+    for step in (torch.finfo(torch.float32).eps, torch.finfo(rows.dtype).eps):
         limit += step / 2 * (expected.abs() + limit)
     assert ((found.double() - expected).abs() <= limit).all()
     assert layer(rows[:, :0]).shape == (2, 0, 20)
 
 
-@pytest.mark.parametrize("path", ["avx512", "avx2"])
+@pytest.mark.parametrize("path", ["bfloat16", "avx512", "avx2"])
 @KINDS
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
     path: str, kind: WeightKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = make_layer(draw(300, 896), None, path, monkeypatch, kind)
-    rows = draw(130, 896, 1)
+    rows = draw(130, 896, 1).to(own_dtype(path))
     together = layer(rows)
     for start, stop in [(0, 1), (5, 6), (47, 48), (3, 7), (0, 17), (20, 48), (60, 130)]:
         assert torch.equal(layer(rows[start:stop]), together[start:stop])
@@ -238,7 +265,7 @@ def test_rows_that_are_not_finite_stay_so_and_disturb_no_other(
     count: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = make_layer(draw(64, 48), None, path, monkeypatch)
-    rows = draw(count, 48, 1)
+    rows = draw(count, 48, 1).to(own_dtype(path))
     expected = layer(rows)
     rows[1, 3], rows[2, 5], rows[3, 0] = float("nan"), float("inf"), -float("inf")
     found = layer(rows)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from headstart.errors import ConfigError
 from headstart.models.decoder import DecoderModel
 from headstart.models.dense.decoder import DenseDecoder
-from headstart.models.linear import Int8Embedding, QuantizedLinear, WeightKind, int8
+from headstart.models.linear import Int8Embedding, QuantizedLinear, WeightKind, int4, int8
 from headstart.models.linear.int4 import Int4Linear
 from headstart.models.loader import load_model
 from headstart.models.zoo.decoder import forward_rows
@@ -76,15 +76,17 @@ def test_logits_are_those_of_the_unpacked_weights(
     assert float(apart.median()) < 1e-3
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_int8_layers_under_bfloat16_run_as_one_call_with_amx(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_layers_under_bfloat16_run_as_one_call_with_amx(
+    architecture: str, kind: WeightKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if library() is None:
         pytest.skip("no products of bfloat16 here")  # without AMX the same weight is multiplied
-    monkeypatch.setattr(int8, "level", lambda: AMX)
+    for module in (int4, int8):
+        monkeypatch.setattr(module, "level", lambda: AMX)
     folder = save_tiny(architecture, tmp_path)
-    model = load_model(folder, "bfloat16", weights="int8")
+    model = load_model(folder, "bfloat16", weights=kind)
     assert isinstance(model, DenseDecoder) and model._fused is not None
     places = torch.arange(len(TOKENS))
     expected = forward_rows(in_float(folder, model), TOKENS, places, places)

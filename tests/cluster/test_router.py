@@ -284,3 +284,18 @@ def test_what_a_router_does_not_know_changes_nothing() -> None:
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="router is 'random'; allowed: expected, round-robin"):
         make_policy("random")
+
+
+def test_dynamo_counts_nothing_of_a_dead_replica_for_the_next_of_its_number() -> None:
+    """What the old one still ends is taken from the old one's counts, too."""
+    many = router("dynamo", 2)
+    assert many.route(request("old", 1, 64), 0.0) == 0
+    assert many.route(request("other", 2, 32), 0.0) == 1
+    many.set_alive(0, False)
+    many.set_alive(0, True)
+    assert many.route(request("new", 3, 16), 0.0) == 0
+    many.first_token("old", 1.0)
+    many.finish("old")
+    assert many.route(request("third", 4, 1), 1.0) == 0
+    many.finish("other")
+    assert many.route(request("fourth", 5, 1), 1.0) == 1, "it has 17 blocks to compute"

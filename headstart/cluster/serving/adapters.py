@@ -10,6 +10,7 @@ So the folder must be there, with the same files, on every machine that has repl
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,7 @@ class ReplicaAdapters(AdapterNames):
         """`read` has a replica read an adapter of a name, in a folder."""
         super().__init__()
         self._read = read
+        self._changing = threading.Lock()  # an engine changes its names in one thread
 
     def load(self, name: str, path: str | Path, in_engine: InEngine) -> Adapter:
         """As `AdapterNames.load`; a replica reads it."""
@@ -36,8 +38,14 @@ class ReplicaAdapters(AdapterNames):
         return in_engine(lambda: self._add(found))
 
     def _add(self, adapter: Adapter) -> Adapter:
-        self._named = {**self._named, adapter.name: adapter}
+        with self._changing:
+            self._named = {**self._named, adapter.name: adapter}
         return adapter
+
+    def unload(self, name: str) -> None:
+        """As `AdapterNames.unload`."""
+        with self._changing:
+            super().unload(name)
 
 
 def check_adapter(found: Adapter | None, asked: Adapter | None) -> None:

@@ -21,7 +21,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 # Read when Ray is imported. Else a thread of Ray Serve that is late for the end of Ray starts
@@ -37,7 +39,7 @@ from ray.serve.exceptions import RayServeException
 
 from headstart.cluster.options import ReplicaConfig
 from headstart.cluster.serving.adapters import ReplicaAdapters
-from headstart.cluster.serving.dispatch import Dispatcher, register
+from headstart.cluster.serving.dispatch import Dispatcher, register, unregister
 from headstart.cluster.serving.driver import ReplicaDriver
 from headstart.cluster.serving.front import FrontEngine
 from headstart.cluster.serving.llm import ReplicatedLLM
@@ -59,6 +61,7 @@ _DRAIN_LOOK = 0.5  # seconds between two looks at whether a replica that goes is
 _STARTING = ("NOT_STARTED", "DEPLOYING", "UNHEALTHY")  # what may come to run
 _START_PATIENCE = 600.0  # seconds that replicas of another server may take to run
 _START_LOOK = 0.5  # seconds between two looks at whether they do
+_WAIT_LOOK = 5.0  # seconds between two looks at what they wait for
 _STOP_PATIENCE = 75.0  # seconds that deleting the replicas may take; Ray Serve itself takes 60
 _FEEDS = 1  # streams of events that count as requests under way in each replica
 _LOG = logging.getLogger("headstart.server")
@@ -98,6 +101,7 @@ class ReplicaCluster:
         self._is_own_app = False
         self._is_over = threading.Event()
         self._is_lost = False  # Ray, and the replicas with it
+        self._forget: Callable[[], None] = lambda: None
         self._is_own_ray = self._connect(engine)
         try:
             is_new = self._name not in _ask(serve.status).applications
@@ -106,8 +110,9 @@ class ReplicaCluster:
             shares = bool(engine.remote_cache or (engine.kept_folder and self._is_own_ray))
             dispatcher = Dispatcher(config.routing, most, shares_store=shares)
             register(self._name, dispatcher)
+            self._forget = partial(unregister, self._name, dispatcher)
             if is_new:
-                self._check_gpus(self._share(engine, is_alone=self._is_own_ray))
+                self._check_room(self._share(engine, is_alone=self._is_own_ray))
                 self._is_own_app = True
                 self._deploy(model, options, engine, drain_seconds)
             handle = serve.get_deployment_handle(_DEPLOYMENT, self._name)
@@ -160,22 +165,38 @@ class ReplicaCluster:
             config.replica_gpus if config.replica_gpus is not None else float(on_gpu),
         )
 
-    def _check_gpus(self, share: _Share) -> None:
-        """Ray waits for GPUs for ever, without a word. Raises ConfigError.
+    def _check_room(self, share: _Share) -> None:
+        """Ray waits for CPUs and GPUs for ever, without a word. Raises ConfigError.
 
-        A cluster may yet get more machines: there a line of the log says what it waits for.
+        A cluster may yet get more machines: there a line of the log says what it waits for. A Ray
+        of the server's own takes as many CPUs for there as the replicas are to have.
         """
-        if not share.gpus:
-            return
-        count = ray.cluster_resources().get("GPU", 0.0)
-        room = count // share.gpus if share.gpus > 1 else count * (1 // share.gpus)
-        if room >= self._config.least:
-            return
-        where = "this machine" if self._is_own_ray else "the cluster"
-        told = f"{self._config.least} replicas need {share.gpus:g} GPUs each; {where} has {count:g}"
-        if self._is_own_ray:
-            raise ConfigError(f"{told}; allowed: fewer replicas, or a smaller --replica-gpus")
-        _LOG.warning("%s: the server waits until there are more", told)
+        there = ray.cluster_resources()
+        for kind, each in (("CPU", share.cpus), ("GPU", share.gpus)):
+            if not each or (kind == "CPU" and self._is_own_ray):
+                continue
+            count = there.get(kind, 0.0)
+            # Several may share a GPU, none has parts of two.
+            room = count * (1 // each) if kind == "GPU" and each <= 1 else count // each
+            if room >= self._config.least:
+                continue
+            where = "this machine" if self._is_own_ray else "the cluster"
+            told = (
+                f"{self._config.least} replicas need {each:g} {kind}s each; {where} has {count:g}"
+            )
+            if self._is_own_ray:
+                raise ConfigError(f"{told}; allowed: fewer replicas, or a smaller --replica-gpus")
+            _LOG.warning("%s: the server waits until there are more", told)
+
+    def _tell_wait(self, is_over: threading.Event) -> None:
+        """Log what Ray Serve waits for, such as CPUs that others have; it says so after 30 s."""
+        told = ""
+        while not is_over.wait(_WAIT_LOOK):
+            with suppress(Exception):  # it is asked again, and whoever waits hears what is wrong
+                said = serve.status().applications[self._name].deployments[_DEPLOYMENT].message
+                if said and said != told:
+                    told = said
+                    _LOG.warning("the replicas do not all run yet: %s", told)
 
     def _deploy(
         self, model: str, options: Mapping[str, Any], engine: EngineConfig, drain_seconds: float
@@ -203,12 +224,17 @@ class ReplicaCluster:
         )
         # Ray Serve tells each step of its own on stderr.
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        is_over = threading.Event()
+        waiting = threading.Thread(target=self._tell_wait, args=(is_over,), daemon=True)
+        waiting.start()
         try:
             serve.start(proxy_location=ProxyLocation.Disabled)
             replicas = deployment.bind(model, given, self._silence)
             serve.run(replicas, name=self._name, route_prefix=None)
         except (RayError, RayServeException, RuntimeError) as error:
             raise EngineError(f"the replicas did not start: {self._why(error)}") from error
+        finally:
+            is_over.set()
 
     def _join(self) -> int:
         """Wait until the replicas that another server deployed run; how many those are.
@@ -281,6 +307,7 @@ class ReplicaCluster:
         except HeadstartError as error:
             _LOG.warning("the replicas may not have saved what they cached: %s", error)
         finally:
+            self._forget()
             ray.shutdown()
             # Ray Serve keeps its controller's handle in this process: of a Ray that is gone.
             _set_global_client(None)

@@ -26,7 +26,7 @@ from headstart.cluster.router import Router
 from headstart.cluster.serving.metric_sums import add_up
 from headstart.engine.vllm_api.metrics import Gauge, Metric
 
-__all__ = ["Dispatcher", "dispatcher_of", "register"]
+__all__ = ["Dispatcher", "dispatcher_of", "register", "unregister"]
 
 _DISPATCHERS: dict[str, Dispatcher] = {}
 _TRIES = 3
@@ -40,6 +40,12 @@ that hangs holds up nobody long.
 def register(application: str, dispatcher: Dispatcher) -> None:
     """Have the request router of an application use these books."""
     _DISPATCHERS[application] = dispatcher
+
+
+def unregister(application: str, dispatcher: Dispatcher) -> None:
+    """Keep these books no more, unless others have taken their place."""
+    if _DISPATCHERS.get(application) is dispatcher:
+        del _DISPATCHERS[application]
 
 
 def dispatcher_of(application: str) -> Dispatcher | None:

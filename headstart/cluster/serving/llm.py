@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any, cast
 
 from headstart.cluster.serving.metric_sums import add_up
@@ -10,6 +11,7 @@ from headstart.engine.async_llm import AsyncLLM
 from headstart.engine.chat.requests import ChatRequests
 from headstart.engine.startup.start import Started
 from headstart.engine.vllm_api.metrics import Metric
+from headstart.errors import ReplicaLostError
 from headstart.validation import check_flag
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from headstart.engine.streams.async_driver import AsyncDriver
 
 __all__ = ["ReplicatedLLM"]
+
+_LOG = logging.getLogger("headstart.server")
 
 
 class ReplicatedLLM(AsyncLLM):
@@ -60,6 +64,18 @@ class ReplicatedLLM(AsyncLLM):
         again = check_flag("reset_running_requests", reset_running_requests)
         tiers = check_flag("reset_connector", reset_connector)
         return all(await asyncio.to_thread(self._replicas.ask_all, "reset", again, tiers))
+
+    async def unload_adapter(self, name: str) -> None:
+        """As `AsyncLLM.unload_adapter`; replicas forget the name, too, but for those out of reach.
+
+        One that is asked for it by a request that still runs reads it anew.
+        """
+        found = self.engine.adapters.find(name)
+        await super().unload_adapter(name)
+        try:
+            await asyncio.to_thread(self._replicas.ask_all, "unload_adapter", found)
+        except ReplicaLostError as error:
+            _LOG.info("not every replica has forgotten adapter %r: %s", name, error)
 
     async def forget_inputs(self) -> None:
         """As `AsyncLLM.forget_inputs`, of the server and of every replica."""

@@ -151,6 +151,12 @@ class EngineReplica:
         async with self._naming:
             return await self._llm.load_adapter(name, path)
 
+    async def unload_adapter(self, adapter: Adapter) -> None:
+        """Forget an adapter's name, unless it is another's by now."""
+        async with self._naming:
+            if adapter in self._llm.engine.adapters.named:
+                await self._llm.unload_adapter(adapter.name)
+
     async def follow(self, who: Follow) -> AsyncGenerator[Report]:
         """What is cached here, and all that changes, until the caller leaves.
 

@@ -77,10 +77,17 @@ class _Method:
         self.remote = call
 
 
+class _Broadcast:
+    async def results_async(self, return_exceptions: bool) -> list[Any]:
+        """As of Ray Serve's."""
+        return []
+
+
 class Handle:
     """A deployment with one replica. Each call of `answer` takes the next of `answers`."""
 
     def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []  # all replicas: a method and what it was given
         self.asked: queue.SimpleQueue[AnswerRequest] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[Stream] = queue.SimpleQueue()
         self.feed = Stream()
@@ -92,6 +99,11 @@ class Handle:
     def options(self, stream: bool) -> "Handle":
         """As of Ray Serve's."""
         return self
+
+    def broadcast(self, *called: Any) -> _Broadcast:
+        """As of Ray Serve's."""
+        self.told.append(called)
+        return _Broadcast()
 
     def _answer(self, asked: AnswerRequest) -> Stream:
         self.asked.put(asked)

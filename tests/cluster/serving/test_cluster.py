@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headstart.cluster.options import ReplicaConfig
-from headstart.cluster.serving.dispatch import dispatcher_of
+from headstart.cluster.serving.dispatch import Dispatcher, dispatcher_of, register
 from headstart.cluster.serving.ray_errors import read_error
 from headstart.errors import EngineError, HeadstartError, ReplicaLostError, RequestError
 from headstart.version import __version__
@@ -148,13 +148,23 @@ def test_another_number_of_replicas_than_asked_for_is_told(
     assert fake.name.startswith(f"headstart-{__version__}-")
 
 
-def test_all_replicas_of_another_server_get_requests(start: Callable[[Fake], Any]) -> None:
-    """A server that asked for 2 where 9 run had numbers for 4 of them."""
-    fake = Fake(["RUNNING"], running=9)
+def test_all_replicas_of_another_server_get_requests(
+    start: Callable[[Fake], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that asked for 2 where 9 run had numbers for 4 of them. Its books go with it."""
+    from headstart.cluster.serving import cluster
+
+    fake, made = Fake(["RUNNING"], running=9), list[Dispatcher]()
+
+    def note(application: str, dispatcher: Dispatcher) -> None:
+        register(application, dispatcher)
+        made.append(dispatcher)
+
+    monkeypatch.setattr(cluster, "register", note)
     with pytest.raises(EngineError, match="ConnectionError"):  # once they run
         start(fake)
-    dispatcher = dispatcher_of(fake.name)
-    assert dispatcher is not None
+    assert dispatcher_of(fake.name) is None
+    [dispatcher] = made
     dispatcher.set_replicas([str(number) for number in range(9)])
     assert len(dispatcher.replicas) == 9
 
@@ -266,6 +276,56 @@ def test_gpus_that_this_machine_has_not_are_told_at_once(
     said = f"2 replicas need {share:g} GPUs each; this machine has {gpus:g}"
     assert (said in str(told.value)) != fits
     assert fake.shut_down == 1
+
+
+@pytest.mark.usefixtures("handler")
+def test_cpus_that_a_cluster_has_not_are_told_at_once(
+    start: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    logged: list[logging.LogRecord],
+) -> None:
+    """Ray waited for them for ever, and the server with it, without a word."""
+    from headstart.cluster.serving.cluster import ReplicaCluster
+
+    monkeypatch.setattr(ReplicaCluster, "_connect", lambda *given: False)
+    monkeypatch.setattr(ReplicaCluster, "_deploy", lambda *given: None)
+    fake = Fake([None])
+    fake.delete = lambda name: None  # type: ignore[attr-defined]
+    for cpus, fits in (1.5, False), (1.0, True):
+        logged.clear()
+        with pytest.raises(EngineError, match="ConnectionError"):
+            start(fake, replica_cpus=cpus)
+        told = [record.getMessage() for record in logged]
+        assert ("2 replicas need 1.5 CPUs each; the cluster has 2" in str(told)) != fits
+
+
+@pytest.mark.usefixtures("handler")
+def test_what_ray_serve_waits_for_is_told_once(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
+) -> None:
+    from headstart.cluster.serving import cluster
+
+    fake, looks = Fake([None, "DEPLOYING"]), threading.Semaphore(0)
+    said = SimpleNamespace(deployments={"engine": SimpleNamespace(message="no CPU is free")})
+
+    def deploy(*given: Any, **named: Any) -> None:
+        def status() -> Any:
+            looks.release()
+            return SimpleNamespace(applications={made[0]: said})
+
+        made = [named["name"]]
+        monkeypatch.setattr(fake, "status", status)
+        for _ in range(3):
+            assert looks.acquire(timeout=20)
+
+    fake.run, fake.start = deploy, lambda **given: None  # type: ignore[attr-defined]
+    fake.deployment = lambda *given, **named: SimpleNamespace(bind=lambda *given: None)  # type: ignore[attr-defined]
+    fake.delete = lambda name: None  # type: ignore[attr-defined]
+    monkeypatch.setattr(cluster, "_WAIT_LOOK", 0.001)
+    with pytest.raises(EngineError, match="ConnectionError"):
+        start(fake)
+    told = [record.getMessage() for record in logged]
+    assert told.count("the replicas do not all run yet: no CPU is free") == 1
 
 
 def test_what_ray_raises_is_read() -> None:

@@ -48,6 +48,7 @@ def test_adapters_have_names_in_the_server_and_are_read_by_replicas(llm: Replica
         request = await llm.prepare([5, 6, 7], lora_request=LORA)
         assert request.adapter is not None and request.adapter.name == "tables"
         await llm.unload_adapter("hills")
+        assert ("unload_adapter", loaded) in llm._replicas._handle.told  # type: ignore[attr-defined]
         for name in ("hills", "seas"):
             with pytest.raises(RequestError, match=f"no adapter '{name}'; loaded: 'tables'"):
                 await llm.prepare([5, 6, 7], adapter=name)

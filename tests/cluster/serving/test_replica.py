@@ -105,6 +105,12 @@ def test_two_adapters_of_one_name_answer_their_own_requests(
 
         told = await asyncio.gather(*map(ask, range(6)))
         assert told[::2] == [told[0]] * 3 and told[1::2] == [told[1]] * 3
+        [named] = llm.engine.adapters.named
+        other = next(one for one in adapters if one != named)
+        await made.unload_adapter(other)
+        assert llm.engine.adapters.named == [named], "the name is another's"
+        await made.unload_adapter(named)
+        assert llm.engine.adapters.named == []
 
     try:
         asyncio.run(ask_all())

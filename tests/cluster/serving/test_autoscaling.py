@@ -1,0 +1,67 @@
+"""With `--max-replicas` a queue brings a replica, and idleness takes it away. Under real Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headstart import SamplingParams
+from headstart.cluster.options import ReplicaConfig
+from tests.cluster.serving.ray_processes import wait_until
+
+if TYPE_CHECKING:
+    from headstart.cluster.serving.cluster import ReplicaCluster
+
+pytest.importorskip("ray", reason="replicas need Ray")
+# What Ray and its dependencies warn of in this process is theirs.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
+
+# Ray Serve's own are 30 s until a replica comes, and ten minutes until it goes.
+QUICK = {
+    "upscale_delay_s": 0.5,
+    "downscale_delay_s": 0.5,
+    "metrics_interval_s": 0.5,
+    "look_back_period_s": 1.0,
+}
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplicaCluster]:
+    from headstart.cluster.serving.cluster import ReplicaCluster
+
+    number = ReplicaCluster._number
+
+    def quick(self: ReplicaCluster) -> dict[str, Any]:
+        [(name, given)] = number(self).items()
+        return {name: given.model_copy(update=QUICK)}
+
+    monkeypatch.setattr(ReplicaCluster, "_number", quick)
+    config = ReplicaConfig(replicas=1, max_replicas=2, requests_per_replica=2, replica_cpus=0.5)
+    with closing(ReplicaCluster("headstart-tiny", {"num_blocks": 512}, config)) as made:
+        yield made
+
+
+def test_a_queue_brings_a_replica_and_idleness_takes_it_away(cluster: ReplicaCluster) -> None:
+    replicas = cluster.llm.dispatcher
+    params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    is_over = asyncio.Event()
+
+    async def ask(row: int) -> None:
+        while not is_over.is_set():
+            async for _ in cluster.llm.generate(f"Row {row}.", params):
+                pass
+
+    async def ask_until_there_are_two() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for row in range(6):
+                tasks.create_task(ask(row))
+            await asyncio.to_thread(wait_until, lambda: len(replicas.replicas) == 2)
+            is_over.set()
+
+    assert len(replicas.replicas) == 1
+    asyncio.run(ask_until_there_are_two())
+    wait_until(lambda: len(replicas.replicas) == 1)

@@ -146,10 +146,13 @@ class ReplicaCluster:
             # Ray itself makes a token, which every caller of it must have.
             ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
         except (RayError, ConnectionError, ValueError, RuntimeError) as error:
+            why: object = error
+            if "AuthenticationError" in str(error.__cause__):  # which Ray names nowhere else
+                why = "it asks for a token; allowed: RAY_AUTH_MODE=token, and the token it has"
             raise ConfigError(
-                f"RAY_ADDRESS is {address!r}, and Ray cannot be used there: {error}"
+                f"RAY_ADDRESS is {address!r}, and Ray cannot be used there: {why}"
                 if address
-                else f"Ray cannot be started: {error}"
+                else f"Ray cannot be started: {why}"
             ) from error
         if threading.current_thread() is threading.main_thread():
             # Ray's own handler kills the process at once, and leaves some of Ray's behind.

@@ -13,7 +13,13 @@ import pytest
 from headstart.cluster.options import ReplicaConfig
 from headstart.cluster.serving.dispatch import Dispatcher, dispatcher_of, register
 from headstart.cluster.serving.ray_errors import read_error
-from headstart.errors import EngineError, HeadstartError, ReplicaLostError, RequestError
+from headstart.errors import (
+    ConfigError,
+    EngineError,
+    HeadstartError,
+    ReplicaLostError,
+    RequestError,
+)
 from headstart.version import __version__
 from tests.cluster.serving.scripted import MODEL, Server
 
@@ -326,6 +332,20 @@ def test_what_ray_serve_waits_for_is_told_once(
         start(fake)
     told = [record.getMessage() for record in logged]
     assert told.count("the replicas do not all run yet: no CPU is free") == 1
+
+
+def test_a_ray_that_asks_for_a_token_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray said that it failed to connect, and no more. So it is where RAY_AUTH_MODE is not set."""
+    from headstart.cluster.serving import cluster
+
+    def init(*given: Any, **named: Any) -> None:
+        cause = RuntimeError("Traceback ... ray.exceptions.AuthenticationError: RPC error: ...")
+        raise ConnectionError("Failed to connect to Ray cluster at 192.0.2.1:6379") from cause
+
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(cluster.ray, "init", init)
+    with pytest.raises(ConfigError, match="it asks for a token; allowed: RAY_AUTH_MODE=token"):
+        cluster.ReplicaCluster(MODEL, {}, ReplicaConfig(replicas=1))
 
 
 def test_what_ray_raises_is_read() -> None:

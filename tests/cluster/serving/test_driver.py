@@ -327,30 +327,6 @@ def test_a_replica_that_dies_in_the_middle_of_a_stream_ends_it(server: Server) -
     assert isinstance(told.next(), ReplicaLostError)
 
 
-def test_a_server_gives_signs_of_life_under_the_name_that_it_asks_by() -> None:
-    """Without them replicas end its requests after two minutes."""
-    heard: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-
-    class Call:
-        async def results_async(self, return_exceptions: bool) -> list[object]:
-            return []
-
-    def broadcast(method: str, name: str) -> Call:
-        heard.put((method, name))
-        return Call()
-
-    server = Server(silence=0.01)
-    server.handle.broadcast = broadcast  # type: ignore[attr-defined]
-    server.stream().put(part(0, 8, finished=True))
-    try:
-        server.driver.submit(server.request("a"), Told())
-        name = server.asked().server
-        for _ in range(2):
-            assert heard.get(timeout=LIMIT) == ("hear", name)
-    finally:
-        server.driver.close()
-
-
 def test_a_request_is_answered_whatever_is_wrong_with_the_books(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

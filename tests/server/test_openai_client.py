@@ -186,7 +186,7 @@ def test_a_form_is_kept(client: openai.OpenAI) -> None:
     ("change", "status", "says"),
     [
         ({"model": "gpt"}, 404, "'gpt' does not exist"),
-        ({"messages": []}, 400, "the conversation is empty"),
+        ({"messages": []}, 400, "messages are empty"),
         ({"messages": [{"role": "user", "content": 7}]}, 400, "message 0"),
         ({"temperature": -1}, 400, "temperature is -1"),
         ({"max_tokens": 0}, 400, "max_tokens is 0"),

@@ -256,6 +256,13 @@ def test_what_is_not_there(server: Running, path: str) -> None:
     assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
 
 
+def test_no_message_and_no_such_model_are_told_with_their_field(server: Running) -> None:
+    empty = httpx.post(server.url + CHAT, json={"messages": []}).json()["error"]
+    assert empty["param"] == "messages"
+    nothing = httpx.get(server.url + "/v1/models/nothing").json()["error"]
+    assert nothing["param"] == "model" and nothing["message"].endswith("; there is 'tiny'")
+
+
 @pytest.mark.parametrize("kind", [JSON, {"Content-Type": "text/plain"}])
 @pytest.mark.parametrize(
     ("path", "says"),

@@ -18,7 +18,7 @@ def check_conversation(messages: object) -> Sequence[Message]:
     if isinstance(messages, (str, bytes, bytearray)) or not isinstance(messages, Sequence):
         raise RequestError(f"messages are a list of dicts, not {type(messages).__name__}")
     if not len(messages):
-        raise RequestError("the conversation is empty: it must have at least one message")
+        raise RequestError("messages are empty; allowed: at least one message")
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise RequestError(f"message {place} is a {type(message).__name__}, not a dict")

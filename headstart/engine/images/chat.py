@@ -25,7 +25,7 @@ from headstart.engine.images.reading import ImageSource, LoadedImage, Tenant
 from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.text.codec import Spelling
 from headstart.errors import RequestError
-from headstart.validation import check_utf8, describe
+from headstart.validation import check_utf8, describe, shorten
 
 __all__ = ["ImageChat", "ImageMessages", "ImageSpelling", "read_messages"]
 
@@ -145,9 +145,10 @@ def _read_part(
             f"message {place} has a part of type {describe(kind)}; allowed: text, image_url, image"
         )
     if source is None or (isinstance(source, str) and not source.startswith("data:")):
+        given = "None" if source is None else shorten(repr(source))
         raise RequestError(
-            f"message {place} has an image that is {type(source).__name__}; allowed: a data: URL, "
-            "a Pillow image, bytes or a pathlib.Path"
+            f"message {place} has an image that is {given}; allowed: a data: URL (nothing is "
+            "fetched), in Python also a Pillow image, bytes or a pathlib.Path"
         )
     found.sources.append(source)
     found.ids.append(part.get("uuid"))

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headstart.server.errors import ApiError, JsonResponse
+from headstart.server.errors import JsonResponse
 from headstart.server.service import Front, front_of
 
 __all__ = ["router"]
@@ -42,7 +42,6 @@ async def list_models(request: Request) -> Response:
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, request: Request) -> Response:
     """One of them."""
-    for card in _cards(front_of(request)):
-        if card["id"] == name:
-            return JsonResponse(card)
-    raise ApiError(404, f"the model {name!r} does not exist", code="model_not_found")
+    front = front_of(request)
+    front.adapter(name)  # raises what any request does that names what there is not
+    return JsonResponse(next(card for card in _cards(front) if card["id"] == name))

@@ -139,13 +139,13 @@ def test_a_reply_that_spells_the_placeholder_is_kept(
     [
         ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "allowed: a data: URL"),
         ({"type": "image", "image": "/etc/passwd"}, "allowed: a data: URL"),
-        ({"type": "image_url", "image_url": {"url": "http://x/y.png"}}, "allowed: a data: URL"),
+        ({"type": "image_url", "image_url": {"url": "http://x/y.png"}}, "is 'http://x/y.png'; all"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,xx"}}, "base64,"),
         ({"type": "image_url", "image_url": {"url": "data:;base64,!"}}, "is broken"),
         ({"type": "image_url", "image_url": {"url": "data:;base64,AAAA"}}, "cannot be read"),
         ({"type": "video"}, "type 'video'"),
         ({"type": "text", "text": "\ufdd0x\ufdd1"}, "U\\+FDD0"),
-        ({"type": "image"}, "an image that is NoneType"),
+        ({"type": "image"}, "an image that is None;"),
     ],
 )
 def test_parts_that_are_refused(refusing: LLM, part: dict[str, Any], message: str) -> None:

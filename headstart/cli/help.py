@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from headstart.cli.streams import note
 from headstart.cluster.options import ReplicaConfig
 from headstart.engine.vllm_api.rows import nearest
 from headstart.server.options import ServerOptions
@@ -71,6 +73,9 @@ def group_of(field: str) -> str:
     return next((group for group, names in _GROUPS.items() if field in names), INTERNALS)
 
 
+_PREFIX = "HEADSTART_"  # of the variables
+
+
 class GroupedOption(click.Option):
     """An option that `--help` shows under a heading, and that may stand in the environment.
 
@@ -81,7 +86,7 @@ class GroupedOption(click.Option):
         super().__init__(*args, **kwargs)
         self.group = group
         self.flag = max(self.opts, key=len)
-        self.variable = f"HEADSTART_{self.flag.removeprefix('--').replace('-', '_').upper()}"
+        self.variable = f"{_PREFIX}{self.flag.removeprefix('--').replace('-', '_').upper()}"
         self.envvar = self.variable
 
     def handle_parse_result(
@@ -95,6 +100,15 @@ class GroupedOption(click.Option):
             if ctx.get_parameter_source(self.name) is ParameterSource.ENVIRONMENT:
                 error.param_hint = self.variable
             raise
+
+
+def _variables(commands: Iterable[click.Command]) -> set[str]:
+    return {
+        one.variable
+        for command in commands
+        for one in command.params
+        if isinstance(one, GroupedOption)
+    }
 
 
 class OrderedGroup(click.Group):
@@ -117,6 +131,17 @@ class GroupedCommand(click.Command):
                 f"Every flag may stand in the environment instead: {shown.flag} N is "
                 f"{shown.variable}=N."
             )
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click's; before that, say which variables look like slips: nobody reads them."""
+        mine = _variables([self])
+        root = ctx.find_root().command
+        known = _variables(root.commands.values()) if isinstance(root, click.Group) else mine
+        for name in sorted(os.environ.keys() - known):
+            short = name.removeprefix(_PREFIX)
+            if short != name and (near := nearest(short, {one[len(_PREFIX) :] for one in mine})):
+                note(f"{name} in the environment is not read; the nearest is {_PREFIX}{near}")
+        return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """One list of options for each group that has some."""

@@ -71,3 +71,22 @@ def test_every_flag_has_the_variable_of_its_name(
 def test_a_number_of_any_length_is_told_shortly() -> None:
     result = call("run", "--max-model-len", "9" * 5_000 + "K", "hi")
     assert result.exit_code == 2 and len(result.stderr) < 500
+
+
+@pytest.mark.parametrize(
+    ("variable", "told"),
+    [
+        ("HEADSTART_MODLE", "HEADSTART_MODLE in the environment is not read; the nearest is "),
+        ("HEADSTART_PORT", ""),  # of another command
+        ("HEADSTART_NATIVE", ""),  # of no flag
+        ("MODLE", ""),
+    ],
+)
+def test_a_slip_in_a_variable_s_name_is_told(
+    variable: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was passed over in silence, and another model answered."""
+    monkeypatch.setenv(variable, "1")
+    result = call("run", "--file", "/no/such", "hi")
+    assert result.exit_code == 2 and "cannot read /no/such" in result.stderr
+    assert result.stderr.startswith(told or "headstart: cannot read")

@@ -254,7 +254,12 @@ class _Count(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no suc
         found = read_value(value) if isinstance(value, str) else value
         if isinstance(found, str):
             value = shorten(found)  # which the error tells
-        return found if type(found) is int else click.INT.convert(value, param, ctx)
+        if type(found) is int:
+            return found
+        try:
+            return click.INT.convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{value!r}; allowed: a whole number, as 4096, 4k or 4K", param, ctx)
 
 
 _COUNT = _Count()

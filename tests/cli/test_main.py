@@ -287,7 +287,7 @@ def test_a_wrong_value_in_the_environment_is_told_by_its_variable(
     assert "headstart: invalid value for HEADSTART_NUM_BLOCKS: 'abc'" in said.stderr
     assert said.stderr.count("\n") == 1
     said = call("run", "--num-blocks", "xyz", "hi")
-    assert "headstart: invalid value for '--num-blocks': 'xyz'" in said.stderr
+    assert "headstart: invalid value for '--num-blocks': 'xyz'; allowed: a whole" in said.stderr
 
 
 def test_flags_stand_in_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,8 @@ class Tenants:
             raise ApiError(401, "the API key is not known here", code="invalid_api_key")
         kind, name = key.tenant
         weight = sum(one.weight for one in self._ring.keys if one.tenant == key.tenant)
-        return Tenant(name, kind, self._salt_of(kind, name), weight, key.admin)
+        # The key may have been removed since it was found: a weight of 0 is none.
+        return Tenant(name, kind, self._salt_of(kind, name), weight or key.weight, key.admin)
 
     def names(self) -> Mapping[str, tuple[str, str]]:
         """Kind and name of each tenant by its salt, of all keys that there are and were.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from pydantic import TypeAdapter
 
 from headstart import LLM, EngineError, SamplingParams
 from tests.clients import anthropic
@@ -253,6 +254,16 @@ def test_an_image_is_the_one_that_openais_clients_send(image_server: Running) ->
         result = {"type": "tool_result", "tool_use_id": "x", "content": [image(2)]}
         turns[0]["content"] = [result, text]
         assert ask(client, turns, max_tokens=1).usage.input_tokens > 0
+
+
+def test_the_model_is_one_of_anthropic_s(client: anthropic.Anthropic) -> None:
+    """Its client's pages had no end that it knew, and its models no name."""
+    page = client.models.list()
+    assert [one.id for one in client.models.list()] == ["tiny"] == [page.first_id]
+    assert page.has_more is False
+    for model in (page.data[0], client.models.retrieve("tiny")):
+        TypeAdapter(anthropic.types.ModelInfo).validate_python(model.to_dict())
+        assert (model.display_name, model.type) == ("tiny", "model")
 
 
 BAD = [

@@ -1,7 +1,11 @@
-"""`GET /v1/models`: the model, and the adapters that a request may name in its place."""
+"""`GET /v1/models`: the model, and the adapters that a request may name in its place.
+
+OpenAI's clients ask this path and Anthropic's.
+"""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
@@ -17,26 +21,33 @@ router = APIRouter()
 
 
 def _cards(service: Front) -> list[dict[str, Any]]:
+    """In the words of both APIs, whose clients leave unread what they do not know."""
+    started = datetime.fromtimestamp(service.started, UTC)
     common = {
         "object": "model",
         "created": service.started,
         "owned_by": "headstart",
         "max_model_len": service.max_model_len,
+        "root": service.name,
+        "type": "model",
+        "created_at": started.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": service.max_model_len - 1,
+        "max_tokens": service.max_model_len - 1,
     }
-    models = [
-        {"id": name, **common, "root": service.name, "parent": None} for name in service.names
+    parents = dict.fromkeys(service.names) | dict.fromkeys(service.adapters, service.name)
+    return [
+        {"id": name, "display_name": name, **common, "parent": parent}
+        for name, parent in parents.items()
     ]
-    adapters = [
-        {"id": adapter, **common, "root": service.name, "parent": service.name}
-        for adapter in service.adapters
-    ]
-    return [*models, *adapters]
 
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     """The model and its adapters."""
-    return JsonResponse({"object": "list", "data": _cards(front_of(request))})
+    cards = _cards(front_of(request))
+    page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+    return JsonResponse({"object": "list", "data": cards, **page})
 
 
 @router.get("/v1/models/{name:path}")

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from headstart.cli.main import main
 from headstart.errors import ConfigError
 from headstart.server.errors import ApiError
-from headstart.server.keys import KeyFolder, KeyRing
+from headstart.server.keys import ApiKey, KeyFolder, KeyRing
 from headstart.server.options import ServerOptions
 from headstart.server.tenants import Tenants, open_tenants
 from tests.clients import openai
@@ -43,6 +43,23 @@ def test_only_a_hash_is_kept_and_only_its_owner_may_read_it(folder: KeyFolder) -
     assert all(key not in file.read_text() and key[3:] not in file.read_text() for file in files)
     [entry] = folder.read()
     assert (entry.name, entry.group, entry.weight, entry.admin) == ("alice", "team", 2, True)
+
+
+def test_a_key_that_is_removed_while_it_is_looked_up_has_its_weight(
+    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tenant had a weight of 0, which no share may have: status 500."""
+    key = folder.add("alice", weight=2)
+    ring = KeyRing(folder, lambda error: None)
+    find = ring.find
+
+    def find_and_remove(given: bytes) -> ApiKey | None:
+        found = find(given)
+        folder.remove("alice")
+        return found
+
+    monkeypatch.setattr(ring, "find", find_and_remove)
+    assert Tenants(ring, b"secret").of({b"x-api-key": key.encode()}).weight == 2
 
 
 def test_a_write_that_fails_leaves_the_keys_as_they_were(

@@ -26,6 +26,7 @@ from headstart.server.options import ServerOptions
 from headstart.server.public_prefixes import publish, read_prefixes
 from headstart.server.service import Front
 from headstart.server.tenants import open_tenants
+from headstart.server.threads import FairThreads
 
 __all__ = [
     "create_app",
@@ -105,6 +106,7 @@ def serve(app: FastAPI, at: socket.socket, ready: Callable[[], None] = lambda: N
     sys.setswitchinterval(_SWITCH)
     try:
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.get_loop().set_default_executor(FairThreads())
             runner.run(server.serve(sockets=[at]))
     finally:
         sys.setswitchinterval(switch)

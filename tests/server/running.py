@@ -19,6 +19,7 @@ from headstart.server.http.protocol import protocol_of
 from headstart.server.launch import listen
 from headstart.server.options import ServerOptions
 from headstart.server.service import Service
+from headstart.server.threads import FairThreads
 
 __all__ = ["Running", "listening", "running", "serving"]
 
@@ -98,6 +99,7 @@ def listening(app: FastAPI, *, send_buffer: int = 0) -> Iterator[str]:
 
     def serve() -> None:
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as loop:
+            loop.get_loop().set_default_executor(FairThreads())
             loop.run(runner.serve(sockets=[listener]))
 
     thread = threading.Thread(target=serve, daemon=True)

@@ -1,0 +1,63 @@
+"""Tenants have the threads that prepare requests in turns, whoever came first."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import pytest
+
+from headstart.server.calls import Calls
+from headstart.server.tenants import Tenant
+from headstart.server.threads import FairThreads
+
+SECONDS = 30
+
+
+def test_tenants_take_turns() -> None:
+    """One tenant's eighty bodies had another's question wait for seven seconds."""
+    done: list[str] = []
+
+    async def ask() -> None:
+        began, goes_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            began.set()
+            assert goes_on.wait(SECONDS)
+
+        loop, calls = asyncio.get_running_loop(), Calls(100, None, SECONDS)
+        loop.set_default_executor(FairThreads(1))
+        asked = [loop.run_in_executor(None, hold)]
+        assert began.wait(SECONDS)
+
+        def submit(name: str, count: int) -> None:
+            with calls.call(Tenant(name, "key", None)):
+                for number in range(count):
+                    asked.append(loop.run_in_executor(None, done.append, f"{name}{number}"))
+
+        submit("a", 4)
+        submit("b", 2)
+        asked.append(loop.run_in_executor(None, done.append, "of no call"))
+        asked[2].cancel()  # nobody waits for a1 any more
+        goes_on.set()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    asyncio.run(ask())
+    assert done == ["a0", "b0", "of no call", "b1", "a2", "a3"]
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+def test_an_error_is_its_callers(error: BaseException) -> None:
+    def fail(*given: int, more: int) -> None:
+        assert (given, more) == ((1,), 2)
+        raise error
+
+    with FairThreads(1) as threads:
+        asked: Future[None] = threads.submit(fail, 1, more=2)
+        assert asked.exception(SECONDS) is error
+        assert threads.submit(lambda: 7).result(SECONDS) == 7
+    answer: Callable[[], int] = lambda: 8  # noqa: E731
+    with pytest.raises(RuntimeError):
+        threads.submit(answer)

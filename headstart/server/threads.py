@@ -7,7 +7,7 @@ another's question wait for seven seconds, before the scheduler, which is fair, 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -38,12 +38,15 @@ class _Job(NamedTuple):
 class FairThreads(ThreadPoolExecutor):
     """An event loop's default executor: a thread that is free takes the next tenant's first job.
 
-    A job is of the call that it is submitted in; all that are of no call are one tenant's.
+    A tenant has half of the threads at the most: for who comes next there is one. A job is of the
+    call that it is submitted in; all that are of no call are one tenant's.
     """
 
     def __init__(self, max_workers: int | None = None) -> None:
         super().__init__(max_workers, thread_name_prefix="headstart-server")
-        self._jobs: OrderedDict[str | None, deque[_Job]] = OrderedDict()  # by tenant, next first
+        self._jobs: OrderedDict[str, deque[_Job]] = OrderedDict()  # by tenant, next first
+        self._most = max(1, self._max_workers // 2)  # of one tenant
+        self._running: Counter[str] = Counter()
         self._choosing = threading.Lock()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -51,16 +54,33 @@ class FairThreads(ThreadPoolExecutor):
         call = current_call()
         job = _Job(Future(), partial(fn, *args, **kwargs))
         with self._choosing:
-            of_tenant = call.tenant.key if call is not None else None
+            of_tenant = call.tenant.key if call is not None else ""
             self._jobs.setdefault(of_tenant, deque()).append(job)
-        super().submit(self._run_next)
+        super().submit(self._run)
         return job.future
 
-    def _run_next(self) -> None:
-        """Called once for each job, whichever is next then."""
+    def _run(self) -> None:
+        """Run what may run now. Called once for each job: one that may not is left to a thread
+        that ends another of its tenant."""
+        while (found := self._next()) is not None:
+            tenant, job = found
+            job.run()
+            del job, found  # which nobody may hold while the next one runs
+            with self._choosing:
+                self._running[tenant] -= 1
+                self._running += Counter()  # drops tenants without any
+
+    def _next(self) -> tuple[str, _Job] | None:
+        """The first job of the tenant whose turn it is, of those that may have one more thread."""
         with self._choosing:
-            tenant, jobs = self._jobs.popitem(last=False)
+            may_run = (one for one in self._jobs if self._running[one] < self._most)
+            tenant = next(may_run, None)
+            if tenant is None:
+                return None
+            jobs = self._jobs[tenant]
             job = jobs.popleft()
-            if jobs:
-                self._jobs[tenant] = jobs  # behind all others
-        job.run()
+            self._running[tenant] += 1
+            self._jobs.move_to_end(tenant)
+            if not jobs:
+                del self._jobs[tenant]
+            return tenant, job

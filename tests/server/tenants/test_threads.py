@@ -48,6 +48,30 @@ def test_tenants_take_turns() -> None:
     assert done == ["a0", "b0", "of no call", "b1", "a2", "a3"]
 
 
+def test_a_tenant_leaves_threads_to_others() -> None:
+    """Bodies that were being read took all threads: a question waited for the first to end."""
+    goes_on, begun = threading.Event(), threading.Semaphore(0)
+
+    def hold() -> None:
+        begun.release()
+        assert goes_on.wait(SECONDS)
+
+    async def ask() -> int:
+        loop, calls = asyncio.get_running_loop(), Calls(100, None, SECONDS)
+        loop.set_default_executor(FairThreads(4))
+        with calls.call(Tenant("a", "key", None)):
+            held = [loop.run_in_executor(None, hold) for _ in range(8)]
+        assert begun.acquire(timeout=SECONDS) and begun.acquire(timeout=SECONDS)
+        with calls.call(Tenant("b", "key", None)):
+            answer = await asyncio.wait_for(loop.run_in_executor(None, lambda: 7), SECONDS)
+        assert not begun.acquire(blocking=False) and not any(one.done() for one in held)
+        goes_on.set()
+        await asyncio.gather(*held)
+        return answer
+
+    assert asyncio.run(ask()) == 7
+
+
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
 def test_an_error_is_its_callers(error: BaseException) -> None:
     def fail(*given: int, more: int) -> None:

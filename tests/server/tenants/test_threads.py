@@ -27,22 +27,20 @@ def test_tenants_take_turns() -> None:
             began.set()
             assert goes_on.wait(SECONDS)
 
-        loop, calls = asyncio.get_running_loop(), Calls(100, None, SECONDS)
-        loop.set_default_executor(FairThreads(1))
-        asked = [loop.run_in_executor(None, hold)]
+        calls, threads = Calls(100, None, SECONDS), FairThreads(1)
+        threads.submit(hold)
         assert began.wait(SECONDS)
 
-        def submit(name: str, count: int) -> None:
+        def submit(name: str, count: int) -> list[Future[None]]:
             with calls.call(Tenant(name, "key", None)):
-                for number in range(count):
-                    asked.append(loop.run_in_executor(None, done.append, f"{name}{number}"))
+                return [threads.submit(done.append, f"{name}{at}") for at in range(count)]
 
-        submit("a", 4)
+        asked = submit("a", 4)
         submit("b", 2)
-        asked.append(loop.run_in_executor(None, done.append, "of no call"))
-        asked[2].cancel()  # nobody waits for a1 any more
+        threads.submit(done.append, "of no call")
+        assert asked[1].cancel()  # nobody waits for it any more
         goes_on.set()
-        await asyncio.gather(*asked, return_exceptions=True)
+        threads.shutdown()
 
     asyncio.run(ask())
     assert done == ["a0", "b0", "of no call", "b1", "a2", "a3"]

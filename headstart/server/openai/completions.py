@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -16,7 +17,7 @@ from headstart.errors import RequestError
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.counting import TokenCount
 from headstart.server.errors import as_api_error, body_of, telling_form_as
-from headstart.server.long_answers import tell_whole
+from headstart.server.long_answers import read_whole, tell_whole
 from headstart.server.openai.merging import merge
 from headstart.server.openai.reading import form_field, read_completion_sampling
 from headstart.server.openai.schema import CompletionRequest
@@ -115,8 +116,9 @@ class _Told:
                     counts[place].add(output)
                     usage = self._usage(counts) if self._wants_usage_so_far else None
                     for answer in output.outputs:
-                        choice = self._choice(place, output, answer)
-                        yield frames.frame(self._chunk([choice], usage))
+                        choice = partial(self._choice, place, output, answer)
+                        told = await read_whole([output], choice)
+                        yield frames.frame(self._chunk([told], usage))
         except Exception as error:
             yield frame(body_of(as_api_error(error)))
             return

@@ -179,6 +179,16 @@ def test_many_log_probabilities_are_told_by_threads(
         assert watched.ran_outside() == (count == 300)
 
 
+def test_a_long_prompt_is_echoed_into_a_stream_by_a_thread(
+    server: Running, watched: Watched
+) -> None:
+    watched.watch(completions, "completion_logprobs")
+    more = {"logprobs": 20, "echo": True, "stream": True, "max_tokens": 1}
+    answer = post(server, "/v1/completions", prompt=[5] * 300, **more)
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert watched.ran_outside()
+
+
 def test_the_end_of_a_streamed_response_is_made_in_a_thread(
     thinking_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

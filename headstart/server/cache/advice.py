@@ -163,6 +163,13 @@ class Adviser:
 
 
 def _ago(seconds: float) -> str:
+    """How long ago a prompt came.
+
+    >>> _ago(0.4), _ago(0.6), _ago(100)
+    ('just now', '1 s ago', '2 min ago')
+    """
+    if seconds <= 0.5:
+        return "just now"
     if seconds < 90:
         return f"{seconds:.0f} s ago"
     return f"{seconds / 60:.0f} min ago" if seconds < 5400 else f"{seconds / 3600:.1f} h ago"

@@ -196,12 +196,16 @@ class PackedWeight:
         return out
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """Rows of a weight in bfloat16 by number, integers of any shape: `[..., inputs]`."""
-        assert self.narrow is None
+        """Rows by number, integers of any shape: `[..., inputs]`, bfloat16, or int8 without scales.
+
+        Raises `IndexError` for one that the weight does not have.
+        """
+        dtype = torch.bfloat16 if self.narrow is None else self.narrow.panels.dtype
+        assert dtype in (torch.bfloat16, torch.int8)
         numbers = numbers.to("cpu", torch.int64).contiguous()
         if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.outputs:
             raise IndexError(f"a row is asked for of a weight that has {self.outputs}")
-        out = torch.empty((*numbers.shape, self.inputs), dtype=torch.bfloat16)
+        out = torch.empty((*numbers.shape, self.inputs), dtype=dtype)
         self._library.headstart_rows(
             self._address,
             numbers.data_ptr(),
@@ -212,7 +216,7 @@ class PackedWeight:
         return out
 
     def unpack(self) -> Tensor:
-        """The original weight, in bfloat16, as a new tensor `[outputs, inputs]`."""
+        """The weight as a new tensor `[outputs, inputs]`, as `rows` has it."""
         return self.rows(torch.arange(self.outputs))
 
 

@@ -111,17 +111,21 @@ void headstart_pack(const bf16* weight, int64_t outputs, int64_t inputs, uint32_
     });
 }
 
-// Embedding lookup: out bf16 [count, inputs] = rows of a weight in bf16 by number, each number in
-// 0 .. outputs - 1.
-void headstart_rows(const Weight* weight, const int64_t* numbers, int64_t count, bf16* out,
+// Embedding lookup: out [count, inputs] = rows of a weight in bf16 or int8, without its scales, by
+// number, each number in 0 .. outputs - 1.
+void headstart_rows(const Weight* weight, const int64_t* numbers, int64_t count, char* out,
                     int threads) {
-    parallel_each(count * weight->inputs < ALONE ? 1 : threads, count, [&](int64_t i) {
-        const uint32_t* from = weight->at(numbers[i] / PANEL) + numbers[i] % PANEL;
-        bf16* row = out + i * weight->inputs;
-        for (int64_t k = 0; k < weight->inputs / 2; k++)
-            std::memcpy(row + 2 * k, from + k * PANEL, 4);
-        if (weight->inputs % 2 == 1)
-            row[weight->inputs - 1] = static_cast<bf16>(from[weight->inputs / 2 * PANEL]);
+    const int64_t inputs = weight->inputs, step = PAIR_BYTES[weight->kind], pair = step / PANEL;
+    parallel_each(count * inputs < ALONE ? 1 : threads, count, [&](int64_t i) {
+        const auto* from = reinterpret_cast<const char*>(weight->at(numbers[i] / PANEL));
+        from += numbers[i] % PANEL * pair;
+        with_count<2>(pair / 2, [&](auto size) {
+            char* row = out + i * inputs * size;
+            for (int64_t k = 0; k < inputs / 2; k++)
+                std::memcpy(row + 2 * size * k, from + step * k, 2 * size);
+            if (inputs % 2 == 1)
+                std::memcpy(row + (inputs - 1) * size, from + step * (inputs / 2), size);
+        });
     });
 }
 

@@ -48,9 +48,7 @@ struct Weight {
     const void* panels;
     const bf16* bias;
     const float *scales, *columns;
-    int64_t inputs;
-    int64_t outputs;
-    int64_t kind;
+    int64_t inputs, outputs, kind;
 
     int64_t pairs() const { return (inputs + 1) / 2; }
     int64_t count() const { return (outputs + PANEL - 1) / PANEL; }

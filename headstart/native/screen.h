@@ -23,8 +23,7 @@ constexpr float INFINITE = std::numeric_limits<float>::infinity();
 // outputs' four integers + 128, then those of the other 16, then three rows of 32 floats.
 struct Screen {
     uint8_t* panels;
-    int64_t inputs;
-    int64_t outputs;
+    int64_t inputs, outputs;
 
     int64_t quads() const { return (inputs + 3) / 4; }
     int64_t count() const { return (outputs + PANEL - 1) / PANEL; }

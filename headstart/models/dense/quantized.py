@@ -38,9 +38,11 @@ class QuantizedReader:
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
         if isinstance(embedding, Int8Embedding):
+            assert embedding.values is not None
             weight = Int8Weight(embedding.values, embedding.scales)
             made = Int8Linear(weight, rows=self._floats.dtype)
             made.has_own_bits = embedding.has_own_bits
+            embedding.share(made)
             return made
         own = self._floats.tensor(f"{name}.weight")
         return make_linear(own, None, "int8", self._floats.dtype)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from headstart.models.linear.base import WeightKind
-from headstart.models.linear.int8 import Int8Weight
+from headstart.models.linear.int8 import Int8Linear, Int8Weight
+from headstart.models.packed import PackedWeight
 
 __all__ = ["Int8Embedding"]
 
@@ -17,7 +18,7 @@ class Int8Embedding(nn.Module):
     kind: ClassVar[WeightKind] = "int8"
     has_own_bits = False
     """The weight was in these bits before it came here: nothing was rounded."""
-    values: Tensor
+    values: Tensor | None  # None where the head's panels have them
     scales: Tensor
 
     def __init__(self, weight: Int8Weight, dtype: torch.dtype) -> None:
@@ -25,8 +26,18 @@ class Int8Embedding(nn.Module):
         self.num_embeddings, self.embedding_dim = weight.values.shape
         self.register_buffer("values", weight.values, persistent=False)
         self.register_buffer("scales", weight.scales, persistent=False)
+        self._packed: PackedWeight | None = None
         self._dtype = dtype
 
+    def share(self, head: Int8Linear) -> None:
+        """Read rows where the head, whose weight it is, has packed it: there is no second copy."""
+        if head.packed is not None:
+            self._packed, self.values = head.packed, None
+
     def forward(self, numbers: Tensor) -> Tensor:
-        rows = self.values[numbers] * self.scales[numbers].unsqueeze(-1)
-        return rows.to(self._dtype)
+        if self._packed is not None:
+            values = self._packed.rows(numbers)
+        else:
+            assert self.values is not None
+            values = self.values[numbers]
+        return (values * self.scales[numbers].unsqueeze(-1)).to(self._dtype)

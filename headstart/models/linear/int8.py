@@ -97,8 +97,8 @@ class Int8Linear(QuantizedLinear):
         return cls(quantize_int8(weight), bias, rows)
 
     def unpack(self) -> Tensor:
-        if self.packed is not None and self.packed.narrow is not None:
-            values = _from_panels(self.packed.narrow)
+        if self.packed is not None:
+            values = self.packed.unpack()
         else:
             values = self.values if self._for_fbgemm is None else _unpack(self._for_fbgemm)
         return Int8Weight(values, self.scales).unpack()
@@ -130,12 +130,6 @@ def _to_panels(weight: Int8Weight) -> NarrowPanels:
     padded = nn.functional.pad(weight.values, (0, inputs % 2, 0, -outputs % _PANEL))
     panels = padded.view(-1, _PANEL, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
     return NarrowPanels(panels, _KIND, inputs, weight.scales.float().contiguous())
-
-
-def _from_panels(narrow: NarrowPanels) -> Tensor:
-    """The values `[outputs, inputs]`."""
-    rows = narrow.panels.transpose(1, 2).reshape(-1, 2 * narrow.panels.shape[1])
-    return rows[: len(narrow.scales), : narrow.inputs]
 
 
 def _multiply_digits(rows: Tensor, packed: Any) -> Tensor:

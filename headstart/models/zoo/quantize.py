@@ -46,9 +46,12 @@ def _can_replace(module: nn.Module) -> bool:
 def _replace_head(model: PreTrainedModel, head: nn.Linear) -> None:
     weight = quantize_int8(head.weight)
     embedding = model.get_input_embeddings()
-    places: dict[int, nn.Module] = {id(head): Int8Linear(weight, head.bias, head.weight.dtype)}
+    made = Int8Linear(weight, head.bias, head.weight.dtype)
+    places: dict[int, nn.Module] = {id(head): made}
     if type(embedding) is nn.Embedding and embedding.weight is head.weight:
-        places[id(embedding)] = Int8Embedding(weight, head.weight.dtype)
+        table = Int8Embedding(weight, head.weight.dtype)
+        table.share(made)
+        places[id(embedding)] = table
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if id(child) in places:

@@ -39,8 +39,7 @@ struct Weight {
     const uint8_t* blocks;
     const float* scales;
     const float* columns;
-    int64_t outputs;
-    int64_t inputs;
+    int64_t outputs, inputs;
 
     int64_t groups() const { return (inputs + GROUP - 1) / GROUP; }
     int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }

@@ -118,16 +118,26 @@ def test_every_layer_of_the_text_is_replaced(kind: WeightKind, load: Any, tmp_pa
     assert model.weight("model.norm") is not None and model.weight("model") is None
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("load", [load_model, load_zoo])
-def test_embeddings_that_share_the_heads_weight_share_its_values(tmp_path: Path, load: Any) -> None:
+def test_embeddings_that_share_the_heads_weight_share_its_values(
+    tmp_path: Path, load: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library() is not None:
+        monkeypatch.setattr(int8, "level", lambda: AMX)
     config = AutoModelForCausalLM.from_pretrained(save_tiny("llama", tmp_path / "own")).config
     config.tie_word_embeddings = True
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tied")
-    model = load(tmp_path / "tied", weights="int8")
+    model = load(tmp_path / "tied", dtype, weights="int8")
     table, head = model.layer("model.embed_tokens"), model.layer("lm_head")
     assert isinstance(table, Int8Embedding) and isinstance(head, QuantizedLinear)
-    assert torch.equal(table(torch.arange(VOCABULARY)), head.unpack())
-    assert model.vocab_size == VOCABULARY and model.dtype == torch.float32
+    assert (table.values is None) == (head.packed is not None)  # there are no two copies
+    numbers = torch.arange(VOCABULARY).flip(0)[1:].view(2, -1)
+    assert torch.equal(table(numbers), head.unpack()[numbers].to(model.dtype))
+    assert table(numbers[:, :0]).shape[:2] == (2, 0)
+    with pytest.raises(IndexError):
+        table(torch.tensor([VOCABULARY]))
+    assert model.vocab_size == VOCABULARY and model.dtype == getattr(torch, dtype)
 
 
 def test_routers_and_experts_stay_as_they_are(tmp_path: Path) -> None:

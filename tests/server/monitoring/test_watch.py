@@ -12,39 +12,38 @@ import pytest
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
 from headstart.server.monitoring import watch as module
-from headstart.server.monitoring.metrics import Metrics
 from tests.server.monitoring.test_metrics import ask, read
-from tests.server.running import running
+from tests.server.running import Running, running
 
 SECONDS = 30
 
 
-@pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> Queue[int]:
-    """The tokens of each answer of which notes are taken, in their order."""
+def notes_of(server: Running, monkeypatch: pytest.MonkeyPatch) -> Queue[int]:
+    """The tokens of each answer of which this server takes notes, in their order."""
     seen: Queue[int] = Queue()
-    finished = Metrics.finished
+    metrics = server.service.watch.metrics
+    finished = metrics.finished
 
-    def note(self: Metrics, request: RequestGroup, output: RequestOutput, *more: Any) -> None:
-        finished(self, request, output, *more)
+    def note(request: RequestGroup, output: RequestOutput, *more: Any) -> None:
+        finished(request, output, *more)
         seen.put(len(output.outputs[0].token_ids))
 
-    monkeypatch.setattr(Metrics, "finished", note)
+    monkeypatch.setattr(metrics, "finished", note)
     return seen
 
 
-def test_notes_are_taken_by_themselves(noted: Queue[int]) -> None:
+def test_notes_are_taken_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as server:
+        noted = notes_of(server, monkeypatch)
         ask(server, 2)
         assert noted.get(timeout=SECONDS) == 2
 
 
-def test_few_wait_for_their_notes_and_none_is_lost(
-    noted: Queue[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_wait_for_their_notes_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOMENT", 10 * SECONDS)
     monkeypatch.setattr(module, "_MOST_ENDED", 2)
     with running() as server:
+        noted = notes_of(server, monkeypatch)
         for tokens in range(1, 6):
             ask(server, tokens)
         assert noted.qsize() == 3
@@ -62,21 +61,19 @@ def test_a_prompt_is_known_as_soon_as_it_is_answered(monkeypatch: pytest.MonkeyP
         assert httpx.post(url, json={"prompt": prompt}).json()["closest"] is not None
 
 
-def test_who_asks_waits_for_notes_that_are_being_taken(
-    noted: Queue[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_asks_waits_for_notes_that_are_being_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """`/metrics` found nothing left to note, and told counts without the last request."""
     began, goes_on = threading.Event(), threading.Event()
-    finished = Metrics.finished
-
-    def note(*args: Any) -> None:
-        began.set()
-        assert goes_on.wait(SECONDS)
-        finished(*args)
-
-    monkeypatch.setattr(Metrics, "finished", note)
     with running() as server:
-        watch = server.service.watch
+        watch, noted = server.service.watch, notes_of(server, monkeypatch)
+        finished = watch.metrics.finished
+
+        def note(*args: Any) -> None:
+            began.set()
+            assert goes_on.wait(SECONDS)
+            finished(*args)
+
+        monkeypatch.setattr(watch.metrics, "finished", note)
         ask(server, 3)
         assert began.wait(SECONDS)
         lock, is_told, comes = watch._lock, threading.Event(), threading.Event()

@@ -10,9 +10,6 @@
 //
 // Outputs that a row may not choose (a grammar's, say) raise no bound and are no candidates; a panel
 // without an output that any row may choose is not read at all.
-//
-// Many rows are compute-bound. Using only high bytes halves the work; if |x - x'| is at most 1/64
-// of |x|, the wider bounds still leave few candidate panels.
 #include "avx512.h"
 
 #include "screen.h"
@@ -21,8 +18,8 @@ using namespace headstart;
 
 namespace {
 
-// From this many rows on the products are compute-bound: then only high bytes are multiplied, if
-// the omitted part is at most this share of each row.
+// From this many rows on the products are compute-bound: then only high bytes are multiplied, which
+// is half the work, if the omitted part is at most this share of each row: few are candidates still.
 constexpr int COARSE_ROWS = 5;
 constexpr float COARSE_ERROR = 1.0f / 64;
 
@@ -207,15 +204,14 @@ struct Search {
 
 }  // namespace
 
-extern "C" {
-
 // For each row of x bf16 [rows, inputs] the argmax (the first of equals) of its logits, x times the
 // weight, rounded to bf16. `masks`, if it is not null, has a word for each 32 outputs of each row:
 // only outputs whose bit is set are chosen from. -1 if x is not finite or very large, if the largest
 // logit is not finite, or if there are too many candidates: the caller then computes all logits of
 // the row.
-void headstart_greedy_tokens(const Screen* screen, const Weight* weight, const bf16* x,
-                             int64_t rows, const uint32_t* masks, int64_t* tokens, int threads) {
+extern "C" void headstart_greedy_tokens(const Screen* screen, const Weight* weight, const bf16* x,
+                                        int64_t rows, const uint32_t* masks, int64_t* tokens,
+                                        int threads) {
     static thread_local Scratch integer_memory, upper_memory, row_memory;
     Search search{screen, weight, x, rows, masks};
     const int64_t quads = screen->quads();
@@ -244,5 +240,3 @@ void headstart_greedy_tokens(const Screen* screen, const Weight* weight, const b
         tokens[r] = best.logit == -INFINITE ? -1 : best.output;
     }
 }
-
-}  // extern "C"

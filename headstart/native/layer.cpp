@@ -149,11 +149,9 @@ void after_attention(const Layer& layer, const bf16* attended, const bf16* hidde
 
 }  // namespace
 
-extern "C" {
-
 // out bf16 [rows, width] = x normalised by its root mean square, times the weight
-void headstart_rms_norm(const bf16* weight, float epsilon, const bf16* x, int64_t rows,
-                        int64_t width, bf16* out, int threads) {
+extern "C" void headstart_rms_norm(const bf16* weight, float epsilon, const bf16* x, int64_t rows,
+                                   int64_t width, bf16* out, int threads) {
     parallel_each(rows * width < ALONE ? 1 : threads, rows, [&](int64_t r) {
         normalise(x + r * width, width, {weight, epsilon}, out + r * width);
     });
@@ -161,9 +159,9 @@ void headstart_rms_norm(const bf16* weight, float epsilon, const bf16* x, int64_
 
 // q, k, v bf16 [rows, their outputs] of hidden bf16 [rows, inputs]; cos and sin bf16 [rows,
 // head_dim].
-void headstart_before_attention(const Layer* layer, const bf16* hidden, int64_t rows,
-                                const bf16* cos, const bf16* sin, bf16* q, bf16* k, bf16* v,
-                                int threads) {
+extern "C" void headstart_before_attention(const Layer* layer, const bf16* hidden, int64_t rows,
+                                           const bf16* cos, const bf16* sin, bf16* q, bf16* k,
+                                           bf16* v, int threads) {
     Stages stages;
     parallel(threads, [&](int thread, int all) {
         before_attention(*layer, hidden, rows, {cos, sin}, {q, k, v}, thread, all, stages);
@@ -172,8 +170,9 @@ void headstart_before_attention(const Layer* layer, const bf16* hidden, int64_t 
 
 // out bf16 [rows, inputs]: the next layer's hidden, of attended bf16 [rows, o's inputs] and this
 // layer's hidden bf16 [rows, inputs]; gate, up and down of hidden alone if attended is null
-void headstart_after_attention(const Layer* layer, const bf16* attended, const bf16* hidden,
-                               int64_t rows, bf16* out, int threads) {
+extern "C" void headstart_after_attention(const Layer* layer, const bf16* attended,
+                                          const bf16* hidden, int64_t rows, bf16* out,
+                                          int threads) {
     static thread_local Scratch memory;
     bf16* kept = memory.take<bf16>(between(*layer, rows));
     Stages stages;
@@ -184,8 +183,8 @@ void headstart_after_attention(const Layer* layer, const bf16* attended, const b
 
 // Runs hidden bf16 [rows, inputs], in place, through `count` layers of the same widths; cos and sin
 // bf16 [rows, head_dim]. Threads are woken once: waking them takes as long as a decode's attention.
-void headstart_layers(const LayerRun* runs, int64_t count, bf16* hidden, int64_t rows,
-                      const bf16* cos, const bf16* sin, int threads) {
+extern "C" void headstart_layers(const LayerRun* runs, int64_t count, bf16* hidden, int64_t rows,
+                                 const bf16* cos, const bf16* sin, int threads) {
     static thread_local Scratch memory;
     const Layer& shape = *runs->layer;
     const int64_t width = shape.q.inputs, queries = shape.q.outputs, keys = shape.k.outputs;
@@ -214,5 +213,3 @@ void headstart_layers(const LayerRun* runs, int64_t count, bf16* hidden, int64_t
     });
     if (count % 2 == 1) std::memcpy(hidden, other, rows * width * sizeof(bf16));
 }
-
-}  // extern "C"

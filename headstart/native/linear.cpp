@@ -96,11 +96,32 @@ const Products headstart::avx512_products{TILE, 18 * TILE, 640, 400 * 1024, pack
 const Products headstart::avx512_int8_products{INT8_TILE, 0, 0, 0, nullptr,
                                                multiply_rows<__m512i, INT8_TILE>};
 
-extern "C" {
+// AMX takes what is denormal for zero, and so does this.
+void headstart::multiply_row(const uint32_t* row, const int8_t* panel, int64_t pairs, float* sums,
+                             bool add) {
+    const unsigned mode = _mm_getcsr();
+    _mm_setcsr(mode | 0x8040);
+    __m512 sum[2] = {};
+    for (int h = 0; h < 2 && add; h++) sum[h] = _mm512_load_ps(sums + 16 * h);
+    for (int64_t k = 0; k < pairs;) {
+        __m512 even[2] = {}, odd[2] = {};
+        for (const int64_t end = std::min(k + 16, pairs); k < end; k++, panel += 2 * PANEL) {
+            _mm_prefetch(reinterpret_cast<const char*>(panel + 4096), _MM_HINT_T0);
+            const Halves x(_mm512_set1_epi32(static_cast<int>(row[k])));
+            for (int h = 0; h < 2; h++) {
+                even[h] = _mm512_fmadd_ps(floats(panel + 32 * h), x.even, even[h]);
+                odd[h] = _mm512_fmadd_ps(floats(panel + 32 * h + 16), x.odd, odd[h]);
+            }
+        }
+        for (int h = 0; h < 2; h++) sum[h] += even[h] + odd[h];
+    }
+    for (int h = 0; h < 2; h++) _mm512_store_ps(sums + 16 * h, sum[h]);
+    _mm_setcsr(mode);
+}
 
 // Packs weight bf16 [outputs, inputs], contiguous, into panels.
-void headstart_pack(const bf16* weight, int64_t outputs, int64_t inputs, uint32_t* panels,
-                    int threads) {
+extern "C" void headstart_pack(const bf16* weight, int64_t outputs, int64_t inputs,
+                               uint32_t* panels, int threads) {
     const Weight shape{panels, nullptr, nullptr, nullptr, inputs, outputs, BF16};
     parallel_each(threads, 2 * shape.count(), [&](int64_t half) {
         const int64_t row = 16 * half, rows = std::clamp<int64_t>(outputs - row, 0, 16);
@@ -113,24 +134,24 @@ void headstart_pack(const bf16* weight, int64_t outputs, int64_t inputs, uint32_
 
 // Embedding lookup: out [count, inputs] = rows of a weight in bf16 or int8, without its scales, by
 // number, each number in 0 .. outputs - 1.
-void headstart_rows(const Weight* weight, const int64_t* numbers, int64_t count, char* out,
-                    int threads) {
-    const int64_t inputs = weight->inputs, step = PAIR_BYTES[weight->kind], pair = step / PANEL;
+extern "C" void headstart_rows(const Weight* weight, const int64_t* numbers, int64_t count,
+                               char* out, int threads) {
+    const bool narrow = weight->kind == INT8;
+    const int64_t inputs = weight->inputs, step = PAIR_BYTES[weight->kind], next = narrow ? 16 : 2;
     parallel_each(count * inputs < ALONE ? 1 : threads, count, [&](int64_t i) {
-        const auto* from = reinterpret_cast<const char*>(weight->at(numbers[i] / PANEL));
-        from += numbers[i] % PANEL * pair;
-        with_count<2>(pair / 2, [&](auto size) {
-            char* row = out + i * inputs * size;
-            for (int64_t k = 0; k < inputs / 2; k++)
-                std::memcpy(row + 2 * size * k, from + step * k, 2 * size);
-            if (inputs % 2 == 1)
-                std::memcpy(row + (inputs - 1) * size, from + step * (inputs / 2), size);
-        });
+        const int64_t output = numbers[i] % PANEL;
+        const auto* from = reinterpret_cast<const char*>(weight->at(numbers[i] / PANEL)) +
+                           (narrow ? output / 16 * 32 + output % 16 : 4 * output);
+        for (int64_t at = 0; at < inputs; at++) {
+            const char* one = from + at / 2 * step + at % 2 * next;
+            std::memcpy(out + (i * inputs + at) * (narrow ? 1 : 2), one, narrow ? 1 : 2);
+        }
     });
 }
 
 // out bf16 [rows, outputs] = x bf16 [rows, inputs] times the weight, plus its bias
-void headstart_linear(const Weight* weight, const bf16* x, int64_t rows, bf16* out, int threads) {
+extern "C" void headstart_linear(const Weight* weight, const bf16* x, int64_t rows, bf16* out,
+                                 int threads) {
     Stages stages;
     const auto source = [&](int64_t row, int, int64_t* stride) {
         *stride = weight->inputs;
@@ -138,5 +159,3 @@ void headstart_linear(const Weight* weight, const bf16* x, int64_t rows, bf16* o
     };
     parallel(threads, [&](int, int all) { project(rows, source, {{weight, out}}, all, stages); });
 }
-
-}  // extern "C"

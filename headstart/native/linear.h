@@ -9,7 +9,8 @@
 // odd last input are zeros. Every tile sums an output in fp32 over its pairs in one order: a row's
 // result has the same bits alone and in any batch, on any thread.
 //
-// A weight of 8 bits lies in the same order, one of 4 or 5 bits as narrow/int4.h says, with the blocks
+// A weight of 8 bits lies in the same order, but for each pair of inputs the first weights of 16
+// outputs stand before their second ones; one of 4 or 5 bits as narrow/int4.h says, with the blocks
 // of a panel's two halves side by side. Each has a scale for each output. They become numbers of bf16
 // in a thread's own memory, where they are multiplied: those of 8 bits are such, others are rounded.
 #pragma once
@@ -22,16 +23,17 @@ namespace headstart {
 constexpr int PANEL = 32;  // outputs
 constexpr int64_t ALONE = 32768;  // elements; processing fewer is faster than waking a thread
 
+// 16 of int8 as floats.
+inline __m512 floats(const int8_t* from) {
+    return _mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+
 // `pairs` pairs of int8 of a panel as bf16.
-inline void widen(const int8_t* from, int64_t pairs, bf16* out) {
-    for (int64_t at = 0; at < 2 * PANEL * pairs; at += 32) {
-        __m512 v[2];
-        for (int i = 0; i < 2; i++)
-            v[i] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(
-                _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at + 16 * i))));
-        _mm512_storeu_si512(out + at,
-                            reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v[1], v[0])));
-    }
+inline void widen(const int8_t* from, int64_t pairs, uint32_t* out) {
+    for (int64_t at = 0; at < 2 * pairs; at++, from += 32)
+        _mm512_storeu_si512(out + 16 * at, _mm512_srli_epi32(_mm512_castps_si512(floats(from)), 16) |
+                                               _mm512_castps_si512(floats(from + 16)));
 }
 
 // The same of 4 or 5 bits, in whole groups, each input times its column; int4_avx512.cpp has it.
@@ -70,7 +72,7 @@ struct Panel {
     const uint32_t* range(int64_t k, int64_t pairs, uint32_t* memory) const {
         if (weight->kind == BF16) return at(k);
         if (weight->kind == INT8)
-            widen(reinterpret_cast<const int8_t*>(at(k)), pairs, reinterpret_cast<bf16*>(memory));
+            widen(reinterpret_cast<const int8_t*>(at(k)), pairs, memory);
         else
             widen(weight->kind, at(k), weight->columns + 2 * k, pairs, memory);
         return memory;
@@ -117,6 +119,8 @@ extern const Products avx512_products, amx_products;
 // alone, of at most INT8_TILE rows.
 extern const Products avx512_int8_products;
 constexpr int INT8_TILE = 8;
+// The same of one row and a range of int8, with the bits of amx_products.
+void multiply_row(const uint32_t* row, const int8_t* panel, int64_t pairs, float* sums, bool add);
 inline const Products& products() { return use_amx ? amx_products : avx512_products; }
 constexpr int64_t MOST_ROWS = 512;
 
@@ -182,19 +186,20 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
                     part + 1 < N ? panel(group, part + 1) : panel(std::min(group + 1, last - 1), 0);
                 for (int64_t k = 0; k < pairs; k += length) {
                     const int64_t some = std::min(length, pairs - k);
+                    if (use_amx && count == 1 && weights.weight->kind == INT8) {
+                        multiply_row(packed + k, reinterpret_cast<const int8_t*>(weights.at(k)),
+                                     some, target, k > 0);
+                        continue;
+                    }
                     const uint32_t* range = weights.range(k, some, wide);
                     const uint32_t* next =
                         k + length < pairs ? weights.at(k + length) : after.at(0);
                     for (int64_t t = 0; t < tiles; t++) {
                         const int tall = static_cast<int>(edge(t + 1) - edge(t));
-                        const int64_t lies = weights.weight->kind;
-                        const int fetch = lies < BF16  ? lies == INT8 && t == 0
-                                          : tiles == 1 ? alone
-                                                       : t < 2;
+                        const int fetch = weights.weight->kind < BF16 ? 0 : tiles == 1 ? alone : t < 2;
                         kind.multiply(packed + count * k + edge(t) * some, tall, range, some,
                                       target + edge(t) * PANEL, k > 0,
-                                      next + (t == 1 ? some * PANEL / 2 : 0),
-                                      fetch);
+                                      next + (t == 1 ? some * PANEL / 2 : 0), fetch);
                     }
                 }
             }

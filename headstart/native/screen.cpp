@@ -145,14 +145,10 @@ float headstart::bounds(const Screen& screen, int64_t panel, const ScreenRow& ro
     return _mm512_reduce_max_ps(most);
 }
 
-extern "C" {
-
 // Fills screen->panels, which begin on 64 bytes, from a packed weight of at most 32,768 inputs.
-void headstart_screen(const Weight* weight, const Screen* screen, int threads) {
+extern "C" void headstart_screen(const Weight* weight, const Screen* screen, int threads) {
     parallel_each(threads, screen->count(), [&](int64_t p) {
         for (int half = 0; half < 2; half++)
             quantise(weight->at(p) + 16 * half, *screen, p, half);
     });
 }
-
-}  // extern "C"

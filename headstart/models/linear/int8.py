@@ -128,7 +128,8 @@ class Int8Linear(QuantizedLinear):
 def _to_panels(weight: Int8Weight) -> NarrowPanels:
     outputs, inputs = weight.values.shape
     padded = nn.functional.pad(weight.values, (0, inputs % 2, 0, -outputs % _PANEL))
-    panels = padded.view(-1, _PANEL, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    halves = padded.view(-1, 2, _PANEL // 2, padded.shape[1] // 2, 2)
+    panels = halves.permute(0, 3, 1, 4, 2).contiguous()
     return NarrowPanels(panels, _KIND, inputs, weight.scales.float().contiguous())
 
 

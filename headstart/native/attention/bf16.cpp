@@ -43,10 +43,7 @@ void attend(const AttentionStep& step, const AttentionCall& call, int thread, in
 
 }  // namespace headstart
 
-extern "C" {
-
-void headstart_attend(const headstart::AttentionStep* step, const headstart::AttentionCall* call) {
+extern "C" void headstart_attend(const headstart::AttentionStep* step,
+                                 const headstart::AttentionCall* call) {
     headstart::run<headstart::Bf16>(*step, *call);
 }
-
-}  // extern "C"

@@ -205,16 +205,12 @@ struct Float32 {
 }  // namespace
 }  // namespace headstart
 
-extern "C" {
-
-void headstart_attend_float32(const headstart::AttentionStep* step,
-                              const headstart::Call<float>* call) {
+extern "C" void headstart_attend_float32(const headstart::AttentionStep* step,
+                                         const headstart::Call<float>* call) {
     headstart::run<headstart::Float32>(*step, *call);
 }
 
-void headstart_attend_int8(const headstart::AttentionStep* step,
-                           const headstart::Int8Call* call) {
+extern "C" void headstart_attend_int8(const headstart::AttentionStep* step,
+                                      const headstart::Int8Call* call) {
     headstart::run<headstart::Float32>(*step, *call);
 }
-
-}  // extern "C"

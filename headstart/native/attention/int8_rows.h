@@ -10,11 +10,10 @@ namespace headstart {
 // Loads up to 8 whole numbers; zeros behind them.
 inline __m256 load(const int8_t* from, int count) {
     int64_t bytes = 0;
-    if (count >= LANES) {
+    if (count >= LANES)
         std::memcpy(&bytes, from, LANES);
-    } else {
+    else
         std::memcpy(&bytes, from, std::max(count, 0));
-    }
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bytes)));
 }
 

@@ -207,6 +207,18 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
         assert torch.equal(layer(rows[start:stop]), together[start:stop])
 
 
+@pytest.mark.parametrize("inputs", [1, 33, 95, 896])
+def test_tiny_numbers_of_a_row_count_alone_as_in_a_batch(
+    inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AMX takes denormal numbers for zero, and one row is multiplied without it."""
+    layer = make_layer(make_weight(70, inputs), None, "bfloat16", monkeypatch)
+    rows = make_rows(40, inputs) * torch.logspace(-41, -33, 40).unsqueeze(1)
+    rows = rows.bfloat16()
+    alone = torch.cat([layer(row) for row in rows.split(1)])
+    assert torch.equal(layer(rows).view(torch.int16), alone.view(torch.int16))
+
+
 @pytest.mark.parametrize(
     ("flags", "compiled", "expected"),
     [

@@ -90,6 +90,7 @@ class _Told:
         options = body.stream_options
         self._wants_usage = options is not None and options.include_usage
         self._wants_usage_so_far = options is not None and bool(options.continuous_usage_stats)
+        self._has_few_values = body.logprobs is None is body.prompt_logprobs
         self._offsets: dict[int, int] = {}  # of a choice's next token in its text
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -116,8 +117,11 @@ class _Told:
                     counts[place].add(output)
                     usage = self._usage(counts) if self._wants_usage_so_far else None
                     for answer in output.outputs:
-                        choice = partial(self._choice, place, output, answer)
-                        told = await read_whole([output], choice)
+                        if self._has_few_values:
+                            told = self._choice(place, output, answer)
+                        else:
+                            choice = partial(self._choice, place, output, answer)
+                            told = await read_whole([output], choice)
                         yield frames.frame(self._chunk([told], usage))
         except Exception as error:
             yield frame(body_of(as_api_error(error)))

@@ -31,6 +31,7 @@ class _Job(NamedTuple):
             result = self.work()
         except BaseException as error:  # the caller's to handle
             self.future.set_exception(error)
+            del self  # or error and job would hold each other, with all that the work was given
         else:
             self.future.set_result(result)
 
@@ -55,8 +56,8 @@ class FairThreads(ThreadPoolExecutor):
         job = _Job(Future(), partial(fn, *args, **kwargs))
         with self._choosing:
             of_tenant = call.tenant.key if call is not None else ""
+            super().submit(self._run)  # which finds the job below; a refused one is not to run
             self._jobs.setdefault(of_tenant, deque()).append(job)
-        super().submit(self._run)
         return job.future
 
     def _run(self) -> None:

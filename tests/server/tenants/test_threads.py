@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -83,3 +85,38 @@ def test_an_error_is_its_callers(error: BaseException) -> None:
     answer: Callable[[], int] = lambda: 8  # noqa: E731
     with pytest.raises(RuntimeError):
         threads.submit(answer)
+
+
+def test_what_failed_is_let_go_of_at_once() -> None:
+    """A refused body stayed until the next garbage collection, however long it was."""
+
+    class Given:
+        pass
+
+    def fail(given: Given) -> None:
+        raise ValueError
+
+    given = Given()
+    seen = weakref.ref(given)
+    gc.disable()
+    try:
+        with FairThreads(1) as threads:
+            asked: Future[None] = threads.submit(fail, given)
+            assert isinstance(asked.exception(SECONDS), ValueError)
+            del asked, given
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_what_is_refused_at_the_end_does_not_run() -> None:
+    """A thread that still had work ran it, though whoever submitted it was told that none would."""
+    goes_on = threading.Event()
+    ran: list[int] = []
+    with FairThreads(1) as threads:
+        threads.submit(goes_on.wait, SECONDS)
+        threads.shutdown(wait=False)
+        with pytest.raises(RuntimeError):
+            threads.submit(ran.append, 7)
+        goes_on.set()
+    assert not ran

@@ -197,6 +197,8 @@ namespace instructions {
 // Memory.
 inline void _mm_prefetch(const void*, int) {}
 inline void _mm_pause() {}
+inline unsigned _mm_getcsr() { return __builtin_ia32_stmxcsr(); }
+inline void _mm_setcsr(unsigned mode) { __builtin_ia32_ldmxcsr(mode); }
 inline __m512 _mm512_load_ps(const void* from) { return aligned<__m512>(from); }
 inline __m512i _mm512_load_si512(const void* from) { return aligned<__m512i>(from); }
 inline void _mm512_store_ps(void* to, __m512 x) { aligned<__m512>(to) = x; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import httpx
 import pytest
 import uvicorn
 
+from headstart.server.http.protocol import BoundedProtocol
 from tests.server.running import Running, running
 
 CHAT = "/v1/chat/completions"
@@ -228,6 +230,45 @@ def test_a_head_that_does_not_come_is_not_waited_for(
         client.sendall(begin)
         answer = b"".join(iter(partial(client.recv, 4096), b""))  # until it is closed
         assert answer.count(b"HTTP/1.1 200 OK") == begin.count(b"\r\n\r\n")
+
+
+class _Clock(asyncio.SelectorEventLoop):
+    """A loop whose timers are told when their time has come."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+def test_a_head_that_began_in_time_has_its_time_to_end() -> None:
+    """A request that came in two parts on a connection that was long idle was cut off."""
+
+    async def end(began: float, ended: float) -> bool:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, _Clock)
+        config = uvicorn.Config(lambda scope: None, timeout_keep_alive=75, log_config=None)
+        config.load()
+        protocol = BoundedProtocol(config, uvicorn.server.ServerState(), {})
+        ours, theirs = socket.socketpair()
+        with closing(theirs):
+            transport, _ = await loop.create_connection(lambda: protocol, sock=ours)
+            for at, part in ((began, HEALTH[:9]), (ended, HEALTH[9:])):
+                loop.now = at
+                for _ in range(2):  # in which timers are found, and called
+                    await asyncio.sleep(0)
+                if not transport.is_closing():
+                    protocol.data_received(part)
+            is_closed = transport.is_closing()
+            transport.abort()
+        return is_closed
+
+    with asyncio.Runner(loop_factory=_Clock) as runner:
+        assert not runner.run(end(74, 148))
+    with asyncio.Runner(loop_factory=_Clock) as runner:
+        assert runner.run(end(76, 77))
+    with asyncio.Runner(loop_factory=_Clock) as runner:
+        assert runner.run(end(10, 86))
 
 
 def test_a_request_whose_head_has_come_is_waited_for(impatient_server: Running) -> None:

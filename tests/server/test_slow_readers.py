@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 import queue
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 from headstart.server.http.protocol import BoundedProtocol
 from tests.server.running import running
@@ -56,6 +58,11 @@ class Connections:
             self.left.put(protocol)
 
         monkeypatch.setattr(BoundedProtocol, "connection_lost", note_lost)
+
+    def is_answered(self, place: int) -> bool:
+        """Whether all of an answer went to the transport of this connection."""
+        answered = self.made[place]._answered if place < len(self.made) else None
+        return answered is not None and answered.response_complete
 
     def unread(self) -> list[int]:
         """Bytes that wait in this process for each whose client does not read."""
@@ -153,3 +160,25 @@ def test_what_is_not_read_is_dropped_when_its_time_is_over(
             while part := client.recv(1 << 20):
                 told += part
             assert len(told) < len(said[0]), "what the system had taken, and nothing after it"
+
+
+@pytest.mark.parametrize("behind", [b"G", b"GET / HTTP/1.1\r\n\r\n"], ids=["a part", "no host"])
+def test_what_is_not_read_is_dropped_though_more_is_sent(
+    behind: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte behind a request kept its connection for ever, with an answer that was not read."""
+    short = partial(uvicorn.Config, timeout_keep_alive=1)
+    monkeypatch.setattr(uvicorn, "Config", short)
+    connections = Connections(monkeypatch)
+    said = [LONG[:60_000]]  # more than the system takes, and less than the transport bears
+    with (
+        running(send_buffer=4096, request_timeout=0.3) as server,
+        scripted(server, said),
+        connect(server, small=True) as client,
+    ):
+        send(client, body())
+        while not connections.is_answered(0):
+            assert httpx.get(server.url + "/health").status_code == 200
+        client.sendall(behind)
+        while connections.left.get(timeout=SECONDS) is not connections.made[0]:
+            pass

@@ -32,8 +32,8 @@ class BoundedProtocol(HttpToolsProtocol):
     so is one that is closed while something waits, as long after; to close it would keep all that
     waits until the client reads it.
 
-    A head has as long to come as a connection is kept open between two requests: uvicorn waits for
-    ever for the first one, and for one of which a byte has come.
+    A head has as long to begin as a connection is kept open between two requests, and then as long
+    to end: uvicorn waits for ever for the first one, and for one of which a byte has come.
     """
 
     longest_unread = 600.0
@@ -48,7 +48,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         self._stop_awaiting_head()
-        self._awaiting_head = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
+        self._awaiting_head = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
 
     def _stop_awaiting_head(self) -> None:
         if self._awaiting_head is not None:
@@ -70,6 +72,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._num_unread = 0
+        if self._awaiting_head is not None:
+            self._await_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -98,6 +102,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
+        self._drop_if_closed()
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(msg)
         self._drop_if_closed()
 
     def pause_writing(self) -> None:

@@ -9,6 +9,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# As a server does, whichever imports Ray first: a task of Ray Serve that is late for the end of a
+# test's Ray waited for that one for ever, and with it every later call.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 os.environ["HEADSTART_CACHE_DIR"] = "off"  # or commands would hit what earlier tests asked
 
 import gc

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
+from typing import Any
 
 import httpx
 import pytest
@@ -241,34 +242,60 @@ class _Clock(asyncio.SelectorEventLoop):
         return self.now
 
 
-def test_a_head_that_began_in_time_has_its_time_to_end() -> None:
-    """A request that came in two parts on a connection that was long idle was cut off."""
+async def refuse(scope: Any, receive: Any, send: Any) -> None:
+    """Answers before a body has come."""
+    await send({"type": "http.response.start", "status": 404, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
 
-    async def end(began: float, ended: float) -> bool:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, _Clock)
-        config = uvicorn.Config(lambda scope: None, timeout_keep_alive=75, log_config=None)
+
+async def settle() -> None:
+    for _ in range(9):  # in which timers are found and called, and answers given
+        await asyncio.sleep(0)
+
+
+def is_cut_off(*parts: tuple[float, bytes]) -> bool:
+    """Whether a connection is closed on which these come, each in its second, and then no more."""
+
+    async def send(loop: _Clock) -> bool:
+        config = uvicorn.Config(refuse, timeout_keep_alive=75, log_config=None)
         config.load()
         protocol = BoundedProtocol(config, uvicorn.server.ServerState(), {})
         ours, theirs = socket.socketpair()
         with closing(theirs):
             transport, _ = await loop.create_connection(lambda: protocol, sock=ours)
-            for at, part in ((began, HEALTH[:9]), (ended, HEALTH[9:])):
+            for at, part in parts:
                 loop.now = at
-                for _ in range(2):  # in which timers are found, and called
-                    await asyncio.sleep(0)
+                await settle()
                 if not transport.is_closing():
                     protocol.data_received(part)
+                await settle()
             is_closed = transport.is_closing()
             transport.abort()
         return is_closed
 
     with asyncio.Runner(loop_factory=_Clock) as runner:
-        assert not runner.run(end(74, 148))
-    with asyncio.Runner(loop_factory=_Clock) as runner:
-        assert runner.run(end(76, 77))
-    with asyncio.Runner(loop_factory=_Clock) as runner:
-        assert runner.run(end(10, 86))
+        loop = runner.get_loop()
+        assert isinstance(loop, _Clock)
+        return runner.run(send(loop))
+
+
+def test_a_head_that_began_in_time_has_its_time_to_end() -> None:
+    """A request that came in two parts on a connection that was long idle was cut off."""
+    first, rest = HEALTH[:9], HEALTH[9:]
+    assert not is_cut_off((74, first), (148, rest))
+    assert is_cut_off((76, first), (77, rest))
+    assert is_cut_off((10, first), (86, rest))
+
+
+def test_a_body_whose_answer_was_early_may_come_slowly() -> None:
+    """Its client, which reads when all is sent, was never told that its key is none."""
+    head, part = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n", b"123"
+    slow = [(0.0, head), (70.0, part), (140.0, part), (210.0, part)]
+    assert not is_cut_off(*slow, (284, b""))
+    assert is_cut_off(*slow, (286, b""))
+    for_ever = [(at * 70.0, b"1") for at in range(1, 9)]
+    assert not is_cut_off((0, head), *for_ever, (599, b""))
+    assert is_cut_off((0, head), *for_ever, (601, b""))
 
 
 def test_a_request_whose_head_has_come_is_waited_for(impatient_server: Running) -> None:

@@ -46,10 +46,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._await_head()
 
-    def _await_head(self) -> None:
+    def _await_head(self, seconds: float | None = None) -> None:
         self._stop_awaiting_head()
         self._awaiting_head = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler
+            self.timeout_keep_alive if seconds is None else seconds,
+            self.timeout_keep_alive_handler,
         )
 
     def _stop_awaiting_head(self) -> None:
@@ -96,9 +97,14 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.pipeline:
             self._answered = self.pipeline[-1][0]
         else:
-            self._await_head()
+            self._await_head(self.longest_unread if self.cycle.more_body else None)
         super().on_response_complete()
         self._drop_if_closed()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self._awaiting_head is not None:
+            self._await_head()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()

@@ -221,7 +221,7 @@ class Scheduler:
                 if allocation is None:
                     return
                 self._enter(request, start, stop)
-                self._leave_queue(request)
+                is_due = self._leave_queue(request)
                 self._admitted.append((request, start))
                 request.admitted(start, allocation.missed)
                 if self._hooks is not None:
@@ -229,6 +229,8 @@ class Scheduler:
                 scheduled.append(ScheduledTokens(request, start, stop, stop == known))
                 copies += allocation.copies
                 budget -= stop - start
+                if is_due:
+                    break  # its turn is before all others that are left
 
     def _reach(self, request: Request, start: int, stop: int) -> int | None:
         """How far all limits let the request go: see `Limit.reach`."""
@@ -287,14 +289,20 @@ class Scheduler:
         read = computed if request.reads_cache else None
         return self._manager.allocate_slots(request.sequence, count, read)
 
-    def _leave_queue(self, request: Request) -> None:
-        """From waiting to running; everybody that it went past was bypassed."""
+    def _leave_queue(self, request: Request) -> bool:
+        """From waiting to running; everybody that it went past was bypassed.
+
+        True if somebody was so for the last time.
+        """
+        is_due = False
         for other in self.waiting:
             if other is request:
                 break
             other.times_bypassed += 1
+            is_due |= other.times_bypassed == self._max_bypassed
         self.waiting.remove(request)
         self.running.insert(_place_after(self.running, request), request)
+        return is_due
 
 
 def _rank(request: Request) -> tuple[int, float]:

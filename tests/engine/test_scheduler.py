@@ -135,6 +135,18 @@ def test_nobody_is_bypassed_more_often_than_the_bound() -> None:
     assert order == [*warm[:2], cold, *warm[2:]]
 
 
+def test_the_bound_holds_within_a_step() -> None:
+    """All that hit better went past in the step in which the bound was reached."""
+    bench = Bench(running=8, bypassed=2)
+    bench.add(prompt(1, 16))
+    bench.run()
+    cold = bench.add(prompt(2, 16))
+    warm = [bench.add([*prompt(1, 16), at]) for at in range(10, 16)]
+    started = [part.request for part in bench.step().scheduled]
+    assert cold.times_bypassed == 2
+    assert started == [*warm[:2], cold, *warm[2:]]
+
+
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(0, 3))
 def test_the_bound_holds_for_any_arrivals(heads: list[int], bypassed: int) -> None:
     bench = Bench(running=1, bypassed=bypassed)

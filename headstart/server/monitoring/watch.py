@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextvars import Context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headstart.cache import MissExplanation, Namespace
@@ -89,7 +90,9 @@ class Watch:
             self._settle(1)
         if not self._is_due:
             self._is_due = True
-            asyncio.get_running_loop().call_later(_MOMENT, self._take_notes)
+            # In no call's context: one tenant's work in threads must not hold up all notes.
+            loop = asyncio.get_running_loop()
+            loop.call_later(_MOMENT, self._take_notes, context=Context())
 
     def _take_notes(self) -> None:
         self._is_due = False

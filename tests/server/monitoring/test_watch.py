@@ -11,6 +11,7 @@ import pytest
 
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
+from headstart.server.calls import Call, current_call
 from headstart.server.monitoring import watch as module
 from tests.server.monitoring.test_metrics import ask, read
 from tests.server.running import Running, running
@@ -37,6 +38,22 @@ def test_notes_are_taken_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
         noted = notes_of(server, monkeypatch)
         ask(server, 2)
         assert noted.get(timeout=SECONDS) == 2
+
+
+def test_notes_are_no_tenant_s_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They waited with the work of the tenant whose request had ended first."""
+    calls: Queue[Call | None] = Queue()
+    with running() as server:
+        watch = server.service.watch
+        take_notes = watch._take_notes
+
+        def take() -> None:
+            calls.put(current_call())
+            take_notes()
+
+        monkeypatch.setattr(watch, "_take_notes", take)
+        ask(server, 2)
+        assert calls.get(timeout=SECONDS) is None
 
 
 def test_few_wait_for_their_notes_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

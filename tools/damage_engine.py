@@ -101,13 +101,15 @@ def jumping(random: Random) -> Iterator[None]:
 
 def make_templates(world: World, base: Path) -> Templates:
     """Folders that engines filled: with all, without adapters, and with one adapter's alone."""
-    made = [base / name for name in ("whole", "old", "foreign")]
-    for folder, adapters in zip(
-        made, (world.adapters, world.adapters[:1], world.adapters[-1:]), strict=True
+    whole, old, foreign = base / "whole", base / "old", base / "foreign"
+    for folder, adapters in (
+        (whole, world.adapters),
+        (old, world.adapters[:1]),
+        (foreign, world.adapters[-1:]),
     ):
         for adapter in adapters:
             world.ask(folder, adapter)
-    return Templates(*made, journal=made[0])
+    return Templates(whole, old, foreign, journal=whole)
 
 
 def run(world: World, options: argparse.Namespace) -> Counter[str]:

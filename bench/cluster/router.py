@@ -96,8 +96,7 @@ class Feed:
         """The next one."""
         self.number += 1
         removed, self.before = self.before, self.rng.randbytes(32 * self.size)
-        told = {"stored": self.before, "removed": removed}
-        return EventBatch(self.replica, 0, self.number, **told, tier=self.tier)
+        return EventBatch(self.replica, 0, self.number, self.before, removed, tier=self.tier)
 
 
 def time_stalls(replicas: int, blocks: int, rng: random.Random) -> Figures:

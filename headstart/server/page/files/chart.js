@@ -1,4 +1,4 @@
-// Time to first token of the requests of late, on a logarithmic scale, and the table below it.
+// Time to first token of the latest requests, on a logarithmic scale, and the table below it.
 
 const NS = "http://www.w3.org/2000/svg";
 

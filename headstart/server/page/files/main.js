@@ -80,9 +80,14 @@ function connected(isLive, trouble = "not connected: trying again") {
   $("connection").classList.toggle("live", isLive);
 }
 
+// Whoever has no administrator's key sees the chat, and advice on prompts of their own.
+function showAll(isAll) {
+  for (const part of document.querySelectorAll('[data-sight="all"]')) part.hidden = !isAll;
+}
+
 async function watch() {
   for (;;) {
-    let trouble;
+    let trouble, pause = 1500;
     try {
       const models = await get("v1/models");
       model = models.data[0].id;
@@ -90,15 +95,19 @@ async function watch() {
       $("model").textContent = `${model} · context of ${count(models.data[0].max_model_len)} tokens`;
       const response = await request("cache/live");
       connected(true);
-      $("reset").disabled = false;
+      showAll(true);
       for await (const look of events(response)) show(look);
     } catch (error) {
       console.warn(error);
       trouble = error.status && error.message; // the server's own words, as of a key without rights
-      $("reset").disabled = error.status === 403;
+      if (error.status === 403) {
+        pause = 5000;
+        showAll(false);
+        showAdvice();
+      }
     }
     connected(false, trouble || undefined);
-    await new Promise((resolve) => setTimeout(resolve, 1500));
+    await new Promise((resolve) => setTimeout(resolve, pause));
   }
 }
 

@@ -1,0 +1,71 @@
+"""How much memory loading a model takes at most, against what stays: for each kind of weights.
+
+    python bench/weights/memory.py [build/bench/qwen2.5-0.5b]      bench/shapes.py makes this folder
+
+Each kind is loaded in a process of its own, which then answers one prompt, as some weights are
+packed only when they are first needed. What counts is the process's resident memory, pages of the
+checkpoint's file and Python's libraries included. Linux only. The limit is 1.15 times what stays.
+Prints a table, and one JSON line.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from shapes import model_folder
+
+KINDS = ("auto", "int8", "int5", "int4")
+LIMIT = 1.15
+LOAD = """
+import sys
+from headstart import LLM, SamplingParams
+
+def mebibytes(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+
+before = mebibytes("VmRSS")
+llm = LLM(sys.argv[1], weights=sys.argv[2], num_blocks=64, num_threads=1, skip_tokenizer_init=True)
+params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+llm.generate([{"prompt_token_ids": list(range(3, 40))}], params, use_tqdm=False)
+print("figures", before, mebibytes("VmHWM"), mebibytes("VmRSS"))
+"""
+
+
+def measure(folder: str, kind: str) -> dict[str, float]:
+    """MiB before the model is loaded, at most, and at the end."""
+    command = [sys.executable, "-c", LOAD, folder, kind]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    line = next(line for line in said.splitlines() if line.startswith("figures"))
+    before, most, stays = map(float, line.split()[1:])
+    return {"before": before, "most": most, "stays": stays, "ratio": most / stays}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", help="a folder; made if it is not given")
+    folder = parser.parse_args().model or str(model_folder("qwen2.5-0.5b"))
+    table = Table("weights", "before MiB", "at most MiB", "stays MiB", f"most / stays (<= {LIMIT})")
+    figures = {}
+    for kind in KINDS:
+        figures[kind] = measure(folder, kind)
+        table.add_row(
+            kind,
+            *(
+                f"{figures[kind][name]:.{digits}f}"
+                for name, digits in (("before", 0), ("most", 0), ("stays", 0), ("ratio", 2))
+            ),
+        )
+        print(f"{kind} is measured", file=sys.stderr)
+    Console().print(table)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -241,6 +241,18 @@ def test_the_store_keeps_what_fits() -> None:
     assert store.remove("d", "x") and len(store) == 0 == store.num_bytes
 
 
+def test_a_response_takes_the_place_of_one_of_its_id() -> None:
+    """The bytes of both were counted ever after, so that the store held less and less."""
+    store = ResponseStore(max_bytes=4000)
+    for text in ("x" * 3000, "y"):
+        store.add({"id": "a", "text": text}, [], "x")
+    kept = store.get("a", "x")
+    assert kept is not None and kept.response["text"] == "y" and len(store) == 1
+    assert store.num_bytes == kept.num_bytes < 1000
+    store.add({"id": "a", "text": "z" * 4000}, [], "x")  # kept no more than what it replaces
+    assert store.get("a", "x") is None and len(store) == 0 == store.num_bytes
+
+
 @pytest.mark.parametrize("text", ["", "x" * 1000])
 def test_a_flood_of_responses_takes_the_place_of_its_own(text: str) -> None:
     """By number and by bytes: one tenant's responses went when another made many."""

@@ -47,7 +47,8 @@ class ResponseStore:
     def add(
         self, response: dict[str, Any], messages: Sequence[dict[str, Any]], tenant: str | None
     ) -> None:
-        """Keep a response; one that alone is too large is not kept."""
+        """Keep a response, in place of one of its id; one that alone is too large is not kept."""
+        self.remove(response["id"], tenant)
         size = _size([response, *messages])
         if size > self._max_bytes:
             return

@@ -33,11 +33,20 @@ async def read_whole(outputs: Sequence[RequestOutput], make: Callable[[], Answer
 async def tell_whole(
     outputs: Sequence[RequestOutput], make: Callable[[], dict[str, Any]]
 ) -> Response:
-    """As `read_whole`, and the answer as JSON. What `make` returns is empty then."""
+    """As `read_whole`, and the answer as JSON. What `make` returns is empty then, and so are the
+    log-probabilities of the outputs."""
     if _size(outputs) <= _LONG:
         return JsonResponse(make())
-    told = await asyncio.to_thread(lambda: b"".join(spell(make())))
-    return Response(told, media_type=JsonResponse.media_type)
+
+    def tell() -> bytes:
+        told = b"".join(spell(make()))
+        for output in outputs:
+            for entries in (output.prompt_logprobs, *(one.logprobs for one in output.outputs)):
+                for _ in _let_go(entries or []):
+                    pass
+        return told
+
+    return Response(await asyncio.to_thread(tell), media_type=JsonResponse.media_type)
 
 
 def spell(value: Any) -> Iterator[bytes]:
@@ -52,10 +61,8 @@ def spell(value: Any) -> Iterator[bytes]:
             yield from spell(one)
         yield b"}"
     elif isinstance(value, list) and len(value) > _PART:
-        for at in range(0, len(value), _PART):
-            part = value[at : at + _PART]
-            value[at : at + _PART] = [None] * len(part)  # freed at once, all would take too long
-            yield (("," if at else "[") + _encode(part)[1:-1]).encode()
+        for place, part in enumerate(_let_go(value)):
+            yield (("," if place else "[") + _encode(part)[1:-1]).encode()
         yield b"]"
     elif isinstance(value, list) and value:
         for place, one in enumerate(value):
@@ -64,6 +71,14 @@ def spell(value: Any) -> Iterator[bytes]:
         yield b"]"
     else:
         yield _encode(value).encode()
+
+
+def _let_go(entries: list[Any]) -> Iterator[list[Any]]:
+    """The parts of a list, in whose place it has None: freed at once, all would take too long."""
+    for at in range(0, len(entries), _PART):
+        part = entries[at : at + _PART]
+        entries[at : at + _PART] = [None] * len(part)
+        yield part
 
 
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import threading
@@ -14,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from headstart.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
 from headstart.engine.structured.grammar import GrammarCompiler
 from headstart.server.answers.parser import AnswerParser
 from headstart.server.errors import JsonResponse
 from headstart.server.http import endpoints
-from headstart.server.long_answers import spell
+from headstart.server.long_answers import spell, tell_whole
 from headstart.server.openai import completions
 from tests.server.running import Running
 from tests.server.scripted import scripted
@@ -200,6 +202,19 @@ def test_the_end_of_a_streamed_response_is_made_in_a_thread(
         answer = httpx.post(thinking_server.url + "/v1/responses", json=body, timeout=60)
     assert '"reasoning_tokens":0' not in answer.text and "response.completed" in answer.text
     assert watched.ran_outside()
+
+
+@pytest.mark.parametrize("count", [8, 300])
+def test_log_probabilities_that_were_told_are_let_go_of_in_the_thread(count: int) -> None:
+    """Freed at once, in the event loop, those of 8,000 tokens stopped every stream for 22 ms."""
+    rows: list[Logprobs] = [{at: Logprob(-1.0, at) for at in range(20)} for _ in range(count)]
+    output = RequestOutput("a", None, [5] * count, [None, *rows], [], finished=True)
+    answer = CompletionOutput(0, "", [5] * count, None, list(rows))
+    output.outputs.append(answer)
+    told = asyncio.run(tell_whole([output], lambda: {"count": len(output.prompt_logprobs or ())}))
+    assert json.loads(bytes(told.body)) == {"count": count + 1}
+    kept = [one for one in (*(output.prompt_logprobs or ()), *(answer.logprobs or ())) if one]
+    assert len(kept) == (2 * count if count == 8 else 0)
 
 
 json_values = st.recursive(

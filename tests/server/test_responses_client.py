@@ -231,12 +231,12 @@ def test_an_image_is_a_data_url(image_server: Running) -> None:
 def test_the_store_keeps_what_fits() -> None:
     store = ResponseStore(max_responses=2, max_bytes=4000)
     for name in "abc":
-        store.add({"id": name}, [], "x")
+        store.add(name, b"{}", [], "x")
     assert store.get("a", "x") is None and store.get("c", "x") is not None
     assert store.get("c", None) is None and not store.remove("c", "y")
-    store.add({"id": "d"}, [{"content": "x" * 3000}], "x")
+    store.add("d", b"{}", [{"content": "x" * 3580}], "x")
     assert store.get("b", "x") is None and store.get("c", "x") is None and len(store) == 1
-    store.add({"id": "e"}, [{"content": "x" * 4000}], "x")
+    store.add("e", b"{}", [{"content": "x" * 4000}], "x")
     assert store.get("e", "x") is None and store.get("d", "x") is not None
     assert store.remove("d", "x") and len(store) == 0 == store.num_bytes
 
@@ -244,12 +244,12 @@ def test_the_store_keeps_what_fits() -> None:
 def test_a_response_takes_the_place_of_one_of_its_id() -> None:
     """The bytes of both were counted ever after, so that the store held less and less."""
     store = ResponseStore(max_bytes=4000)
-    for text in ("x" * 3000, "y"):
-        store.add({"id": "a", "text": text}, [], "x")
+    for told in (b"x" * 3000, b"y"):
+        store.add("a", told, [], "x")
     kept = store.get("a", "x")
-    assert kept is not None and kept.response["text"] == "y" and len(store) == 1
+    assert kept is not None and kept.response == b"y" and len(store) == 1
     assert store.num_bytes == kept.num_bytes < 1000
-    store.add({"id": "a", "text": "z" * 4000}, [], "x")  # kept no more than what it replaces
+    store.add("a", b"z" * 4000, [], "x")  # kept no more than what it replaces
     assert store.get("a", "x") is None and len(store) == 0 == store.num_bytes
 
 
@@ -257,14 +257,14 @@ def test_a_response_takes_the_place_of_one_of_its_id() -> None:
 def test_a_flood_of_responses_takes_the_place_of_its_own(text: str) -> None:
     """By number and by bytes: one tenant's responses went when another made many."""
     store = ResponseStore(max_responses=50, max_bytes=30_000)
-    store.add({"id": "mine"}, [], "a")
+    store.add("mine", b"{}", [], "a")
     for number in range(200):
-        store.add({"id": f"{number}"}, [{"content": text}], "b")
+        store.add(f"{number}", b"{}", [{"content": text}], "b")
     assert store.get("mine", "a") is not None
     assert store.get("199", "b") is not None and store.get("0", "b") is None
     assert 10 < len(store) <= 50 and store.num_bytes <= 30_000
     for number in range(200):
-        store.add({"id": f"{number}"}, [{"content": text}], "c")
+        store.add(f"{number}", b"{}", [{"content": text}], "c")
     kept = [sum(store.get(f"{at}", one) is not None for at in range(200)) for one in "bc"]
     assert abs(kept[0] - kept[1]) <= 1 < min(kept)
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.server.chats import PreparedChat
 from headstart.server.counting import TokenCount
-from headstart.server.errors import ApiError, as_api_error
+from headstart.server.errors import ApiError, JsonResponse, as_api_error
+from headstart.server.long_answers import spell
 from headstart.server.responses.items import Event, OutputItems
 from headstart.server.responses.schema import ResponseRequest
 from headstart.server.service import Service
@@ -25,14 +26,21 @@ _AS_ASKED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id"),
     *("prompt_cache_key", "safety_identifier", "service_tier", "user"),
 )
+_LONG = 1 << 16  # bytes
 _TOLD = {*_AS_ASKED, "reasoning", "text", "tool_choice", "tools"}  # of a request by its response
 
 
 class ResponseAnswer:
-    """Reads a request's outputs into items, and tells the response at any time."""
+    """Reads a request's outputs into items, and tells the response at any time.
+
+    What it tells of its request may be megabytes of tools and a form: it is spelled once.
+    """
 
     def __init__(self, service: Service, body: ResponseRequest, prepared: PreparedChat) -> None:
-        """Raises ApiError for tools or a form that cannot be told again."""
+        """Not for the event loop if there are tools or a form, which may take long to spell.
+
+        Raises ApiError for those that cannot be told again.
+        """
         self.built = OutputItems(prepared.calls)
         self._service = service
         self._prepared = prepared
@@ -42,7 +50,7 @@ class ResponseAnswer:
         self._error: dict[str, str] | None = None
         params = prepared.request.params
         asked = _as_asked(body)
-        self._head = {
+        head = {
             "id": prepared.request.request_id,
             "object": "response",
             "created_at": int(time.time()),
@@ -61,6 +69,12 @@ class ResponseAnswer:
             "store": body.store is not False and not body.no_store,
             **{name: asked.get(name) for name in _AS_ASKED},
         }
+        self._head = b"".join(spell(head))[:-1] + b","  # `asked` is a copy, which `spell` may empty
+
+    @property
+    def is_long(self) -> bool:
+        """Whether to tell it is not for the event loop."""
+        return len(self._head) > _LONG
 
     def take(self, output: RequestOutput) -> Iterator[Event]:
         """The events of the request's next output."""
@@ -75,25 +89,24 @@ class ResponseAnswer:
             if answer.finish_reason is not None:
                 yield from self.built.close(self._status)
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
-        """The response with an output that has all of it."""
+    def read(self, output: RequestOutput) -> None:
+        """An output that has all of the answer."""
         for _ in self.take(output):
             pass
-        return self.told()
 
-    def told(self) -> dict[str, Any]:
-        """The response by now."""
+    def told(self) -> bytes:
+        """The response by now, as JSON."""
         is_over = self._status != "in_progress"
         reason = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
-        return {
-            **self._head,
+        more = {
             "status": self._status,
             "completed_at": int(time.time()) if self._status == "completed" else None,
             "error": self._error,
             "incomplete_details": reason,
-            "output": list(self.built.items),
+            "output": self.built.items,
             "usage": self._usage() if is_over else None,
         }
+        return self._head + bytes(JsonResponse(more).body)[1:]
 
     def _usage(self) -> dict[str, Any]:
         count = self._count
@@ -123,29 +136,37 @@ class ResponseAnswer:
         counts = [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
         return min(sum(counts), self._count.completion)
 
-    async def events(self, keep: Callable[[dict[str, Any]], None]) -> AsyncGenerator[bytes]:
-        """The stream, numbered; the whole response is handed to `keep` before its last event."""
+    async def events(self, keep: Callable[[bytes], None]) -> AsyncGenerator[bytes]:
+        """The stream, numbered; the whole response is handed to `keep` before its last event, in
+        a thread."""
         number = 0
-        async with aclosing(self._run()) as told:
-            async for event in told:
-                if event["type"] in ("response.completed", "response.incomplete"):
-                    keep(event["response"])
-                yield frame({**event, "sequence_number": number}, event["type"])
-                number += 1
-
-    async def _run(self) -> AsyncGenerator[Event]:
         for step in ("created", "in_progress"):
-            yield {"type": f"response.{step}", "response": self.told()}
+            yield _response_frame(step, self.told(), number)
+            number += 1
         try:
             async with aclosing(self._service.run(self._prepared.request)) as outputs:
                 async for output in outputs:
                     for event in self.take(output):
-                        yield event
+                        yield frame({**event, "sequence_number": number}, event["type"])
+                        number += 1
         except Exception as error:
             self._status = "failed"
             self._error = {"code": "server_error", "message": str(as_api_error(error))}
-        response = await asyncio.to_thread(self.told)  # which spells reasoning once more
-        yield {"type": f"response.{self._status}", "response": response}
+
+        def end() -> bytes:  # spells reasoning once more
+            told = self.told()
+            if self._status in ("completed", "incomplete"):
+                keep(told)
+            return _response_frame(self._status, told, number)
+
+        yield await asyncio.to_thread(end)
+
+
+def _response_frame(step: str, told: bytes, number: int) -> bytes:
+    """An event that has the whole response."""
+    kind = f"response.{step}"
+    begin = f'event: {kind}\ndata: {{"type":"{kind}","response":'
+    return b"".join((begin.encode(), told, f',"sequence_number":{number}}}\n\n'.encode()))
 
 
 def _as_asked(body: ResponseRequest) -> dict[str, Any]:

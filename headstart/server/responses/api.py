@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -53,25 +54,34 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     with telling_form_as("tools" if call.tools.is_forced else "text.format"):
         name = service.new_id("resp")
         prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
-    answer = ResponseAnswer(service, body, prepared)
+    make = partial(ResponseAnswer, service, body, prepared)
+    answer = await asyncio.to_thread(make) if body.tools or body.text else make()
+    store, tenant = _store(request), _tenant(request)
 
-    def keep(response: dict[str, Any]) -> None:
+    def keep(told: bytes) -> None:
         if body.store is not False and not body.no_store:
-            after = extend(messages, as_items(response["output"]))
-            _store(request).add(response, after, _tenant(request))
+            after = extend(messages, as_items(answer.built.items))
+            store.add(name, told, after, tenant)
 
     if body.stream:
         return EventStream(answer.events(keep))
     output = await unless_gone(request.receive, service.answer(prepared.request))
-    response = await read_whole([output], lambda: answer.whole(output))
-    keep(response)
-    return JsonResponse(response)
+
+    def tell() -> bytes:
+        answer.read(output)
+        told = answer.told()
+        keep(told)
+        return told
+
+    is_long = answer.is_long
+    told = await (asyncio.to_thread(tell) if is_long else read_whole([output], tell))
+    return Response(told, media_type=JsonResponse.media_type)
 
 
 @router.get("/{name}")
 async def show_response(name: str, request: Request) -> Response:
     """A response that was kept."""
-    return JsonResponse(_find(request, name, None).response)
+    return Response(_find(request, name, None).response, media_type=JsonResponse.media_type)
 
 
 @router.delete("/{name}")

@@ -6,6 +6,7 @@ A response is its tenant's: nobody else finds it.
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,22 +20,27 @@ MAX_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """response: as it was told. messages: the conversation with its answer, for the next turn."""
+    """response: the JSON that was told. messages: the conversation with its answer, for the next
+    turn."""
 
-    response: dict[str, Any]
+    response: bytes
     messages: Sequence[dict[str, Any]]
     num_bytes: int
 
 
 class ResponseStore:
     """The oldest go first: of the tenant that has most responses, or most bytes, if all together
-    have too many. So one tenant's flood leaves another's there. For the server's thread alone."""
+    have too many. So one tenant's flood leaves another's there.
+
+    May be used from several threads.
+    """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._stored: dict[str | None, OrderedDict[str, StoredResponse]] = {}  # by tenant
         self._sizes: Counter[str | None] = Counter()
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return sum(map(len, self._stored.values()))
@@ -45,32 +51,35 @@ class ResponseStore:
         return self._sizes.total()
 
     def add(
-        self, response: dict[str, Any], messages: Sequence[dict[str, Any]], tenant: str | None
+        self, name: str, response: bytes, messages: Sequence[dict[str, Any]], tenant: str | None
     ) -> None:
         """Keep a response, in place of one of its id; one that alone is too large is not kept."""
-        self.remove(response["id"], tenant)
-        size = _size([response, *messages])
-        if size > self._max_bytes:
-            return
-        own = self._stored.setdefault(tenant, OrderedDict())
-        own[response["id"]] = StoredResponse(response, messages, size)
-        self._sizes[tenant] += size
-        while len(self) > self._max_responses:
-            self._forget_oldest(max(self._stored, key=lambda one: len(self._stored[one])))
-        while self.num_bytes > self._max_bytes:
-            self._forget_oldest(max(self._sizes, key=self._sizes.__getitem__))
+        size = sys.getsizeof(response) + _size(list(messages))
+        with self._lock:
+            self.remove(name, tenant)
+            if size > self._max_bytes:
+                return
+            own = self._stored.setdefault(tenant, OrderedDict())
+            own[name] = StoredResponse(response, messages, size)
+            self._sizes[tenant] += size
+            while len(self) > self._max_responses:
+                self._forget_oldest(max(self._stored, key=lambda one: len(self._stored[one])))
+            while self.num_bytes > self._max_bytes:
+                self._forget_oldest(max(self._sizes, key=self._sizes.__getitem__))
 
     def get(self, name: str, tenant: str | None) -> StoredResponse | None:
         """A tenant's response; None if there is none of this name."""
-        own = self._stored.get(tenant)
-        return own.get(name) if own is not None else None
+        with self._lock:
+            own = self._stored.get(tenant)
+            return own.get(name) if own is not None else None
 
     def remove(self, name: str, tenant: str | None) -> bool:
         """Forget a tenant's response; whether there was one."""
-        found = self.get(name, tenant) is not None
-        if found:
-            self._forget(name, tenant)
-        return found
+        with self._lock:
+            found = self.get(name, tenant) is not None
+            if found:
+                self._forget(name, tenant)
+            return found
 
     def _forget_oldest(self, tenant: str | None) -> None:
         self._forget(next(iter(self._stored[tenant])), tenant)
@@ -83,7 +92,7 @@ class ResponseStore:
 
 
 def _size(value: Any) -> int:
-    """Bytes of what JSON can tell. To spell 30 MB for that stopped the event loop for 0.2 s."""
+    """Bytes of what JSON can tell, as objects."""
     size = sys.getsizeof(value)
     if isinstance(value, dict):
         return size + sum(_size(key) + _size(one) for key, one in value.items())

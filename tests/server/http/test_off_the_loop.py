@@ -23,6 +23,8 @@ from headstart.server.errors import JsonResponse
 from headstart.server.http import endpoints
 from headstart.server.long_answers import spell, tell_whole
 from headstart.server.openai import completions
+from headstart.server.responses import answer as response_answer
+from headstart.server.responses.store import ResponseStore
 from tests.server.running import Running
 from tests.server.scripted import scripted
 from tests.server.tenants.test_isolation import picture
@@ -207,6 +209,25 @@ def test_the_end_of_a_streamed_response_is_made_in_a_thread(
         answer = httpx.post(thinking_server.url + "/v1/responses", json=body, timeout=60)
     assert '"reasoning_tokens":0' not in answer.text and "response.completed" in answer.text
     assert watched.ran_outside()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("where", "step"),
+    [(response_answer, "_as_asked"), (response_answer, "spell"), (ResponseStore, "add")],
+)
+def test_a_response_tells_long_tools_once_and_in_threads(
+    server: Running, watched: Watched, where: object, step: str, stream: bool
+) -> None:
+    """A stream spelled them three times, and what is kept was measured by object: 2 MB of tools
+    stopped every stream for 64 ms."""
+    watched.watch(where, step)
+    tools = [{"type": "function", "name": f"f{at}", "description": "x" * 2000} for at in range(40)]
+    body = {"model": "tiny", "input": "Hi", "tools": tools, "tool_choice": "none"}
+    told = httpx.post(server.url + "/v1/responses", json=body | {"stream": stream}, timeout=60)
+    assert told.status_code == 200 and told.text.count("f39") == (3 if stream else 1)
+    assert watched.ran_outside()
+    assert step == "add" or len(watched.threads) == 1
 
 
 @pytest.mark.parametrize("count", [8, 300])

@@ -170,6 +170,20 @@ def test_a_conversation_goes_on(client: openai.OpenAI, server: Running) -> None:
     assert third.usage is not None and third.usage.input_tokens > second.usage.input_tokens
 
 
+def test_a_kept_response_is_told_whole(client: openai.OpenAI) -> None:
+    """A client that asked for its events read none, and was not told why."""
+    first = client.responses.create(model="tiny", input="Hi", max_output_tokens=1)
+    included: Any = ["reasoning.encrypted_content"]
+    same = client.responses.retrieve(first.id, stream=False, include=included)
+    assert same == first == client.responses.retrieve(first.id, include_obfuscation=False)
+    refused: dict[str, Any] = {"stream": True, "starting_after": 3, "x": 1}
+    refused["include"] = ["message.output_text.logprobs"]
+    for name, value in refused.items():
+        with pytest.raises(openai.BadRequestError, match=f"{name} is .* told whole") as error:
+            client.responses.retrieve(first.id, extra_query={name: value})
+        assert error.value.param == name
+
+
 def test_a_function_is_called_and_its_output_read(caller: openai.OpenAI) -> None:
     choice = {"type": "function", "name": "get_weather"}
     first = ask(caller, tools=[WEATHER], tool_choice=choice)

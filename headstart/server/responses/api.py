@@ -25,10 +25,17 @@ from headstart.server.responses.schema import ResponseRequest, as_items
 from headstart.server.responses.store import ResponseStore, StoredResponse
 from headstart.server.service import service_of, unless_gone
 from headstart.server.sse import EventStream
+from headstart.validation import shorten
 
 __all__ = ["router"]
 
 router = APIRouter(prefix="/v1/responses")
+_QUERY = {
+    "stream": ("false",),
+    "include": ("reasoning.encrypted_content",),
+    "include_obfuscation": ("false", "true"),
+}
+"""What may be asked of a response that was kept: what changes nothing here."""
 
 
 @router.post("")
@@ -80,7 +87,8 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
 
 @router.get("/{name}")
 async def show_response(name: str, request: Request) -> Response:
-    """A response that was kept."""
+    """A response that was kept, whole."""
+    _check_query(request)
     return Response(_find(request, name, None).response, media_type=JsonResponse.media_type)
 
 
@@ -90,6 +98,19 @@ async def delete_response(name: str, request: Request) -> Response:
     if not _store(request).remove(name, _tenant(request)):
         raise _unknown(name, None)
     return JsonResponse({"id": name, "object": "response", "deleted": True})
+
+
+def _check_query(request: Request) -> None:
+    """Raise ApiError for what would change how a response is told."""
+    for given, value in request.query_params.multi_items():
+        name = given.removesuffix("[]")  # as OpenAI's clients write lists
+        if value not in _QUERY.get(name, ()):
+            told = "a response that was kept is told whole, with all that is known of it"
+            if name in _QUERY:
+                told += f"; allowed as {name}: {', '.join(_QUERY[name])}"
+            raise ApiError(
+                400, f"{shorten(name)} is {shorten(repr(value))}: {told}", param=shorten(name)
+            )
 
 
 def _store(request: Request) -> ResponseStore:

@@ -84,7 +84,7 @@ class AsyncLLM(OfOneProcess):
     def _take(self, started: Started) -> None:
         self.engine, self._chats, driver, self._sampling = started
         self._driver: AsyncDriver = driver
-        self._forms = FormThreads(max(2, count_cores() // 2))
+        self._forms = FormThreads(max(2, count_cores() // 2) + 1)
         weakref.finalize(self, self._driver.close)
         weakref.finalize(self, self._forms.close)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
+from headstart.engine.turns import TENANT
 from headstart.server.errors import ApiError
 from headstart.server.tenants import EVERYBODY, Tenant
 
@@ -118,11 +119,12 @@ class Calls:
         """Have a place for what is done inside. Raises ApiError (429) if there is none."""
         self._take(tenant)
         call = Call(tenant, asyncio.get_running_loop().time() + self._seconds)
-        token = _CALL.set(call)
+        token, before = _CALL.set(call), TENANT.set(tenant.key)
         try:
             yield call
         finally:
             _CALL.reset(token)
+            TENANT.reset(before)
             self._places[tenant.key] -= call.num_places
             self._places += Counter()  # drops tenants without any
 

@@ -11,6 +11,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from headstart.engine.turns import Turns
 from headstart.errors import EngineError
 
 __all__ = ["FormThreads"]
@@ -19,12 +20,15 @@ Made = TypeVar("Made")
 
 
 class FormThreads:
-    """At most `count` threads, which start with what is asked of them."""
+    """At most `count` threads, which start with what is asked of them; tenants have them in turns.
+
+    One tenant has all of them but one at the most.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-        self._jobs = queue.SimpleQueue()
+        self._turns: Turns[tuple[Future[Any], Callable[[], Any]]] = Turns(max(1, count - 1))
+        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()  # for a thread; False: to end
         self._threads: list[threading.Thread] = []
         self._asked: set[Future[Any]] = set()
         self._is_closed = False
@@ -39,7 +43,7 @@ class FormThreads:
             thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
-        self._jobs.put((made, make))
+        self._turns.add((made, make), lambda: self._calls.put(True))
         if self._is_closed:
             self.close()
             raise EngineError("the engine is closed")
@@ -52,12 +56,15 @@ class FormThreads:
             with suppress(InvalidStateError):  # it is done, or nobody waits for it
                 made.set_exception(EngineError("the engine is closed"))
         for _ in self._threads:
-            self._jobs.put(None)
+            self._calls.put(False)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            _do(*job)
-            del job  # which holds the engine, and may be the last for long
+        while self._calls.get():
+            while (found := self._turns.next()) is not None:
+                tenant, job = found
+                _do(*job)
+                del job, found  # which hold the engine, and may be the last for long
+                self._turns.ended(tenant)
 
 
 def _do(made: "Future[Any]", make: Callable[[], Any]) -> None:

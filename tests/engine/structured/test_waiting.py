@@ -76,7 +76,7 @@ def test_texts_are_tokenised_while_forms_compile(
         async with held(tmp_path, monkeypatch, forms=8) as (llm, gate, asked):
             group = await asyncio.wait_for(llm.prepare("ab", PLAIN), PATIENCE)
             assert group.prompt_token_ids and not any(task.done() for task in asked)
-            assert 0 < len(threads_of_forms(before)) <= 2
+            assert 0 < len(threads_of_forms(before)) <= 3  # of which two have something to do
             gate.opened.set()
             assert len(await asyncio.gather(*asked)) == 8
 

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from headstart.engine.structured.threads import FormThreads
 from headstart.server.calls import Calls
 from headstart.server.tenants import Tenant
 from headstart.server.threads import FairThreads
@@ -70,6 +71,27 @@ def test_a_tenant_leaves_threads_to_others() -> None:
         return answer
 
     assert asyncio.run(ask()) == 7
+
+
+def test_a_tenants_forms_leave_a_thread_to_others() -> None:
+    """Forms that took long to compile had those of all other tenants wait for them."""
+    goes_on = threading.Event()
+
+    async def ask() -> None:
+        calls, threads = Calls(100, None, SECONDS), FormThreads(2)
+        try:
+            with calls.call(Tenant("a", "key", None)):
+                held = [threads.submit(lambda: goes_on.wait(SECONDS)) for _ in range(4)]
+            with calls.call(Tenant("b", "key", None)):
+                asked = threads.submit(lambda: 7)
+            assert asked.result(SECONDS) == 7 and not any(one.done() for one in held)
+            goes_on.set()
+            assert all(one.result(SECONDS) for one in held)
+        finally:
+            goes_on.set()
+            threads.close()
+
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])

@@ -52,6 +52,13 @@ class FairThreads(ThreadPoolExecutor):
         self._turns.add(job, lambda: call_thread(self._run))
         return job.future
 
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """As the executor's."""
+        super().shutdown(wait=False, cancel_futures=cancel_futures)  # nothing comes any more
+        for job in self._turns.clear() if cancel_futures else ():
+            job.future.cancel()
+        super().shutdown(wait=wait)
+
     def _run(self) -> None:
         while (found := self._turns.next()) is not None:
             tenant, job = found

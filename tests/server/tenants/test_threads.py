@@ -7,7 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -92,6 +92,28 @@ def test_a_tenants_forms_leave_a_thread_to_others() -> None:
             threads.close()
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("kind", [ThreadPoolExecutor, FairThreads])
+def test_at_the_end_what_waits_may_be_cancelled(kind: type[ThreadPoolExecutor]) -> None:
+    """It ran all the same, in a thread that ended what it had begun before."""
+    began, goes_on = threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    def hold() -> int:
+        began.set()
+        assert goes_on.wait(SECONDS)
+        return 7
+
+    with kind(1) as threads:
+        held = threads.submit(hold)
+        assert began.wait(SECONDS)
+        waiting = [threads.submit(ran.append, at) for at in range(3)]
+        threads.shutdown(wait=False, cancel_futures=True)
+        assert all(one.cancelled() for one in waiting) and held.running()
+        goes_on.set()
+        assert held.result(SECONDS) == 7
+    assert not ran
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])

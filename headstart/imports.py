@@ -1,11 +1,15 @@
 """Imports that take seconds, since they bring torch and transformers, or find nothing."""
 
 import gc
+import inspect
 import sys
+from contextlib import suppress
 from importlib import import_module
-from types import ModuleType
+from types import FrameType, ModuleType
 
 __all__ = ["install", "load_module"]
+
+_MAY_GO_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def install(extra: str) -> str:
@@ -30,8 +34,24 @@ def load_module(name: str) -> ModuleType:
         gc.collect()
     gc.disable()
     try:
-        return import_module(name)
+        module = import_module(name)
+        if was_enabled:
+            _clear_frames()
+        return module
     finally:
         if was_enabled:
             gc.freeze()
             gc.enable()
+
+
+def _clear_frames() -> None:
+    """Clear the frames that the import left behind, of which some hold themselves.
+
+    Such a one (torch.fx has them) would stay for good with all frames that it was called from: what
+    the callers of `load_module` hold, the first engine of a process among it. To collect all
+    garbage for that would take several times as long.
+    """
+    for one in gc.get_objects(generation=0):  # what is older was collected, and is older now
+        if type(one) is FrameType and not one.f_code.co_flags & _MAY_GO_ON:
+            with suppress(RuntimeError):  # it runs
+                one.clear()

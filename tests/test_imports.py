@@ -42,6 +42,22 @@ def test_garbage_of_before_is_not_kept() -> None:
     )
 
 
+def test_importing_keeps_nothing_that_its_callers_hold(tmp_path: Path) -> None:
+    """torch.fx has frames that hold themselves: the first engine of a process was never let go."""
+    module = "import inspect\ndef hold():\n    own = inspect.currentframe()\nhold()\n"
+    Path(tmp_path, "holds_itself.py").write_text(module)
+    run(
+        "import sys, weakref\n"
+        "from headstart.imports import load_module\n"
+        f"sys.path.append({str(tmp_path)!r})\n"
+        "class Held: pass\n"
+        "def load():\n"
+        "    held = Held(); load_module('holds_itself')\n"
+        "    return weakref.ref(held)\n"
+        "assert load()() is None\n"
+    )
+
+
 def test_what_is_missing_is_installed_from_the_clone() -> None:
     """Errors named a package of an index, which has none of this name, or another's."""
     assert install("serve") == 'pip install ".[serve]" in the folder of the clone'

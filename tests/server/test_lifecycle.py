@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -25,6 +26,7 @@ from headstart.errors import ConfigError
 from headstart.server.keys import KeyFolder
 from headstart.server.launch import listen
 from headstart.server.options import ServerOptions
+from tests.clients import openai
 from tests.forked import start_headstart
 from tests.house.source import ROOT
 from tests.server.running import running
@@ -269,6 +271,16 @@ def test_https_with_a_certificate(tmp_path: Path) -> None:
         assert httpx.get(f"{url}/health", verify=context).json() == {"status": "ok"}
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             httpx.get(f"{url}/health")
+        with (
+            httpx.Client(verify=context) as http,
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=http) as client,
+        ):
+            messages = [{"role": "user", "content": "Hello"}]
+            body: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 8}
+            whole = client.chat.completions.create(**body, temperature=0)
+            chunks = client.chat.completions.create(**body, temperature=0, stream=True)
+            text = "".join(one.choices[0].delta.content or "" for one in chunks)
+            assert text and text == whole.choices[0].message.content
 
 
 @pytest.mark.parametrize(

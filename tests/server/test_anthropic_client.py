@@ -144,6 +144,16 @@ def test_why_a_message_stops(client: anthropic.Anthropic) -> None:
     assert stopped.content[0].text == text[:2]  # type: ignore[union-attr]
 
 
+def test_an_answer_ends_where_the_context_does(client: anthropic.Anthropic) -> None:
+    """Whatever was asked for: many clients always ask for the same large number."""
+    used = ask(client, max_tokens=1).usage
+    most = used.input_tokens + (used.cache_read_input_tokens or 0)
+    most += (used.cache_creation_input_tokens or 0) + 2
+    with running(max_model_len=most) as small, connect(small) as client_of_small:
+        told = ask(client_of_small, max_tokens=10_000)
+    assert (told.stop_reason, told.usage.output_tokens) == ("model_context_window_exceeded", 2)
+
+
 def test_an_answer_that_is_begun_goes_on(client: anthropic.Anthropic) -> None:
     text = ask(client).content[0].text  # type: ignore[union-attr]
     begin, between, rest = text.partition(" is")

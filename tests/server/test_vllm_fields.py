@@ -158,6 +158,14 @@ def test_a_prompt_that_is_too_long_has_openai_s_code(server: Running) -> None:
     )
 
 
+@pytest.mark.parametrize("most", [8, 9, 100_000])
+def test_an_answer_ends_where_the_context_does(server: Running, most: int) -> None:
+    """Whatever was asked for: many clients always ask for the same large number."""
+    told = post(server, "completions", prompt=[5] * 4_088, max_tokens=most, ignore_eos=True).json()
+    assert told["usage"]["completion_tokens"] == 8
+    assert told["choices"][0]["finish_reason"] == "length"
+
+
 def test_token_ids_and_log_probabilities_as_vllm_tells_them(server: Running) -> None:
     wanted = {"return_token_ids": True, "prompt_logprobs": 1, "return_tokens_as_token_ids": True}
     text = post(server, "completions", **COMPLETION, **wanted, logprobs=1).json()

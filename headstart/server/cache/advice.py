@@ -92,11 +92,15 @@ class Adviser:
         )
         return describe_difference(before, here, there)
 
-    def sum_up(self, recent: Sequence[Seen], bytes_per_block: int) -> dict[str, Any]:
-        """What would have saved most tokens of these prompts; of a namespace, oldest first."""
+    def sum_up(self, recent: Sequence[Sequence[Seen]], bytes_per_block: int) -> dict[str, Any]:
+        """What would have saved most tokens of each tenant's prompts, oldest first.
+
+        What parts a tenant's prompts at the same word is one cause, whatever their salts.
+        """
         forks: dict[tuple[Any, ...], list[Seen]] = defaultdict(list)
         evicted = evicted_tokens = lacking = 0
-        for seen in recent:
+        all_seen = [(place, seen) for place, those in enumerate(recent) for seen in those]
+        for place, seen in all_seen:
             lost = seen.num_lost
             if lost >= self._block_size:
                 evicted += 1
@@ -104,15 +108,15 @@ class Adviser:
                 lacking = max(lacking, -(-lost // self._block_size))
             elif seen.num_again and seen.closest is not None:
                 head = seen.tokens[: self._word_begins(seen.tokens, seen.closest.num_common)]
-                forks[seen.namespace, head.tobytes()].append(seen)
+                forks[place, seen.namespace.adapter, head.tobytes()].append(seen)
         again = [those for those in forks.values() if len(those) > 1]
         # Once is no habit; where there is none, it is told all the same, as what came once.
         told = again or list(forks.values())
         told.sort(key=lambda those: -sum(one.num_again for one in those))
         return {
-            "prompts": len(recent),
-            "prompt_tokens": sum(len(seen.tokens) for seen in recent),
-            "cached_tokens": sum(seen.num_cached for seen in recent),
+            "prompts": len(all_seen),
+            "prompt_tokens": sum(len(seen.tokens) for _, seen in all_seen),
+            "cached_tokens": sum(seen.num_cached for _, seen in all_seen),
             "forks": [self._describe_fork(those) for those in told[:_MOST_FORKS]],
             "memory": {
                 "evicted_prompts": evicted,

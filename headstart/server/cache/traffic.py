@@ -241,9 +241,9 @@ class Traffics:
         return found
 
     @property
-    def recent(self) -> list[Seen]:
-        """All prompts that are known, those of a tenant oldest first."""
-        return [seen for traffic in self._traffic.values() for seen in traffic.recent]
+    def recent(self) -> list[list[Seen]]:
+        """The prompts that are known of each tenant, oldest first."""
+        return [traffic.recent for traffic in self._traffic.values()]
 
     def clear(self) -> None:
         """Forget every prompt."""

@@ -166,7 +166,7 @@ class Watch:
         self.settle()
         with self._lock:
             recent = self._traffics.of(salt).recent
-        return self._adviser.sum_up(recent, self._bytes_per_block) | {"memory": None}
+        return self._adviser.sum_up([recent], self._bytes_per_block) | {"memory": None}
 
     def recent_requests(self) -> list[dict[str, Any]]:
         """The last requests that were answered, oldest first: counts and times, no text."""

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["PACE", "AsyncMailbox", "Mailbox"]
 
 PACE = 0.005  # seconds between two looks at what may wait, at least
-_PACE_OF_EACH = 0.001  # for each reader: an HTTP server works a tenth of that on its event
+_PACE_OF_EACH = 0.002  # for each reader: an HTTP server works a twentieth of that on its event
+_LONGEST_PACE = 0.064
 _PATIENCE = 1.0  # seconds between two looks at whether the engine has anything to tell
 _MOST_UPDATES = 256  # in one mailbox; each has all the text so far, so one more can be left out
 
@@ -52,7 +53,7 @@ class AsyncMailbox:
     def __init__(self, driver: AsyncDriver, group: RequestGroup, *, paced: bool = False) -> None:
         """paced: updates between the first and the last may come a little later, several as one.
 
-        At most by `PACE`, or with many readers `_PACE_OF_EACH` for each.
+        At most by `PACE`, or with many readers `_PACE_OF_EACH` for each, up to `_LONGEST_PACE`.
         """
         self._driver = driver
         self._group = group
@@ -202,7 +203,7 @@ class _Post:
             paced.add(mailbox)
         if paced and not self._looks:
             self._looks = True
-            pause = max(PACE, _PACE_OF_EACH * len(paced))
+            pause = max(PACE, min(_PACE_OF_EACH * len(paced), _LONGEST_PACE))
             self._next_look = self._loop.call_later(pause, self.look_again)
 
     def look_again(self) -> None:

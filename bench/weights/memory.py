@@ -31,8 +31,8 @@ def mebibytes(name):
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
 before = mebibytes("VmRSS")
-llm = LLM(sys.argv[1], weights=sys.argv[2], num_blocks=64, num_threads=1, skip_tokenizer_init=True)
-params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+llm = LLM(sys.argv[1], weights=sys.argv[2], num_blocks=64, num_threads=1)
+params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True,detokenize=False)
 llm.generate([{"prompt_token_ids": list(range(3, 40))}], params, use_tqdm=False)
 print("figures", before, mebibytes("VmHWM"), mebibytes("VmRSS"))
 """

@@ -36,14 +36,15 @@ void multiply(const typename Kind::Number* weight, int64_t inputs,
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++) sum[o][r].add(numbers, rows + (r * steps + at) * STEP);
     };
-    // Rows of a weight are short: the hardware would find each anew. So the next rows are fetched
-    // while these are multiplied.
+    // Rows of a weight are short: the hardware would find each anew. So the next ones are fetched
+    // meanwhile: with few rows into the second cache, which waits for more lines than the first.
+    constexpr auto HINT = ROWS <= 2 ? _MM_HINT_T1 : _MM_HINT_T0;
     const int64_t ahead = OUTPUTS * inputs;
     for (int64_t at = 0; at < whole; at++)
 #pragma GCC unroll 4
         for (int o = 0; o < OUTPUTS; o++) {
             const Number* now = weight + o * inputs + at * STEP;
-            _mm_prefetch(reinterpret_cast<const char*>(now + ahead), _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<const char*>(now + ahead), HINT);
             step(at, o, now);
         }
     if (whole < steps)

@@ -1,13 +1,23 @@
-"""Attention written out row by row in float64, and sequences to try a backend with."""
+"""Attention written out in float64, and sequences to try a backend with."""
 
 import ctypes
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from headstart import native
-from headstart.attention import AttentionBackend, AttentionOptions, LayerLayout, Span, StepPlan
+from headstart.attention import (
+    AttentionBackend,
+    AttentionOptions,
+    LayerLayout,
+    NativeAttention,
+    PagedKVMemory,
+    Span,
+    StepPlan,
+    TorchAttention,
+)
 from headstart.attention.int8_rows import quantize_rows
 
 BLOCK = 4
@@ -49,8 +59,24 @@ each_product = pytest.mark.parametrize(
     ],
     indirect=["bf16_products"],
 )
+# Every way to attend, and the dtype that it keeps K and V in.
+PATHS = {
+    "torch fp32": torch.float32,
+    "torch fp16": torch.float16,
+    "torch bf16": torch.bfloat16,
+    "torch int8": torch.int8,
+    "native fp32": torch.float32,
+    "native bf16 amx": torch.bfloat16,
+    "native bf16 avx512": torch.bfloat16,
+    "native int8": torch.int8,
+}
 # Relative to a value, and absolute: outputs are means of values that are around 1.
-TOLERANCE = {torch.float32: (2e-5, 2e-6), torch.bfloat16: (0.04, 0.02)}
+TOLERANCE = {
+    torch.float32: (2e-5, 2e-6),
+    torch.float16: (0.005, 0.0025),
+    torch.bfloat16: (0.04, 0.02),
+}
+NONFINITE = torch.tensor([float("nan"), float("inf"), -float("inf")])
 OPTIONS = {
     "plain": AttentionOptions(scaling=0.3),
     "window": AttentionOptions(scaling=0.3, sliding_window=5),
@@ -65,22 +91,19 @@ def reference(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Ten
     """Rows `q` `[rows, heads, dim]` at the end of a context `k`, `v` `[context, kv_heads, dim]`."""
     group = q.shape[1] // k.shape[1]
     q, k, v = q.double(), *(kept.double().repeat_interleave(group, 1) for kept in (k, v))
-    sinks = None if options.sinks is None else options.sinks[: q.shape[1]].double().exp()
-    out = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64)
-    for row in range(len(q)):
-        position = len(k) - len(q) + row
-        first = 0
-        if options.sliding_window is not None:
-            first = max(0, position - options.sliding_window + 1)
-        scores = torch.einsum("thd,hd->ht", k[first : position + 1], q[row]) * options.scaling
-        if options.softcap is not None:
-            scores = options.softcap * torch.tanh(scores / options.softcap)
-        weights = scores.exp()
-        total = weights.sum(1)
-        if sinks is not None:
-            total = total + sinks
-        out[row] = torch.einsum("ht,thd->hd", weights / total.unsqueeze(1), v[first : position + 1])
-    return out
+    keys = torch.arange(len(k))
+    positions = keys[len(k) - len(q) :].unsqueeze(1)
+    hidden = keys > positions
+    if options.sliding_window is not None:
+        hidden |= keys <= positions - options.sliding_window
+    scores = torch.einsum("rhd,khd->hrk", q, k) * options.scaling
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    weights = scores.exp().masked_fill(hidden, 0)
+    total = weights.sum(-1, keepdim=True)
+    if options.sinks is not None:
+        total += options.sinks[: q.shape[1]].double().exp().view(-1, 1, 1)
+    return torch.einsum("hrk,khd->rhd", weights / total, v)
 
 
 def row_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -102,6 +125,35 @@ def kernels(dtype: torch.dtype) -> ctypes.CDLL:
     if found is None:
         pytest.skip("no compiled kernels for it here")
     return found
+
+
+def each_path(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test, which takes `path`, for each of `PATHS`."""
+    with_amx = {"native bf16 amx": True, "native bf16 avx512": False}
+    values = [pytest.param(path, with_amx.get(path), id=path) for path in PATHS]
+    names = ("path", "bf16_products")
+    parametrized = pytest.mark.parametrize(names, values, indirect=["bf16_products"])(test)
+    found: Callable[..., None] = pytest.mark.usefixtures("bf16_products")(parametrized)
+    return found
+
+
+def make_backend(path: str, memory: PagedKVMemory, share: bool = True) -> AttentionBackend:
+    """The backend of one of `PATHS`; skips the test where there is none."""
+    if path.startswith("native"):
+        return NativeAttention(memory, kernels(memory.dtype), share=share)
+    return TorchAttention(memory, share=share)
+
+
+def spoil(memory: PagedKVMemory) -> None:
+    """Fill a memory with NaN and infinity."""
+    slots = torch.arange(memory.scratch_slot + 1)
+    odd = NONFINITE.to(row_dtype(memory.dtype))[slots % 3].view(-1, 1, 1)
+    for layer, layout in enumerate(memory.layouts):
+        key, value = (
+            odd.expand(-1, layout.kv_heads, width).contiguous()
+            for width in (layout.key_dim, layout.value_dim)
+        )
+        memory.write(layer, slots, key, value)
 
 
 class Sequence:

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart.attention import (
-    AttentionBackend,
     AttentionOptions,
     LayerLayout,
-    NativeAttention,
     PagedKVMemory,
     Span,
     StepPlan,
@@ -24,27 +22,12 @@ from headstart.attention import (
 from headstart.attention import tables as tables_module
 from headstart.attention.shared import SharingCost
 from tests.attention.forests import NUM_BLOCKS, Forest, forests, set_sharing_cost
-from tests.attention.rows import BLOCK, OPTIONS, kernels, row_dtype
+from tests.attention.rows import BLOCK, OPTIONS, PATHS, each_path, make_backend, row_dtype
 from tests.examples import at_least
 
 LAYOUT = LayerLayout(2, 16, 12)
 HEADS = 6
-PATHS = {
-    "torch fp32": torch.float32,
-    "torch fp16": torch.float16,
-    "torch bf16": torch.bfloat16,
-    "torch int8": torch.int8,
-    "native fp32": torch.float32,
-    "native bf16": torch.bfloat16,
-    "native int8": torch.int8,
-}
 NAN, INF = float("nan"), float("inf")
-
-
-def make_backend(path: str, memory: PagedKVMemory) -> AttentionBackend:
-    if not path.startswith("native"):
-        return TorchAttention(memory)
-    return NativeAttention(memory, kernels(memory.dtype))
 
 
 class Step:
@@ -121,7 +104,7 @@ def check(
             assert not has_finite_head[row], row
 
 
-@pytest.mark.parametrize("path", PATHS)
+@each_path
 @at_least(50)
 @given(
     forest=forests(),
@@ -143,7 +126,7 @@ def test_a_position_that_is_not_seen_has_no_influence(
         check(Step(path, forest), poison, fill, name, gather)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@each_path
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(
     "layout", [LAYOUT, LayerLayout(2, 128, 64), LayerLayout(2, 34, 37)], ids=str
@@ -158,7 +141,7 @@ def test_a_long_prompt_with_one_bad_row(path: str, name: str, layout: LayerLayou
         check(step, {slot: (True, True)}, NAN, name, False)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@each_path
 def test_what_stands_behind_a_sequence_is_not_read(path: str) -> None:
     """The rest of its last block, whatever bits memory or an earlier owner left there."""
     forest = Forest((Span(0, 1, 9, [4, 2, 7]), Span(1, 5, 5, [9, 3]), Span(6, 1, 2, [5])))
@@ -172,7 +155,7 @@ def test_what_stands_behind_a_sequence_is_not_read(path: str) -> None:
         check(Step(path, forest), stale, NAN, name, False)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@each_path
 def test_bad_rows_of_all_layers_are_told_until_the_next_step(path: str) -> None:
     # The compiled kernel in bf16 leaves keys of odd widths to torch operations.
     layouts = [LayerLayout(2, 8, 8), LayerLayout(1, 7, 8), LayerLayout(2, 8, 40)]

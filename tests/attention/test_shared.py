@@ -6,81 +6,89 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headstart.attention import (
-    AttentionBackend,
-    AttentionOptions,
-    LayerLayout,
-    NativeAttention,
-    PagedKVMemory,
-    Span,
-    StepPlan,
-    TorchAttention,
-)
+from headstart.attention import AttentionOptions, LayerLayout, PagedKVMemory, Span, StepPlan
 from headstart.attention.shared import SharedPlan, SharedPlanner, SharingCost, find_groups
 from tests.attention.forests import NUM_BLOCKS, Forest, forests, set_sharing_cost
-from tests.attention.rows import BLOCK, OPTIONS, TOLERANCE, as_kept, kernels, reference, row_dtype
+from tests.attention.rows import (
+    BLOCK,
+    NONFINITE,
+    OPTIONS,
+    PATHS,
+    TOLERANCE,
+    as_kept,
+    each_path,
+    make_backend,
+    reference,
+    row_dtype,
+)
 from tests.examples import at_least
 
 LAYOUT = LayerLayout(2, 16, 12)
 HEADS = 6
-PATHS = {
-    "torch fp32": torch.float32,
-    "torch bf16": torch.bfloat16,
-    "torch int8": torch.int8,
-    "native fp32": torch.float32,
-    "native bf16": torch.bfloat16,
-    "native int8": torch.int8,
-}
 FREE, USUAL = SharingCost(0, 0), SharingCost(0, 32)
 
 
-def make_backend(path: str, memory: PagedKVMemory, share: bool) -> AttentionBackend:
-    if path.startswith("native"):
-        return NativeAttention(memory, kernels(memory.dtype), share=share)
-    return TorchAttention(memory, share=share)
-
-
 def attend(
-    path: str, forest: Forest, options: AttentionOptions, share: bool = True
+    path: str,
+    forest: Forest,
+    options: AttentionOptions,
+    layout: LayerLayout = LAYOUT,
+    share: bool = True,
+    lost: Span | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs of all spans, and what they should be. K/V are all in memory from the start."""
+    """Outputs of all spans, and what they should be. K/V are all in memory from the start.
+
+    Where no span sees them, and where only `lost` does, they are NaN or infinite.
+    """
     dtype = PATHS[path]
     torch.manual_seed(1)
-    memory = PagedKVMemory([LAYOUT], NUM_BLOCKS, BLOCK, dtype, "cpu")
+    memory = PagedKVMemory([layout], NUM_BLOCKS, BLOCK, dtype, "cpu")
     rows = torch.arange(memory.scratch_slot + 1)
+    seen = [
+        [span.block_ids[p // BLOCK] * BLOCK + p % BLOCK for p in range(span.context)]
+        for span in forest.spans
+    ]
+    foreign = torch.ones(len(rows), dtype=torch.bool)
+    for span, own in zip(forest.spans, seen, strict=True):
+        foreign[own] &= span is lost
     keys, values = (
-        as_kept(torch.randn(len(rows), LAYOUT.kv_heads, width), dtype)
-        for width in (LAYOUT.key_dim, LAYOUT.value_dim)
+        as_kept(torch.randn(len(rows), layout.kv_heads, width), dtype)
+        for width in (layout.key_dim, layout.value_dim)
     )
+    for kept in (keys, values):
+        kept[foreign] = NONFINITE.to(kept.dtype)[rows[foreign] % 3].view(-1, 1, 1)
     memory.write(0, rows, keys, values)
     slots = torch.tensor(forest.slots)
-    query = torch.randn(len(slots), HEADS, LAYOUT.key_dim).to(row_dtype(dtype))
+    query = torch.randn(len(slots), HEADS, layout.key_dim).to(row_dtype(dtype))
     backend = make_backend(path, memory, share)
     backend.begin_step(StepPlan(slots, forest.spans))
     out = backend.attend(0, query, keys[slots], values[slots], options)
     backend.end_step()
     found, expected = [], []
-    for span in forest.spans:
-        own = slice(span.first_row, span.first_row + span.num_rows)
-        seen = [span.block_ids[p // BLOCK] * BLOCK + p % BLOCK for p in range(span.context)]
-        found.append(out[own])
-        expected.append(reference(query[own], keys[seen], values[seen], options))
+    for span, own in zip(forest.spans, seen, strict=True):
+        at = slice(span.first_row, span.first_row + span.num_rows)
+        if span is not lost:
+            found.append(out[at])
+            expected.append(reference(query[at], keys[own], values[own], options))
     return found, expected
 
 
-@pytest.mark.parametrize("path", PATHS)
+@each_path
 @at_least(60)
-@given(forest=forests(), name=st.sampled_from(list(OPTIONS)), member=st.sampled_from([0, 0, 5]))
-def test_any_forest_of_sharing(path: str, forest: Forest, name: str, member: int) -> None:
+@given(data=st.data(), forest=forests(), name=st.sampled_from(list(OPTIONS)))
+def test_any_forest_of_sharing(path: str, data: st.DataObject, forest: Forest, name: str) -> None:
+    """Whatever else is in the memory, and in what one of the spans has for itself."""
+    layout = data.draw(st.sampled_from([LAYOUT, LayerLayout(3, 64, 64), LayerLayout(1, 34, 21)]))
+    lost = data.draw(st.none() | st.sampled_from(forest.spans))
     with pytest.MonkeyPatch.context() as patch:
-        set_sharing_cost(patch, SharingCost(0, member))
-        found, expected = attend(path, forest, OPTIONS[name])
+        set_sharing_cost(patch, SharingCost(0, data.draw(st.sampled_from([0, 0, 5]))))
+        found, expected = attend(path, forest, OPTIONS[name], layout, lost=lost)
     for out, wanted in zip(found, expected, strict=True):
         rtol, atol = TOLERANCE[out.dtype]
         torch.testing.assert_close(out.double(), wanted, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@each_path
 def test_groups_on_three_levels(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result is not the very same as without sharing: else nothing was shared."""
     set_sharing_cost(monkeypatch, USUAL)
@@ -98,7 +106,10 @@ def test_groups_on_three_levels(path: str, monkeypatch: pytest.MonkeyPatch) -> N
     for out, wanted in zip(found, expected, strict=True):
         rtol, atol = TOLERANCE[out.dtype]
         torch.testing.assert_close(out.double(), wanted, rtol=rtol, atol=atol)
-    if path != "torch bf16":  # computed in float32, whose differences its rounding hides
+    if path not in (
+        "torch bf16",
+        "torch fp16",
+    ):  # computed in float32, whose differences its rounding hides
         assert not torch.equal(torch.cat(found), torch.cat(alone))
 
 

@@ -1,4 +1,4 @@
-"""The torch backend against attention written out row by row in float64."""
+"""The torch backend against attention written out in float64."""
 
 import pytest
 import torch

@@ -11,6 +11,7 @@ from headstart.models.greedy_head import GreedyHead, every_token, greedy_tokens
 from headstart.models.packed import PackedWeight
 from headstart.native import library
 from tests.examples import at_least
+from tests.native.foreign_rows import among_nonfinite
 
 needs_kernels = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
@@ -38,7 +39,7 @@ def choice(values: list[float], *shape: int, seed: int) -> Tensor:
 
 def check(weight: Tensor, x: Tensor) -> GreedyHead:
     """The head of this weight, after it chose as all logits do."""
-    head = GreedyHead(PackedWeight(weight))
+    head, x = GreedyHead(PackedWeight(weight)), among_nonfinite(x)
     logits = head.weight.multiply(x).float()
     found = head.choose(x)
     assert found == greedy_tokens(logits)
@@ -53,7 +54,13 @@ def check(weight: Tensor, x: Tensor) -> GreedyHead:
 @given(ROWS, INPUTS, OUTPUTS, SEEDS, st.integers(1, 3))
 def test_random_rows(rows: int, inputs: int, outputs: int, seed: int, threads: int) -> None:
     torch.set_num_threads(threads)
-    check(noise(outputs, inputs, seed=seed), noise(rows, inputs, seed=seed + 1))
+    weight, x = noise(outputs, inputs, seed=seed), noise(rows, inputs, seed=seed + 1)
+    found = check(weight, x).choose(x)
+    exact = x.double() @ weight.double().T
+    size = x.double().abs() @ weight.double().abs().T
+    chosen = exact.gather(1, torch.tensor(found).unsqueeze(1))
+    off = 2**-8 * exact.abs() + 1e-5 * size  # of a logit in bfloat16, each way
+    assert bool((exact - off <= chosen + off.gather(1, torch.tensor(found).unsqueeze(1))).all())
 
 
 @needs_kernels
@@ -106,6 +113,7 @@ def test_only_allowed_tokens_are_chosen(
     """Few or most tokens, whole panels without one, rows without any, rows with all."""
     torch.set_num_threads(2)
     weight, x = noise(outputs, inputs, seed=seed), noise(rows, inputs, seed=seed + 1)
+    x = among_nonfinite(x)
     draw = np.random.default_rng(seed)
     kept = np.repeat(draw.random((rows, outputs // 64 + 1)) < share, 64, axis=1)[:, :outputs]
     bits = kept if grouped else draw.random((rows, outputs)) < share

@@ -10,6 +10,7 @@ from headstart.models import half_weight
 from headstart.models.half_weight import HalfEmbedding, HalfLinear, HalfWeight, can_halve
 from headstart.native import avx2_library
 from tests.examples import at_least
+from tests.native.foreign_rows import among_nonfinite
 
 pytestmark = pytest.mark.skipif(avx2_library() is None, reason="no compiled kernels for AVX2 here")
 CPU = torch.device("cpu")
@@ -18,6 +19,7 @@ CPU = torch.device("cpu")
 def make(outputs: int, inputs: int, seed: int, bias: bool) -> HalfWeight:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    weight = among_nonfinite(weight)
     return HalfWeight(weight, torch.randn(outputs, generator=generator) if bias else None)
 
 
@@ -40,6 +42,7 @@ def test_any_shape(
 ) -> None:
     weight = make(outputs, inputs, seed, bias)
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed + 1))
+    x = among_nonfinite(x)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -19,6 +19,7 @@ from headstart.models.packed import (
 )
 from headstart.native import library
 from tests.examples import at_least
+from tests.native.foreign_rows import among_nonfinite
 
 pytestmark = [
     pytest.mark.skipif(library() is None, reason="no compiled kernels here"),
@@ -43,15 +44,21 @@ def threads() -> int:
 
 
 @at_least(80)
-@given(ROWS, WIDTHS, WIDTHS, st.booleans())
-def test_products_are_those_of_float32(rows: int, inputs: int, outputs: int, bias: bool) -> None:
-    weight, x = noise(outputs, inputs), noise(rows, inputs, seed=1)
+@given(ROWS, WIDTHS, WIDTHS, st.booleans(), st.integers(1, 3))
+def test_products_are_those_of_float64(
+    rows: int, inputs: int, outputs: int, bias: bool, threads: int
+) -> None:
+    weight, x = (
+        among_nonfinite(noise(outputs, inputs)),
+        among_nonfinite(noise(rows, inputs, seed=1)),
+    )
     added = noise(outputs, seed=2) if bias else None
+    torch.set_num_threads(threads)
     found = PackedWeight(weight, added).multiply(x)
-    exact = linear(x.float(), weight.float(), None if added is None else added.float())
-    size = linear(x.float().abs(), weight.float().abs())  # rounding grows with what is summed
+    exact = linear(x.double(), weight.double(), None if added is None else added.double())
+    size = linear(x.double().abs(), weight.double().abs())  # rounding grows with what is summed
     assert found.shape == (rows, outputs) and found.dtype == BF16
-    assert bool(((found.float() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * size).all())
+    assert bool(((found.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * size).all())
 
 
 @at_least(40)

@@ -14,10 +14,12 @@ from headstart.models.linear.int4 import (
     Form,
     Grid,
     Int4Linear,
+    Int4Weight,
     Int5Linear,
     pack_int4,
 )
 from tests.examples import at_least
+from tests.native.foreign_rows import among_nonfinite
 from tests.rounded_rows import round_rows
 
 SHAPES = [(1, 1), (7, 3), (64, 48), (131, 95), (300, 896), (2100, 512)]
@@ -29,6 +31,17 @@ PATHS = pytest.mark.parametrize("path", ["bfloat16", "avx512", "avx2", "tiles"])
 
 def draw(rows: int, columns: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def draw_weight(outputs: int, inputs: int, seed: int, form: Form) -> Int4Weight:
+    """Any values, steps and starts of a form; with what outputs and inputs share, or without."""
+    generator, groups = torch.Generator().manual_seed(seed), -(-inputs // GROUP)
+    values = torch.randint(2**form.bits, (outputs, groups * GROUP), generator=generator)
+    steps, starts = draw(outputs, groups, seed).half(), draw(outputs, groups, seed + 1).half()
+    if form.in_bytes:
+        steps, starts = steps.mul(40).abs().byte(), starts.mul(40).abs().byte()
+    common = Common(draw(outputs, 1, seed).exp().flatten(), draw(inputs, 1, seed).exp().flatten())
+    return pack_int4(Grid(values.byte(), steps, starts), form, common if seed % 2 else None)
 
 
 def use(path: str, patch: pytest.MonkeyPatch) -> None:
@@ -163,7 +176,8 @@ def test_a_compiled_product_is_that_of_the_rounded_rows(
     assert (apart <= 1.02 * limits(layer, rows, "tiles")).all()
 
 
-@at_least(150)
+@pytest.mark.parametrize("path", ["bfloat16", "avx512", "avx2"])
+@at_least(100)
 @given(
     outputs=st.integers(1, 70),
     inputs=st.integers(1, 130) | st.sampled_from([896, 1000]),
@@ -171,36 +185,39 @@ def test_a_compiled_product_is_that_of_the_rounded_rows(
     seed=st.integers(0, 1000),
     threads=st.integers(1, 3),
     made=st.sampled_from(LAYERS),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    in_bytes=st.none() | st.booleans(),
 )
-def test_any_shape_on_any_number_of_threads(
+def test_any_shape_and_form_on_any_number_of_threads(
+    path: str,
     outputs: int,
     inputs: int,
     count: int,
     seed: int,
     threads: int,
     made: type[Int4Linear],
-    dtype: torch.dtype,
+    in_bytes: bool | None,
 ) -> None:
+    """Quantised here, or as a file has it; rows lie between such as are not finite."""
     with pytest.MonkeyPatch.context() as patch:
-        if dtype == torch.bfloat16 and kinds.library() is not None:
-            use("bfloat16", patch)
-        layer = made.quantize(draw(outputs, inputs, seed), None, dtype)
-    assert isinstance(layer, made)
-    rows = draw(count, inputs, seed + 1).to(dtype)
-    alone = torch.cat([layer(row) for row in rows.split(1)])
-    path = "tiles" if kinds.avx2_library() is None else "compiled"
-    if layer.packed is not None:
-        path = "bfloat16"
+        use(path, patch)
+        if in_bytes is None:
+            layer = made.quantize(draw(outputs, inputs, seed), None, own_dtype(path))
+        else:
+            layer = made(
+                draw_weight(outputs, inputs, seed, Form(made.bits, in_bytes)), None, own_dtype(path)
+            )
+        assert isinstance(layer, made) and (layer.packed is not None) == (path == "bfloat16")
+        rows = among_nonfinite(draw(count, layer.in_features, seed + 1).to(own_dtype(path)))
+        alone = torch.cat([layer(row) for row in rows.split(1)])
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            together = layer(rows)
+        finally:
+            torch.set_num_threads(before)
     apart = (alone.double() - rows.double() @ layer.unpack().double().T).abs()
     assert (apart <= limits(layer, rows, path)).all()
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        together = layer(rows)
-    finally:
-        torch.set_num_threads(before)
-    assert path == "tiles" or torch.equal(together, alone)
+    assert torch.equal(together, alone)
 
 
 @PATHS

@@ -10,6 +10,7 @@ from headstart.models.linear import QuantizedLinear, make_linear
 from headstart.models.linear import int8 as kinds
 from headstart.models.linear.int8 import Int8Linear, Int8Weight, quantize_int8
 from headstart.native import library
+from tests.native.foreign_rows import among_nonfinite
 
 SHAPES = [(1, 1), (7, 3), (64, 48), (131, 95), (300, 896), (2100, 512)]
 COUNTS = [1, 2, 5, 16, 128, 129, 200]
@@ -106,8 +107,10 @@ def test_any_shape(
     path: str, outputs: int, inputs: int, count: int, threads: int, seed: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        layer = make_layer(make_weight(outputs, inputs, seed), None, path, patch)
-        rows = make_rows(count, inputs).to(own_dtype(path))
+        weight = make_weight(outputs, inputs, seed)
+        layer = make_layer(weight, None, path, patch)
+        assert torch.equal(layer.unpack(), quantize_int8(weight).unpack())
+        rows = among_nonfinite(make_rows(count, inputs).to(own_dtype(path)))
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:

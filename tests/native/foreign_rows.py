@@ -1,0 +1,16 @@
+"""Rows that lie in memory between others which a kernel must not read."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["among_nonfinite"]
+
+
+def among_nonfinite(rows: Tensor) -> Tensor:
+    """The same rows `[rows, width]`, contiguous, with NaN and infinity right before and after."""
+    count, width = rows.shape
+    room = torch.full(((count + 2) * width,), float("nan")).to(rows.dtype)
+    room[1::2] = float("inf")
+    found = room.view(count + 2, width)[1:-1]
+    found[:] = rows
+    return found

@@ -1,0 +1,283 @@
+"""The compiled parts of decoder layers against float64, and whole layers against their parts."""
+
+import ctypes
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headstart.attention import (
+    AttentionOptions,
+    LayerLayout,
+    NativeAttention,
+    PagedKVMemory,
+    Span,
+    StepPlan,
+)
+from headstart.attention.backend import RowShapes
+from headstart.models.packed import PackedWeight
+from headstart.native import library
+from headstart.native.bindings import Layer, LayerRun, Norm
+from tests.attention.rows import BLOCK, TOLERANCE, reference, spoil
+from tests.native.foreign_rows import among_nonfinite
+from tests.native.near import Near, exactly
+
+pytestmark = [
+    pytest.mark.skipif(library() is None, reason="no compiled kernels here"),
+    pytest.mark.usefixtures("bf16_products"),
+]
+
+BF16 = torch.bfloat16
+FEW = st.integers(1, 40)
+ROWS = st.one_of(FEW, FEW, FEW, st.sampled_from([130, 513]))  # 512 fit between two products
+SEEDS, THREADS = st.integers(0, 2**20), st.integers(1, 3)
+EPSILON = 1e-5
+NUM_BLOCKS = 14
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The widths of a layer, and which parts it has."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    bias: bool
+    head_norms: bool
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    kv_heads, group = draw(st.sampled_from([(1, 1), (2, 3), (1, 7), (3, 2)]))
+    head_dim = draw(st.integers(1, 20).map(lambda half: 2 * half) | st.just(64))
+    width, inner = draw(st.integers(1, 70)), draw(st.integers(1, 90))
+    parts = draw(st.booleans()), draw(st.booleans())
+    return Shape(width, kv_heads * group, kv_heads, head_dim, inner, *parts)
+
+
+@dataclass
+class RandomLayer:
+    """A layer's weights as they are, and as the kernels take them."""
+
+    shape: Shape
+    seed: int
+    weights: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    norms: dict[str, Tensor | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one = self.shape
+        self._generator = torch.Generator().manual_seed(self.seed)
+        queries, keys = one.heads * one.head_dim, one.kv_heads * one.head_dim
+        for name, outputs, inputs in (
+            ("q", queries, one.width),
+            ("k", keys, one.width),
+            ("v", keys, one.width),
+            ("o", one.width, queries),
+            ("gate", one.inner, one.width),
+            ("up", one.inner, one.width),
+            ("down", one.width, one.inner),
+        ):
+            weight = self.draw(outputs, inputs) / inputs**0.5
+            self.weights[name] = weight, self.draw(outputs) if one.bias else None
+        for name, width in (("before", one.width), ("after", one.width)):
+            self.norms[name] = 1 + self.draw(width) / 4
+        for name in ("q_heads", "k_heads"):
+            self.norms[name] = 1 + self.draw(one.head_dim) / 4 if one.head_norms else None
+        self._packed = {name: PackedWeight(*parts) for name, parts in self.weights.items()}
+        self.struct = Layer(head_dim=one.head_dim)
+        for name, packed in self._packed.items():
+            setattr(self.struct, name, packed.struct)
+        for name, norm in self.norms.items():
+            if norm is not None:
+                setattr(self.struct, name, Norm(weight=norm.data_ptr(), epsilon=EPSILON))
+        self.address = ctypes.addressof(self.struct)
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator).to(BF16)
+
+    def angles(self, rows: int) -> tuple[Tensor, Tensor]:
+        turns = torch.rand(rows, self.shape.head_dim, generator=self._generator) * 6.3
+        return among_nonfinite(turns.cos().to(BF16)), among_nonfinite(turns.sin().to(BF16))
+
+    def before(self, hidden: Tensor, angles: tuple[Tensor, Tensor], threads: int) -> list[Tensor]:
+        """Queries, keys and values, each `[rows, heads, head_dim]`, by the kernel."""
+        heads = (self.shape.heads, self.shape.kv_heads, self.shape.kv_heads)
+        outs = [torch.empty(len(hidden), count, self.shape.head_dim, dtype=BF16) for count in heads]
+        addresses = [part.data_ptr() for part in (*angles, *outs)]
+        kernels().headstart_before_attention(
+            self.address, hidden.data_ptr(), len(hidden), *addresses, threads
+        )
+        return outs
+
+    def after(self, attended: Tensor | None, hidden: Tensor, threads: int) -> Tensor:
+        """The next layer's hidden rows, or those of the MLP alone, by the kernel."""
+        out = torch.empty_like(hidden)
+        kernels().headstart_after_attention(
+            self.address,
+            None if attended is None else attended.data_ptr(),
+            hidden.data_ptr(),
+            len(hidden),
+            out.data_ptr(),
+            threads,
+        )
+        return out
+
+    def near_before(self, hidden: Tensor, angles: tuple[Tensor, Tensor]) -> list[Near]:
+        """What `before` should be."""
+        rows, dim = len(hidden), self.shape.head_dim
+        normed = exactly(hidden).norm(self.norms["before"], EPSILON)
+        q, k, v = (normed.linear(*self.weights[name]).view(rows, -1, dim) for name in "qkv")
+        return [
+            q.norm(self.norms["q_heads"], EPSILON).rotated(*angles),
+            k.norm(self.norms["k_heads"], EPSILON).rotated(*angles),
+            v,
+        ]
+
+    def near_after(self, attended: Tensor | None, hidden: Tensor) -> Near:
+        """What `after` should be."""
+        middle = exactly(hidden)
+        if attended is not None:
+            middle = (exactly(attended).linear(*self.weights["o"]) + middle).rounded()
+        normed = middle.norm(None if attended is None else self.norms["after"], EPSILON)
+        gate, up = (normed.linear(*self.weights[name]) for name in ("gate", "up"))
+        inner = (gate.silu() * up).rounded()
+        out = inner.linear(*self.weights["down"])
+        return out if attended is None else (out + middle).rounded()
+
+
+def kernels() -> ctypes.CDLL:
+    found = library()
+    assert found is not None
+    return found
+
+
+@given(
+    rows=FEW,
+    width=st.integers(1, 70) | st.sampled_from([896, 1025]),
+    seed=SEEDS,
+    size=st.integers(-20, 20),
+    threads=THREADS,
+)
+def test_norms_are_those_of_float64(
+    rows: int, width: int, seed: int, size: int, threads: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = among_nonfinite((torch.randn(rows, width, generator=generator) * 2.0**size).to(BF16))
+    weight = among_nonfinite(torch.randn(1, width, generator=generator).to(BF16))
+    out = torch.empty_like(x)
+    kernels().headstart_rms_norm(
+        weight.data_ptr(), EPSILON, x.data_ptr(), rows, width, out.data_ptr(), threads
+    )
+    exactly(x).norm(weight[0], EPSILON).check(out)
+
+
+@given(shape=shapes(), rows=ROWS, seed=SEEDS, threads=THREADS)
+def test_queries_keys_and_values_are_those_of_float64(
+    shape: Shape, rows: int, seed: int, threads: int
+) -> None:
+    layer = RandomLayer(shape, seed)
+    hidden, angles = among_nonfinite(layer.draw(rows, shape.width)), layer.angles(rows)
+    found = layer.before(hidden, angles, threads)
+    for out, expected in zip(found, layer.near_before(hidden, angles), strict=True):
+        expected.check(out)
+
+
+@given(shape=shapes(), rows=ROWS, seed=SEEDS, threads=THREADS, alone=st.booleans())
+def test_hidden_rows_after_attention_are_those_of_float64(
+    shape: Shape, rows: int, seed: int, threads: int, alone: bool
+) -> None:
+    """And those of the MLP alone, which takes rows that are normed."""
+    layer = RandomLayer(shape, seed)
+    if alone:
+        layer.struct.after = Norm()
+    hidden = among_nonfinite(layer.draw(rows, shape.width))
+    attended = None
+    if not alone:
+        attended = among_nonfinite(layer.draw(rows, shape.heads * shape.head_dim))
+    layer.near_after(attended, hidden).check(layer.after(attended, hidden, threads))
+
+
+class PagedLayers:
+    """Layers over one memory, whose slots are not finite until a step writes them."""
+
+    def __init__(self, layers: list[RandomLayer], windows: list[int | None], seed: int) -> None:
+        shape = layers[0].shape
+        self.layers, self.shape = layers, shape
+        self.options = [AttentionOptions(shape.head_dim**-0.5, window) for window in windows]
+        layout = LayerLayout(shape.kv_heads, shape.head_dim, shape.head_dim)
+        memory = PagedKVMemory([layout] * len(layers), NUM_BLOCKS, BLOCK, BF16, "cpu")
+        spoil(memory)
+        self.backend = NativeAttention(memory, kernels())
+        generator = torch.Generator().manual_seed(seed)
+        self.blocks = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
+
+    def plan(self, counts: list[int], contexts: list[int]) -> StepPlan:
+        """The last `counts` tokens of sequences, which have four blocks each."""
+        slots: list[int] = []
+        spans = []
+        for at, (count, context) in enumerate(zip(counts, contexts, strict=True)):
+            table = self.blocks[4 * at : 4 * at + 4]
+            spans.append(Span(len(slots), count, context, table))
+            places = range(context - count, context)
+            slots += [table[place // BLOCK] * BLOCK + place % BLOCK for place in places]
+        return StepPlan(torch.tensor(slots), tuple(spans))
+
+    def run(self, hidden: Tensor, angles: tuple[Tensor, Tensor], threads: int) -> Tensor:
+        """All layers in one call."""
+        one = self.shape
+        rows = RowShapes(len(hidden), one.heads, one.kv_heads, one.head_dim, one.head_dim)
+        runs = (LayerRun * len(self.layers))()
+        for at, (layer, options) in enumerate(zip(self.layers, self.options, strict=True)):
+            call = self.backend.compiled(at, rows, options)
+            assert call is not None
+            runs[at] = LayerRun(layer.address, call.step, call.call)
+        found = among_nonfinite(hidden)
+        addresses = [part.data_ptr() for part in angles]
+        kernels().headstart_layers(
+            ctypes.addressof(runs), len(runs), found.data_ptr(), len(found), *addresses, threads
+        )
+        return found
+
+
+@given(shape=shapes(), data=st.data(), seed=SEEDS, threads=THREADS)
+def test_layers_are_their_parts_bit_for_bit(
+    shape: Shape, data: st.DataObject, seed: int, threads: int
+) -> None:
+    """And attention between them is that of float64, over this step's rows and earlier ones."""
+    counts = data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=3))
+    windows = data.draw(st.lists(st.none() | st.integers(1, 8), min_size=1, max_size=3))
+    layers = [RandomLayer(shape, seed + at) for at in range(len(windows))]
+    paged = PagedLayers(layers, windows, seed)
+    kept: dict[tuple[int, int], list[list[Tensor]]] = {}  # K and V of a layer and a sequence
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for extra, rows in ((0, counts), (1, [1] * len(counts))):
+            plan = paged.plan(rows, [count + extra for count in counts])
+            hidden = layers[0].draw(len(plan.slots), shape.width)
+            angles = layers[0].angles(len(hidden))
+            paged.backend.begin_step(plan)
+            together = paged.run(hidden, angles, threads)
+            for at, (layer, options) in enumerate(zip(layers, paged.options, strict=True)):
+                q, k, v = layer.before(hidden, angles, threads)
+                attended = paged.backend.attend(at, q, k, v, options)
+                for number, span in enumerate(plan.spans):
+                    own = slice(span.first_row, span.first_row + span.num_rows)
+                    parts = kept.setdefault((at, number), [[], []])
+                    parts[0].append(k[own])
+                    parts[1].append(v[own])
+                    expected = reference(q[own], *(torch.cat(part) for part in parts), options)
+                    rtol, atol = TOLERANCE[BF16]
+                    torch.testing.assert_close(
+                        attended[own].double(), expected, rtol=rtol, atol=atol
+                    )
+                hidden = layer.after(attended, hidden, threads)
+            paged.backend.end_step()
+            assert torch.equal(together, hidden)
+    finally:
+        torch.set_num_threads(before)

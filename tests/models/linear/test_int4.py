@@ -33,15 +33,20 @@ def draw(rows: int, columns: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
-def draw_weight(outputs: int, inputs: int, seed: int, form: Form) -> Int4Weight:
-    """Any values, steps and starts of a form; with what outputs and inputs share, or without."""
+def draw_weight(outputs: int, inputs: int, seed: int, form: Form) -> tuple[Int4Weight, Tensor]:
+    """Any values, steps and starts of a form; with what outputs and inputs share, or without.
+
+    And how large the two parts of each output's weights are, which may cancel out.
+    """
     generator, groups = torch.Generator().manual_seed(seed), -(-inputs // GROUP)
     values = torch.randint(2**form.bits, (outputs, groups * GROUP), generator=generator)
     steps, starts = draw(outputs, groups, seed).half(), draw(outputs, groups, seed + 1).half()
     if form.in_bytes:
         steps, starts = steps.mul(40).abs().byte(), starts.mul(40).abs().byte()
+    size = form.levels * steps.double().abs() + abs(form.start_unit) * starts.double().abs()
     common = Common(draw(outputs, 1, seed).exp().flatten(), draw(inputs, 1, seed).exp().flatten())
-    return pack_int4(Grid(values.byte(), steps, starts), form, common if seed % 2 else None)
+    weight = pack_int4(Grid(values.byte(), steps, starts), form, common if seed % 2 else None)
+    return weight, size.amax(1)
 
 
 def use(path: str, patch: pytest.MonkeyPatch) -> None:
@@ -200,12 +205,12 @@ def test_any_shape_and_form_on_any_number_of_threads(
     """Quantised here, or as a file has it; rows lie between such as are not finite."""
     with pytest.MonkeyPatch.context() as patch:
         use(path, patch)
+        size = torch.zeros(outputs)
         if in_bytes is None:
             layer = made.quantize(draw(outputs, inputs, seed), None, own_dtype(path))
         else:
-            layer = made(
-                draw_weight(outputs, inputs, seed, Form(made.bits, in_bytes)), None, own_dtype(path)
-            )
+            weight, size = draw_weight(outputs, inputs, seed, Form(made.bits, in_bytes))
+            layer = made(weight, None, own_dtype(path))
         assert isinstance(layer, made) and (layer.packed is not None) == (path == "bfloat16")
         rows = among_nonfinite(draw(count, layer.in_features, seed + 1).to(own_dtype(path)))
         alone = torch.cat([layer(row) for row in rows.split(1)])
@@ -216,7 +221,10 @@ def test_any_shape_and_form_on_any_number_of_threads(
         finally:
             torch.set_num_threads(before)
     apart = (alone.double() - rows.double() @ layer.unpack().double().T).abs()
-    assert (apart <= limits(layer, rows, path)).all()
+    columns = torch.ones(rows.shape[1]) if layer.columns is None else layer.columns
+    summed = (rows.double() * columns).abs().sum(1, keepdim=True)
+    parts = 3e-6 * summed * layer.scales.double() * size
+    assert (apart <= limits(layer, rows, path) + parts).all()
     assert torch.equal(together, alone)
 
 

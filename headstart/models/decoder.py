@@ -15,7 +15,7 @@ from headstart.errors import ModelError
 from headstart.models.files import FileStamp, stamp_files
 from headstart.models.fused import FusionSwitch
 from headstart.models.greedy_head import greedy_tokens, mask_logits
-from headstart.models.linear import QuantizedLinear
+from headstart.models.linear import Int8Embedding, QuantizedLinear
 from headstart.models.lora.files import Widths
 from headstart.native import level
 
@@ -117,7 +117,8 @@ class DecoderModel(ABC):
         """True if the layer of this dotted name was made of this weight."""
         module = dict(self.module.named_modules()).get(name)
         given = weight.to(self.device)
-        if isinstance(module, QuantizedLinear):  # made of the file's weight, or of a converted one
+        # Made of the file's weight, or of a converted one.
+        if isinstance(module, QuantizedLinear | Int8Embedding):
             return module.is_of(given) or module.is_of(given.to(self.dtype))
         own = self.weight(name)
         return own is not None and torch.equal(given.to(own.dtype), own)

@@ -19,9 +19,9 @@ from headstart.models.files import fingerprint_files
 from headstart.models.fused import FusedLayer, FusedLayers, FusionSwitch
 from headstart.models.greedy_head import GreedyHead
 from headstart.models.half_weight import HalfEmbedding, HalfLinear
-from headstart.models.linear import QuantizedLinear
+from headstart.models.linear import Int8Embedding, QuantizedLinear
 from headstart.models.lora.files import Widths
-from headstart.models.packed import PackedLinear
+from headstart.models.packed import PackedEmbedding, PackedLinear
 
 __all__ = ["DenseDecoder", "DenseModules", "Description"]
 
@@ -123,11 +123,11 @@ class DenseDecoder(DecoderModel):
 
     def weight(self, name: str) -> Tensor | None:
         module = dict(self._modules.named_modules()).get(name)
-        if isinstance(module, PackedLinear):
+        if isinstance(module, (PackedLinear, PackedEmbedding)):
             return module.packed.unpack()
         if isinstance(module, (HalfLinear, HalfEmbedding)):
             return module.matrix.weight.float()
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, (QuantizedLinear, Int8Embedding)):
             return module.unpack()
         found = getattr(module, "weight", None)
         return found.detach() if isinstance(found, Tensor) else None

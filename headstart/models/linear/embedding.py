@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.models.linear.base import WeightKind
-from headstart.models.linear.int8 import Int8Linear, Int8Weight
+from headstart.models.linear.int8 import Int8Linear, Int8Weight, quantize_int8
 from headstart.models.packed import PackedWeight
 
 __all__ = ["Int8Embedding"]
@@ -33,6 +33,18 @@ class Int8Embedding(nn.Module):
         """Read rows where the head, whose weight it is, has packed it: there is no second copy."""
         if head.packed is not None:
             self._packed, self.values = head.packed, None
+
+    def unpack(self) -> Tensor:
+        """The table that rows are read from, float32 `[count, width]`."""
+        values = self.values if self._packed is None else self._packed.unpack()
+        assert values is not None
+        return Int8Weight(values, self.scales).unpack()
+
+    def is_of(self, weight: Tensor) -> bool:
+        """True if the table is what quantising `weight` gives."""
+        if weight.shape != (self.num_embeddings, self.embedding_dim):
+            return False
+        return torch.equal(quantize_int8(weight).unpack(), self.unpack())
 
     def forward(self, numbers: Tensor) -> Tensor:
         if self._packed is not None:

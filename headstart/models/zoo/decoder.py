@@ -17,9 +17,9 @@ from headstart.models.context_length import context_length
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.files import fingerprint_files
 from headstart.models.fused import FusionSwitch
-from headstart.models.linear import QuantizedLinear
+from headstart.models.linear import Int8Embedding, QuantizedLinear
 from headstart.models.lora.files import Widths
-from headstart.models.packed import PackedLinear
+from headstart.models.packed import PackedEmbedding, PackedLinear
 
 __all__ = ["TransformersDecoder", "fingerprint_memory", "forward_rows", "text_part"]
 
@@ -111,9 +111,9 @@ class TransformersDecoder(DecoderModel):
 
     def weight(self, name: str) -> Tensor | None:
         module = dict(self._model.named_modules()).get(name)
-        if isinstance(module, PackedLinear):
+        if isinstance(module, (PackedLinear, PackedEmbedding)):
             return module.packed.unpack()
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, (QuantizedLinear, Int8Embedding)):
             return module.unpack()
         found = dict(self._model.named_parameters(remove_duplicate=False)).get(f"{name}.weight")
         return None if found is None else found.detach()

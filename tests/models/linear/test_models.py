@@ -5,6 +5,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -56,7 +57,7 @@ def in_float(folder: Path, model: DecoderModel) -> Any:
     return plain
 
 
-def load_zoo(folder: Path, dtype: str = "float32", *, weights: WeightKind) -> DecoderModel:
+def load_zoo(folder: Path, dtype: str = "float32", *, weights: WeightKind | None) -> DecoderModel:
     """The model in transformers' own modules."""
     return load_transformers(folder, getattr(torch, dtype), torch.device("cpu"), weights=weights)
 
@@ -118,6 +119,14 @@ def test_every_layer_of_the_text_is_replaced(kind: WeightKind, load: Any, tmp_pa
     assert model.weight("model.norm") is not None and model.weight("model") is None
 
 
+def tied_llama(folder: Path) -> Path:
+    """A model whose LM head is its embedding."""
+    config = AutoModelForCausalLM.from_pretrained(save_tiny("llama", folder / "own")).config
+    config.tie_word_embeddings = True
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "tied")
+    return folder / "tied"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("load", [load_model, load_zoo])
 def test_embeddings_that_share_the_heads_weight_share_its_values(
@@ -125,10 +134,7 @@ def test_embeddings_that_share_the_heads_weight_share_its_values(
 ) -> None:
     if library() is not None:
         monkeypatch.setattr(int8, "level", lambda: AMX)
-    config = AutoModelForCausalLM.from_pretrained(save_tiny("llama", tmp_path / "own")).config
-    config.tie_word_embeddings = True
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tied")
-    model = load(tmp_path / "tied", dtype, weights="int8")
+    model = load(tied_llama(tmp_path), dtype, weights="int8")
     table, head = model.layer("model.embed_tokens"), model.layer("lm_head")
     assert isinstance(table, Int8Embedding) and isinstance(head, QuantizedLinear)
     assert (table.values is None) == (head.packed is not None)  # there are no two copies
@@ -138,6 +144,23 @@ def test_embeddings_that_share_the_heads_weight_share_its_values(
     with pytest.raises(IndexError):
         table(torch.tensor([VOCABULARY]))
     assert model.vocab_size == VOCABULARY and model.dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+@pytest.mark.parametrize("load", [load_model, load_zoo])
+def test_a_model_knows_the_table_that_it_was_made_of(
+    tmp_path: Path, load: Any, weights: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter with a copy of the embedding was refused, by what held it in this process."""
+    if library() is not None:
+        monkeypatch.setattr(int8, "level", lambda: AMX)
+    kind = None if load is load_zoo and weights == "auto" else weights
+    model = load(tied_llama(tmp_path), dtype, weights=kind)
+    given = load_file(tmp_path / "tied" / "model.safetensors")["model.embed_tokens.weight"]
+    for name in ("model.embed_tokens", "lm_head"):
+        assert model.holds(name, given)
+        assert not model.holds(name, given.roll(1, 0)) and not model.holds(name, given[1:])
 
 
 def test_routers_and_experts_stay_as_they_are(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "download_model",
     "find_folder",
     "fingerprint_files",
+    "is_gguf",
     "is_omni",
     "read_json",
     "stamp_files",
@@ -49,8 +50,9 @@ OMNI_TYPES = ("qwen2_5_omni", "qwen3_omni_moe")
 """Models that `Omni` runs, by the `model_type` of their configuration."""
 
 # Everything that a model or its tokenizer may need, and no second copy of the weights in the
-# formats of other frameworks.
+# formats of other frameworks, Mistral's own (consolidated.safetensors) and Meta's among them.
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+_UNWANTED = ["consolidated*", "original/*"]
 # Keys of a quantization_config, wherever it stands.
 _QUANTISED = frozenset({"quant_method", "load_in_4bit", "load_in_8bit"})
 _INTEGERS = frozenset({"BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
@@ -74,13 +76,13 @@ def find_folder(model: str | Path) -> Path:
         path = Path(model).expanduser()
         if path.is_dir():
             return path
-        is_gguf = path.suffix == ".gguf" and path.is_file()
-        if path.exists() and not is_gguf:
+        is_gguf_file = path.suffix == ".gguf" and path.is_file()
+        if path.exists() and not is_gguf_file:
             raise ModelNotFoundError(f"{model} is a file; a model is a folder with a config.json")
     except (OSError, RuntimeError) as error:  # the name is too long, or ~user does not exist
         why = error.strerror if isinstance(error, OSError) else error
         raise ModelNotFoundError(f"there is no folder {shorten(str(model))}: {why}") from error
-    if is_gguf:
+    if is_gguf_file:
         made: Path = load_module("headstart.models.gguf.folder").gguf_folder(path)
         return made
     name = str(model)
@@ -120,7 +122,14 @@ def download_model(name: str) -> Path:
     A connection that breaks off is taken up where it was. Raises `ModelNotFoundError`.
     """
     try:
-        return Path(hub.snapshot_download(name, etag_timeout=_HUB_TIMEOUT, allow_patterns=_WANTED))
+        return Path(
+            hub.snapshot_download(
+                name,
+                etag_timeout=_HUB_TIMEOUT,
+                allow_patterns=_WANTED,
+                ignore_patterns=_UNWANTED,
+            )
+        )
     except hub.errors.HFValidationError as error:
         raise ModelNotFoundError(
             f"there is no folder {name!r}, and it is no hub name (owner/name) either{_meant(name)}"
@@ -244,6 +253,11 @@ def weight_files(folder: Path) -> list[Path]:
     raise DamagedModelError(
         f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json"
     )
+
+
+def is_gguf(folder: Path) -> bool:
+    """True if the weights in `folder` are those of a GGUF file; raises `DamagedModelError`."""
+    return weight_files(folder)[0].suffix == ".gguf"
 
 
 def _shards(index: Path) -> list[Path]:

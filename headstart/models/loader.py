@@ -11,7 +11,7 @@ from headstart.models.decoder import DecoderModel
 from headstart.models.dense.loader import load_dense
 from headstart.models.dense.shape import OtherKind
 from headstart.models.dtypes import computes_wider, fast_dtype, find_device, find_dtype
-from headstart.models.files import check_files, find_folder
+from headstart.models.files import check_files, find_folder, is_gguf
 from headstart.models.linear import find_kind
 from headstart.models.prefetch import ReadyMemory
 
@@ -43,7 +43,7 @@ def load_model(
         return load_dense(folder, fast, wanted, ready_memory, kind)
     except OtherKind as other:
         reason = str(other)
-    if (folder / "model.gguf").is_file():
+    if is_gguf(folder):
         raise UnsupportedModelError(f"{model} is not a GGUF file that headstart reads: {reason}")
     _log.debug("%s runs through transformers: %s", folder, reason)
     # transformers' modelling code takes seconds to import.

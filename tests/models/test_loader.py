@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,12 @@ def test_shards_hold_the_same_model(saved: Path, saved_in_shards: Path) -> None:
     one, many = load_model(saved).module.state_dict(), load_model(saved_in_shards).module
     for name, tensor in many.state_dict().items():
         assert torch.equal(tensor, one[name])
+
+
+def test_a_gguf_file_beside_the_weights_is_not_read(saved: Path, folder: Path) -> None:
+    """It was, under the fingerprint of the other file: K and V of two models had one name."""
+    (folder / "model.gguf").write_bytes(b"GGUF of another model")
+    assert load_model(folder).fingerprint() == load_model(saved).fingerprint()
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bfloat16", torch.bfloat16), ("half", torch.float16)])
@@ -179,11 +186,18 @@ def test_hub_name_without_network() -> None:
 
 def test_hub_name_asks_the_network_last(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
     calls = []
+    repository = ["config.json", "model.safetensors", "tokenizer.model", "1_Pooling/config.json"]
+    copies = ["consolidated.safetensors", "original/params.json", "pytorch_model.bin"]
 
     def download(name: str, **options: Any) -> str:
         calls.append((name, options.get("local_files_only", False)))
         if options.get("local_files_only"):
             raise FileNotFoundError(name)
+        some, others = (
+            {name for name in repository + copies if any(fnmatch(name, one) for one in patterns)}
+            for patterns in (options["allow_patterns"], options["ignore_patterns"])
+        )
+        assert some - others == {*repository}, "a second copy of the weights"
         return str(saved)
 
     monkeypatch.setattr(hub, "snapshot_download", download)

@@ -27,7 +27,7 @@ from headstart.models.dense.weights import (
 )
 from headstart.models.dtypes import own_dtype
 from headstart.models.families import FAMILIES, read_shape
-from headstart.models.files import read_json, stamp_files
+from headstart.models.files import is_gguf, read_json, stamp_files
 from headstart.models.gguf.checkpoint import GGUFCheckpoint
 from headstart.models.half_weight import can_halve
 from headstart.models.linear import WeightKind
@@ -110,7 +110,7 @@ def _opened(folder: Path, scheme: Scheme | None) -> Iterator[Checkpoint | GGUFCh
 
 
 def _open_checkpoint(folder: Path, scheme: Scheme | None) -> Checkpoint | GGUFCheckpoint:
-    if (folder / "model.gguf").is_file():
+    if is_gguf(folder):
         return GGUFCheckpoint(folder)
     return Checkpoint(folder) if scheme is None else PrequantisedCheckpoint(folder, scheme)
 

@@ -21,7 +21,7 @@ from headstart.models.dense.loader import check_tensors, describe_decoder
 from headstart.models.dense.modules import DecoderLayer, StepAttention
 from headstart.models.dense.shape import DecoderShape, OtherKind
 from headstart.models.dense.weights import Checkpoint, FloatReader, Outline
-from headstart.models.files import check_files, find_folder, read_json, weight_files
+from headstart.models.files import check_files, find_folder, is_gguf, read_json, weight_files
 from headstart.models.gptq.folder import CheckpointFolder, pack
 from headstart.models.gptq.inputs import linear_of, make_step, see_input, see_inputs, stages
 from headstart.models.gptq.rounding import Rows, round_weight
@@ -90,7 +90,7 @@ def plan_quantizing(model: str | Path, target: Path, text: Path | None = None) -
 def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
     """The decoder in a folder, and the names of its tensors."""
     given = read_json(source / "config.json").get("quantization_config")
-    if given is not None or (source / "model.gguf").is_file():
+    if given is not None or is_gguf(source):
         kind = given.get("quant_method") if isinstance(given, dict) else "GGUF"
         raise UnsupportedModelError(
             f"{source} is quantised already, as {describe(kind)}; allowed: weights in float"

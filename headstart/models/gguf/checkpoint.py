@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.errors import UnsupportedModelError
 from headstart.models.dense.shape import OtherKind
 from headstart.models.gguf.blocks import FORMATS, read_weight
 from headstart.models.gguf.library import ROPE_FACTORS, import_gguf
@@ -52,7 +53,12 @@ ARCHITECTURES = {
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 # What has no kind of 4 bits that holds it; all others are kept in 8.
-_NARROW = frozenset({"Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS"})
+_NARROW = frozenset(
+    {
+        *("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS"),
+        *("IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M"),
+    }
+)
 _PLACE = re.compile(r"(?:blk\.(\d{1,9})\.)?([a-z_]+)\.(weight|bias)")
 
 
@@ -106,9 +112,14 @@ class GGUFCheckpoint:
         return [torch.float32 for _ in names]
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor in float32, in memory of its own."""
+        """The tensor in float32, in memory of its own; raises `UnsupportedModelError`."""
         entry = self._tensors[name]
-        data = self._gguf.quants.dequantize(self._rows(name, entry.data), entry.tensor_type)
+        try:
+            data = self._gguf.quants.dequantize(self._rows(name, entry.data), entry.tensor_type)
+        except NotImplementedError as error:
+            raise UnsupportedModelError(
+                f"{name} is of the format {self._type(name)}, which the package gguf does not read"
+            ) from error
         found = torch.from_numpy(data.astype("float32")).view(self.shapes[name])
         # llama.cpp keeps Gemma's norms with the 1 that the model adds to them.
         return found - 1 if "norm" in name and self._architecture.startswith("gemma") else found

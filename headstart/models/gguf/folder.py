@@ -76,11 +76,14 @@ def _is_whole(folder: Path) -> bool:
 def _write(gguf: Any, file: Path, folder: Path) -> None:
     given: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
+        reader = gguf.GGUFReader(file)
+        _check_whole(file, reader)
         with silence_transformers():
             config = AutoConfig.from_pretrained(file.parent, **given)
             tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
-        reader = gguf.GGUFReader(file)
         changes = _attention(config, reader) | _rotation(config, reader)
+    except UnsupportedModelError:
+        raise
     # transformers raises KeyError, TypeError, ValueError, OSError; the tokenizers a bare Exception.
     except Exception as error:
         reason = " ".join(str(error).split())
@@ -94,6 +97,17 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
     content["dtype"] = "bfloat16"
     (folder / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
     (folder / "model.gguf").symlink_to(file)
+
+
+def _check_whole(file: Path, reader: Any) -> None:
+    """Raise `UnsupportedModelError` for one of several files that hold a model together."""
+    field = reader.fields.get("split.count")
+    count = 1 if field is None else int(field.contents())
+    if count > 1:
+        raise UnsupportedModelError(
+            f"{file} is one of {count} files of a model; allowed: one file, as llama.cpp's "
+            "`llama-gguf-split --merge` makes it of them"
+        )
 
 
 def _attention(config: Any, reader: Any) -> dict[str, Any]:

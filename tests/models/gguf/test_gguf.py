@@ -20,7 +20,7 @@ from headstart import LLM, SamplingParams
 from headstart.errors import HeadstartError, ModelNotFoundError, UnsupportedModelError
 from headstart.models.gguf import library
 from headstart.models.gguf.blocks import FORMATS, read_weight
-from headstart.models.gguf.checkpoint import ARCHITECTURES
+from headstart.models.gguf.checkpoint import _NARROW, ARCHITECTURES
 from headstart.models.linear import Int8Embedding, QuantizedLinear
 from headstart.models.linear.int4 import Int4Linear, Int5Linear
 from headstart.models.loader import load_model
@@ -75,10 +75,11 @@ def write_gguf(
     kind: str,
     scaling: str | None = None,
     factors: torch.Tensor | None = None,
+    files: int | None = None,
 ) -> Path:
     """The model as llama.cpp converts it, its matrices in one format.
 
-    factors: what it divides the frequencies of rotary positions by.
+    factors: what it divides the frequencies of rotary positions by. files: of how many it is one.
     """
     config = model.config
     writer = gguf.GGUFWriter(file, architecture)
@@ -96,6 +97,8 @@ def write_gguf(
     if scaling is not None:
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
         writer.add_rope_scaling_factor(8.0)
+    if files is not None:
+        writer.add_uint16("split.count", files)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     if architecture == "gemma2":
@@ -237,6 +240,28 @@ def test_other_architectures_and_other_files_are_refused(tmp_path: Path) -> None
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(8))
     with pytest.raises(Exception, match=r"broken\.gguf cannot be read"):
         load_model(tmp_path / "broken.gguf")
+
+
+def test_one_of_several_files_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """It was said that layers behind the file's last one have no shape."""
+    model = make_model("llama")
+    file = write_gguf(tmp_path / "a-00001-of-00002.gguf", "llama", model, "F32", files=2)
+    with pytest.raises(UnsupportedModelError, match=r"one of 2 files.*llama-gguf-split --merge"):
+        load_model(file)
+    load_model(write_gguf(tmp_path / "whole.gguf", "llama", model, "F32", files=1))
+
+
+def test_a_format_that_the_package_does_not_read_is_named(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.double())
+    file = write_gguf(tmp_path / "a.gguf", "llama", model, "F32")
+    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight is of the format F64"):
+        load_model(file)
+
+
+def test_formats_of_few_bits_become_int4() -> None:
+    """IQ2_XXS, of 2 bits, became int8."""
+    assert {kind.name for kind in gguf.quants._type_traits if kind.name[:2] == "IQ"} <= _NARROW
 
 
 @pytest.mark.parametrize("scaling", ["linear", "yarn", "longrope"])

@@ -76,8 +76,9 @@ def read_ahead(
     found = read_json(folder / "config.json")
     kept = found.get("dtype", found.get("torch_dtype"))
     packed = is_usable() and device == "cpu" and kept == "bfloat16" and dtype in ("auto", kept)
-    packed = packed and weights == "auto"
     files = weight_files(folder)
+    floats = "quantization_config" not in found and files[0].suffix != ".gguf"
+    packed = packed and weights == "auto" and floats  # what is quantised has memory of its own
     size = sum(file.stat().st_size for file in files)
     if not hasattr(os, "posix_fadvise") or size > _memory() // _MOST:
         return None

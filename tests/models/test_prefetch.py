@@ -108,6 +108,24 @@ def test_memory_is_for_weights_that_will_be_packed(
     assert size("bfloat16") == 0
 
 
+@pytest.mark.parametrize("is_gguf", [True, False])
+def test_no_memory_is_got_for_weights_that_are_quantised(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_gguf: bool
+) -> None:
+    """As much as the file was touched, and held beside the weights until all of them were read."""
+    monkeypatch.setattr(prefetch, "is_usable", lambda: True)
+    memory = read_ahead(folder, "auto", "cpu")
+    assert memory is not None and touched(memory) > 0
+    if is_gguf:
+        (folder / "model.safetensors").rename(folder / "model.gguf")
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"quantization_config": {"quant_method": "awq"}}
+        (folder / "config.json").write_text(json.dumps(config))
+    memory = read_ahead(folder, "auto", "cpu")
+    assert memory is not None and touched(memory) == 0
+
+
 def test_none_is_got_for_a_large_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "_memory", lambda: mmap.PAGESIZE)
     assert read_ahead(folder, "auto", "cpu") is None

@@ -5,7 +5,7 @@ One library serves every x86 CPU. Most kernels need AVX-512 with its bf16 and VN
 (`avx2_library`). If the library was not built or the CPU lacks these, both are None and callers use
 torch operations instead. Where the CPU has AMX, products in bf16 use it. In the environment
 `HEADSTART_NATIVE=0` switches all kernels off, `HEADSTART_CPU=avx2` those beyond AVX2,
-`HEADSTART_CPU=avx512` AMX.
+`HEADSTART_CPU=avx512` AMX; any other value of it raises `ConfigError`.
 
 Kernels take plain numbers, addresses and structs (ctypes), as `bindings` declares them. They run
 on the threads of torch's own OpenMP library: a second thread pool would compete for the cores.
@@ -19,6 +19,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
 
+from headstart.errors import ConfigError
 from headstart.machine import cpu_flags
 from headstart.native import bindings
 
@@ -33,7 +34,7 @@ NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"
 _NEEDED_FOR_AVX2 = frozenset({"avx2", "fma"})
 # What headstart_native_level() tells.
 _AVX2, _AVX512, AMX = 1, 2, 3
-_CAPS = {"avx2": _AVX2, "avx512": _AVX512}  # of HEADSTART_CPU
+_CAPS = {"": AMX, "avx2": _AVX2, "avx512": _AVX512}  # of HEADSTART_CPU
 
 _FOLDER = Path(__file__).parent
 _log = logging.getLogger(__name__)
@@ -61,11 +62,11 @@ def is_built() -> bool:
 
 def level() -> int:
     """Which kernels can be used: 0 none, 1 for AVX2, 2 for AVX-512 too, 3 (`AMX`) all."""
+    cap = os.environ.get("HEADSTART_CPU", "")
+    if cap not in _CAPS:
+        raise ConfigError(f"HEADSTART_CPU is {cap!r}; it may be avx2, avx512, or unset")
     found = None if os.environ.get("HEADSTART_NATIVE", "1") == "0" else _load(_FOLDER)
-    if found is None:
-        return 0
-    most = _CAPS.get(os.environ.get("HEADSTART_CPU", ""), AMX)
-    return min(most, int(found.headstart_native_level()))
+    return 0 if found is None else min(_CAPS[cap], int(found.headstart_native_level()))
 
 
 @cache
@@ -95,6 +96,11 @@ def _threaded() -> ctypes.CDLL | None:
         found.headstart_native_use_amx(level() >= AMX)
         if functions is not None:
             found.headstart_native_threads(*functions)
+        else:
+            _log.warning(
+                "compiled kernels run on one thread: torch is not linked to an OpenMP library "
+                "with GNU's interface"
+            )
     return found
 
 

@@ -14,6 +14,7 @@ import torch
 
 from headstart import native
 from headstart.attention import LayerLayout, PagedKVMemory, make_backend
+from headstart.errors import ConfigError
 from headstart.machine import cpu_flags
 from headstart.models.packed import PackedWeight
 
@@ -157,14 +158,26 @@ def test_the_kernels_that_the_cpu_can_run_and_the_cap(
     assert (native.avx2_library() is not None) == avx2
 
 
+def test_a_cap_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was no cap at all: whoever compared kinds of CPU compared one with itself."""
+    monkeypatch.setenv("HEADSTART_CPU", "AVX-2")
+    with pytest.raises(ConfigError, match="HEADSTART_CPU is 'AVX-2'; it may be avx2, avx512"):
+        native.level()
+
+
 @pytest.mark.parametrize(
     ("level", "cap", "expected"), [(3, "", True), (3, "avx512", False), (2, "", False)]
 )
 @pytest.mark.parametrize("openmp", [None, [1, 2, 3]])
 def test_amx_multiplies_where_the_cpu_has_it(
-    level: int, cap: str, expected: bool, openmp: list[int] | None, monkeypatch: pytest.MonkeyPatch
+    level: int,
+    cap: str,
+    expected: bool,
+    openmp: list[int] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    logged: list[logging.LogRecord],
 ) -> None:
-    """Whatever torch's threads are: the level says which kernels run."""
+    """Whatever torch's threads are: the level says which kernels run. One thread is told of."""
     told: list[bool] = []
 
     class Library:
@@ -186,6 +199,8 @@ def test_amx_multiplies_where_the_cpu_has_it(
     finally:
         native._threaded.cache_clear()
     assert told == [expected]
+    said = [record.getMessage() for record in logged]
+    assert len(said) == (openmp is None) and all("run on one thread" in text for text in said)
 
 
 def test_the_baseline_has_no_instruction_that_a_cpu_may_lack() -> None:

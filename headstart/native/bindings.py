@@ -145,48 +145,37 @@ class Screen(ctypes.Structure):
 _ROWS: tuple[type[NamedTuple], ...] = (Segment, Merger)
 _STRUCTS = (AttentionStep, AttentionCall, Weight, Norm, Layer, LayerRun, Screen)
 
-_INT8 = ((c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int), None)
-_INT4 = (
-    (*(c_void_p,) * 3, c_int64, c_int64, c_int, c_void_p, c_int64, c_void_p, c_int),
-    None,
-)
-# Arguments, then the result. Addresses are c_void_p, which takes integers and `ctypes.byref`.
-_FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
-    "native_threads": ((c_void_p, c_void_p, c_void_p), None),
-    "native_use_amx": ((c_int,), None),
-    "attend": ((c_void_p, c_void_p), None),
-    "attend_float32": ((c_void_p, c_void_p), None),
-    "attend_int8": ((c_void_p, c_void_p), None),
-    "pack": ((c_void_p, c_int64, c_int64, c_void_p, c_int), None),
-    "rows": ((c_void_p, c_void_p, c_int64, c_void_p, c_int), None),
-    "linear": ((c_void_p, c_void_p, c_int64, c_void_p, c_int), None),
-    "half_linear": (
-        (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
-        None,
-    ),
-    "int8_linear": _INT8,
-    "int4_linear": _INT4,
-    "int4_linear_avx512": _INT4,
-    "rms_norm": ((c_void_p, c_float, c_void_p, c_int64, c_int64, c_void_p, c_int), None),
-    "before_attention": (
-        (c_void_p, c_void_p, c_int64, *(c_void_p,) * 5, c_int),
-        None,
-    ),
-    "after_attention": ((c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int), None),
-    "layers": ((c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int), None),
-    "screen": ((c_void_p, c_void_p, c_int), None),
-    "greedy_tokens": (
-        (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int),
-        None,
-    ),
+_SIZES = (c_int64, c_int64)  # outputs and inputs of a weight
+_PRODUCT = (c_void_p, c_int64, c_void_p, c_int)  # rows, their number, where to, threads
+# The arguments of functions, which return nothing. Addresses are c_void_p, which takes integers and
+# `ctypes.byref`.
+_FUNCTIONS: dict[str, tuple[type, ...]] = {
+    "native_threads": (c_void_p, c_void_p, c_void_p),
+    "native_use_amx": (c_int,),
+    "attend": (c_void_p, c_void_p),
+    "attend_float32": (c_void_p, c_void_p),
+    "attend_int8": (c_void_p, c_void_p),
+    "pack": (c_void_p, c_int64, c_int64, c_void_p, c_int),
+    "rows": (c_void_p, c_void_p, c_int64, c_void_p, c_int),
+    "linear": (c_void_p, c_void_p, c_int64, c_void_p, c_int),
+    "half_linear": (c_void_p, c_void_p, *_SIZES, *_PRODUCT),
+    "int8_linear": (c_void_p, c_void_p, *_SIZES, *_PRODUCT),
+    "int4_linear": (c_void_p, c_void_p, c_void_p, *_SIZES, c_int, *_PRODUCT),
+    "int4_linear_avx512": (c_void_p, c_void_p, c_void_p, *_SIZES, c_int, *_PRODUCT),
+    "rms_norm": (c_void_p, c_float, c_void_p, c_int64, c_int64, c_void_p, c_int),
+    "before_attention": (c_void_p, c_void_p, c_int64, *(c_void_p,) * 5, c_int),
+    "after_attention": (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int),
+    "layers": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int),
+    "screen": (c_void_p, c_void_p, c_int),
+    "greedy_tokens": (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int),
 }
 
 
 def declare(library: ctypes.CDLL) -> None:
     """Give every kernel its signature, so that ctypes converts its arguments for C++."""
-    for name, (arguments, result) in _FUNCTIONS.items():
+    for name, arguments in _FUNCTIONS.items():
         function = getattr(library, f"headstart_{name}")
-        function.argtypes, function.restype = arguments, result
+        function.argtypes, function.restype = arguments, None
 
 
 def expected_layout() -> dict[str, int]:

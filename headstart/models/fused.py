@@ -1,9 +1,10 @@
-"""Parts of a decoder as one compiled call each, in place of transformers' own modules.
+"""Parts of a decoder as one compiled call each, in place of its modules.
 
 A fused part replaces the `forward` of one module object and uses the packed weights of its
 children. The children stay in place and can still be called. The module's own forward, which calls
 them one by one, runs if fusion is switched off or the call is not a step over paged K/V.
-`headstart.models.zoo.swap` decides which modules get a fused part.
+`headstart.models.zoo.swap` decides which of transformers' modules get a fused part;
+`headstart.models.dense.decoder` runs all layers of its own modules as one call.
 """
 
 import ctypes
@@ -133,6 +134,7 @@ class FusedLayer:
         self.hidden_size = weights["q"].inputs
         self.widths = [weights[name].outputs for name in "qkv"]
         weights |= _mlp_parts(layer.get_submodule("mlp"))
+        self.inner = weights["gate"].outputs
         self._check_shapes(weights, {name: norm[0] for name, norm in norms.items()})
         self._struct = Layer(head_dim=self.head_dim)
         _fill(self._struct, weights)
@@ -218,7 +220,8 @@ class FusedLayer:
 class FusedLayers:
     """All layers of one model with their attention as one compiled call.
 
-    Layers run one by one if their widths differ or compiled code cannot run their attention.
+    Layers run one by one if their widths differ, since they share the memory of one call, or if
+    compiled code cannot run their attention.
     """
 
     def __init__(self, layers: Sequence[FusedLayer]) -> None:
@@ -227,7 +230,7 @@ class FusedLayers:
         self._function = found.headstart_layers
         self._layers = tuple(layers)
         self._alike = (
-            len({(layer.head_dim, layer.hidden_size, *layer.widths) for layer in layers}) == 1
+            len({(one.head_dim, one.hidden_size, one.inner, *one.widths) for one in layers}) == 1
         )
         self._runs = (LayerRun * len(layers))()
         for run, layer in zip(self._runs, layers, strict=True):

@@ -6,7 +6,7 @@ from transformers import LlamaForCausalLM
 
 from headstart.attention import AttentionOptions, Span, StepPlan
 from headstart.errors import EngineError
-from headstart.models.fused import FusedLayer, FusedMLP, FusedNorm, FusionSwitch
+from headstart.models.fused import FusedLayer, FusedLayers, FusedMLP, FusedNorm, FusionSwitch
 from headstart.models.packed import PackedLinear, PackedWeight
 from headstart.models.zoo.swap import accelerate
 from headstart.native import library
@@ -45,6 +45,22 @@ def test_a_layer_whose_parts_differ_in_width_is_not_fused(name: str) -> None:
         setattr(layer.self_attn, name, other_width(linear, width, linear.out_features))
     with pytest.raises(LookupError, match="do not fit together"):
         FusedLayer(layer, FusionSwitch(), AttentionOptions(1.0))
+
+
+def test_layers_of_different_inner_widths_are_no_one_call() -> None:
+    """The call has memory for the first layer's: a wider one wrote behind its end."""
+    model = llama()
+    accelerate(model)
+    mlp = model.model.layers[1].mlp
+    for child in ("gate_proj", "up_proj"):
+        linear = mlp.get_submodule(child)
+        setattr(mlp, child, other_width(linear, linear.in_features, 2 * linear.out_features))
+    down = mlp.down_proj
+    mlp.down_proj = other_width(down, 2 * down.in_features, down.out_features)
+    switch, options = FusionSwitch(), AttentionOptions(1.0)
+    for layers, alike in ((model.model.layers[:1], True), (model.model.layers[:2], False)):
+        fused = FusedLayers([FusedLayer(layer, switch, options) for layer in layers])
+        assert fused._alike == alike
 
 
 @pytest.mark.parametrize("kind", [FusedNorm, FusedMLP])

@@ -154,11 +154,11 @@ class PackedWeight:
             outputs=self.outputs,
             kind=BF16 if self.narrow is None else self.narrow.kind,
         )
+        """The kernels' struct; it points into memory that this object owns."""
         if self.narrow is not None:
             self.struct.scales = self.narrow.scales.data_ptr()
             if self.narrow.columns is not None:
                 self.struct.columns = self.narrow.columns.data_ptr()
-        """The kernels' struct; it points into memory that this object owns."""
         self._address = ctypes.addressof(self.struct)
 
     @property

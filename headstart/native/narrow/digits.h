@@ -29,8 +29,8 @@ inline __m256i magnitude(__m256 x) {
 }
 
 // x ~ step * whole number, whole number = round(x * inverse); `most` are the bits of the largest
-// |x|, which becomes `top`. Steps of what is not finite are NaN, and their numbers zero, so the
-// result is NaN whatever the weight.
+// |x|, which becomes `top`. Steps of what is not finite are NaN, so the result is NaN whatever the
+// weight and the numbers.
 struct Grid {
     float step, inverse;
 

@@ -32,6 +32,7 @@ from headstart.native.bindings import AttentionCall
 __all__ = ["NativeAttention"]
 
 _MAX_DIM = 256  # of the kernel
+_MOST_POSITIONS = (1 << 31) - 1  # its positions have 32 bits
 
 # Measured with 2 KV heads of 64 and 7 query heads each, on one core. In bf16, 16 rows that share
 # 2,000 tokens take 0.44 ms instead of 1.3 ms. They break even at 16 tokens; the step's tables cost
@@ -162,9 +163,9 @@ class NativeAttention:
         step = self._step_for(options.sliding_window)
         step.struct.nonfinite = self._nonfinite_address
         call.heads = rows.heads
-        call.window = options.sliding_window or 0
+        call.window = min(options.sliding_window or 0, _MOST_POSITIONS)
         call.scaling = options.scaling
-        call.softcap = options.softcap or 0.0
+        call.softcap = abs(options.softcap or 0.0)  # the sign changes nothing; kernels want none
         if step.num_partials:
             numbers = step.num_partials * rows.heads * (2 + call.value_dim)
             step.struct.partials = self._room(step is self._shared, numbers)

@@ -245,6 +245,17 @@ def test_the_backend_is_the_fastest_that_serves_the_memory(
 
 
 @each_kernel
+@pytest.mark.parametrize("option", [{"softcap": -1.5}, {"sliding_window": (1 << 32) + 5}], ids=str)
+def test_any_window_and_cap_of_a_configuration(dtype: torch.dtype, option: dict[str, Any]) -> None:
+    """A window was cut to 32 bits, here to 5 keys; and a cap below zero capped nothing."""
+    options = replace(fitting(OPTIONS["plain"], 4), **option)
+    backend, [a] = make(dtype, [40], LayerLayout(2, 16, 16), 4)
+    for count in (39, 1):
+        [out] = run_step(backend, [(a, count)], options)
+        check(a, out, options)
+
+
+@each_kernel
 @pytest.mark.parametrize("name", ["plain", "window", "sinks"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_long_decodes_are_cut_for_threads_that_have_no_head_of_their_own(

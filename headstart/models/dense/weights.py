@@ -237,8 +237,9 @@ class FloatReader:
         self._checkpoint.release()
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor as the file has it, until `release`."""
+        """The tensor as the file has it, until `release`; in float32 if it has 64 bits."""
         found = self._checkpoint.tensor(name).to(self._device)
+        found = found.float() if found.dtype == torch.float64 else found
         _check_finite(name, found)
         return found
 

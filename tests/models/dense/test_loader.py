@@ -131,6 +131,15 @@ def test_large_weights_are_finite_where_their_dtype_holds_them(tmp_path: Path) -
         load_model(folder, "float16")
 
 
+@pytest.mark.parametrize("weights", ["auto", "int8", "int5", "int4"])
+def test_weights_of_64_bits_that_are_too_large(weights: str, tmp_path: Path) -> None:
+    """Where they were quantised, they were read, and every logit was NaN."""
+    folder, name = save_tiny("llama", tmp_path), "model.layers.1.mlp.up_proj.weight"
+    edit_weights(folder, lambda w: w.update({name: w[name].double().fill_(1e300)}))
+    with pytest.raises(UnsupportedModelError, match=f"{name} holds weights that are not finite"):
+        load_model(folder, "float32", weights=weights)
+
+
 def test_weights_in_bfloat16_stay_so_under_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

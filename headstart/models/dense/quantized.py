@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from headstart.errors import UnsupportedModelError
 from headstart.models.dense.weights import FloatReader, Tensors
 from headstart.models.linear import Int8Embedding, QuantizedLinear, WeightKind, make_linear
 from headstart.models.linear.int4 import Int4Linear, Int4Weight, Int5Linear
@@ -89,6 +90,8 @@ class OwnBitsReader(QuantizedReader):
         if packed is None:
             weight = self._floats.tensor(f"{name}.weight")
             return make_linear(weight, own, kind, self._floats.dtype)
+        if isinstance(packed, Int4Weight) and not packed.is_finite():
+            raise UnsupportedModelError(f"{name}.weight has scales that are not finite in float16")
         return _make_packed(packed, own, self._floats.device, self._floats.dtype)
 
     def embedding(self, name: str, count: int, width: int) -> nn.Module:

@@ -59,6 +59,8 @@ _NARROW = frozenset(
         *("IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M"),
     }
 )
+_FACTORS = ("rope.scaling.factor", "rope.scale_linear")
+_QUERY = "model.layers.0.self_attn.q_proj.weight"
 _PLACE = re.compile(r"(?:blk\.(\d{1,9})\.)?([a-z_]+)\.(weight|bias)")
 
 
@@ -81,17 +83,28 @@ class GGUFCheckpoint:
         scaling = reader.fields.get(f"{self._architecture}.rope.scaling.type")
         if scaling is not None and scaling.contents() != "none":
             raise OtherKind(f"its rotary positions are scaled ({scaling.contents()})")
-        heads, kv_heads = (
-            reader.fields.get(f"{self._architecture}.attention.{name}")
-            for name in ("head_count", "head_count_kv")
-        )
+        for name in _FACTORS if scaling is None else ():  # llama.cpp takes them as linear then
+            factor = reader.fields.get(f"{self._architecture}.{name}")
+            if factor is not None and factor.contents() not in (0, 1):
+                raise OtherKind(f"its rotary positions are scaled ({name} {factor.contents()})")
+        causal = reader.fields.get(f"{self._architecture}.attention.causal")
+        if causal is not None and not causal.contents():
+            raise OtherKind("its tokens see tokens after them")
+        heads = self._count(reader, "attention.head_count")
         if heads is None:
             raise OtherKind("its file does not say how many heads it has")
-        self._heads = int(heads.contents())
-        self._kv_heads = self._heads if kv_heads is None else int(kv_heads.contents())
-        self._tensors: dict[str, Any] = {
-            self._name(t.name): t for t in reader.tensors if t.name != ROPE_FACTORS
-        }
+        self._heads = heads
+        self._kv_heads = self._count(reader, "attention.head_count_kv") or heads
+        self._tensors: dict[str, Any] = {}
+        for tensor in reader.tensors:
+            if tensor.name != ROPE_FACTORS:
+                name = self._name(tensor.name)
+                if name in self._tensors:
+                    raise OtherKind(f"it has two tensors for {name}")
+                self._tensors[name] = tensor
+        rotated, query = self._count(reader, "rope.dimension_count"), self.shapes.get(_QUERY)
+        if rotated is not None and query is not None and rotated * heads != query[0]:
+            raise OtherKind(f"{rotated} elements of each head are rotated, and not all")
 
     def __enter__(self) -> "GGUFCheckpoint":
         return self
@@ -156,6 +169,14 @@ class GGUFCheckpoint:
 
     def release(self) -> None:
         """Nothing is kept: the file is mapped, and tensors are copied out of it."""
+
+    def _count(self, reader: Any, name: str) -> int | None:
+        """A number of the file's metadata; raises `OtherKind` for what is no whole number."""
+        field = reader.fields.get(f"{self._architecture}.{name}")
+        found = None if field is None else field.contents()
+        if found is not None and type(found) is not int:
+            raise OtherKind(f"its {name} is {found!r}, and not a whole number")
+        return found
 
     def _type(self, name: str) -> str:
         return str(self._tensors[name].tensor_type.name)

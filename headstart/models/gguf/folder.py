@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from headstart.errors import DamagedModelError, ModelError, UnsupportedModelError
 from headstart.models.files import read_json
+from headstart.models.gguf.header import check_header
 from headstart.models.gguf.library import ROPE_FACTORS, import_gguf
 from headstart.models.silence_transformers import silence_transformers
 
@@ -76,6 +77,7 @@ def _is_whole(folder: Path) -> bool:
 def _write(gguf: Any, file: Path, folder: Path) -> None:
     given: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
+        check_header(file)
         reader = gguf.GGUFReader(file)
         _check_whole(file, reader)
         with silence_transformers():

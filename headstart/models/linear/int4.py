@@ -87,6 +87,13 @@ class Int4Weight(NamedTuple):
     inputs: int
     form: Form
 
+    def is_finite(self) -> bool:
+        """Whether all steps and starts are; those that are bytes always are."""
+        if self.form.in_bytes:
+            return True
+        grid = self.panels[..., : 2 * self.form.starts].view(torch.float16)
+        return bool(torch.isfinite(grid).all())
+
     def tile(self, first: int, last: int) -> Tensor:
         """The weight of some panels before `scales` and `columns`: float32 `[outputs, inputs]`.
 

@@ -80,16 +80,7 @@ class GGUFCheckpoint:
                 f"a GGUF file of the architecture {self._architecture}; "
                 f"read are {', '.join(ARCHITECTURES)}"
             )
-        scaling = reader.fields.get(f"{self._architecture}.rope.scaling.type")
-        if scaling is not None and scaling.contents() != "none":
-            raise OtherKind(f"its rotary positions are scaled ({scaling.contents()})")
-        for name in _FACTORS if scaling is None else ():  # llama.cpp takes them as linear then
-            factor = reader.fields.get(f"{self._architecture}.{name}")
-            if factor is not None and factor.contents() not in (0, 1):
-                raise OtherKind(f"its rotary positions are scaled ({name} {factor.contents()})")
-        causal = reader.fields.get(f"{self._architecture}.attention.causal")
-        if causal is not None and not causal.contents():
-            raise OtherKind("its tokens see tokens after them")
+        self._check_keys(reader)
         heads = self._count(reader, "attention.head_count")
         if heads is None:
             raise OtherKind("its file does not say how many heads it has")
@@ -105,6 +96,19 @@ class GGUFCheckpoint:
         rotated, query = self._count(reader, "rope.dimension_count"), self.shapes.get(_QUERY)
         if rotated is not None and query is not None and rotated * heads != query[0]:
             raise OtherKind(f"{rotated} elements of each head are rotated, and not all")
+
+    def _check_keys(self, reader: Any) -> None:
+        """Raise `OtherKind` for what would change answers and is not read."""
+        scaling = reader.fields.get(f"{self._architecture}.rope.scaling.type")
+        if scaling is not None and scaling.contents() != "none":
+            raise OtherKind(f"its rotary positions are scaled ({scaling.contents()})")
+        for name in _FACTORS if scaling is None else ():  # llama.cpp takes them as linear then
+            factor = reader.fields.get(f"{self._architecture}.{name}")
+            if factor is not None and factor.contents() not in (0, 1):
+                raise OtherKind(f"its rotary positions are scaled ({name} {factor.contents()})")
+        causal = reader.fields.get(f"{self._architecture}.attention.causal")
+        if causal is not None and not causal.contents():
+            raise OtherKind("its tokens see tokens after them")
 
     def __enter__(self) -> "GGUFCheckpoint":
         return self

@@ -1,6 +1,5 @@
 """GGUF files: written by the package `gguf`, read by headstart, held to the model they are of."""
 
-import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,139 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
 
 from headstart import LLM, SamplingParams
-from headstart.errors import HeadstartError, ModelError, ModelNotFoundError, UnsupportedModelError
+from headstart.errors import HeadstartError, ModelNotFoundError, UnsupportedModelError
 from headstart.models.gguf import library
 from headstart.models.gguf.blocks import FORMATS, read_weight
-from headstart.models.gguf.checkpoint import _NARROW, ARCHITECTURES
+from headstart.models.gguf.checkpoint import _NARROW
 from headstart.models.linear import Int8Embedding, QuantizedLinear
 from headstart.models.linear.int4 import Int4Linear, Int5Linear
 from headstart.models.loader import load_model
 from headstart.models.tokenizer import load_tokenizer
 from headstart.models.zoo.decoder import forward_rows
+from tests.models.gguf.files import BASE, CONFIGS, TOKENS, VOCABULARY, make_model, write_gguf
 from tests.models.paged import Paged
 
 gguf: Any = pytest.importorskip("gguf")
-
-VOCABULARY = 160
-BASE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 2,
-}
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**BASE, tie_word_embeddings=False),
-    "qwen2": Qwen2Config(**BASE, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**BASE, tie_word_embeddings=False),
-    # The file has no scale of queries: it is the head's width.
-    "gemma2": Gemma2Config(**BASE, query_pre_attn_scalar=16, sliding_window=64),
-}
-TOKENS = torch.arange(3, 23)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HEADSTART_GGUF_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def make_model(architecture: str, **changes: Any) -> Any:
-    torch.manual_seed(0)
-    config = CONFIGS[architecture] if not changes else LlamaConfig(**BASE, **changes)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    for name, weight in model.named_parameters():
-        torch.nn.init.normal_(weight, 0.5 * ("norm" in name), max(weight.shape[-1], 16) ** -0.5)
-    return model
-
-
-def write_gguf(
-    file: Path,
-    architecture: str,
-    model: Any,
-    kind: str,
-    scaling: str | None = None,
-    factors: torch.Tensor | None = None,
-    files: int | None = None,
-) -> Path:
-    """The model as llama.cpp converts it, its matrices in one format.
-
-    factors: what it divides the frequencies of rotary positions by. files: of how many it is one.
-    """
-    config = model.config
-    writer = gguf.GGUFWriter(file, architecture)
-    writer.add_name("tiny")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if scaling is not None:
-        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
-        writer.add_rope_scaling_factor(8.0)
-    if files is not None:
-        writer.add_uint16("split.count", files)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    if architecture == "gemma2":
-        writer.add_sliding_window(config.sliding_window)
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    letters = [chr(30 + at) for at in range(3, VOCABULARY - 1)]
-    writer.add_token_list(["<0>", "<1>", "<2>", *letters, "ab"])
-    writer.add_token_types([3 if at < 3 else 1 for at in range(VOCABULARY)])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    theirs = {ours: name for name, ours in ARCHITECTURES[architecture].items()}
-    wanted = gguf.GGMLQuantizationType[kind]
-    if factors is not None:
-        writer.add_tensor("rope_freqs.weight", factors.numpy())
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        part, _, suffix = name.rpartition(".")
-        prefix, number = "", part.split(".")[2:3]
-        if part.startswith("model.layers."):
-            prefix, part = f"blk.{number[0]}.", part.split(".", 3)[3]
-        data = tensor.numpy()
-        if architecture == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
-            data = data.reshape(-1, 2, config.head_dim // 2, data.shape[-1])
-            data = data.swapaxes(1, 2).reshape(tensor.shape)
-        if architecture == "gemma2" and "norm" in part:
-            data = data + 1
-        if data.ndim == 1:
-            writer.add_tensor(f"{prefix}{theirs[part]}.{suffix}", data)
-        else:
-            packed = gguf.quants.quantize(data, wanted)
-            writer.add_tensor(f"{prefix}{theirs[part]}.{suffix}", packed, raw_dtype=wanted)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -263,96 +144,6 @@ def test_a_format_that_the_package_does_not_read_is_named(tmp_path: Path) -> Non
 def test_formats_of_few_bits_become_int4() -> None:
     """IQ2_XXS, of 2 bits, became int8."""
     assert {kind.name for kind in gguf.quants._type_traits if kind.name[:2] == "IQ"} <= _NARROW
-
-
-def metadata(*parts: bytes, keys: int = 1, version: int = 3) -> bytes:
-    return b"GGUF" + struct.pack("<IQQ", version, 0, keys) + b"".join(parts)
-
-
-KEY = struct.pack("<Q", 1) + b"x"
-HEADERS = {
-    "bytes past the end": (metadata(KEY, struct.pack("<IIQ", 9, 0, 1 << 21)), "bytes before"),
-    "numbers without end": (metadata(KEY, struct.pack("<IIQ", 9, 6, 1 << 60)), "elements, more"),
-    "no end of empty arrays": (metadata(KEY, struct.pack("<IIQ", 9, 9, 1 << 60)), "elements, more"),
-    "a long text": (metadata(KEY, struct.pack("<IQ", 8, 1 << 62)), "bytes before its end"),
-    "many keys": (metadata(KEY, struct.pack("<II", 4, 7), keys=1 << 60), "ends within"),
-    "arrays in arrays": (
-        metadata(KEY, struct.pack("<I", 9), struct.pack("<IQ", 9, 1) * 5000),
-        "too deep",
-    ),
-    "an unknown type": (metadata(KEY, struct.pack("<I", 77)), "type 77"),
-    "big-endian": (metadata(version=3 << 24), "big-endian"),
-    "nothing": (b"", "is empty"),
-}
-
-
-@pytest.mark.parametrize("damage", HEADERS)
-def test_counts_are_not_believed(damage: str, tmp_path: Path) -> None:
-    """The package reads the elements of an array one by one, past the end of the file too: a file
-    of 60 bytes took all memory."""
-    data, said = HEADERS[damage]
-    (tmp_path / "tiny.gguf").write_bytes(data)
-    with pytest.raises(ModelError, match=said):
-        load_model(tmp_path / "tiny.gguf")
-
-
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
-def test_scales_that_are_not_finite_are_refused(kind: str, scale: float, tmp_path: Path) -> None:
-    """They were read, and every request ended with an error."""
-    file = write_gguf(tmp_path / "tiny.gguf", "llama", make_model("llama"), kind)
-    [place] = (t.data_offset for t in gguf.GGUFReader(file).tensors if t.name == UP)
-    data = bytearray(file.read_bytes())
-    data[place : place + 2] = np.float16(scale).tobytes()
-    file.write_bytes(data)
-    with pytest.raises(UnsupportedModelError, match=r"up_proj\.weight has scales .* not finite"):
-        load_model(file)
-
-
-UP = "blk.1.ffn_up.weight"
-
-
-def write_with(file: Path, patch: pytest.MonkeyPatch, add: Any) -> Path:
-    """A file for which `add(writer)` is called besides."""
-    own = gguf.GGUFWriter.add_vocab_size
-    patch.setattr(gguf.GGUFWriter, "add_vocab_size", lambda self, n: (own(self, n), add(self)))
-    patch.setattr(gguf.GGUFWriter, "add_rope_dimension_count", lambda self, n: None)
-    return write_gguf(file, "llama", make_model("llama"), "F32")
-
-
-@pytest.mark.parametrize(
-    ("method", "key", "value", "said"),
-    [
-        ("add_uint32", "rope.dimension_count", 8, "8 elements of each head are rotated"),
-        ("add_float32", "rope.scaling.factor", 4.0, r"positions are scaled \(rope.scaling.factor"),
-        ("add_float32", "rope.scale_linear", 4.0, r"positions are scaled \(rope.scale_linear 4"),
-        ("add_bool", "attention.causal", False, "tokens see tokens after them"),
-    ],
-)
-def test_keys_that_change_answers_are_not_left_out(
-    method: str,
-    key: str,
-    value: Any,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """llama.cpp rotates a part of each head, scales linearly, or hides nothing."""
-    file = write_with(
-        tmp_path / "tiny.gguf",
-        monkeypatch,
-        lambda writer: getattr(writer, method)(f"llama.{key}", value),
-    )
-    with pytest.raises(UnsupportedModelError, match=said):
-        load_model(file)
-
-
-def test_two_tensors_for_one_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last one was read."""
-    name, zeros = "model.norm.weight", np.zeros(BASE["hidden_size"], np.float32)
-    file = write_with(tmp_path / "a.gguf", monkeypatch, lambda w: w.add_tensor(name, zeros))
-    with pytest.raises(UnsupportedModelError, match=rf"two tensors for {name}"):
-        load_model(file)
 
 
 @pytest.mark.parametrize("scaling", ["linear", "yarn", "longrope"])

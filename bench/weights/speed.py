@@ -5,17 +5,22 @@ one thread the process's own CPU time is taken, in which others do not count. A
 decode waits for memory, and reads fewer bytes; a prefill waits for multiplications. Prints a table,
 and one JSON line.
 
-    python bench/weights/speed.py build/bench/qwen2.5-0.5b      bench/shapes.py makes this folder
+    python bench/weights/speed.py [build/bench/qwen2.5-0.5b]      bench/shapes.py makes this folder
 """
 
+import argparse
 import json
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import torch
 
 from headstart import LLM, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from shapes import model_folder
 
 KINDS = ("auto", "int8", "int5", "int4")
 DTYPE = "float32"
@@ -82,4 +87,6 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", help="a folder; made if it is not given")
+    main(parser.parse_args().model or str(model_folder("qwen2.5-0.5b")))

@@ -15,6 +15,7 @@ _LENGTH_NAMES = (
     "n_ctx",
 )
 _UNKNOWN_LENGTH = 2048
+_MOST_TOKENS = 1 << 31  # a factor may be infinite
 
 
 class Config(Protocol):
@@ -43,7 +44,7 @@ def context_length(config: Config) -> int:
         if kind in ("longrope", "dynamic") and original:
             length = min(length, int(original))
         elif kind == "yarn" and original:
-            length = max(length, int(original * rope.get("factor", 1.0)))
+            length = max([length, *map(int, _stretched(rope))])
     return length
 
 
@@ -67,7 +68,7 @@ def _stretched(rope: object) -> list[float]:
         return []
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor", 1.0)
     is_given = isinstance(original, int) and isinstance(factor, (int, float))
-    here = [original * factor] if is_given else []
+    here = [original * factor] if is_given and original * factor < _MOST_TOKENS else []
     return here + [length for value in rope.values() for length in _stretched(value)]
 
 

@@ -177,6 +177,7 @@ def check_tensors(checkpoint: Tensors, outline: Outline, tied: bool) -> None:
         if not _COMPUTED.fullmatch(name) and not _adds_nothing(checkpoint, name)
     }
     if tied and _HEAD in surplus:
+        checkpoint.dtypes([_HEAD])
         if not torch.equal(checkpoint.tensor(_HEAD), checkpoint.tensor(_EMBEDDING)):
             raise OtherKind("its LM head is said to be its embedding, and is another")
         surplus.discard(_HEAD)

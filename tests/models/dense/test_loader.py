@@ -111,6 +111,19 @@ def test_a_tied_head_may_stand_in_the_file_if_it_is_the_embedding(tmp_path: Path
     reason = load_model(tmp_path).fallback_reason
     assert reason is not None
     assert "and is another" in reason
+    # torch compares no float8 with a float: its RuntimeError reached the caller.
+    edit_weights(tmp_path, lambda w: w.update({head: w[embedding].to(torch.float8_e4m3fn)}))
+    assert "F8_E4M3" in (load_model(tmp_path).fallback_reason or "")
+
+
+def test_a_factor_without_end_stretches_nothing(tmp_path: Path) -> None:
+    """An OverflowError reached the caller."""
+    folder = save_tiny("llama", tmp_path)
+    content = json.loads((folder / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1e308}
+    yarn["original_max_position_embeddings"] = 64
+    (folder / "config.json").write_text(json.dumps(content | {"rope_parameters": yarn}))
+    assert load_model(folder).max_model_len == content["max_position_embeddings"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

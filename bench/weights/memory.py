@@ -32,7 +32,7 @@ def mebibytes(name):
 
 before = mebibytes("VmRSS")
 llm = LLM(sys.argv[1], weights=sys.argv[2], num_blocks=64, num_threads=1)
-params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True,detokenize=False)
+params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
 llm.generate([{"prompt_token_ids": list(range(3, 40))}], params, use_tqdm=False)
 print("figures", before, mebibytes("VmHWM"), mebibytes("VmRSS"))
 """

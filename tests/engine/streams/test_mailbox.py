@@ -331,6 +331,30 @@ def test_a_stream_that_ended_does_not_fail(llm: AsyncLLM) -> None:
     asyncio.run(read())
 
 
+@pytest.mark.parametrize(("readers", "pause"), [(1, 0.005), (8, 0.016), (40, 0.064)])
+def test_many_readers_are_told_less_often_up_to_a_bound(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, readers: int, pause: float
+) -> None:
+    async def read() -> None:
+        loop = asyncio.get_running_loop()
+        delays: list[float] = []
+        call_later = loop.call_later
+
+        def kept(delay: float, function: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
+            delays.append(delay)
+            return call_later(delay, function, *args)
+
+        boxes = [make_box(llm, paced=True) for _ in range(readers)]
+        monkeypatch.setattr(loop, "call_later", kept)
+        for box, output in boxes:
+            box.receive(output)
+        for box, output in boxes:
+            assert await box.get() is output
+        assert pause in delays
+
+    asyncio.run(read())
+
+
 def test_looks_do_not_multiply_where_readers_wait_long(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ def round_rows(layer: Int4Linear, rows: Tensor) -> Tensor:
 
 def round_inputs(module: nn.Linear, layer: Int4Linear) -> None:
     """Let a float module multiply rows as a layer does, where that has a compiled product."""
-    if layer._kernel is None:
+    if layer.float_weight is None:
         return
 
     def rounded(module: nn.Linear, inputs: tuple[Any, ...], output: Tensor) -> Tensor:

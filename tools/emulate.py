@@ -34,7 +34,13 @@ EMULATED = (
 # What runs on this CPU as it is.
 NOT_EMULATED = [
     f"headstart/native/{name}.cpp"
-    for name in ("attention/float32", "narrow/half", "narrow/int8", "narrow/int4")
+    for name in (
+        "attention/float32",
+        "narrow/half",
+        "narrow/int8",
+        "narrow/int4",
+        "narrow/layers",
+    )
 ]
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 # Written out there too: the one load under a mask of those.

@@ -7,6 +7,7 @@ The engine calls `begin_step` once per step with the batch, then `attend` once p
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from headstart.attention.layout import StepPlan
@@ -72,11 +73,11 @@ class AttentionBackend(Protocol):
         """
 
     def compiled(
-        self, layer_idx: int, rows: RowShapes, options: AttentionOptions
+        self, layer_idx: int, rows: RowShapes, options: AttentionOptions, dtype: torch.dtype
     ) -> CompiledCall | None:
         """Structs with which compiled code can replace `attend`; None if it must call `attend`.
 
-        `rows` are the shapes of the code's own rows: dense, in the dtype of the memory.
+        `rows` are the shapes of the code's own rows: dense, in `dtype`.
         """
 
     def end_step(self) -> None:

@@ -141,10 +141,12 @@ class NativeAttention:
         return out.to(dtype)
 
     def compiled(
-        self, layer_idx: int, rows: RowShapes, options: AttentionOptions
+        self, layer_idx: int, rows: RowShapes, options: AttentionOptions, dtype: torch.dtype
     ) -> CompiledCall | None:
-        call = self._calls[layer_idx]
-        if call is None or options.sinks is not None or self._memory.dtype != torch.bfloat16:
+        call, memory = self._calls[layer_idx], self._memory
+        if call is None or options.sinks is not None:
+            return None
+        if dtype != (torch.float32 if memory.has_scales else memory.dtype):
             return None
         call.sinks = None
         step = self._prepare(layer_idx, call, rows, options)

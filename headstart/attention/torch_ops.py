@@ -68,7 +68,9 @@ class TorchAttention:
         found: list[int] = torch.stack(self._finite).sum(0).nonzero().flatten().tolist()
         return found
 
-    def compiled(self, layer_idx: int, rows: RowShapes, options: AttentionOptions) -> None:
+    def compiled(
+        self, layer_idx: int, rows: RowShapes, options: AttentionOptions, dtype: torch.dtype
+    ) -> None:
         """None: this backend has no compiled form."""
 
     def attend(

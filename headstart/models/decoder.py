@@ -13,7 +13,6 @@ from headstart.attention.backend import AttentionBackend
 from headstart.attention.layout import LayerLayout
 from headstart.errors import ModelError
 from headstart.models.files import FileStamp, stamp_files
-from headstart.models.fused import FusionSwitch
 from headstart.models.greedy_head import greedy_tokens, mask_logits
 from headstart.models.linear import Int8Embedding, QuantizedLinear
 from headstart.models.lora.files import Widths
@@ -39,20 +38,15 @@ class DecoderModel(ABC):
     the attached backend's plan. A model has one backend at a time.
     """
 
-    def __init__(
-        self,
-        layouts: tuple[LayerLayout, ...],
-        folder: Path | None = None,
-        fusion: FusionSwitch | None = None,
-    ) -> None:
+    def __init__(self, layouts: tuple[LayerLayout, ...], folder: Path | None = None) -> None:
         self._folder = folder
         self.files: tuple[FileStamp, ...] | None = None
         """The versions of the files that the weights were read from; None if they are not known."""
         self._fingerprint: str | None = None
         self.layouts = layouts
         """K and V of one token, per layer."""
-        self.fusion = fusion or FusionSwitch()
-        """Switched off for a step in which single layers are wrapped or replaced."""
+        self.calls_each_layer = False
+        """True for a step in which single layers are wrapped: none is part of a larger call."""
         self.fallback_reason: str | None = None
         """Why the model does not run in headstart's own modules; None if it does."""
 

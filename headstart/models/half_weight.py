@@ -6,19 +6,20 @@ long as float32's. Many rows wait for arithmetic: a tile of the weight at a time
 and multiplied by torch.
 """
 
-import ctypes
 from collections.abc import Set
 
 import torch
 from torch import Tensor, nn
 
 from headstart.models.linear.base import TILE, scratch
+from headstart.models.linear.float_weight import FloatParts, FloatWeight
 from headstart.native import avx2_library
+from headstart.native.bindings import BF16
 
-__all__ = ["HalfEmbedding", "HalfLinear", "HalfWeight", "can_halve"]
+__all__ = ["MANY_ROWS", "HalfEmbedding", "HalfLinear", "HalfWeight", "can_halve"]
 
-# From this many rows on torch's product is faster; below it compiled code reads the weight once.
-_MANY_ROWS = 24
+MANY_ROWS = 24
+"""From this many rows on torch's product is faster; fewer read the weight once, compiled."""
 
 
 def can_halve(held: Set[torch.dtype], wanted: torch.dtype, device: torch.device) -> bool:
@@ -31,12 +32,11 @@ class HalfWeight:
     """A weight bfloat16 `[outputs, inputs]`, and its bias float32 `[outputs]` or None."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        found = avx2_library()
-        assert found is not None, "can_halve() is asked first"
-        assert weight.dtype == torch.bfloat16 and weight.is_contiguous()
-        self._multiply: ctypes._NamedFuncPointer = found.headstart_half_linear
+        assert weight.dtype == torch.bfloat16
         self.weight, self.bias = weight, bias
         self.outputs, self.inputs = weight.shape
+        self.few = FloatWeight(FloatParts(weight, BF16), self.outputs, self.inputs, bias)
+        """The same for fewer than `MANY_ROWS`."""
 
     def multiply(self, x: Tensor) -> Tensor:
         """float32 `[..., inputs]` times the weight, plus the bias: float32 `[..., outputs]`."""
@@ -45,21 +45,12 @@ class HalfWeight:
                 f"a weight of {self.inputs} inputs under float32 was given {x.shape[-1]} in "
                 f"{x.dtype}"
             )
-        rows = x.reshape(-1, self.inputs).contiguous()
-        out = x.new_empty((len(rows), self.outputs))
-        if len(rows) >= _MANY_ROWS:
+        rows = x.reshape(-1, self.inputs)
+        if 0 < len(rows) < MANY_ROWS:
+            out = self.few.multiply(rows)
+        else:
+            out = x.new_empty((len(rows), self.outputs))
             self._multiply_tiles(rows, out)
-        elif len(rows):
-            self._multiply(
-                self.weight.data_ptr(),
-                None if self.bias is None else self.bias.data_ptr(),
-                self.outputs,
-                self.inputs,
-                rows.data_ptr(),
-                len(rows),
-                out.data_ptr(),
-                torch.get_num_threads(),
-            )
         return out.view(*x.shape[:-1], self.outputs)
 
     def _multiply_tiles(self, rows: Tensor, out: Tensor) -> None:

@@ -6,7 +6,7 @@
 // the standard ones for all.
 #pragma once
 
-#include "native.h"
+#include "weight.h"
 
 #ifndef HEADSTART_EMULATED
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,fma")

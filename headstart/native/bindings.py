@@ -3,7 +3,7 @@
 Each struct has the same name and fields as in C++, where comments describe the fields:
 
     attention/attention.h   Segment, Merger, AttentionStep, AttentionCall
-    linear.h      Weight
+    weight.h      Weight
     layer.h       Norm, Layer, LayerRun
     screen.h      Screen
 
@@ -16,6 +16,8 @@ from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from typing import NamedTuple
 
 __all__ = [
+    "BF16",
+    "INT8",
     "AttentionCall",
     "AttentionStep",
     "Layer",
@@ -100,8 +102,12 @@ class AttentionCall(ctypes.Structure):
     )
 
 
+INT8, BF16 = 4, 5
+"""How a `Weight` lies: its kind; below these it is the form of one of 4 or 5 bits."""
+
+
 class Weight(ctypes.Structure):
-    """A packed weight and its bias; with scales if it is of 8 bits or fewer."""
+    """A weight and its bias; with scales if it is of 8 bits or fewer."""
 
     _fields_ = (
         ("panels", c_void_p),
@@ -145,8 +151,8 @@ class Screen(ctypes.Structure):
 _ROWS: tuple[type[NamedTuple], ...] = (Segment, Merger)
 _STRUCTS = (AttentionStep, AttentionCall, Weight, Norm, Layer, LayerRun, Screen)
 
-_SIZES = (c_int64, c_int64)  # outputs and inputs of a weight
 _PRODUCT = (c_void_p, c_int64, c_void_p, c_int)  # rows, their number, where to, threads
+_LAYERS = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int)
 # The arguments of functions, which return nothing. Addresses are c_void_p, which takes integers and
 # `ctypes.byref`.
 _FUNCTIONS: dict[str, tuple[type, ...]] = {
@@ -157,15 +163,13 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "attend_int8": (c_void_p, c_void_p),
     "pack": (c_void_p, c_int64, c_int64, c_void_p, c_int),
     "rows": (c_void_p, c_void_p, c_int64, c_void_p, c_int),
-    "linear": (c_void_p, c_void_p, c_int64, c_void_p, c_int),
-    "half_linear": (c_void_p, c_void_p, *_SIZES, *_PRODUCT),
-    "int8_linear": (c_void_p, c_void_p, *_SIZES, *_PRODUCT),
-    "int4_linear": (c_void_p, c_void_p, c_void_p, *_SIZES, c_int, *_PRODUCT),
-    "int4_linear_avx512": (c_void_p, c_void_p, c_void_p, *_SIZES, c_int, *_PRODUCT),
-    "rms_norm": (c_void_p, c_float, c_void_p, c_int64, c_int64, c_void_p, c_int),
+    "linear": (c_void_p, *_PRODUCT),
+    "float_linear": (c_void_p, *_PRODUCT),
+    "int4_linear_avx512": (c_void_p, *_PRODUCT),
     "before_attention": (c_void_p, c_void_p, c_int64, *(c_void_p,) * 5, c_int),
     "after_attention": (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int),
-    "layers": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int),
+    "layers": _LAYERS,
+    "float_layers": _LAYERS,
     "screen": (c_void_p, c_void_p, c_int),
     "greedy_tokens": (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int),
 }

@@ -8,6 +8,7 @@
 #include "avx512.h"
 
 #include "layer.h"
+#include "linear.h"
 
 using namespace headstart;
 
@@ -33,7 +34,7 @@ void normalise(const bf16* x, int64_t width, const Norm& norm, bf16* out) {
     const __m512 scale = 1.0f / _mm512_sqrt_ps(_mm512_set1_ps(mean + norm.epsilon));
     for (int64_t i = 0; i < width; i += 16) {
         const int64_t left = width - i;
-        store(out + i, left, rounded(load(x + i, left) * scale) * load(norm.weight + i, left));
+        store(out + i, left, rounded(load(x + i, left) * scale) * load(static_cast<const bf16*>(norm.weight) + i, left));
     }
 }
 
@@ -123,7 +124,7 @@ int64_t between(const Layer& layer, int64_t rows) {
     return std::min(rows, CHUNK) * (layer.gate.inputs + layer.down.inputs);
 }
 
-// This thread's part of all after attention, or of gate, up and down alone if `attended` is null.
+// This thread's part of all after attention.
 void after_attention(const Layer& layer, const bf16* attended, const bf16* hidden, int64_t rows,
                      bf16* out, bf16* memory, int all, Stages& stages) {
     const Weight &o = layer.o, &down = layer.down;
@@ -131,31 +132,18 @@ void after_attention(const Layer& layer, const bf16* attended, const bf16* hidde
     bf16* inner = memory + std::min(rows, CHUNK) * width;
     for (int64_t row = 0; row < rows; row += CHUNK) {
         const int64_t some = std::min(CHUNK, rows - row);
-        const bf16* middle = hidden + row * width;
-        if (attended != nullptr) {
-            const Rows heads{attended + row * o.inputs, o.inputs, NO_NORM};
-            project(some, heads, {{&o, memory, middle}}, all, stages);
-            stages.finish(all);
-            middle = memory;
-        }
-        gated(middle, some, layer.after, layer.gate, layer.up, inner, all, stages);
+        const Rows heads{attended + row * o.inputs, o.inputs, NO_NORM};
+        project(some, heads, {{&o, memory, hidden + row * width}}, all, stages);
         stages.finish(all);
-        const bf16* residual = attended != nullptr ? middle : nullptr;
-        project(some, Rows{inner, down.inputs, NO_NORM}, {{&down, out + row * width, residual}},
-                all, stages);
+        gated(memory, some, layer.after, layer.gate, layer.up, inner, all, stages);
+        stages.finish(all);
+        project(some, Rows{inner, down.inputs, NO_NORM}, {{&down, out + row * width, memory}}, all,
+                stages);
         stages.finish(all);
     }
 }
 
 }  // namespace
-
-// out bf16 [rows, width] = x normalised by its root mean square, times the weight
-extern "C" void headstart_rms_norm(const bf16* weight, float epsilon, const bf16* x, int64_t rows,
-                                   int64_t width, bf16* out, int threads) {
-    parallel_each(rows * width < ALONE ? 1 : threads, rows, [&](int64_t r) {
-        normalise(x + r * width, width, {weight, epsilon}, out + r * width);
-    });
-}
 
 // q, k, v bf16 [rows, their outputs] of hidden bf16 [rows, inputs]; cos and sin bf16 [rows,
 // head_dim].
@@ -169,7 +157,7 @@ extern "C" void headstart_before_attention(const Layer* layer, const bf16* hidde
 }
 
 // out bf16 [rows, inputs]: the next layer's hidden, of attended bf16 [rows, o's inputs] and this
-// layer's hidden bf16 [rows, inputs]; gate, up and down of hidden alone if attended is null
+// layer's hidden bf16 [rows, inputs]
 extern "C" void headstart_after_attention(const Layer* layer, const bf16* attended,
                                           const bf16* hidden, int64_t rows, bf16* out,
                                           int threads) {

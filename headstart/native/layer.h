@@ -2,12 +2,12 @@
 #pragma once
 
 #include "attention/attention.h"
-#include "linear.h"
+#include "weight.h"
 
 namespace headstart {
 
 struct Norm {
-    const bf16* weight;  // nullptr: none
+    const void* weight;  // of the rows' type; nullptr: none
     float epsilon;
 };
 
@@ -18,7 +18,8 @@ struct Layer {
     int64_t head_dim;
 };
 
-// A layer in one step; the call's query, key, value and out are ignored.
+// A layer in one step; the call's query, key, value and out are ignored. Rows of float32 have another
+// Call, of the same layout.
 struct LayerRun {
     const Layer* layer;
     const AttentionStep* step;

@@ -15,12 +15,12 @@
 // in a thread's own memory, where they are multiplied: those of 8 bits are such, others are rounded.
 #pragma once
 
-#include "native.h"
 #include "simd.h"
+#include "weight.h"
 
 namespace headstart {
 
-constexpr int PANEL = 32;  // outputs
+constexpr int PANEL = Weight::PANEL;  // outputs
 constexpr int64_t ALONE = 32768;  // elements; processing fewer is faster than waking a thread
 
 // 16 of int8 as floats.
@@ -39,28 +39,7 @@ inline void widen(const int8_t* from, int64_t pairs, uint32_t* out) {
 // The same of 4 or 5 bits, in whole groups, each input times its column; int4_avx512.cpp has it.
 void widen(int64_t form, const void* from, const float* columns, int64_t pairs, uint32_t* out);
 
-// How a weight lies: in the form of 4 or 5 bits of this number (narrow/int4.h), or so.
-constexpr int64_t INT8 = 4, BF16 = 5;
-constexpr int64_t PAIR_BYTES[] = {40, 36, 48, 44, 64, 128};  // of a panel
-constexpr int64_t GROUP = 16;                                // pairs, of 4 or 5 bits
-
-// A packed weight [outputs, inputs], and its bias [outputs] or nullptr. Unless it is of bf16 it has
-// scales [outputs]; of 4 or 5 bits also columns [whole groups].
-struct Weight {
-    const void* panels;
-    const bf16* bias;
-    const float *scales, *columns;
-    int64_t inputs, outputs, kind;
-
-    int64_t pairs() const { return (inputs + 1) / 2; }
-    int64_t count() const { return (outputs + PANEL - 1) / PANEL; }
-    // Pair k of a panel; of 4 or 5 bits it begins a group.
-    const uint32_t* at(int64_t panel, int64_t k = 0) const {
-        const int64_t whole = kind < INT8 ? (pairs() + GROUP - 1) / GROUP * GROUP : pairs();
-        return reinterpret_cast<const uint32_t*>(static_cast<const char*>(panels) +
-                                                 (panel * whole + k) * PAIR_BYTES[kind]);
-    }
-};
+constexpr int64_t GROUP = 16;  // pairs, of 4 or 5 bits
 
 // One of a weight's panels.
 struct Panel {
@@ -219,7 +198,7 @@ inline __m512i finished(const float* sums, const Weight& weight, int64_t output)
         if (weight.scales != nullptr && left > 0)
             half[h] *= _mm512_maskz_loadu_ps(first_lanes(left), weight.scales + output + 16 * h);
         if (weight.bias != nullptr && left > 0)
-            half[h] = _mm512_add_ps(half[h], load(weight.bias + output + 16 * h, left));
+            half[h] = _mm512_add_ps(half[h], load(static_cast<const bf16*>(weight.bias) + output + 16 * h, left));
     }
     return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(half[1], half[0]));
 }

@@ -150,7 +150,7 @@ def test_compiled_code_says_what_it_will_bring() -> None:
     backend = make(BF16)
     backend.begin_step(PLAN)
     right = RowShapes(4, 6, 2, 16, 12)
-    assert backend.compiled(0, right, AttentionOptions(1.0)) is not None
+    assert backend.compiled(0, right, AttentionOptions(1.0), BF16) is not None
     for field, value in {
         "tokens": 5,
         "heads": 3,
@@ -159,10 +159,10 @@ def test_compiled_code_says_what_it_will_bring() -> None:
         "value_dim": 16,
     }.items():
         with pytest.raises(EngineError, match="this step and layer take"):
-            backend.compiled(0, right._replace(**{field: value}), AttentionOptions(1.0))
+            backend.compiled(0, right._replace(**{field: value}), AttentionOptions(1.0), BF16)
 
 
 def test_compiled_code_of_layers_is_in_bf16() -> None:
     backend = make(torch.float32)
     backend.begin_step(PLAN)
-    assert backend.compiled(0, RowShapes(4, 6, 2, 16, 12), AttentionOptions(1.0)) is None
+    assert backend.compiled(0, RowShapes(4, 6, 2, 16, 12), AttentionOptions(1.0), BF16) is None

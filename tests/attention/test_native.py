@@ -306,7 +306,10 @@ def test_layers_that_share_and_layers_that_do_not_have_room_of_their_own() -> No
         backend.begin_step(StepPlan(torch.tensor([1929, 1945]), spans))
         calls = [
             backend.compiled(
-                layer, RowShapes(2, 2, 2, 16, 16), AttentionOptions(1.0, sliding_window=window)
+                layer,
+                RowShapes(2, 2, 2, 16, 16),
+                AttentionOptions(1.0, sliding_window=window),
+                BF16,
             )
             for layer, window in enumerate((None, 1000))
         ]

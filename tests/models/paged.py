@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from headstart.attention import LayerLayout, PagedKVMemory, Span, StepPlan, make_backend
 from headstart.models.compatibility.paged_kv import probe_model
 from headstart.models.decoder import DecoderModel
-from headstart.models.fused import FusionSwitch
 from headstart.models.zoo.decoder import TransformersDecoder
 
 BLOCK = 4
@@ -53,13 +52,12 @@ class Paged:
         model: PreTrainedModel | DecoderModel,
         num_blocks: int = 64,
         seed: int = 0,
-        fusion: FusionSwitch | None = None,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
         if isinstance(model, DecoderModel):
             self.decoder = model
         else:
-            self.decoder = TransformersDecoder(model, _layouts(model), fusion=fusion)
+            self.decoder = TransformersDecoder(model, _layouts(model))
         dtype = kv_dtype or self.decoder.dtype
         self.memory = PagedKVMemory(
             self.decoder.layouts, num_blocks, BLOCK, dtype, self.decoder.device

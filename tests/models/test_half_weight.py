@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart.models import half_weight
-from headstart.models.half_weight import HalfEmbedding, HalfLinear, HalfWeight, can_halve
+from headstart.models.half_weight import MANY_ROWS, HalfEmbedding, HalfLinear, HalfWeight, can_halve
 from headstart.native import avx2_library
 from tests.examples import at_least
 from tests.native.foreign_rows import among_nonfinite
@@ -56,7 +56,7 @@ def test_any_shape(
 @pytest.mark.parametrize("inputs", [7, 48, 896])
 def test_a_row_has_the_same_bits_alone_and_among_others(inputs: int) -> None:
     weight = make(131, inputs, 0, bias=True)
-    x = torch.randn(half_weight._MANY_ROWS - 1, inputs)
+    x = torch.randn(MANY_ROWS - 1, inputs)
     for count in range(1, len(x) + 1):
         together = weight.multiply(x[:count])
         assert torch.equal(together[-1:], weight.multiply(x[count - 1 : count]))
@@ -66,7 +66,7 @@ def test_many_rows_are_multiplied_tile_by_tile(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(half_weight, "TILE", 1000)
     for bias in (False, True):
         weight = make(131, 96, 3, bias)
-        x = torch.randn(half_weight._MANY_ROWS, 96)
+        x = torch.randn(MANY_ROWS, 96)
         torch.testing.assert_close(weight.multiply(x).double(), exact(weight, x), rtol=0, atol=1e-4)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headstart.models.dense.loader import load_dense
-from headstart.models.zoo.swap import accelerate
+from headstart.models.zoo.pack import pack_linears
 from tests.models.paged import Paged
 from tests.tiny_models import TINY
 
@@ -16,14 +16,15 @@ BAD = 7
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("own", [True, False])
 def test_only_the_row_itself_is_lost(dtype: torch.dtype, own: bool, tmp_path: Path) -> None:
-    """With fused layers in one compiled call, layer by layer, and in torch operations."""
+    """With layers in one compiled call, layer by layer, and in torch operations."""
     model = TINY["llama"]().to(dtype)
     model.get_input_embeddings().weight.data[BAD, 3] = torch.inf
     if own:
         model.save_pretrained(tmp_path)
         engine = Paged(load_dense(tmp_path, dtype, torch.device("cpu")))
     else:
-        engine = Paged(model, fusion=accelerate(model))
+        pack_linears(model)
+        engine = Paged(model)
     prompt, other = [3, 4, 5, 6, 9, 10], [11, 12, 13]
     clean, neighbour = engine.add(prompt), engine.add(other)
     engine.step([(clean, 6), (neighbour, 3)])

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from headstart.models.loader import load_model
 from headstart.models.packed import PackedLinear, can_pack, has_memory, map_pages
-from headstart.models.zoo.swap import accelerate
+from headstart.models.zoo.pack import pack_linears
 from headstart.native import library
 from tests.models.paged import Paged
 from tests.tiny_models import TINY
@@ -90,7 +90,8 @@ def test_weights_of_a_subclass_stay_and_their_modules_run(kind: str) -> None:
     count = sum(isinstance(weight, Quantized) for weight in model.parameters())
     assert count > 3
     wanted = expected(model)
-    engine = Paged(model, fusion=accelerate(model))
+    pack_linears(model)
+    engine = Paged(model)
     assert sum(isinstance(weight, Quantized) for weight in model.parameters()) == count
     linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
     assert bool(linears) == (library() is not None)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from headstart.attention.backend import AttentionBackend
 from headstart.attention.layout import LayerLayout
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
+from headstart.models.dense.compiled import compile_layers
 from headstart.models.dense.modules import DecoderLayer, RMSNorm, StepAttention
 from headstart.models.dense.rotary import AngleTable, Frequencies
 from headstart.models.dense.shape import DecoderShape
 from headstart.models.dense.weights import Reader
 from headstart.models.files import fingerprint_files
-from headstart.models.fused import FusedLayer, FusedLayers, FusionSwitch
 from headstart.models.greedy_head import GreedyHead
 from headstart.models.half_weight import HalfEmbedding, HalfLinear
 from headstart.models.linear import Int8Embedding, QuantizedLinear
@@ -70,20 +70,23 @@ class DenseModules(nn.Module):
 class DenseDecoder(DecoderModel):
     """A dense decoder in headstart's own modules.
 
-    In bfloat16 with the compiled kernels, layers of Llama's and Qwen's kind run as one compiled
-    call; every other layer, and every step whose layers have adapters, runs module by module.
+    With the compiled kernels, layers of Llama's and Qwen's kind run as one call (`compiled`), in
+    float32 for few rows; every other layer, and every step whose layers have adapters, runs module
+    by module.
     """
 
     def __init__(self, about: Description, modules: DenseModules, dtype: torch.dtype) -> None:
         shape = about.shape
         layout = LayerLayout(shape.kv_heads, shape.head_dim, shape.head_dim)
-        super().__init__((layout,) * len(shape.layers), about.folder, FusionSwitch())
+        super().__init__((layout,) * len(shape.layers), about.folder)
         self._about, self._modules, self._dtype = about, modules, dtype
+        self._backend: AttentionBackend | None = None
         self._device = modules.model.norm.weight.device
         like = torch.empty(0, dtype=dtype, device=self._device)
         exact = like.float() if shape.exact_angles else like
         self._angles = {kind: AngleTable(own, exact) for kind, own in about.frequencies.items()}
-        self._fused = self._fuse()
+        layers: list[Any] = list(modules.model.layers)
+        self._compiled = compile_layers(layers, shape, dtype)
         self._head = self._greedy_head()
 
     @property
@@ -136,10 +139,10 @@ class DenseDecoder(DecoderModel):
         return fingerprint_files(self._about.folder)
 
     def attach(self, backend: AttentionBackend) -> None:
-        self.fusion.backend = backend
+        self._backend = backend
 
     def detach(self) -> None:
-        self.fusion.backend = None
+        self._backend = None
 
     def prepare(self, num_positions: int) -> None:
         for table in self._angles.values():
@@ -163,7 +166,7 @@ class DenseDecoder(DecoderModel):
         embeddings: EmbeddingOverlay | None = None,
         allowed: np.ndarray | None = None,
     ) -> list[int]:
-        if self._head is None or not self.fusion.enabled:
+        if self._head is None or self.calls_each_layer:
             return super().choose(token_ids, positions, logit_rows, embeddings, allowed)
         with torch.inference_mode():
             hidden = self._hidden(token_ids, positions, logit_rows, embeddings)
@@ -177,7 +180,7 @@ class DenseDecoder(DecoderModel):
         embeddings: EmbeddingOverlay | None,
     ) -> Tensor:
         """Rows `[rows, hidden]` after the last norm, of `logit_rows`."""
-        backend = self.fusion.backend
+        backend = self._backend
         assert backend is not None, "attach() comes first"
         body = self._modules.model
         x: Tensor = body.embed_tokens(token_ids)
@@ -187,16 +190,18 @@ class DenseDecoder(DecoderModel):
             x = x.index_copy(0, embeddings.rows, embeddings.values.to(x))
         angles = {kind: table(positions) for kind, table in self._angles.items()}
         # An adapter's update of a layer needs all of the layer's rows.
-        kept = logit_rows if self.fusion.enabled and len(logit_rows) < len(token_ids) else None
-        if self._fused is not None and self.fusion.enabled:
-            cos, sin = angles[""]
-            x = self._fused(x.unsqueeze(0), (cos.unsqueeze(0), sin.unsqueeze(0)), kept)[0]
-        else:
+        kept = None
+        if len(logit_rows) < len(token_ids) and not self.calls_each_layer:
+            kept = logit_rows
+        out = None
+        if self._compiled is not None and not self.calls_each_layer:
+            out = self._compiled(x, angles[""], backend, kept)
+        if out is None:
             step = StepAttention(backend, angles)
             for layer in body.layers[:-1]:
                 x = layer(x, step)
-            x = body.layers[-1](x, step, kept)
-        hidden: Tensor = body.norm(x)
+            out = body.layers[-1](x, step, kept)
+        hidden: Tensor = body.norm(out)
         return hidden if len(hidden) == len(logit_rows) else hidden.index_select(0, logit_rows)
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -209,35 +214,9 @@ class DenseDecoder(DecoderModel):
             logits = torch.tanh(logits / shape.logit_softcap) * shape.logit_softcap
         return logits.float()
 
-    def _fuse(self) -> FusedLayers | None:
-        """All layers as one compiled call, if the kernels compute such layers."""
-        shape = self._about.shape
-        plain = (
-            (shape.norm, shape.norms, shape.activation) == ("llama", "before", "silu")
-            and shape.head_norms != "row"
-            and shape.residual_scale is None
-            and not shape.fused
-            and {layer.angles for layer in shape.layers} == {""}
-            and self._angles[""].width == shape.head_dim
-        )
-        layers: list[Any] = list(self._modules.model.layers)
-        linears = (module for layer in layers for module in layer.modules())
-        if not plain or not all(map(_is_packed, linears)):
-            return None
-        return FusedLayers(
-            [FusedLayer(layer, self.fusion, layer.self_attn.options) for layer in layers]
-        )
-
     def _greedy_head(self) -> GreedyHead | None:
         head, shape = self._modules.lm_head, self._about.shape
         changed = shape.logit_divisor is not None or shape.logit_softcap is not None
         if changed or not isinstance(head, PackedLinear):
             return None
         return GreedyHead(head.packed)
-
-
-def _is_packed(module: nn.Module) -> bool:
-    """False for a linear layer that the compiled kernels have no weight of."""
-    if isinstance(module, QuantizedLinear):
-        return module.packed is not None
-    return not isinstance(module, (nn.Linear, HalfLinear))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.errors import ConfigError
+from headstart.models.linear.float_weight import FloatWeight
 from headstart.models.packed import PackedWeight
 
 __all__ = [
@@ -59,6 +60,8 @@ class QuantizedLinear(nn.Module, ABC):
     bias: Tensor | None
     packed: PackedWeight | None = None
     """The weight and the bias, where the compiled kernels multiply rows in bfloat16 by them."""
+    float_weight: FloatWeight | None = None
+    """The same, where they multiply rows in float32."""
 
     def __init__(self, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__()
@@ -83,7 +86,10 @@ class QuantizedLinear(nn.Module, ABC):
 
     @abstractmethod
     def multiply(self, rows: Tensor) -> Tensor:
-        """Rows float32 `[rows, inputs]`, at least one, times the weight: `[rows, outputs]`."""
+        """Rows float32 `[rows, inputs]`, at least one, times the weight: `[rows, outputs]`.
+
+        Only for layers that have neither a `packed` nor a `float_weight`.
+        """
 
     def is_of(self, weight: Tensor) -> bool:
         """True if the layer's weight is what quantising `weight` gives."""
@@ -97,9 +103,13 @@ class QuantizedLinear(nn.Module, ABC):
             return x.new_empty((*x.shape[:-1], self.out_features))
         if self.packed is not None:
             return self.packed.multiply(x.to(torch.bfloat16)).to(x.dtype)
-        out = self.multiply(x.reshape(-1, self.in_features).float())
-        if self.bias is not None:
-            out += self.bias
+        rows = x.reshape(-1, self.in_features).float()
+        if self.float_weight is not None:
+            out = self.float_weight.multiply(rows)
+        else:
+            out = self.multiply(rows)
+            if self.bias is not None:
+                out += self.bias
         return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

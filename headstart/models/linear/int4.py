@@ -15,14 +15,13 @@ for `scales` is rounded to bfloat16 as it is read (`native/linear.h`). Without c
 on other devices, the weight is made float32 tile by tile in scratch memory.
 """
 
-import ctypes
-from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from headstart.models.linear.base import TILE, QuantizedLinear, WeightKind, scratch
+from headstart.models.linear.float_weight import FloatParts, FloatWeight
 from headstart.models.packed import NarrowPanels, PackedWeight
 from headstart.native import AMX, avx2_library, level, library
 
@@ -236,10 +235,15 @@ class Int4Linear(QuantizedLinear):
         on_cpu = weight.panels.device.type == "cpu"
         if on_cpu and rows == torch.bfloat16 and level() >= AMX:
             self.packed = PackedWeight.of_panels(_to_panels(weight), bias)
-        plain = weight.panels if self.packed is None else None
+        plain = weight.panels.contiguous() if self.packed is None else None
         self.register_buffer("panels", plain, persistent=False)
         self.register_buffer("scales", weight.scales, persistent=False)
         self.register_buffer("columns", weight.columns, persistent=False)
+        if on_cpu and plain is not None and avx2_library() is not None:
+            parts = FloatParts(plain, weight.form.number, self.scales, self.columns)
+            size = (self.out_features, self.in_features)
+            wide = library() is not None
+            self.float_weight = FloatWeight(parts, *size, self.bias, wide=wide)
 
     @classmethod
     def quantize(
@@ -262,35 +266,6 @@ class Int4Linear(QuantizedLinear):
         return found if self.columns is None else found * self.columns
 
     def multiply(self, rows: Tensor) -> Tensor:
-        return self._multiply_tiles(rows) if self._kernel is None else self._multiply(rows)
-
-    @cached_property
-    def _kernel(self) -> "ctypes._NamedFuncPointer | None":
-        """The compiled product of rows in 8 bits for this CPU."""
-        if self.packed is not None or self.panels.device.type != "cpu":
-            return None
-        if (found := library()) is not None:
-            return found.headstart_int4_linear_avx512
-        return None if (found := avx2_library()) is None else found.headstart_int4_linear
-
-    def _multiply(self, rows: Tensor) -> Tensor:
-        assert self._kernel is not None
-        rows, out = rows.contiguous(), rows.new_empty((len(rows), self.out_features))
-        self._kernel(
-            self.panels.data_ptr(),
-            self.scales.data_ptr(),
-            None if self.columns is None else self.columns.data_ptr(),
-            self.out_features,
-            self.in_features,
-            self.form.number,
-            rows.data_ptr(),
-            len(rows),
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return out
-
-    def _multiply_tiles(self, rows: Tensor) -> Tensor:
         rows = rows if self.columns is None else rows * self.columns
         rows = nn.functional.pad(rows, (0, -self.in_features % GROUP))
         out = rows.new_empty((len(rows), len(self.panels) * _PANEL))

@@ -21,7 +21,6 @@ Four ways to multiply, of which `Int8Linear` takes the first that this machine i
 4. Anywhere: the weight is dequantised tile by tile into scratch memory for a float product.
 """
 
-import ctypes
 import warnings
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
@@ -31,12 +30,14 @@ from torch import Tensor, nn
 
 from headstart.machine import cpu_flags
 from headstart.models.linear.base import TILE, QuantizedLinear, WeightKind, scratch
+from headstart.models.linear.float_weight import FloatParts, FloatWeight
 from headstart.models.packed import NarrowPanels, PackedWeight
 from headstart.native import AMX, avx2_library, level
+from headstart.native.bindings import INT8
 
 __all__ = ["Int8Linear", "Int8Weight", "quantize_int8"]
 
-_KIND, _PANEL = 4, 32  # of the compiled kernels, see native/linear.h
+_PANEL = 32  # of the compiled kernels, see native/linear.h
 _LEVELS = 127
 _DIGIT = 63  # the largest digit
 _ZERO_POINT = 64
@@ -88,7 +89,9 @@ class Int8Linear(QuantizedLinear):
         self._for_fbgemm = _pack(weight) if has_fbgemm else None
         is_plain = self.packed is None and not has_fbgemm
         self.register_buffer("values", weight.values if is_plain else None, persistent=False)
-        self._library = avx2_library() if on_cpu and is_plain else None
+        if on_cpu and is_plain and avx2_library() is not None:
+            parts = FloatParts(weight.values.contiguous(), INT8, self.scales)
+            self.float_weight = FloatWeight(parts, outputs, inputs, self.bias)
 
     @classmethod
     def quantize(
@@ -106,23 +109,7 @@ class Int8Linear(QuantizedLinear):
     def multiply(self, rows: Tensor) -> Tensor:
         if self._for_fbgemm is not None:
             return _multiply_digits(rows, self._for_fbgemm)
-        if self._library is not None:
-            return self._multiply_compiled(rows, self._library)
         return _multiply_tiles(rows, Int8Weight(self.values, self.scales))
-
-    def _multiply_compiled(self, rows: Tensor, library: ctypes.CDLL) -> Tensor:
-        rows, out = rows.contiguous(), rows.new_empty((len(rows), self.out_features))
-        library.headstart_int8_linear(
-            self.values.data_ptr(),
-            self.scales.data_ptr(),
-            self.out_features,
-            self.in_features,
-            rows.data_ptr(),
-            len(rows),
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return out
 
 
 def _to_panels(weight: Int8Weight) -> NarrowPanels:
@@ -130,7 +117,7 @@ def _to_panels(weight: Int8Weight) -> NarrowPanels:
     padded = nn.functional.pad(weight.values, (0, inputs % 2, 0, -outputs % _PANEL))
     halves = padded.view(-1, 2, _PANEL // 2, padded.shape[1] // 2, 2)
     panels = halves.permute(0, 3, 1, 4, 2).contiguous()
-    return NarrowPanels(panels, _KIND, inputs, weight.scales.float().contiguous())
+    return NarrowPanels(panels, INT8, inputs, weight.scales.float().contiguous())
 
 
 def _multiply_digits(rows: Tensor, packed: Any) -> Tensor:

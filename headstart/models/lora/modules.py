@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from headstart.errors import UnsupportedAdapterError
-from headstart.models.fused import FusionSwitch
 from headstart.models.lora.stack import AdapterStack, ResidentAdapter
 
 __all__ = ["AdapterRun", "LoraLayers"]
@@ -41,8 +40,7 @@ class HookedModel(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    @property
-    def fusion(self) -> FusionSwitch: ...
+    calls_each_layer: bool
 
     @property
     def output_layer(self) -> str | None: ...
@@ -138,7 +136,7 @@ class LoraLayers:
     def begin_step(self, runs: Sequence[AdapterRun]) -> None:
         """Set the model's rows, in this order, until `end_step`."""
         plain = all(run.adapter is None for run in runs)
-        self._model.fusion.enabled = plain  # a fused part does not call its layers' hooks
+        self._model.calls_each_layer = not plain  # a larger call calls no hooks
         if plain:
             self._unhook()
             return
@@ -163,7 +161,7 @@ class LoraLayers:
         self.end_step()
         self._unhook()
         self._mixed, self._mixed_stack = (), None
-        self._model.fusion.enabled = True
+        self._model.calls_each_layer = False
 
     def forget(self, adapter: ResidentAdapter) -> None:
         """Drop an adapter that leaves memory. Not during a step."""

@@ -16,7 +16,6 @@ from headstart.attention.register import BackendFunction, register, unregister
 from headstart.models.context_length import context_length
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.files import fingerprint_files
-from headstart.models.fused import FusionSwitch
 from headstart.models.linear import Int8Embedding, QuantizedLinear
 from headstart.models.lora.files import Widths
 from headstart.models.packed import PackedEmbedding, PackedLinear
@@ -32,9 +31,8 @@ class TransformersDecoder(DecoderModel):
         model: PreTrainedModel,
         layouts: tuple[LayerLayout, ...],
         folder: Path | None = None,
-        fusion: FusionSwitch | None = None,
     ) -> None:
-        super().__init__(layouts, folder, fusion)
+        super().__init__(layouts, folder)
         self._model = model
         self._attention: str | None = None
 
@@ -128,14 +126,12 @@ class TransformersDecoder(DecoderModel):
         self._attention = register(BackendFunction(backend))
         weakref.finalize(self, unregister, self._attention)
         text_part(self._model).set_attn_implementation(self._attention)
-        self.fusion.backend = backend
 
     def detach(self) -> None:
         if self._attention is not None:
             text_part(self._model).set_attn_implementation("eager")
             unregister(self._attention)
             self._attention = None
-            self.fusion.backend = None
 
     def forward(
         self,

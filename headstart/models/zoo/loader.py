@@ -24,9 +24,9 @@ from headstart.models.silence_transformers import silence_transformers
 from headstart.models.zoo.checkpoint import check_decoder
 from headstart.models.zoo.decoder import TransformersDecoder
 from headstart.models.zoo.image_families import VISION_MODELS
+from headstart.models.zoo.pack import pack_linears
 from headstart.models.zoo.pretrained import load_config, load_weights
 from headstart.models.zoo.quantize import quantize_linears
-from headstart.models.zoo.swap import accelerate
 
 __all__ = ["load_transformers"]
 
@@ -50,12 +50,11 @@ def load_transformers(
             raise UnsupportedModelError(_why_not(config.model_type))
         loaded = _load_weights(folder, config, dtype)
         loaded = loaded.to(device).eval()  # type: ignore[arg-type]
-        fusion = None
         if weights is None:
-            fusion = accelerate(loaded, ready_memory)
+            pack_linears(loaded, ready_memory)
         else:
             quantize_linears(loaded, weights)
-        decoder = TransformersDecoder(loaded, probe_once(loaded, files), folder, fusion)
+        decoder = TransformersDecoder(loaded, probe_once(loaded, files), folder)
         decoder.files = files
     return decoder
 

@@ -5,7 +5,7 @@
 //
 // A row's sum for an output has an order of its own: two sums of 8 lanes each, whatever the number of
 // rows and threads.
-#include "../native.h"
+#include "../weight.h"
 
 #pragma GCC target("avx2,fma")
 
@@ -18,8 +18,6 @@ namespace {
 // A bf16 number is the upper half of a float: of two neighbours in a 32-bit lane, one is the lane
 // shifted up, and one is the lane with its lower half cleared. So the first 8 numbers of a step are
 // those of even place, and no number is moved between lanes.
-constexpr int64_t place(int64_t k) { return k < 8 ? 2 * k : 2 * (k - 8) + 1; }
-
 struct Half {
     using Number = bf16;
     using Input = float;
@@ -47,28 +45,21 @@ struct Half {
 
 // The rows in steps of 16 inputs, in the order of the weight's lanes; zeros at their ends.
 std::unique_ptr<float[]> split(const float* x, int64_t rows, int64_t inputs) {
-    const int64_t steps = steps_of(inputs);
-    std::unique_ptr<float[]> out(new float[rows * steps * STEP]());
+    const int64_t width = steps_of(inputs) * STEP;
+    std::unique_ptr<float[]> out(new float[rows * width]());
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t step = 0; step < steps; step++)
-            for (int64_t k = 0; k < STEP; k++) {
-                const int64_t input = step * STEP + place(k);
-                if (input < inputs) out[(r * steps + step) * STEP + k] = x[r * inputs + input];
-            }
+        for (int64_t i = 0; i < inputs; i++)
+            out[r * width + i / STEP * STEP + i % 2 * 8 + i % STEP / 2] = x[r * inputs + i];
     return out;
 }
 
 }  // namespace
 
-// out float [rows, outputs] = x float [rows, inputs] times weight bf16 [outputs, inputs], plus
-// bias float [outputs] or null; all contiguous.
-extern "C" void headstart_half_linear(const uint16_t* weight, const float* bias, int64_t outputs,
-                                      int64_t inputs, const float* x, int64_t rows, float* out,
-                                      int threads) {
-    const auto splits = split(x, rows, inputs);
-    multiply_rows<Half>(weight, outputs, inputs, splits.get(), rows, threads,
-                        [&](int64_t row, int64_t output, float sum) {
-                            out[row * outputs + output] =
-                                bias == nullptr ? sum : sum + bias[output];
-                        });
+void headstart::multiply_half(const Weight& weight, const float* x, int64_t rows, float* out,
+                              int threads) {
+    const int64_t outputs = weight.outputs;
+    const auto splits = split(x, rows, weight.inputs);
+    multiply_rows<Half>(
+        static_cast<const bf16*>(weight.panels), outputs, weight.inputs, splits.get(), rows, threads,
+        [&](int64_t row, int64_t output, float sum) { out[row * outputs + output] = sum; });
 }

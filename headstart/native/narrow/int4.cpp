@@ -76,7 +76,7 @@ struct Avx2 {
 }  // namespace
 
 Rows int4::round_rows(const float* x, int64_t rows, const Weight& weight, int threads) {
-    Rows out(rows, weight.groups());
+    Rows out(rows, groups_of(weight));
     parallel_each(rows < MOST_ROWS ? 1 : threads, rows, [&](int64_t r) {
         for (int64_t g = 0; g < out.groups; g++)
             round_group(x + r * weight.inputs, weight, r, g, out);
@@ -84,10 +84,7 @@ Rows int4::round_rows(const float* x, int64_t rows, const Weight& weight, int th
     return out;
 }
 
-// out float [rows, outputs] = x float [rows, inputs] times a weight, see int4.h; all contiguous.
-extern "C" void headstart_int4_linear(const uint8_t* blocks, const float* scales,
-                                      const float* columns, int64_t outputs, int64_t inputs,
-                                      int form, const float* x, int64_t rows, float* out,
-                                      int threads) {
-    multiply<Avx2>({blocks, scales, columns, outputs, inputs}, form, x, rows, out, threads);
+void headstart::multiply_int4(const Weight& weight, const float* x, int64_t rows, float* out,
+                              int threads) {
+    multiply<Avx2>(weight, x, rows, out, threads);
 }

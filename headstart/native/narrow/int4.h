@@ -15,7 +15,7 @@
 // same bits alone, in any batch, on any number of threads, and by either instruction set.
 #pragma once
 
-#include "../native.h"
+#include "../weight.h"
 
 namespace headstart::int4 {
 
@@ -34,16 +34,7 @@ struct Form {
     static constexpr float START_UNIT = FIVE_BITS ? -16 : -8;
 };
 
-// A weight; `columns` [inputs] may be null.
-struct Weight {
-    const uint8_t* blocks;
-    const float* scales;
-    const float* columns;
-    int64_t outputs, inputs;
-
-    int64_t groups() const { return (inputs + GROUP - 1) / GROUP; }
-    int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
-};
+inline int64_t groups_of(const Weight& weight) { return (weight.inputs + GROUP - 1) / GROUP; }
 
 // Rows as whole numbers [rows, groups, 32]; of each group its step, and step times sum.
 struct Rows {

@@ -102,10 +102,9 @@ void headstart::widen(int64_t form, const void* from, const float* columns, int6
     });
 }
 
-// As headstart_int4_linear; for CPUs that have all that avx512.h names.
-extern "C" void headstart_int4_linear_avx512(const uint8_t* blocks, const float* scales,
-                                             const float* columns, int64_t outputs, int64_t inputs,
-                                             int form, const float* x, int64_t rows, float* out,
-                                             int threads) {
-    int4::multiply<Avx512>({blocks, scales, columns, outputs, inputs}, form, x, rows, out, threads);
+// As headstart_float_linear, of 4 or 5 bits, for CPUs that have all that avx512.h names.
+extern "C" void headstart_int4_linear_avx512(const Weight* weight, const float* x, int64_t rows,
+                                             float* out, int threads) {
+    int4::multiply<Avx512>(*weight, x, rows, out, threads);
+    add_bias(*weight, rows, out);
 }

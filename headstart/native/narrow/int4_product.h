@@ -93,7 +93,9 @@ template <class Kind, class Form, int ROWS>
 }
 
 template <class Kind, class Form>
-void multiply(const Weight& weight, const float* x, int64_t rows, float* out, int threads) {
+void multiply_form(const Weight& weight, const float* x, int64_t rows, float* out, int threads) {
+    const auto* blocks = static_cast<const uint8_t*>(weight.panels);
+    const int64_t panels = (weight.outputs + PANEL - 1) / PANEL;
     const Rows rounded = round_rows(x, rows, weight, threads);
     const int64_t bytes = rounded.groups * Form::BYTES_OF_BLOCK;
     const auto finish = [&](int64_t row, int64_t output, const float* sums) {
@@ -102,16 +104,16 @@ void multiply(const Weight& weight, const float* x, int64_t rows, float* out, in
         for (int64_t o = 0; o < count; o++) to[o] = sums[o] * weight.scales[output + o];
     };
     parallel(threads, [&](int thread, int all) {
-        const int64_t begin = weight.panels() * thread / all;
-        const int64_t end = weight.panels() * (thread + 1) / all;
+        const int64_t begin = panels * thread / all;
+        const int64_t end = panels * (thread + 1) / all;
         for (int64_t block = 0; block < rows; block += MOST_ROWS) {
             const int64_t last = std::min(rows, block + MOST_ROWS);
             for (int64_t panel = begin; panel < end; panel++)
                 for (int64_t row = block; row < last; row += Kind::MOST)
                     with_count<Kind::MOST>(last - row, [&](auto count) {
                         float sums[count.value][PANEL];
-                        product<Kind, Form, count.value>(weight.blocks + panel * bytes, rounded,
-                                                         row, sums, row == block ? bytes : 0);
+                        product<Kind, Form, count.value>(blocks + panel * bytes, rounded, row, sums,
+                                                         row == block ? bytes : 0);
                         for (int r = 0; r < count.value; r++)
                             finish(row + r, panel * PANEL, sums[r]);
                     });
@@ -128,11 +130,11 @@ void with_form(int64_t number, const Function& function) {
     });
 }
 
-// out [rows, outputs] = x [rows, inputs] times the weight, which lies in form number `form`.
 template <class Kind>
-void multiply(const Weight& weight, int form, const float* x, int64_t rows, float* out,
-              int threads) {
-    with_form(form, [&](auto of) { multiply<Kind, decltype(of)>(weight, x, rows, out, threads); });
+void multiply(const Weight& weight, const float* x, int64_t rows, float* out, int threads) {
+    with_form(weight.kind, [&](auto of) {
+        multiply_form<Kind, decltype(of)>(weight, x, rows, out, threads);
+    });
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 // 16,384 inputs. They are faster than floats for any number of rows: 16 products take two
 // instructions, and 16 weights one to widen them. A row's sum for an output is 8 exact sums that are
 // added in one order, so a row has the same bits alone, in any batch and on any number of threads.
-#include "../native.h"
+#include "../weight.h"
 
 #pragma GCC target("avx2,fma")
 
@@ -73,17 +73,16 @@ struct Int8 {
 
 }  // namespace
 
-// out float [rows, outputs] = x float [rows, inputs] times weight int8 [outputs, inputs] times scales
-// float [outputs]; all contiguous.
-extern "C" void headstart_int8_linear(const int8_t* weight, const float* scales, int64_t outputs,
-                                      int64_t inputs, const float* x, int64_t rows, float* out,
-                                      int threads) {
+void headstart::multiply_int8(const Weight& weight, const float* x, int64_t rows, float* out,
+                              int threads) {
+    const int64_t outputs = weight.outputs, inputs = weight.inputs;
     Rows numbers(rows, inputs);
     parallel_each(rows < MOST_ROWS ? 1 : threads, rows,
                   [&](int64_t r) { numbers.fill(r, x + r * inputs, inputs); });
-    multiply_rows<Int8>(weight, outputs, inputs, numbers.numbers.get(), rows, threads,
+    multiply_rows<Int8>(static_cast<const int8_t*>(weight.panels), outputs, inputs,
+                        numbers.numbers.get(), rows, threads,
                         [&](int64_t row, int64_t output, float sum) {
                             out[row * outputs + output] =
-                                sum * (scales[output] * numbers.scales[row]);
+                                sum * (weight.scales[output] * numbers.scales[row]);
                         });
 }

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from headstart.errors import UnsupportedAdapterError
-from headstart.models.fused import FusionSwitch
 from headstart.models.lora.files import LoraPair, LoraWeights, read_weights
 from headstart.models.lora.modules import AdapterRun, LoraLayers
 from headstart.models.lora.stack import ResidentAdapter
@@ -152,7 +151,7 @@ class Loose(nn.Module):
 
     device = torch.device("cpu")
     output_layer = None
-    fusion = FusionSwitch()
+    calls_each_layer = False
 
     def __init__(self) -> None:
         super().__init__()

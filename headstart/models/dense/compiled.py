@@ -1,0 +1,215 @@
+"""All layers of a decoder as one compiled call.
+
+Its attention is compiled, too, where the backend has structs for it. The modules stay in place, for
+steps in which single layers are wrapped.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from headstart.attention.backend import AttentionBackend, RowShapes
+from headstart.models.dense.modules import DecoderLayer, RMSNorm
+from headstart.models.dense.rotary import Angles
+from headstart.models.dense.shape import DecoderShape
+from headstart.models.half_weight import MANY_ROWS, HalfLinear
+from headstart.models.linear import QuantizedLinear
+from headstart.models.packed import PackedLinear
+from headstart.native import avx2_library, library
+from headstart.native.bindings import Layer, LayerRun, Norm, Weight
+
+__all__ = ["CompiledLayers", "compile_layers"]
+
+
+class CompiledLayers(Protocol):
+    """Runs all layers of a decoder."""
+
+    def __call__(
+        self, hidden: Tensor, angles: Angles, backend: AttentionBackend, kept: Tensor | None
+    ) -> Tensor | None:
+        """Rows `[rows, hidden]` after the last layer; None if modules must compute these.
+
+        Of rows `kept`, int64, alone if it is given, or of all.
+        """
+        ...
+
+
+def compile_layers(
+    layers: Sequence[DecoderLayer], shape: DecoderShape, dtype: torch.dtype
+) -> CompiledLayers | None:
+    """A call for layers with rows in `dtype`; None if the kernels compute no such layers."""
+    plain = (
+        (shape.norm, shape.norms, shape.activation) == ("llama", "before", "silu")
+        and shape.head_norms != "row"
+        and shape.residual_scale is None
+        and not (shape.fused or shape.partial_rotary or shape.exact_angles)
+        and {layer.angles for layer in shape.layers} == {""}
+    )
+    linears = [module for layer in layers for module in layer.modules() if _is_linear(module)]
+    if not plain or any(_struct(module, dtype) is None for module in linears):
+        return None
+    return (Bf16Layers if dtype == torch.bfloat16 else FloatLayers)(layers, shape)
+
+
+class _Runs:
+    """The structs of all layers, and of one step."""
+
+    def __init__(
+        self, layers: Sequence[DecoderLayer], shape: DecoderShape, dtype: torch.dtype
+    ) -> None:
+        self._layers, self._shape, self._dtype = layers, shape, dtype
+        self._structs = [_layer_struct(layer, shape.head_dim, dtype) for layer in layers]
+        self._runs = (LayerRun * len(layers))()
+        for run, struct in zip(self._runs, self._structs, strict=True):
+            run.layer = ctypes.addressof(struct)
+        self.address = ctypes.addressof(self._runs)
+
+    def prepare(self, count: int, tokens: int, backend: AttentionBackend) -> bool:
+        """Fill in the step of the first `count` layers; False if these cannot run as one call."""
+        dim = self._shape.head_dim
+        rows = RowShapes(tokens, self._shape.heads, self._shape.kv_heads, dim, dim)
+        for run, layer in zip(self._runs, self._layers[:count], strict=False):
+            attention = layer.self_attn
+            call = backend.compiled(attention.layer_idx, rows, attention.options, self._dtype)
+            if call is None:
+                return False
+            run.step, run.call = call
+        return True
+
+    def layer_address(self, index: int) -> int:
+        """Where the struct of a layer is."""
+        return ctypes.addressof(self._structs[index])
+
+
+class FloatLayers:
+    """Few rows in float32, on CPUs with AVX2.
+
+    What modules do between products takes some 40 operations of torch for each layer: a fifth of a
+    decode in 8 bits.
+    """
+
+    def __init__(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
+        found = avx2_library()
+        assert found is not None
+        self._function = found.headstart_float_layers
+        self._count = len(layers)
+        self._runs = _Runs(layers, shape, torch.float32)
+
+    def __call__(
+        self, hidden: Tensor, angles: Angles, backend: AttentionBackend, kept: Tensor | None
+    ) -> Tensor | None:
+        rows = len(hidden)
+        if not 0 < rows < MANY_ROWS or not self._runs.prepare(self._count, rows, backend):
+            return None
+        out, (cos, sin) = hidden.clone(memory_format=torch.contiguous_format), angles
+        self._function(
+            self._runs.address,
+            self._count,
+            out.data_ptr(),
+            rows,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out if kept is None else out.index_select(0, kept)
+
+
+class Bf16Layers:
+    """Rows in bfloat16, on CPUs with AVX-512.
+
+    Layers run one by one, in two compiled calls around attention, if compiled code cannot run their
+    attention. So does the last layer, if only some rows are kept: it writes K and V of all.
+    """
+
+    def __init__(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
+        found = library()
+        assert found is not None
+        self._all, self._before = found.headstart_layers, found.headstart_before_attention
+        self._after = found.headstart_after_attention
+        self._layers, self._shape = layers, shape
+        self._runs = _Runs(layers, shape, torch.bfloat16)
+
+    def __call__(
+        self, hidden: Tensor, angles: Angles, backend: AttentionBackend, kept: Tensor | None
+    ) -> Tensor | None:
+        cos, sin = angles
+        count = len(self._layers) - (kept is not None)
+        if self._runs.prepare(count, len(hidden), backend):
+            hidden = hidden.clone(memory_format=torch.contiguous_format)
+            self._all(
+                self._runs.address,
+                count,
+                hidden.data_ptr(),
+                len(hidden),
+                cos.data_ptr(),
+                sin.data_ptr(),
+                torch.get_num_threads(),
+            )
+        else:
+            for index in range(count):
+                hidden = self._layer(index, hidden, angles, backend, None)
+        for index in range(count, len(self._layers)):
+            hidden = self._layer(index, hidden, angles, backend, kept)
+        return hidden
+
+    def _layer(
+        self,
+        index: int,
+        hidden: Tensor,
+        angles: Angles,
+        backend: AttentionBackend,
+        kept: Tensor | None,
+    ) -> Tensor:
+        shape, address = self._shape, self._runs.layer_address(index)
+        hidden, threads = hidden.contiguous(), torch.get_num_threads()
+        query = hidden.new_empty((len(hidden), shape.heads, shape.head_dim))
+        key = hidden.new_empty((len(hidden), shape.kv_heads, shape.head_dim))
+        value = torch.empty_like(key)
+        parts = (part.data_ptr() for part in (*angles, query, key, value))
+        self._before(address, hidden.data_ptr(), len(hidden), *parts, threads)
+        attention = self._layers[index].self_attn
+        attended = backend.attend(attention.layer_idx, query, key, value, attention.options)
+        if kept is not None:
+            attended, hidden = attended.index_select(0, kept), hidden.index_select(0, kept)
+        out = torch.empty_like(hidden)
+        rows = (attended.data_ptr(), hidden.data_ptr(), len(hidden), out.data_ptr())
+        self._after(address, *rows, threads)
+        return out
+
+
+def _layer_struct(layer: DecoderLayer, head_dim: int, dtype: torch.dtype) -> Layer:
+    attention, struct = layer.self_attn, Layer(head_dim=head_dim)
+    linears = {name: attention.get_submodule(f"{name}_proj") for name in "qkvo"}
+    linears |= {name: layer.mlp.get_submodule(f"{name}_proj") for name in ("gate", "up", "down")}
+    for name, module in linears.items():
+        setattr(struct, name, _struct(module, dtype))
+    norms = {"before": layer.input_layernorm, "after": layer.post_attention_layernorm}
+    for name in "qk":
+        norm = getattr(attention, f"{name}_norm", None)
+        if isinstance(norm, RMSNorm):
+            norms[f"{name}_heads"] = norm
+    for name, norm in norms.items():
+        assert norm.weight.dtype == dtype and norm.weight.is_contiguous()
+        made = Norm(weight=norm.weight.data_ptr(), epsilon=norm.variance_epsilon)
+        setattr(struct, name, made)
+    return struct
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | HalfLinear | PackedLinear | QuantizedLinear)
+
+
+def _struct(module: nn.Module, dtype: torch.dtype) -> Weight | None:
+    """The struct of a linear layer's weight for rows in `dtype`, if the kernels have one."""
+    if dtype == torch.bfloat16:
+        packed = module.packed if isinstance(module, PackedLinear | QuantizedLinear) else None
+        return None if packed is None else packed.struct
+    if dtype != torch.float32:
+        return None
+    if isinstance(module, HalfLinear):
+        return module.matrix.few.struct
+    found = module.float_weight if isinstance(module, QuantizedLinear) else None
+    return found.struct if found is not None and found.runs_in_layers else None

@@ -1,0 +1,68 @@
+"""Weights that compiled code multiplies rows in float32 by, on CPUs with AVX2."""
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headstart.native import avx2_library, library
+from headstart.native.bindings import Weight
+
+__all__ = ["FloatParts", "FloatWeight"]
+
+
+class FloatParts(NamedTuple):
+    """A weight in memory, on the CPU.
+
+    `values` lie as `native/weight.h` says for rows of float32. `scales` float32 `[outputs]`, but
+    not of bfloat16; `columns` float32 `[inputs]` or None: only of 4 and 5 bits.
+    """
+
+    values: Tensor
+    kind: int
+    scales: Tensor | None = None
+    columns: Tensor | None = None
+
+
+class FloatWeight:
+    """A weight `[outputs, inputs]`, and its bias float32 `[outputs]` or None.
+
+    `wide`: it has 4 or 5 bits, and is multiplied by with AVX-512.
+    """
+
+    def __init__(
+        self,
+        parts: FloatParts,
+        outputs: int,
+        inputs: int,
+        bias: Tensor | None = None,
+        *,
+        wide: bool = False,
+    ) -> None:
+        found = library() if wide else avx2_library()
+        assert found is not None, "the caller asks first"
+        self._multiply: ctypes._NamedFuncPointer = (
+            found.headstart_int4_linear_avx512 if wide else found.headstart_float_linear
+        )
+        self.runs_in_layers = not wide
+        """Whether compiled layers multiply by it as `multiply` does."""
+        self._outputs = outputs
+        self._kept = (parts, bias)
+        addresses = [_address(part) for part in (parts.values, bias, parts.scales, parts.columns)]
+        self.struct = Weight(*addresses, inputs=inputs, outputs=outputs, kind=parts.kind)
+        """The kernels' struct; it points into memory that this object owns."""
+        self._address = ctypes.addressof(self.struct)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Rows float32 `[rows, inputs]` times the weight, plus the bias: `[rows, outputs]`."""
+        rows, out = rows.contiguous(), rows.new_empty((len(rows), self._outputs))
+        self._multiply(
+            self._address, rows.data_ptr(), len(rows), out.data_ptr(), torch.get_num_threads()
+        )
+        return out
+
+
+def _address(part: Tensor | None) -> int | None:
+    assert part is None or part.is_contiguous()
+    return None if part is None else part.data_ptr()

@@ -1,0 +1,117 @@
+// Decoder layers as in ../layer.cpp, of few rows of float32, for CPUs with AVX2. Threads share
+// products and attention; what is between them is one thread's.
+#include "../layer.h"
+
+#pragma GCC target("avx2,fma")
+
+#include "../attention/avx2.h"
+#include "digits.h"
+
+using namespace headstart;
+
+extern "C" void headstart_attend_float32(const AttentionStep*, const Call<float>*);
+extern "C" void headstart_attend_int8(const AttentionStep*, const Int8Call*);
+
+// out float [rows, outputs] = x float [rows, inputs] times the weight, plus its bias
+extern "C" void headstart_float_linear(const Weight* weight, const float* x, int64_t rows,
+                                       float* out, int threads) {
+    const auto multiply = weight->kind == BF16   ? multiply_half
+                          : weight->kind == INT8 ? multiply_int8
+                                                 : multiply_int4;
+    multiply(*weight, x, rows, out, threads);
+    add_bias(*weight, rows, out);
+}
+
+namespace {
+
+void normalise(const float* x, int64_t width, const Norm& norm, float* out) {
+    const auto* weight = static_cast<const float*>(norm.weight);
+    __m256 squares = _mm256_setzero_ps();
+    for (int64_t i = 0; i < width; i += LANES) {
+        const __m256 v = load(x + i, static_cast<int>(std::min<int64_t>(width - i, LANES)));
+        squares = _mm256_fmadd_ps(v, v, squares);
+    }
+    const float mean = total(squares) / static_cast<float>(width);
+    const float scale = 1.0f / std::sqrt(mean + norm.epsilon);
+    for (int64_t i = 0; i < width; i++) out[i] = weight[i] * (x[i] * scale);
+}
+
+// Heads of a row, normalised if there is a norm and rotated as ../layer.cpp does it, in place.
+void turn(float* row, int64_t width, int64_t dim, const Norm& norm, const float* cos,
+          const float* sin) {
+    for (float *head = row, *other = head + dim / 2; head < row + width; head += dim, other += dim) {
+        if (norm.weight != nullptr) normalise(head, dim, norm, head);
+        for (int64_t i = 0; i < dim / 2; i++) {
+            const float first = head[i];
+            head[i] = first * cos[i] - other[i] * sin[i];
+            other[i] = other[i] * cos[i + dim / 2] + first * sin[i + dim / 2];
+        }
+    }
+}
+
+// gate[count] = silu(gate) * up, in whole vectors.
+void multiply_gates(float* gate, const float* up, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        const __m256 x = _mm256_loadu_ps(gate + i);
+        const __m256 share = 1.0f / (1.0f + power(x * -1.44269504f));
+        _mm256_storeu_ps(gate + i, x * share * _mm256_loadu_ps(up + i));
+    }
+}
+
+}  // namespace
+
+// Runs hidden float [rows, inputs], in place, through `count` layers of the same widths; cos and sin
+// float [rows, head_dim].
+extern "C" void headstart_float_layers(const LayerRun* runs, int64_t count, float* hidden,
+                                       int64_t rows, const float* cos, const float* sin,
+                                       int threads) {
+    const Layer& shape = *runs->layer;
+    const int64_t width = shape.q.inputs, queries = shape.q.outputs, keys = shape.k.outputs;
+    const int64_t inner = (rows * shape.gate.outputs + LANES - 1) / LANES * LANES;
+    const std::unique_ptr<float[]> memory(
+        new float[rows * (width + 2 * queries + 2 * keys) + 2 * inner]());
+    float* gate = memory.get();  // first: all that follows begins where vectors do
+    float *up = gate + inner, *q = up + inner, *k = q + rows * queries, *v = k + rows * keys;
+    float *attended = v + rows * keys, *update = attended + rows * queries;
+    const auto multiply = [&](const Weight& weight, const float* x, float* out) {
+        headstart_float_linear(&weight, x, rows, out, threads);
+    };
+    // Adds the last update, and begins the next with the rows normalised.
+    const auto begin = [&](const Norm& norm, bool add) {
+        for (int64_t r = 0; r < rows; r++) {
+            float *row = hidden + r * width, *more = update + r * width;
+            for (int64_t i = 0; add && i < width; i++) row[i] += more[i];
+            if (norm.weight != nullptr) normalise(row, width, norm, more);
+        }
+    };
+    for (int64_t i = 0; i < count; i++) {
+        const Layer& layer = *runs[i].layer;
+        begin(layer.before, i > 0);
+        multiply(layer.q, update, q);
+        multiply(layer.k, update, k);
+        multiply(layer.v, update, v);
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t dim = layer.head_dim, angle = r * dim;
+            turn(q + r * queries, queries, dim, layer.q_heads, cos + angle, sin + angle);
+            turn(k + r * keys, keys, dim, layer.k_heads, cos + angle, sin + angle);
+        }
+        const auto attend = [&](auto call, auto function) {
+            call.query = q, call.key = k, call.value = v, call.out = attended;
+            call.query_strides[0] = queries;
+            call.key_strides[0] = call.value_strides[0] = keys;
+            call.query_strides[1] = call.key_strides[1] = call.value_strides[1] = layer.head_dim;
+            function(runs[i].step, &call);
+        };
+        if (runs[i].call->key_scales == nullptr)
+            attend(*reinterpret_cast<const Call<float>*>(runs[i].call), headstart_attend_float32);
+        else
+            attend(*reinterpret_cast<const Int8Call*>(runs[i].call), headstart_attend_int8);
+        multiply(layer.o, attended, update);
+        begin(layer.after, true);
+        multiply(layer.gate, update, gate);
+        multiply(layer.up, update, up);
+        multiply_gates(gate, up, inner);
+        multiply(layer.down, gate, update);
+    }
+    begin({nullptr, 0}, count > 0);
+}

@@ -1,0 +1,47 @@
+// A weight as Python hands it over.
+#pragma once
+
+#include "native.h"
+
+namespace headstart {
+
+// How a weight lies: in the form of 4 or 5 bits of this number (narrow/int4.h), or so.
+constexpr int64_t INT8 = 4, BF16 = 5;
+constexpr int64_t PAIR_BYTES[] = {40, 36, 48, 44, 64, 128};  // of a panel
+
+// A weight [outputs, inputs], and its bias [outputs] or nullptr. Unless it is of bf16 it has scales
+// [outputs]; of 4 or 5 bits also columns [inputs] or nullptr.
+//
+// For rows of bf16 it lies in the panels of linear.h, columns are there and of whole groups, and the
+// bias is of bf16. For rows of float32 it lies in rows of its own, or as narrow/int4.h says, and the
+// bias is of float32.
+struct Weight {
+    static constexpr int64_t PANEL = 32;
+
+    const void *panels, *bias;
+    const float *scales, *columns;
+    int64_t inputs, outputs, kind;
+
+    int64_t pairs() const { return (inputs + 1) / 2; }
+    int64_t count() const { return (outputs + PANEL - 1) / PANEL; }
+    // Pair k of a panel; of 4 or 5 bits it begins a group.
+    const uint32_t* at(int64_t panel, int64_t k = 0) const {
+        const int64_t whole = kind < INT8 ? (pairs() + 15) / 16 * 16 : pairs();
+        return reinterpret_cast<const uint32_t*>(static_cast<const char*>(panels) +
+                                                 (panel * whole + k) * PAIR_BYTES[kind]);
+    }
+};
+
+// Products of rows of float32, for CPUs with AVX2: out [rows, outputs], without the bias.
+using FloatProduct = void(const Weight& weight, const float* x, int64_t rows, float* out,
+                          int threads);
+FloatProduct multiply_half, multiply_int8, multiply_int4;
+
+// out [rows, outputs] += the bias, if there is one.
+inline void add_bias(const Weight& weight, int64_t rows, float* out) {
+    const auto* bias = static_cast<const float*>(weight.bias);
+    for (int64_t r = 0; bias != nullptr && r < rows; r++, out += weight.outputs)
+        for (int64_t o = 0; o < weight.outputs; o++) out[o] += bias[o];
+}
+
+}  // namespace headstart

@@ -1,0 +1,246 @@
+"""Layers of float32 rows as one compiled call, against float64 and against their modules."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from headstart.attention import LayerLayout, NativeAttention, PagedKVMemory, Span, StepPlan
+from headstart.models.dense.compiled import FloatLayers, compile_layers
+from headstart.models.dense.modules import DecoderLayer, RMSNorm, StepAttention
+from headstart.models.dense.shape import DecoderShape, LayerShape
+from headstart.models.half_weight import MANY_ROWS, HalfLinear, HalfWeight
+from headstart.models.linear import QuantizedLinear, int4, int8, make_linear
+from headstart.native import avx2_library
+from tests.attention.rows import BLOCK, reference, spoil
+from tests.native.foreign_rows import among_nonfinite
+
+pytestmark = pytest.mark.skipif(avx2_library() is None, reason="no compiled kernels for AVX2 here")
+
+NUM_BLOCKS = 14
+
+
+class RandomReader:
+    """Weights drawn by a seed, in bfloat16 or of a kind."""
+
+    def __init__(self, seed: int, kind: str) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._kind = kind
+
+    def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
+        weight = (self.draw(outputs, inputs) / inputs**0.5).bfloat16()
+        own = self.draw(outputs) if bias else None
+        if self._kind == "bfloat16":
+            return HalfLinear(HalfWeight(weight, own))
+        return make_linear(weight, own, self._kind)  # type: ignore[arg-type]
+
+    def vector(self, name: str, width: int) -> Tensor:
+        return 1 + self.draw(width) / 4
+
+    def draw(self, *size: int) -> Tensor:
+        return torch.randn(size, generator=self._generator)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> DecoderShape:
+    kv_heads, group = draw(st.sampled_from([(1, 1), (2, 3), (1, 7), (3, 2)]))
+    bias = draw(st.booleans())
+    windows = draw(st.lists(st.none() | st.integers(1, 8), min_size=1, max_size=3))
+    head_dim = draw(st.integers(1, 20).map(lambda half: 2 * half) | st.just(64))
+    return DecoderShape(
+        vocab_size=1,
+        hidden_size=draw(st.integers(1, 70)),
+        intermediate_size=draw(st.integers(1, 90)),
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        layers=tuple(LayerShape(window) for window in windows),
+        epsilon=1e-5,
+        activation="silu",
+        scaling=head_dim**-0.5,
+        tied=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        head_norms=draw(st.sampled_from([None, "head"])),
+    )
+
+
+@dataclass
+class Exact:
+    """Layers in float64, with the K and V of all rows so far by layer and sequence."""
+
+    layers: list[DecoderLayer]
+    shape: DecoderShape
+
+    def __post_init__(self) -> None:
+        self._kept: dict[tuple[int, int], list[Tensor]] = {}
+
+    def run(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: StepPlan) -> Tensor:
+        for layer in self.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            normed = _norm(layer.input_layernorm, x)
+            q, k, v = (
+                _linear(attention.get_submodule(f"{name}_proj"), normed).view(
+                    len(x), -1, self.shape.head_dim
+                )
+                for name in "qkv"
+            )
+            if self.shape.head_norms is not None:
+                q, k = _norm(attention.q_norm, q), _norm(attention.k_norm, k)
+            q, k = _turn(q, angles), _turn(k, angles)
+            attended = torch.cat(
+                [self._attend(layer, *each, q, k, v) for each in enumerate(plan.spans)]
+            )
+            x = x + _linear(attention.o_proj, attended.flatten(1))
+            normed = _norm(layer.post_attention_layernorm, x)
+            gate, up = _linear(mlp.gate_proj, normed), _linear(mlp.up_proj, normed)
+            x = x + _linear(mlp.down_proj, gate * torch.sigmoid(gate) * up)
+        return x
+
+    def _attend(
+        self, layer: DecoderLayer, number: int, span: Span, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        own = slice(span.first_row, span.first_row + span.num_rows)
+        place = (layer.self_attn.layer_idx, number)
+        before = self._kept.get(place, [k[:0], v[:0]])
+        self._kept[place] = [torch.cat([a, b[own]]) for a, b in zip(before, (k, v), strict=True)]
+        return reference(q[own], *self._kept[place], layer.self_attn.options)
+
+
+def _linear(module: nn.Module, x: Tensor) -> Tensor:
+    if isinstance(module, HalfLinear):
+        weight, bias = module.matrix.weight.double(), module.matrix.bias
+    else:
+        assert isinstance(module, QuantizedLinear)
+        weight, bias = module.unpack().double(), module.bias
+    return x @ weight.T + (0.0 if bias is None else bias.double())
+
+
+def _norm(norm: nn.Module, x: Tensor) -> Tensor:
+    assert isinstance(norm, RMSNorm)
+    return norm.weight.double() * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def _turn(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = (part.double().unsqueeze(1) for part in angles)
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def plan_of(counts: list[int], contexts: list[int], blocks: list[int]) -> StepPlan:
+    """The last `counts` tokens of sequences, which have four blocks each."""
+    slots: list[int] = []
+    spans = []
+    for at, (count, context) in enumerate(zip(counts, contexts, strict=True)):
+        table = blocks[4 * at : 4 * at + 4]
+        spans.append(Span(len(slots), count, context, table))
+        places = range(context - count, context)
+        slots += [table[place // BLOCK] * BLOCK + place % BLOCK for place in places]
+    return StepPlan(torch.tensor(slots), tuple(spans))
+
+
+# Rows are rounded to 15, 8 and 8 bits; a number at the border goes either way in two computations.
+TOLERANCE = {"bfloat16": 2e-5, "int8": 1e-3, "int5": 0.1, "int4": 0.1}
+
+
+@pytest.mark.parametrize("kind", TOLERANCE)
+@pytest.mark.parametrize("memory_dtype", [torch.float32, torch.int8])
+@given(
+    shape=shapes(),
+    counts=st.lists(st.integers(1, 7), min_size=1, max_size=3),
+    seed=st.integers(0, 2**20),
+    threads=st.integers(1, 3),
+)
+def test_layers_are_those_of_float64_and_of_their_modules(
+    kind: str,
+    memory_dtype: torch.dtype,
+    shape: DecoderShape,
+    counts: list[int],
+    seed: int,
+    threads: int,
+) -> None:
+    """Over this step's rows and earlier ones, in a memory whose other slots are not finite."""
+    reader = RandomReader(seed, kind)
+    with pytest.MonkeyPatch.context() as patch:  # of several ways to multiply, that of AVX2
+        patch.setattr(int8, "_multiplies_integers", lambda: False)
+        patch.setattr(int4, "library", lambda: None)
+        layers = [DecoderLayer(shape, at, "", reader) for at in range(len(shape.layers))]
+    compiled = compile_layers(layers, shape, torch.float32)
+    assert isinstance(compiled, FloatLayers)
+    layout = LayerLayout(shape.kv_heads, shape.head_dim, shape.head_dim)
+    library = avx2_library()
+    assert library is not None
+    backends = []
+    for _ in range(2):
+        memory = PagedKVMemory([layout] * len(layers), NUM_BLOCKS, BLOCK, memory_dtype, "cpu")
+        spoil(memory)
+        backends.append(NativeAttention(memory, library))
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
+    exact = Exact(layers, shape)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for extra, rows in ((0, counts), (1, [1] * len(counts))):
+            plan = plan_of(rows, [count + extra for count in counts], blocks)
+            hidden = among_nonfinite(reader.draw(len(plan.slots), shape.hidden_size))
+            given_rows = hidden.clone()
+            turns = torch.rand(len(hidden), shape.head_dim, generator=generator) * 6.3
+            angles = (among_nonfinite(turns.cos()), among_nonfinite(turns.sin()))
+            for backend in backends:
+                backend.begin_step(plan)
+            found = compiled(hidden, angles, backends[0], None)
+            assert found is not None and torch.equal(hidden, given_rows)
+            x = hidden
+            for layer in layers:
+                x = layer(x, StepAttention(backends[1], {"": angles}))
+            for backend in backends:
+                backend.end_step()
+            allowed = TOLERANCE[kind] * (1 + x.norm())
+            assert float((found - x).norm()) <= allowed
+            if kind == "bfloat16" and memory_dtype == torch.float32:
+                wanted = exact.run(hidden.double(), angles, plan)
+                assert float((found - wanted).norm()) <= allowed
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_kept_rows_are_those_of_all_and_many_rows_are_left_to_modules() -> None:
+    shape = DecoderShape(
+        vocab_size=1,
+        hidden_size=48,
+        intermediate_size=80,
+        heads=4,
+        kv_heads=2,
+        head_dim=12,
+        layers=(LayerShape(), LayerShape()),
+        epsilon=1e-5,
+        activation="silu",
+        scaling=0.3,
+        tied=True,
+    )
+    reader = RandomReader(1, "bfloat16")
+    layers = [DecoderLayer(shape, at, "", reader) for at in range(2)]
+    compiled = compile_layers(layers, shape, torch.float32)
+    library = avx2_library()
+    assert compiled is not None and library is not None
+    memory = PagedKVMemory([LayerLayout(2, 12, 12)] * 2, 9, BLOCK, torch.float32, "cpu")
+    backend = NativeAttention(memory, library)
+    for rows in (5, MANY_ROWS - 1, MANY_ROWS):
+        plan = StepPlan(torch.arange(rows), (Span(0, rows, rows, list(range(9))),))
+        hidden, turns = reader.draw(rows, 48), reader.draw(rows, 12)
+        angles = (turns.cos(), turns.sin())
+        backend.begin_step(plan)
+        found = compiled(hidden, angles, backend, None)
+        kept = torch.tensor([0, rows - 1])
+        some = compiled(hidden, angles, backend, kept)
+        backend.end_step()
+        if rows < MANY_ROWS:
+            assert found is not None and some is not None
+            assert torch.equal(some, found[kept])
+        else:
+            assert found is None and some is None

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from headstart.models.prefetch import ReadyMemory
 from headstart.native import library
-from headstart.native.bindings import Weight
+from headstart.native.bindings import BF16, Weight
 from headstart.native.pages import POPULATE_READ, advise_pages, request_huge_pages
 
 __all__ = [
-    "BF16",
     "Arena",
     "NarrowPanels",
     "PackedEmbedding",
@@ -30,8 +29,6 @@ __all__ = [
     "map_pages",
 ]
 
-BF16 = 5
-"""The number of weights in bfloat16 among the kernels' kinds, see `native/linear.h`."""
 _PANEL = 32  # outputs
 _ALIGNMENT = 4096
 
@@ -126,10 +123,10 @@ class PackedWeight:
         outputs, inputs = weight.shape
         self._library = found
         self.outputs, self.inputs = outputs, inputs
-        self._panels = (arena or Arena([weight.shape])).take(_packed_bytes(outputs, inputs))
+        self.panels = (arena or Arena([weight.shape])).take(_packed_bytes(outputs, inputs))
         source = weight.detach().contiguous()
         found.headstart_pack(
-            source.data_ptr(), outputs, inputs, self._panels.data_ptr(), torch.get_num_threads()
+            source.data_ptr(), outputs, inputs, self.panels.data_ptr(), torch.get_num_threads()
         )
         self._set_bias(bias)
 
@@ -139,7 +136,7 @@ class PackedWeight:
         found = library()
         assert found is not None
         made = cls.__new__(cls)
-        made._library, made._panels, made.narrow = found, narrow.panels, narrow
+        made._library, made.panels, made.narrow = found, narrow.panels, narrow
         made.outputs, made.inputs = len(narrow.scales), narrow.inputs
         made._set_bias(None if bias is None else bias.to(torch.bfloat16))
         return made
@@ -164,7 +161,7 @@ class PackedWeight:
     @property
     def panels_address(self) -> int:
         """The address of the panels; equal for objects that share them."""
-        return self._panels.data_ptr()
+        return self.panels.data_ptr()
 
     def with_bias(self, bias: Tensor) -> "PackedWeight":
         """The same weight, in the same memory, with a bias `[outputs]`."""

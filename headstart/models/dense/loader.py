@@ -30,6 +30,7 @@ from headstart.models.families import FAMILIES, read_shape
 from headstart.models.files import is_gguf, read_json, stamp_files
 from headstart.models.gguf.checkpoint import GGUFCheckpoint
 from headstart.models.half_weight import can_halve
+from headstart.models.huge_pages import move_to_huge_pages
 from headstart.models.linear import WeightKind
 from headstart.models.out_of_memory import is_out_of_memory
 from headstart.models.prefetch import ReadyMemory
@@ -96,6 +97,7 @@ def load_dense(
     decoder.files = files
     if not decoder.has_its_files:
         raise DamagedModelError(f"the files in {folder} were written to while they were read")
+    move_to_huge_pages(decoder.module)
     return decoder
 
 

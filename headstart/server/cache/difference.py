@@ -13,6 +13,7 @@ ENDS = "one ends where the other goes on"
 _AROUND = 80  # characters shown on either side
 _NEAR = 24  # characters in which a date or an id is looked for
 _FAR = 2000  # characters in which the same lines or keys in another order are looked for
+_MOST = 0.75  # of the entries; the last one may be cut off
 _MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
 _DAYS = "mon|tue|wed|thu|fri|sat|sun"
 _TIMES = re.compile(
@@ -25,6 +26,7 @@ _IDS = re.compile(
     re.IGNORECASE,
 )
 _KEYS = re.compile(r'"([^"\\]{1,80})"\s*:')
+_NAMES = re.compile(r'"name"\s*:\s*"([^"\\]{1,80})"')  # of tools, whose keys are all the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +80,23 @@ def _word(before: str, after: str) -> str:
 
 def _same_in_another_order(before: str, here: str, there: str) -> bool:
     line = before.rsplit("\n", 1)[-1]
-    for parts in (_KEYS.findall, str.splitlines):
-        mine, theirs = parts(line + here[:_FAR]), parts(line + there[:_FAR])
-        shorter = min(len(mine), len(theirs))
-        if shorter < 2:
-            continue
-        same = Counter(mine[:-1]) & Counter(theirs[:-1])
-        moved = mine[0] != theirs[0] and mine[0] in theirs and theirs[0] in mine
-        if moved and sum(same.values()) >= 0.8 * (shorter - 1):
-            return True
-    return False
+    mine, theirs = line + here[:_FAR], line + there[:_FAR]
+    return (
+        _is_moved(_KEYS.findall(mine), _KEYS.findall(theirs))
+        or _is_moved(_NAMES.findall(mine), _NAMES.findall(theirs))
+        or _is_moved(mine.splitlines(), theirs.splitlines())
+    )
+
+
+def _is_moved(mine: list[str], theirs: list[str]) -> bool:
+    """Whether most entries are in both lists, and the first that differ are further on.
+
+    >>> _is_moved(["id", "a", "b"], ["id", "b", "a"]), _is_moved(["a", "b"], ["c", "b"])
+    (True, False)
+    """
+    pairs = zip(mine, theirs, strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    mine, theirs = mine[same:], theirs[same:]
+    if not mine or not theirs or mine[0] not in theirs or theirs[0] not in mine:
+        return False
+    return (Counter(mine) & Counter(theirs)).total() >= _MOST * min(len(mine), len(theirs))

@@ -17,6 +17,7 @@ from headstart.server.cache.traffic import Times, Traffic, Traffics, count_again
 
 MISSED = MissExplanation(MissReason.TOKEN, 0)
 ORDER = "the same entries in another order"
+TOOL = '", "parameters": {}}, {"type": "function", "name": "'
 PLAIN = Namespace(None, None)
 prompts = st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=30)
 
@@ -184,6 +185,12 @@ def test_tokens_that_come_again(mine: list[int], theirs: list[int]) -> None:
         ("id=", "9f8e7d6c5b4a3f2e", "0a1b2c3d4e5f6a7b", "a random id"),
         ("one two", "  three four five", "\nthree four five", "white space"),
         ('{"', 'a": 1, "b": 2, "c": 3}', 'b": 2, "a": 1, "c": 3}', ORDER),
+        ('{"', 'b": 1, "a": 2}', 'a": 2, "b": 1}', ORDER),
+        ('{"', 'a": 1, "b": 2, "c": 3}', 'b": 2, "c": 3, "a": 1}', ORDER),
+        ('{"id": 7, "', 'a": 1, "b": 2, "c": 3}', 'c": 3, "a": 1, "b": 2}', ORDER),
+        ('{"', 'a": 1, "b": 2}', 'c": 1, "d": 2}', "another text"),
+        ('[{"name": "', f'age{TOOL}job{TOOL}now"}}', f'now{TOOL}age{TOOL}job"}}', ORDER),
+        ("", "- b\n- a", "- a\n- b", ORDER),
         ("", "tool b\ntool a\ntool c\nend", "tool a\ntool b\ntool c\nend", ORDER),
         ("", "Hi! One.\n" + "Two.\n" * 9, "Be kind. One.\n" + "Two.\n" * 9, "another text"),
         ("page ", "7 of the book", "8 of the book", "a number"),

@@ -68,6 +68,30 @@ def test_messages_are_explained_as_a_chat_asks_them(client: httpx.Client) -> Non
     assert shorter["prompt_tokens"] < told["prompt_tokens"]
 
 
+def test_a_requests_own_body_is_explained(client: httpx.Client) -> None:
+    """Who sent the body of a chat that had missed was told that max_tokens is not known."""
+    chat = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": PEOPLE}, {"role": "assistant", "content": "Anna"}],
+        "continue_final_message": True,
+        "max_tokens": 2,
+        "temperature": 0,
+        "response_format": {"type": "text"},
+        "tool_choice": "none",
+    }
+    usage = client.post("/v1/chat/completions", json=chat).json()["usage"]
+    told = client.post("/cache/explain", json={**chat, "stream": True}).json()
+    assert told["prompt_tokens"] == usage["prompt_tokens"]
+    assert told["cached_tokens"] == usage["prompt_tokens"] - 1
+    completion = {"prompt": PEOPLE, "max_tokens": 2, "logprobs": 1, "echo": False}
+    assert client.post("/cache/explain", json=completion).status_code == 200
+    slip = client.post("/cache/explain", json={**chat, "max_token": 2})
+    assert slip.status_code == 400
+    assert "the nearest is max_tokens" in slip.json()["error"]["message"]
+    other = client.post("/cache/explain", json={"input": PEOPLE}).json()["error"]["message"]
+    assert "give a chat's `messages`" in other
+
+
 def test_why_a_prompt_hits_what_it_does(client: httpx.Client) -> None:
     dated = "Today is 2026-11-21 10:32.\n" + PEOPLE
     unseen = client.post("/cache/explain", json={"prompt": dated}).json()
@@ -84,6 +108,8 @@ def test_why_a_prompt_hits_what_it_does(client: httpx.Client) -> None:
     assert other["position"] == other["closest"]["common_tokens"]
     salted = client.post("/cache/explain", json={"prompt": dated, "cache_salt": "mine"}).json()
     assert (salted["cached_tokens"], salted["closest"]) == (0, None)
+    assert salted["reason"] == "salt"
+    assert salted["text"] == "from token 0 on: cached under another salt"
     same = client.post("/cache/explain", json={"prompt": dated}).json()
     assert same["cached_tokens"] == same["prompt_tokens"] - 1 and same["reason"] == "none"
 

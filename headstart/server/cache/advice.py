@@ -55,6 +55,8 @@ class Adviser:
         tokens = np.asarray(token_ids, np.int32)
         closest = traffic.closest(namespace, tokens)
         if closest is None or not closest.num_common:
+            if missed.reason is MissReason.SALT:  # of which no prompts are compared
+                return Explanation(missed, str(missed))
             return Explanation(missed, f"{missed}; no answered prompt begins like this one")
         now = traffic.now()
         seconds = now - closest.seen.times.came

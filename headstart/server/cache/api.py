@@ -16,7 +16,7 @@ from headstart.server.cache.advice import Explanation
 from headstart.server.cache.schema import PromptBody, ResetBody
 from headstart.server.chats import read_roles
 from headstart.server.errors import ApiError, JsonResponse
-from headstart.server.openai.reading import as_tools
+from headstart.server.openai.reading import as_tools, read_template
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, frame
 from headstart.server.tenants import tenant_of
@@ -51,7 +51,8 @@ async def explain_prompt(body: PromptBody, request: Request) -> Response:
             return 0, MissExplanation(MissReason.NOT_READ, 0), []
         found = manager.get_computed_blocks(sequence)
         names = manager.block_hashes(sequence)[len(found.blocks) :]
-        return found.num_tokens, manager.explain(sequence), names
+        missed = manager.explain(sequence, across_salts=tenant_of(request).is_admin)
+        return found.num_tokens, missed, names
 
     num_cached, missed, beyond = await service.llm.call(look)
     explanation = await asyncio.to_thread(
@@ -168,9 +169,8 @@ async def prepare(
     tools = ToolUse(as_tools(body.tools)).tools
     if tools:  # in the same words as in a chat
         options["tools"] = [tool.for_template() for tool in tools]
-    options |= service.template_options({"chat_template_kwargs": body.chat_template_kwargs})
-    said = body.add_generation_prompt
-    options["add_generation_prompt"] = begins_reply if said is None else said
+    template = {"add_generation_prompt": begins_reply} | read_template(body)
+    options |= service.template_options(template)
     llm = service.llm
     messages = read_roles(
         llm.tokenizer, body.messages or [], llm.chat_template, with_tools=bool(tools)

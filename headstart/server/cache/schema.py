@@ -2,25 +2,38 @@
 
 from typing import Any
 
+from headstart.engine.vllm_api.rows import accepted, refused
 from headstart.server.bodies import Body, CacheFields, Flag, Whole
-from headstart.server.openai.schema import FunctionTool
+from headstart.server.openai.schema import ChatRequest, CompletionRequest, TemplateFields
 
 __all__ = ["PromptBody", "ResetBody"]
 
+_OF_REQUESTS = [*ChatRequest.model_fields, *CompletionRequest.model_fields]
 
-class PromptBody(CacheFields):
+
+class PromptBody(CacheFields, TemplateFields):
     """A prompt as text or token ids, or as messages; what it is for is the path's to say.
 
+    The body of a completion or a chat will do: what it says of the answer is not looked at.
     add_generation_prompt: whether what begins the model's reply belongs to it; unless said, in
     `explain`, as for a chat, and not in `prewarm`, whose prompts go on.
     """
 
+    rows = accepted(
+        {
+            "a prompt has no answer": sorted(
+                ChatRequest.model_fields | CompletionRequest.model_fields
+            )
+        }
+    ) | refused(
+        {
+            "the server's own is used": {"chat_template": ()},
+            "give a chat's `messages`": dict.fromkeys(("input", "instructions", "system"), ()),
+        }
+    )
     model: str | None = None
     prompt: str | list[Whole] | None = None
     messages: list[dict[str, Any]] | None = None
-    tools: list[FunctionTool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: Flag | None = None
 
 
 class ResetBody(Body):

@@ -17,7 +17,12 @@ from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
 from headstart.server.counting import TokenCount
 from headstart.server.errors import ApiError, as_api_error, body_of, telling_form_as
 from headstart.server.long_answers import tell_whole
-from headstart.server.openai.reading import form_field, read_chat_sampling, read_tools
+from headstart.server.openai.reading import (
+    form_field,
+    read_chat_sampling,
+    read_template,
+    read_tools,
+)
 from headstart.server.openai.schema import ChatRequest
 from headstart.server.openai.usage import chat_logprobs, prompt_logprobs, usage_of
 from headstart.server.service import Service, service_of, unless_gone
@@ -30,10 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["router"]
 
 router = APIRouter()
-_TEMPLATE = (
-    *("chat_template", "chat_template_kwargs", "add_generation_prompt"),
-    "continue_final_message",
-)
 
 
 @router.post("/v1/chat/completions")
@@ -46,6 +47,9 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         )
     body = body.model_copy(update={"model": body.model or service.name})
     tools = read_tools(body)
+    template = read_template(body)
+    if body.chat_template is not None:
+        template["chat_template"] = body.chat_template
     with telling_form_as(form_field(body, tools)):
         call = ChatCall(
             model=body.model,
@@ -55,7 +59,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
             retention=read_retention(body),
             priority=body.priority,
             tools=tools,
-            template=_read_template(body),
+            template=template,
         )
         name = service.new_id("chatcmpl")
         prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
@@ -63,17 +67,6 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         return EventStream(_Chunks(body, prepared).events(service))
     output = await unless_gone(request.receive, service.answer(prepared.request))
     return await tell_whole([output], lambda: _whole(body, prepared, output))
-
-
-def _read_template(body: ChatRequest) -> dict[str, Any]:
-    options = {key: value for key in _TEMPLATE if (value := getattr(body, key)) is not None}
-    if options.get("continue_final_message"):
-        options.setdefault("add_generation_prompt", False)
-    named = {"reasoning_effort": body.reasoning_effort, "documents": body.documents}
-    more = {key: value for key, value in named.items() if value is not None}
-    if more:
-        options["chat_template_kwargs"] = more | options.get("chat_template_kwargs", {})
-    return options
 
 
 def _head(body: ChatRequest, name: str, kind: str, created: int) -> dict[str, Any]:

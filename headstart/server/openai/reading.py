@@ -15,18 +15,27 @@ from headstart.server.openai.schema import (
     FunctionTool,
     ResponseFormat,
     SamplingFields,
+    TemplateFields,
     ToolChoice,
 )
 from headstart.server.tools import Tool, ToolUse
 from headstart.validation import describe
 
-__all__ = ["as_tools", "form_field", "read_chat_sampling", "read_completion_sampling", "read_tools"]
+__all__ = [
+    "as_tools",
+    "form_field",
+    "read_chat_sampling",
+    "read_completion_sampling",
+    "read_template",
+    "read_tools",
+]
 
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids"),
     *("min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("bad_words", "allowed_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
 )
+_TEMPLATE = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _MAX_ENTRIES = 16_384  # of what is looked at here; half a microsecond of the event loop each
 _MAX_LOGPROBS = 20  # of a token; a long prompt with more of them is an answer of megabytes
 
@@ -102,6 +111,18 @@ def read_tools(body: ChatRequest) -> ToolUse:
     if isinstance(body.tool_choice, ToolChoice):
         return ToolUse(tools, "required", body.tool_choice.function.name, parallel)
     return ToolUse(tools, body.tool_choice or "auto", None, parallel)
+
+
+def read_template(body: TemplateFields) -> dict[str, Any]:
+    """How messages are rendered, but for the tools."""
+    options = {key: value for key in _TEMPLATE if (value := getattr(body, key)) is not None}
+    if options.get("continue_final_message"):
+        options.setdefault("add_generation_prompt", False)
+    named = {"reasoning_effort": body.reasoning_effort, "documents": body.documents}
+    more = {key: value for key, value in named.items() if value is not None}
+    if more:
+        options["chat_template_kwargs"] = more | options.get("chat_template_kwargs", {})
+    return options
 
 
 def form_field(body: SamplingFields, use: ToolUse | None = None) -> str | None:

@@ -11,7 +11,13 @@ from pydantic import Field
 from headstart.server.bodies import Body, CacheFields, Flag, Real, Texts, Whole
 from headstart.server.openai.fields import CHAT_ROWS, COMPLETION_ROWS
 
-__all__ = ["ChatRequest", "CompletionRequest", "SamplingFields", "StreamOptions"]
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "SamplingFields",
+    "StreamOptions",
+    "TemplateFields",
+]
 
 
 class StreamOptions(Body):
@@ -139,7 +145,18 @@ class Speech(Body):
     format: Literal["wav", "pcm16", "flac", "mp3", "opus"] = "wav"
 
 
-class ChatRequest(SamplingFields):
+class TemplateFields(Body):
+    """How a conversation becomes a prompt."""
+
+    tools: list[FunctionTool] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag | None = None
+    documents: list[dict[str, Any]] | None = None
+
+
+class ChatRequest(SamplingFields, TemplateFields):
     """`POST /v1/chat/completions`."""
 
     rows = CHAT_ROWS
@@ -148,15 +165,9 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Whole | None = None
     logprobs: Flag | None = False
     top_logprobs: Whole | None = None
-    tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: Flag | None = None
-    reasoning_effort: str | None = None
     verbosity: str | None = None
     modalities: list[Literal["text", "audio"]] | None = None
     audio: Speech | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: Flag | None = None
-    continue_final_message: Flag | None = None
-    documents: list[dict[str, Any]] | None = None

@@ -161,6 +161,21 @@ def test_a_group_shares_and_its_salts_divide_it(tmp_path: Path) -> None:
         assert [ask("alice", cache_salt="x"), ask("eve", prompt_cache_key="x")] == [0, 49]
 
 
+def test_that_another_tenant_has_a_prompt_is_told_to_administrators_alone(tmp_path: Path) -> None:
+    """Nobody was told: who asks why two tenants do not share read that nothing like it was seen."""
+    with serving(tmp_path, shallow_built_in(), keys=True) as (server, headers):
+        monitor = {"x-api-key": KeyFolder(tmp_path).add("monitor", admin=True)}
+        prompt = {"prompt": "Anna is 31 years old.\n" * 20}
+
+        def reason(given: dict[str, str]) -> Any:
+            answer = httpx.post(f"{server.url}/cache/explain", json=prompt, headers=given)
+            return answer.json()["reason"]
+
+        assert [reason(headers("bob")), reason(monitor)] == ["unseen", "unseen"]
+        cached(server, "/v1/completions", prompt, headers("alice"))
+        assert [reason(headers("bob")), reason(monitor)] == ["unseen", "salt"]
+
+
 def test_advice_is_of_a_tenants_own_prompts_alone(tmp_path: Path) -> None:
     """Only administrators could ask, so that no tenant read what its own prompts cost."""
     with serving(tmp_path, shallow_built_in(), keys=True) as (server, headers):

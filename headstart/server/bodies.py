@@ -10,11 +10,12 @@ from pydantic_core import PydanticCustomError
 
 from headstart.engine.vllm_api.rows import JsonNames, Row
 from headstart.errors import RequestError
-from headstart.validation import shorten
+from headstart.validation import describe, shorten
 
 __all__ = [
     "Body",
     "CacheFields",
+    "ClientTool",
     "Flag",
     "Label",
     "Real",
@@ -70,6 +71,24 @@ class Body(BaseModel):
                     {"told": shorten(told), "field": shorten(name)},
                 ) from error
         return {name: value for name, value in given.items() if name in fields}
+
+
+class ClientTool(Body):
+    """A tool that the client runs. One of another type is refused by that, not by its fields.
+
+    types: those that are taken.
+    """
+
+    types: ClassVar[tuple[str | None, ...]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, given: Any) -> Any:
+        kind = given.get("type", cls.types[-1]) if isinstance(given, dict) else cls.types[-1]
+        if kind in cls.types:
+            return given
+        told = f"{describe(kind)} does not run here; allowed: {cls.types[-1]!r}, a tool of yours"
+        raise PydanticCustomError("not_here", "{told}", {"told": told, "field": "type"})
 
 
 class CacheFields(Body):

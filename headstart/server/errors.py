@@ -124,18 +124,24 @@ def _read_validation(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body, and where.
 
     A value that may be of several types is wrong for each of them: the one that was read farthest
-    is told. Between the fields on the way there stand names of types, which are left out.
+    is told.
     """
     first = max(error.errors(), key=lambda one: len(_way(one)))
     if first["type"] == "json_invalid":  # its way ends in a place of the text, which is no field
         return ApiError(
             400, f"the body is no JSON, at character {first['loc'][-1]}: {first['ctx']['error']}"
         )
-    *way, last = [str(part) for part in _way(first) if part != "body"] or [""]
-    way = [part for part in way if "[" not in part and not part[:1].isupper()]
+    *way, last = map(str, _way(first) or ("",))
     param = shorten(_INDEX.sub(r"[\1]", ".".join([*way, last])))  # as OpenAI writes it
     text = f"{param or 'the body'}: {first['msg']}"
-    if first["type"] == "refused_field":
+    if _allowed(first) is not None:
+        there = [_allowed(one) for one in error.errors() if _way(one) == _way(first)]
+        allowed = " or ".join(dict.fromkeys(filter(None, there)))
+        text = f"{param or 'the body'}: allowed is {allowed}"
+    elif first["type"] == "union_tag_invalid":
+        kind, kinds = first["ctx"]["tag"], first["ctx"]["expected_tags"]
+        text = f"{param}: the type is '{in_one_line(kind)}'; allowed: {kinds}"
+    elif first["type"] == "refused_field":
         text = first["msg"]
     elif first["type"] == "unknown_field":
         what = shorten(_INDEX.sub(r"[\1]", ".".join(way))) or "the request"
@@ -145,12 +151,46 @@ def _read_validation(error: RequestValidationError) -> ApiError:
     return ApiError(400, text, param=param or None)
 
 
+def _allowed(error: Mapping[str, Any]) -> str | None:
+    """What may stand where a value of another type does; None for what else is wrong.
+
+    The value itself may be a prompt's text, which no line of the log has.
+    """
+    if error["type"] == "literal_error":
+        return str(error["ctx"]["expected"])
+    return _KINDS.get(error["type"])
+
+
+_KINDS = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "string_type": "a text",
+}
+"""What pydantic wants, by its name for values of another type."""
+
+
 def _way(error: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The fields down to the one that is wrong; a name that is no field stands beside: `Body`."""
-    context = error.get("ctx") or {}
-    return (*error["loc"], context["field"]) if "field" in context else tuple(error["loc"])
+    """The fields down to the one that is wrong; a name that is no field stands beside: `Body`.
+
+    Between the fields there stand names of types, such as `list[str]`, and in lists of several
+    kinds of objects the kind of each: these are left out.
+    """
+    way: list[Any] = []
+    for before, part in zip((None, *error["loc"]), error["loc"], strict=False):
+        is_kind = isinstance(before, int) and way[-2:-1] and way[-2] in _MIXED
+        if isinstance(part, int) or not (is_kind or _TYPE.search(part)):
+            way.append(part)
+    field = (error.get("ctx") or {}).get("field")
+    return (*way, field) if field is not None else tuple(way)
 
 
+_MIXED = ("content", "input", "output")
+_TYPE = re.compile(r"^(body|str|int|float|bool|[A-Z].*)$|\[")
 _INDEX = re.compile(r"\.(\d+)(?=\.|$)")
 _MESSAGE = re.compile(r"message (\d+) ")
 _FIELD = re.compile(r"([a-z_]+)(\.[a-z_]+)* (is|are|has|needs|cannot)\b")

@@ -286,7 +286,21 @@ BAD = [
     ({"model": "x"}, 404, "does not exist"),
     ({"max_tokens": 0}, 400, "max_tokens"),
     ({"frobnicate": 1}, 400, "frobnicate"),
-    ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, 400, "document"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+        400,
+        "messages.0.content.0: the type is 'document'; allowed: 'text', 'image', ",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {"url": "u"}}]}]},
+        400,
+        "url is a text; allowed: null; send the image itself, as `data` in base64",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        400,
+        "messages.0.content.0.text is missing",  # was told twice, once as the block's type
+    ),
     (
         {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]},
         400,
@@ -301,7 +315,11 @@ BAD = [
     ({"system": [mark("a", ttl="2h")]}, 400, "ttl"),
     ({"tool_choice": {"type": "tool"}, "tools": [WEATHER]}, 400, "has a name"),
     ({"tool_choice": {"type": "any"}}, 400, "no tools"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "tools.0"),
+    (
+        {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]},
+        400,
+        "tools.0.type: 'web_search_20250305' does not run here; allowed: 'custom', a tool of yours",
+    ),
     ({"cache_salt": "\ud800"}, 400, "cache_salt: Input should be a valid string, unable to parse"),
 ]
 

@@ -83,14 +83,14 @@ def test_a_bad_body_is_refused(server: Running, content: bytes, status: int, str
 @pytest.mark.parametrize(
     ("change", "param", "said"),
     [
-        ({"stream": "yes"}, "stream", "boolean"),
-        ({"stream": 1}, "stream", "boolean"),
+        ({"stream": "yes"}, "stream", "true or false"),
+        ({"stream": 1}, "stream", "true or false"),
         (
             {"messages": [{"role": "sytem", "content": "Hi"}]},
             "messages[0].role",
             "'sytem'; allowed",
         ),
-        ({"messages": [{"role": "user", "content": "Hi"}, 7]}, "messages[1]", "dictionary"),
+        ({"messages": [{"role": "user", "content": "Hi"}, 7]}, "messages[1]", "an object"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0]", "content"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
     ],

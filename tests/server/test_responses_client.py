@@ -296,7 +296,11 @@ TOOL = {"type": "function", "name": "f"}
         ({"previous_response_id": "resp-x"}, 404, "is not kept"),
         ({"background": True}, 400, "background"),
         ({"conversation": "c"}, 400, "conversation"),
-        ({"tools": [{"type": "web_search"}]}, 400, "tools[0]"),
+        (
+            {"tools": [{"type": "file_search", "vector_store_ids": []}]},
+            400,
+            "tools[0].type: 'file_",
+        ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, 400, "item_reference"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, 400, "input_file"),
         ({"max_output_tokens": 0}, 400, "max_tokens"),

@@ -63,7 +63,7 @@ def test_what_a_row_says_is_what_a_body_gets(part: str) -> None:
             assert kind.model_validate({**given, name: taken}) == kind.model_validate(given)
         told = refusal(kind, {**given, name: {"a": [1]}})
         assert (told.status, told.param) == (400, name)
-        assert str(told).startswith(f"{name} is {{'a': [1]}}; allowed: null")
+        assert str(told).startswith(f"{name} is an object; allowed: null")
         assert str(told).endswith(row.note)
 
 
@@ -86,7 +86,11 @@ def test_what_a_row_says_is_what_a_body_gets(part: str) -> None:
          "tools[0].function knows no 'nam'; the nearest is name"),
         ({"tool_choice": {"type": "function", "function": {"name": "a", "b": 1}}},
          "tool_choice.function.b", "tool_choice.function knows no 'b'; it has name"),
-        ({"messages": 3}, "messages", "messages: "),
+        ({"messages": 3}, "messages", "messages: allowed is a list"),
+        ({"stop": 3}, "stop", "stop: allowed is a text or a list"),
+        ({"tool_choice": "a"}, "tool_choice", "tool_choice: allowed is 'none', 'auto' or 'requir"),
+        ({"tools": [{"type": "file_search", "ids": []}]}, "tools[0].type",
+         "tools[0].type: 'file_search' does not run here; allowed: 'function', a tool of yours"),
     ],
 )  # fmt: skip
 def test_a_field_that_is_not_known(given: dict[str, Any], param: str, says: str) -> None:

@@ -1,13 +1,20 @@
 """The messages of a conversation, checked before a template sees them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 from headstart.errors import RequestError
 from headstart.validation import check_utf8, describe
 
-__all__ = ["Message", "check_conversation", "check_text_content", "kind_of_part", "read_tool_calls"]
+__all__ = [
+    "Message",
+    "check_conversation",
+    "check_text_content",
+    "describe_content",
+    "kind_of_part",
+    "read_tool_calls",
+]
 
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`; content is a text or a list of OpenAI's parts."""
@@ -60,9 +67,7 @@ def _read_tool_call(call: object) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments) if arguments else {}
         except ValueError as error:
-            raise RequestError(
-                f"a tool call's arguments are {describe(arguments)}, no JSON: {error}"
-            ) from error
+            raise RequestError(f"a tool call's arguments are no JSON: {error}") from error
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -76,7 +81,7 @@ def check_text_content(place: int, content: object) -> str:
         return content
     if not isinstance(content, (list, tuple)) or not content:
         raise RequestError(
-            f"message {place} has the content {describe(content)}; it must be a text "
+            f"message {place} has {describe_content(content)}; it must be a text "
             "or a list of text parts"
         )
     texts = []
@@ -93,6 +98,16 @@ def check_text_content(place: int, content: object) -> str:
         check_utf8(f"message {place}", text)
         texts.append(text)
     return "\n".join(texts)
+
+
+def describe_content(content: object) -> str:
+    """A message's content for an error; no text, since errors stand in logs.
+
+    >>> describe_content([]), describe_content({"text": "Hi"})
+    ('the content []', 'a dict as its content')
+    """
+    told = f"a {type(content).__name__} as its content"
+    return told if isinstance(content, Sized) and content else f"the content {describe(content)}"
 
 
 def kind_of_part(part: object) -> str:

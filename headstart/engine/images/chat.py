@@ -18,7 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import Namespace
 from headstart.engine.chat.conversation import ChatPrompt, ConversationMemory
-from headstart.engine.chat.messages import check_conversation, kind_of_part, read_tool_calls
+from headstart.engine.chat.messages import (
+    check_conversation,
+    describe_content,
+    kind_of_part,
+    read_tool_calls,
+)
 from headstart.engine.chat.template import TemplateOptions
 from headstart.engine.images.prompt import IMAGE_MARK, ImagePrompts
 from headstart.engine.images.reading import ImageSource, LoadedImage, Tenant
@@ -116,7 +121,7 @@ def read_messages(messages: Sequence[Any], quote: Callable[[str], str]) -> Image
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(content, str) and not (isinstance(content, (list, tuple)) and content):
             raise RequestError(
-                f"message {place} has the content {describe(content)}; it must be a text or a list "
+                f"message {place} has {describe_content(content)}; it must be a text or a list "
                 "of text and image parts"
             )
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content

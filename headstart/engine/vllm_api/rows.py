@@ -225,7 +225,12 @@ class JsonNames(Names):
         return json.dumps(value)
 
     def _describe(self, value: object) -> str:
-        return json.dumps(value) if value is None or isinstance(value, bool) else describe(value)
+        """A value, but for what may be a prompt's text, which belongs into no line of a log."""
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return describe(value)
+        return {list: "a list", dict: "an object", str: "a text"}.get(type(value)) or json.dumps(
+            value
+        )
 
 
 def _swap(name: str) -> set[str]:

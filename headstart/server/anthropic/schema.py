@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from headstart.engine.vllm_api.rows import refused
-from headstart.server.bodies import Body, CacheFields, Flag, Real, Whole
+from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Real, Whole
 
 __all__ = [
     "Block",
@@ -52,6 +52,7 @@ class TextBlock(Marked):
 class ImageData(Body):
     """An image in base64; nothing is fetched."""
 
+    rows = refused({"send the image itself, as `data` in base64": {"url": (), "file_id": ()}})
     type: Literal["base64"]
     media_type: Annotated[str, Field(pattern=r"^image/[a-z0-9.+-]+$", max_length=64)]
     data: str
@@ -114,9 +115,10 @@ class Turn(Body):
     content: str | list[Block]
 
 
-class ToolDefinition(Marked):
+class ToolDefinition(Marked, ClientTool):
     """A tool of the client."""
 
+    types = (None, "custom")
     name: str
     input_schema: dict[str, Any]
     description: str | None = None

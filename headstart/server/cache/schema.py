@@ -19,13 +19,7 @@ class PromptBody(CacheFields, TemplateFields):
     `explain`, as for a chat, and not in `prewarm`, whose prompts go on.
     """
 
-    rows = accepted(
-        {
-            "a prompt has no answer": sorted(
-                ChatRequest.model_fields | CompletionRequest.model_fields
-            )
-        }
-    ) | refused(
+    rows = accepted({"no answer is made": _OF_REQUESTS}) | refused(
         {
             "the server's own is used": {"chat_template": ()},
             "give a chat's `messages`": dict.fromkeys(("input", "instructions", "system"), ()),

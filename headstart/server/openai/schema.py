@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from headstart.server.bodies import Body, CacheFields, Flag, Real, Texts, Whole
+from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Real, Texts, Whole
 from headstart.server.openai.fields import CHAT_ROWS, COMPLETION_ROWS
 
 __all__ = [
@@ -118,9 +118,10 @@ class Function(Body):
     strict: Flag | None = None
 
 
-class FunctionTool(Body):
+class FunctionTool(ClientTool):
     """The only kind of tool there is."""
 
+    types = ("function",)
     type: Literal["function"]
     function: Function
 

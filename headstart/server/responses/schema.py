@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from headstart.engine.vllm_api.rows import refused
-from headstart.server.bodies import Body, CacheFields, Flag, Label, Real, Whole
+from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Label, Real, Whole
 
 __all__ = [
     "FunctionCall",
@@ -123,9 +123,10 @@ def as_items(told: list[dict[str, Any]]) -> list[Item]:
     return _ITEMS.validate_python(told)
 
 
-class FunctionTool(Body):
+class FunctionTool(ClientTool):
     """A function of the client."""
 
+    types = ("function",)
     type: Literal["function"]
     name: str
     description: str | None = None

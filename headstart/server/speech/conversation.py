@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headstart.engine.chat.messages import kind_of_part
+from headstart.engine.chat.messages import describe_content, kind_of_part
 from headstart.engine.images.decoding import decode_image
 from headstart.errors import RequestError
 from headstart.server.chats import read_roles
@@ -79,7 +79,7 @@ class _Media:
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list) or not content:
             raise RequestError(
-                f"message {place} has the content {describe(content)}; allowed: a text or a list "
+                f"message {place} has {describe_content(content)}; allowed: a text or a list "
                 "of parts"
             )
         text = "".join(self._read_part(place, part) for part in content)

@@ -106,6 +106,32 @@ def test_a_line_for_people(server: Running, written: Callable[[str], Written]) -
     assert "treasure" not in good + bad
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": f"{{{SECRET}"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": {"text": SECRET}}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"text": SECRET}]}]}),
+        ("/v1/chat/completions", {"prompt": SECRET, "messages": []}),
+        ("/v1/completions", {"messages": [{"role": "user", "content": SECRET}], "prompt": "x"}),
+        ("/v1/completions", {"prompt": {"text": SECRET}}),
+        ("/v1/messages", {"messages": SECRET, "model": "tiny", "max_tokens": 1}),
+        ("/cache/explain", {"input": SECRET}),
+    ],
+)
+def test_what_is_wrong_with_a_prompt_is_told_without_its_text(
+    server: Running, written: Callable[[str], Written], path: str, wrong: dict[str, object]
+) -> None:
+    """The line of a refused request had the text that stood in a wrong place."""
+    log = written("json")
+    answer = httpx.post(server.url + path, json=wrong, timeout=60)
+    assert answer.status_code == 400
+    assert SECRET not in log.read() and SECRET not in answer.text
+
+
 def test_a_client_writes_no_line_of_its_own(
     server: Running, written: Callable[[str], Written]
 ) -> None:

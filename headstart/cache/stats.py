@@ -20,7 +20,7 @@ class MissReason(Enum):
     NOT_READ = "the request asked not to read the cache"
     UNSEEN = "nothing like it was seen"
     EVICTED = "seen, but evicted since"
-    TOKEN = "differs from what is cached at a token"
+    TOKEN = "differs from what is cached"
     ADAPTER = "cached for another adapter"
     SALT = "cached under another salt"
     ITEM = "differs from what is cached in an image or audio item"

@@ -27,7 +27,7 @@ from headstart.engine.limits.fair_share import FairShare
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
-from headstart.engine.request import RequestGroup
+from headstart.engine.request import Request, RequestGroup
 from headstart.engine.request_maker import RequestMaker
 from headstart.engine.runner import Runner, StepLogits
 from headstart.engine.sampling.sampler import SampledToken, Sampler
@@ -194,9 +194,9 @@ class Engine:
         return self._scheduler.num_preemptions
 
     @property
-    def num_requests(self) -> tuple[int, int]:
-        """Answers that are computed, and those that wait."""
-        return len(self._scheduler.running), len(self._scheduler.waiting)
+    def requests(self) -> tuple[Sequence[Request], Sequence[Request]]:
+        """Answers that are computed, and those that wait: to look at, not to change."""
+        return self._scheduler.running, self._scheduler.waiting
 
     # Steps
 

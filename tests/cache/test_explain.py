@@ -264,7 +264,7 @@ def explain_running(manager: KVCacheManager, tokens: list[int]) -> tuple[MissRea
 
 def test_an_explanation_reads_as_a_sentence() -> None:
     assert str(MissExplanation(MissReason.TOKEN, 17)) == (
-        "from token 17 on: differs from what is cached at a token"
+        "from token 17 on: differs from what is cached"
     )
     assert str(MissExplanation(MissReason.NONE, 3)) == "every token that could be reused was"
 

@@ -194,7 +194,7 @@ class Steps:
 
         def note_gone(request_id: str) -> object:
             output = abort(request_id)
-            self.gone_at, self.waiting = self.count, engine.num_requests[1]
+            self.gone_at, self.waiting = self.count, len(engine.requests[1])
             self.gone.set()
             return output
 

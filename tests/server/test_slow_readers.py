@@ -100,7 +100,7 @@ def test_what_slow_readers_do_not_read_is_bounded_and_goes_with_them(
         assert connections.unread() == unread and max(unread) <= at_most
         waiting = [len(one._updates._updates) for one in slow()]
         assert len(waiting) == slow_ones and max(waiting) <= 1, "outputs pile up"
-        assert server.llm._driver.call(lambda: server.llm.engine.num_requests[0]) == slow_ones
+        assert server.llm._driver.call(lambda: len(server.llm.engine.requests[0])) == slow_ones
         for left, client in enumerate(reversed(clients)):
             client.close()
             assert steps.gone.wait(SECONDS)

@@ -63,7 +63,7 @@ def test_what_a_row_says_is_what_a_body_gets(part: str) -> None:
             assert kind.model_validate({**given, name: taken}) == kind.model_validate(given)
         told = refusal(kind, {**given, name: {"a": [1]}})
         assert (told.status, told.param) == (400, name)
-        assert str(told).startswith(f"{name} is an object; allowed: null")
+        assert str(told).startswith(f"{name} is a list or an object; allowed: null")
         assert str(told).endswith(row.note)
 
 

@@ -96,7 +96,7 @@ def read_metrics(engine: Engine) -> list[Metric]:
     """Counts since the start, and values of now. For the engine's thread."""
     manager = engine.manager
     stats, num_blocks = manager.stats, manager.config.num_blocks
-    running, waiting = engine.num_requests
+    running, waiting = map(len, engine.requests)
     counters = {
         "vllm:prefix_cache_queries": stats.queried_tokens,
         "vllm:prefix_cache_hits": stats.hit_tokens,

@@ -226,11 +226,11 @@ class JsonNames(Names):
 
     def _describe(self, value: object) -> str:
         """A value, but for what may be a prompt's text, which belongs into no line of a log."""
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if value is None or isinstance(value, bool):
+            return json.dumps(value)
+        if isinstance(value, int | float):
             return describe(value)
-        return {list: "a list", dict: "an object", str: "a text"}.get(type(value)) or json.dumps(
-            value
-        )
+        return "a text" if isinstance(value, str) else "a list or an object"
 
 
 def _swap(name: str) -> set[str]:

@@ -18,7 +18,12 @@ from numpy.typing import NDArray
 
 from headstart.cache import Stretch, read_tokens
 from headstart.server.cache.owners import Owners
-from headstart.server.cache.state import describe_engine, describe_pool, describe_prefixes
+from headstart.server.cache.state import (
+    describe_batch,
+    describe_engine,
+    describe_pool,
+    describe_prefixes,
+)
 
 if TYPE_CHECKING:
     from headstart.engine.async_llm import AsyncLLM
@@ -29,6 +34,7 @@ __all__ = ["MAX_CELLS", "Live", "draw_cells"]
 
 MAX_CELLS = 8192
 _MOST_PREFIXES = 64
+_MOST_REQUESTS = 64
 _SECONDS, _SHARE = 1.0, 50
 EMPTY, CACHED, HELD = 0, 1, 2
 
@@ -100,6 +106,7 @@ class Live:
             stretches = manager.stretches()
             told = {
                 "engine": describe_engine(engine),
+                "batch": describe_batch(engine, _MOST_REQUESTS),
                 "pool": describe_pool(manager, stretches, owners),
             }
             held = manager.held_blocks()

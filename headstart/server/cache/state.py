@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headstart.cache import KVCacheManager
     from headstart.engine.engine import Engine
 
-__all__ = ["describe_engine", "describe_pool", "describe_prefixes"]
+__all__ = ["describe_batch", "describe_engine", "describe_pool", "describe_prefixes"]
 
 _SHOWN_TOKENS = 48
 Decode = Callable[[Sequence[int]], str]
@@ -22,7 +22,7 @@ Decode = Callable[[Sequence[int]], str]
 def describe_engine(engine: Engine) -> dict[str, Any]:
     """Counts since the start, and requests of now. For the engine's thread."""
     stats = engine.manager.stats
-    running, waiting = engine.num_requests
+    running, waiting = map(len, engine.requests)
     return {
         "requests": stats.requests,
         "queried_tokens": stats.queried_tokens,
@@ -33,6 +33,23 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
         "running": running,
         "waiting": waiting,
     }
+
+
+def describe_batch(engine: Engine, most: int) -> list[dict[str, Any]]:
+    """The first requests that run, and how far each is. For the engine's thread."""
+    return [
+        {
+            "id": request.group.request_id,
+            "prompt_tokens": len(request.group.prompt_token_ids),
+            "cached_tokens": request.num_cached_tokens,
+            "read_tokens": min(
+                max(request.num_read, request.num_cached_tokens),
+                len(request.group.prompt_token_ids),
+            ),
+            "generated_tokens": len(request.sampling.output_token_ids),
+        }
+        for request in engine.requests[0][:most]
+    ]
 
 
 def describe_pool(

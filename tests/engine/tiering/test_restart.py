@@ -273,7 +273,7 @@ def test_whoever_is_loaded_is_bypassed_no_more_than_others(model: Path, tmp_path
         while not load.job.done:
             engine.tiers.wait()
         for _ in range(2000):
-            while sum(engine.num_requests) < 6:
+            while sum(map(len, engine.requests)) < 6:
                 submit_small()
             engine.step()
             if group.finished:

@@ -45,7 +45,7 @@ def engine(folder: Path) -> Iterator[LLMEngine]:
     made = LLMEngine.from_engine_args(arguments)
     yield made
     made.engine.manager.check()
-    assert made.engine.num_requests == (0, 0)
+    assert list(map(len, made.engine.requests)) == [0, 0]
     made.close()
 
 

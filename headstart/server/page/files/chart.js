@@ -1,4 +1,6 @@
-// Time to first token of the latest requests, on a logarithmic scale, and the table below it.
+// The latest requests: hit rate, time to first token on a logarithmic scale, and tables.
+
+import { count } from "./words.js";
 
 const NS = "http://www.w3.org/2000/svg";
 
@@ -36,7 +38,7 @@ export function drawChart(svg, requests) {
   }
   const times = timed.map((one) => one.time_to_first_token);
   const low = Math.floor(Math.log10(Math.min(...times))), high = Math.max(low + 1, Math.ceil(Math.log10(Math.max(...times))));
-  const left = 52, bottom = height - 8;
+  const left = LEFT, bottom = height - 8;
   const y = (value) => bottom - ((Math.log10(value) - low) / (high - low)) * (bottom - 10);
   for (let power = low; power <= high; power += 1) {
     const at = y(10 ** power);
@@ -54,18 +56,54 @@ export function drawChart(svg, requests) {
   svg.setAttribute("aria-label", `Time to first token of ${timed.length} requests, from ${seconds(Math.min(...times))} to ${seconds(Math.max(...times))}`);
 }
 
+const LEFT = 52, TOGETHER = 16; // requests of which a hit rate is told
+
+export function drawRates(svg, requests) {
+  const width = svg.clientWidth || 600, height = svg.clientHeight || 72;
+  svg.replaceChildren();
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  const y = (share) => height - 10 - share * (height - 20);
+  for (const share of [0, 0.5, 1]) {
+    add(svg, "line", { x1: LEFT, x2: width, y1: y(share), y2: y(share), stroke: "var(--line)" });
+    add(svg, "text", { x: LEFT - 6, y: y(share) + 4, "text-anchor": "end" }, `${100 * share} %`);
+  }
+  const sum = (some, name) => some.reduce((total, one) => total + one[name], 0);
+  const points = requests.map((one, at) => {
+    const some = requests.slice(Math.max(0, at + 1 - TOGETHER), at + 1);
+    const x = LEFT + 8 + (at / Math.max(1, requests.length - 1)) * (width - LEFT - 16);
+    return [x, y(sum(some, "cached_tokens") / Math.max(1, sum(some, "prompt_tokens")))].join();
+  });
+  add(svg, "polyline", { points: points.join(" "), fill: "none", stroke: "var(--accent)", "stroke-width": 2 });
+}
+
+// Prompt tokens that are computed a second, by the cold requests; null before there are some.
+export function coldRate(requests) {
+  return median(requests.filter((one) => !isWarm(one) && one.time_to_first_token > 0)
+    .map((one) => (one.prompt_tokens - one.cached_tokens) / one.time_to_first_token));
+}
+
 // Of "cmpl-9f8e7d6c…-2" the name's beginning, and which prompt of a call, but for the first.
 function shortName(id) {
   const [, name = id, place = "0"] = id.split("-");
   return name.slice(0, 8) + (place === "0" ? "" : `, prompt ${Number(place) + 1}`);
 }
 
-export function fillTable(body, requests) {
-  body.replaceChildren(...requests.slice(-50).reverse().map((one) => {
+function fillRows(body, rows) {
+  body.replaceChildren(...rows.map((cells) => {
     const row = document.createElement("tr");
-    const cells = [shortName(one.id), one.prompt_tokens.toLocaleString("en"),
-      one.cached_tokens.toLocaleString("en"), seconds(one.time_to_first_token), one.why || ""];
-    for (const text of cells) row.insertCell().textContent = text;
+    for (const cell of cells) row.insertCell().textContent = typeof cell === "number" ? count(cell) : cell;
     return row;
   }));
+}
+
+export function fillTable(body, requests) {
+  fillRows(body, requests.slice(-50).reverse().map((one) => [shortName(one.id), one.prompt_tokens,
+    one.cached_tokens, seconds(one.time_to_first_token), one.why || ""]));
+}
+
+export function fillBatch(body, batch, running) {
+  fillRows(body, batch.map((one) => [shortName(one.id),
+    `${count(one.read_tokens)} of ${count(one.prompt_tokens)}`, one.cached_tokens, one.generated_tokens]));
+  const rest = running - batch.length;
+  if (!running || rest > 0) body.insertRow().insertCell().textContent = running ? `and ${count(rest)} more` : "none";
 }

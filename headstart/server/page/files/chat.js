@@ -6,9 +6,10 @@ import { example } from "./example.js";
 import { count, counted } from "./words.js";
 
 export class Chat {
-  constructor(elements, modelName) {
+  constructor(elements, modelName, coldRate) {
     Object.assign(this, elements);
     this.modelName = modelName;
+    this.coldRateOfAll = coldRate; // of the latest requests, null for whom these are not shown
     this.messages = [];
     this.number = 0; // of chats begun in this tab
     this.coldRate = null; // prompt tokens computed a second, of the last reply that computed some
@@ -103,7 +104,8 @@ export class Chat {
       parts.push(`${count(cached)} of ${counted(usage.prompt_tokens, "prompt token")} cached`);
       if (first !== null) parts.push(`first token after ${seconds(first)}`);
       if (first !== null && computed > 64) this.coldRate = computed / first;
-      if (this.coldRate && cached > 16) parts.push(`saved about ${seconds(cached / this.coldRate)}`);
+      const rate = this.coldRate || this.coldRateOfAll();
+      if (rate && cached > 16) parts.push(`saved about ${seconds(cached / rate)}`);
     }
     if (problem) {
       parts.push(problem);

@@ -2,7 +2,7 @@
 
 import { events, get, post, request } from "./api.js";
 import { Chat } from "./chat.js";
-import { drawChart, fillTable, isWarm, median, seconds } from "./chart.js";
+import { coldRate, drawChart, drawRates, fillBatch, fillTable, isWarm, median, seconds } from "./chart.js";
 import { PoolMap } from "./map.js";
 import { colourFor, fillBars, fillTree } from "./tree.js";
 import { count, counted } from "./words.js";
@@ -10,6 +10,7 @@ import { count, counted } from "./words.js";
 const $ = (id) => document.getElementById(id);
 let model = "";
 let colours = new Map();
+let rate = null; // prompt tokens computed a second, of the latest requests
 
 const styles = getComputedStyle(document.documentElement);
 const plain = () => styles.getPropertyValue("--quiet");
@@ -18,21 +19,21 @@ const resolve = (colour) => colour.replace("var(--saturation)", styles.getProper
 const map = new PoolMap($("pool"), $("block"), $("undrawn"), (prefix) => colours.has(prefix) ? resolve(colours.get(prefix)) : plain());
 
 new Chat({ form: $("ask"), message: $("message"), submit: $("send"), stop: $("stop"), anew: $("anew"),
-  example: $("example"), turns: $("turns") }, () => model);
+  example: $("example"), turns: $("turns") }, () => model, () => rate);
 
 const MISSED = {
   disabled: "caching is off", not_read: "asked not to read", unseen: "nothing like it seen",
-  evicted: "evicted since", token: "differs at a token", adapter: "another adapter",
+  evicted: "evicted since", token: "another token", adapter: "another adapter",
   salt: "another salt", item: "another image or sound", short: "less than a block is new",
-  in_progress: "being computed", outputs: "not the outputs wanted",
+  in_progress: "another request computes it", outputs: "outputs not cached",
 };
 
 function ownerName(owner) {
-  const adapter = owner.adapter ? `adapter ${owner.adapter.slice(0, 8)}` : "the model";
-  if (owner.kind === "public") return `${adapter}, all tenants`;
-  if (owner.tenant) return `${adapter}, ${owner.kind} ${owner.tenant}`;
-  if (!owner.salt) return adapter;
-  return `${adapter}, salt ${owner.salt.length > 12 ? `${owner.salt.slice(0, 11)}…` : owner.salt}`;
+  const adapter = owner.adapter ? `, adapter ${owner.adapter.slice(0, 8)}` : "";
+  if (owner.kind === "public") return `all tenants${adapter}`;
+  if (owner.tenant) return `${owner.kind} ${owner.tenant}${adapter}`;
+  if (!owner.salt) return `requests without a salt${adapter}`;
+  return `salt ${owner.salt.length > 12 ? `${owner.salt.slice(0, 11)}…` : owner.salt}${adapter}`;
 }
 
 let shownRequests = "";
@@ -45,7 +46,7 @@ function show(look) {
     .map((one) => one.time_to_first_token).filter((time) => time !== null)));
   [warm, cold].forEach((time, at) => { $("first").children[at].firstChild.data = `${seconds(time)} `; });
   $("running").textContent = count(engine.running);
-  $("waiting").textContent = engine.waiting ? `${count(engine.waiting)} waiting` : "none waits";
+  $("waiting").textContent = engine.waiting ? `${count(engine.waiting)} waiting` : "none waiting";
   const square = look.cells.blocks_per_cell > 1 ? `; a square is ${counted(look.cells.blocks_per_cell, "block")}` : "";
   $("pool-counts").textContent = `${counted(pool.num_blocks, "block")} of ${counted(pool.block_size, "token")}: ${count(pool.held)} held, ${count(pool.cached)} cached, ${count(pool.empty)} empty${square}`;
   colours = new Map(prefixes.map((prefix) => [prefix.id, colourFor(prefix)]));
@@ -54,10 +55,13 @@ function show(look) {
   fillBars($("missed"), Object.entries(engine.missed).filter(([name]) => name !== "none")
     .sort((a, b) => b[1] - a[1]).map(([name, value]) => [MISSED[name] || name, value]));
   fillBars($("owners"), pool.owners.slice(0, 12).map((owner) => [ownerName(owner), owner.blocks]));
+  fillBatch($("batch"), look.batch, engine.running);
   const last = traffic.at(-1)?.id + traffic.length;
   if (last === shownRequests) return;
   shownRequests = last;
+  rate = coldRate(traffic);
   drawChart($("chart"), traffic);
+  drawRates($("rates"), traffic);
   fillTable($("requests"), traffic);
   showAdvice();
 }

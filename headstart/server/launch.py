@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -71,6 +72,11 @@ def listen(options: ServerOptions) -> socket.socket:
 def _check_tls(options: ServerOptions) -> None:
     if options.tls_cert is None or options.tls_key is None:
         return
+    for path in (options.tls_cert, options.tls_key):
+        if not os.path.isfile(path):
+            raise ConfigError(
+                f"there is no file {path!r}; allowed for tls_cert and tls_key: a file each"
+            )
     try:
         # A password that is none, or an encrypted key would have OpenSSL ask for one.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

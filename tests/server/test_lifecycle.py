@@ -104,6 +104,7 @@ def test_what_runs_is_answered_before_the_end(kind: signal.Signals, tmp_path: Pa
         said = server.errors()
         assert said.endswith("Stopped.\n")
         assert said.count("8 million parameters") == 1
+        assert "In a browser that address shows the cache at work." in said
 
 
 def test_while_it_drains_it_says_so_and_takes_nothing(tmp_path: Path) -> None:
@@ -287,7 +288,7 @@ def test_https_with_a_certificate(tmp_path: Path) -> None:
     ("options", "says"),
     [
         (WITH_TLS[:2], "allowed: both or none"),
-        ((*WITH_TLS[:3], "/no/such/file"), "No such file"),
+        ((*WITH_TLS[:3], "/no/such/file"), "there is no file '/no/such/file'"),
         ((*WITH_TLS[:3], WITH_TLS[1]), "cannot be used"),
         ((*WITH_TLS[:3], str(TLS / "encrypted.pem")), "cannot be used"),
         (("--request-timeout", "0"), "request_timeout is 0"),

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -65,6 +65,7 @@ def run_server(
         tenants = launch.open_tenants(options, at.getsockname()[0])
         speaks = _speaks(model)
         said = _Address(at, options, model, with_key=tenants.ask_for_keys, speaks=speaks)
+        said = replace(said, shows_pool=not (speaks or replicas.is_wanted))
         if speaks:
             _check_speech(options, replicas, adapters)
             engine = _of_stages(engine)
@@ -188,6 +189,7 @@ class _Address:
     model: str
     with_key: bool
     speaks: bool = False
+    shows_pool: bool = True
 
     def tell(self) -> None:
         """Print it for the user."""
@@ -208,5 +210,6 @@ class _Address:
             *(['  -H "Authorization: Bearer $HEADSTART_API_KEY" \\'] if self.with_key else []),
             f"  -d '{json.dumps(body)}'",
             f'\nOpenAI(base_url="{address}/v1", api_key={key})   # Ctrl-C stops\n',
+            *(["In a browser that address shows the cache at work.\n"] if self.shows_pool else []),
         ]
         click.secho("\n".join(lines), dim=True, err=True)  # never broken: they are to be pasted

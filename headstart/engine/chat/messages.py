@@ -1,7 +1,7 @@
 """The messages of a conversation, checked before a template sees them."""
 
 import json
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headstart.errors import RequestError
@@ -107,7 +107,7 @@ def describe_content(content: object) -> str:
     ('the content []', 'a dict as its content')
     """
     told = f"a {type(content).__name__} as its content"
-    return told if isinstance(content, Sized) and content else f"the content {describe(content)}"
+    return told if isinstance(content, Mapping) and content else f"the content {describe(content)}"
 
 
 def kind_of_part(part: object) -> str:

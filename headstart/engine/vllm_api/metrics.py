@@ -29,13 +29,13 @@ _IDLE = "vllm:kv_block_idle_before_evict_seconds"
 
 MEANINGS: Mapping[str, str] = MappingProxyType(
     {
-        "vllm:prefix_cache_queries": "Tokens asked for",
-        "vllm:prefix_cache_hits": "Tokens found cached",
-        "vllm:num_preemptions": "Requests that gave way",
-        "vllm:num_requests_running": "Answers that are computed",
-        "vllm:num_requests_waiting": "Answers that wait",
+        "vllm:prefix_cache_queries": "Prompt tokens looked up in the cache",
+        "vllm:prefix_cache_hits": "Prompt tokens found cached",
+        "vllm:num_preemptions": "Times that a running request gave its blocks to another",
+        "vllm:num_requests_running": "Answers being computed",
+        "vllm:num_requests_waiting": "Answers waiting to be computed",
         "vllm:kv_cache_usage_perc": "Share of the KV blocks that requests hold",
-        "headstart:blocks_evicted": "Cached blocks reused",
+        "headstart:blocks_evicted": "Cached blocks reused for other content",
         _IDLE: "How long cached blocks had been free when they were reused",
         _LOADED: "Tokens of prompts loaded from disk or another machine",
         "headstart:declined_tokens": "Tokens that were stored, and sooner computed than loaded",
@@ -44,7 +44,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "headstart:late_answers": "Times that a tier was silent or slower than computing",
         _UNSAVED: "Blocks that a tier was not given: it failed, or was left alone",
         _FAULTS: "What went wrong with tiers, by kind",
-        _MISSES: "Requests by why they hit no more",
+        _MISSES: "Requests by the reason why they hit no more of the cache",
     }
 )
 """What each name means."""

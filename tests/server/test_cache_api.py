@@ -55,6 +55,11 @@ def test_what_is_in_the_pool(client: httpx.Client) -> None:
     branches = [one for one in full["prefixes"] if one["parent"] == shared["id"]]
     assert len(branches) == 2
     assert sum(one["blocks"] for one in full["prefixes"]) == full["cached"]
+    assert [shared["hits"], *(one["hits"] for one in branches)] == [1, 0, 0]
+    for _ in range(2):
+        ask(client, PEOPLE + "Who of them all is the oldest one, and by how many years is that so?")
+    again = client.get("/cache").json()["prefixes"]
+    assert sorted(one["hits"] for one in again) == [0, 0, 1, 3]
 
 
 def test_messages_are_explained_as_a_chat_asks_them(client: httpx.Client) -> None:

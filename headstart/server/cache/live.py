@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from headstart.cache import Stretch, read_tokens
 from headstart.server.cache.owners import Owners
 from headstart.server.cache.state import (
+    PrefixView,
     describe_batch,
     describe_engine,
     describe_pool,
@@ -116,8 +117,9 @@ class Live:
 
         def describe() -> float:
             start = time.perf_counter()
-            decode = self._watch.decode
-            told["prefixes"] = describe_prefixes(stretches, _MOST_PREFIXES, decode, owners)
+            prompts = self._watch.recent_prompts()
+            view = PrefixView(owners, self._watch.decode, prompts, manager.block_size)
+            told["prefixes"] = describe_prefixes(stretches, _MOST_PREFIXES, view)
             shown = {prefix["id"] for prefix in told["prefixes"]}
             told["cells"] = draw_cells(manager.config.num_blocks, stretches, held, shown)
             return time.perf_counter() - start

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headstart.cache import Stretch, read_tokens
+from headstart.server.cache.hits import count_hits
 from headstart.server.cache.owners import Owner, Owners
+from headstart.server.cache.traffic import Seen
 
 if TYPE_CHECKING:
     from headstart.cache import KVCacheManager
     from headstart.engine.engine import Engine
 
-__all__ = ["describe_batch", "describe_engine", "describe_pool", "describe_prefixes"]
+__all__ = ["PrefixView", "describe_batch", "describe_engine", "describe_pool", "describe_prefixes"]
 
 _SHOWN_TOKENS = 48
 Decode = Callable[[Sequence[int]], str]
@@ -77,13 +79,23 @@ def describe_pool(
     }
 
 
-def describe_prefixes(
-    stretches: Sequence[Stretch], most: int, decode: Decode | None, owners: Owners
-) -> list[dict[str, Any]]:
-    """The `most` stretches with most blocks and those that they go on from, parents first.
+class PrefixView(NamedTuple):
+    """How prefixes are told.
 
-    decode: how the first tokens are told as text; None tells none.
+    decode: how their first tokens are told as text; None tells none. prompts: those whose hits are
+    counted.
     """
+
+    owners: Owners
+    decode: Decode | None
+    prompts: Iterable[Seen]
+    block_size: int
+
+
+def describe_prefixes(
+    stretches: Sequence[Stretch], most: int, view: PrefixView
+) -> list[dict[str, Any]]:
+    """The `most` stretches with most blocks and those that they go on from, parents first."""
     ranked = sorted(range(len(stretches)), key=lambda at: -len(stretches[at].ids))
     chosen: set[int] = set()
     for at in ranked[:most]:
@@ -91,11 +103,13 @@ def describe_prefixes(
             chosen.add(at)
             at = stretches[at].parent
     by_depth = sorted(chosen, key=lambda at: (stretches[at].start, -len(stretches[at].ids)))
-    return [_describe(at, stretches[at], decode, owners) for at in by_depth]
+    hits = count_hits(stretches, by_depth, view.prompts, view.block_size)
+    return [_describe(at, stretches[at], view) | {"hits": hits[at]} for at in by_depth]
 
 
-def _describe(at: int, stretch: Stretch, decode: Decode | None, owners: Owners) -> dict[str, Any]:
+def _describe(at: int, stretch: Stretch, view: PrefixView) -> dict[str, Any]:
     tokens: list[int] = []
+    owners, decode = view.owners, view.decode
     for key in stretch.keys:
         if len(tokens) >= _SHOWN_TOKENS or decode is None:
             break

@@ -105,6 +105,12 @@ class Watch:
         """
         self._settle(max(1, len(self._ended)))
 
+    def recent_prompts(self) -> list[Seen]:
+        """The last prompts of all tenants that were stored."""
+        self.settle()
+        with self._lock:
+            return [seen for tenant in self._traffics.recent for seen in tenant]
+
     def _settle(self, most: int) -> None:
         for _ in range(most):
             with self._lock:

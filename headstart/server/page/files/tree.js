@@ -24,7 +24,8 @@ function line(prefix) {
   const size = document.createElement("span");
   size.className = "count";
   const held = prefix.held ? `, ${prefix.held} held` : "";
-  size.textContent = counted(prefix.blocks, "block") + held;
+  const hits = prefix.hits ? `, ${counted(prefix.hits, "hit")}` : "";
+  size.textContent = counted(prefix.blocks, "block") + held + hits;
   row.append(swatch, text, size);
   return row;
 }

@@ -1,0 +1,47 @@
+"""Hits of cached prefixes by the last prompts, against a count over the prompts' own tokens."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headstart.cache import Namespace, TokenSequence, read_tokens
+from headstart.server.cache.hits import count_hits
+from headstart.server.cache.traffic import Traffic
+from tests.cache.steps import finish, make_manager
+
+SIZE = 2
+PROMPTS = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b", None]),
+        st.lists(st.integers(0, 1), min_size=1, max_size=14),
+    ),
+    max_size=12,
+)
+
+
+@given(PROMPTS)
+def test_hits_are_the_prompts_that_found_a_prefix_s_first_block(
+    prompts: list[tuple[str | None, list[int]]],
+) -> None:
+    manager = make_manager(num_blocks=200, block_size=SIZE)
+    traffic = Traffic()
+    for number, (salt, tokens) in enumerate(prompts):
+        probe = TokenSequence("probe", tokens, salt=salt)
+        num_cached = manager.get_computed_blocks(probe).num_tokens
+        finish(manager, f"r{number}", tokens, salt=salt)
+        traffic.add(f"r{number}", Namespace(None, salt), tokens, num_cached, None)
+    stretches = manager.stretches()
+    hits = count_hits(stretches, range(len(stretches)), traffic.recent, SIZE)
+    for at, stretch in enumerate(stretches):
+        begin: list[int] = read_tokens(stretch.keys[0])
+        above = stretch.parent
+        while above >= 0:
+            begin = [t for key in stretches[above].keys for t in read_tokens(key)] + begin
+            above = stretches[above].parent
+        expected = sum(
+            seen.namespace == stretch.namespace
+            and seen.tokens[: len(begin)].tolist() == begin
+            and seen.num_cached >= len(begin)
+            and len(begin) % SIZE == 0
+            for seen in traffic.recent
+        )
+        assert hits[at] == expected

@@ -1,13 +1,14 @@
 """A line for each request that was answered: who asked for what, how long it took, what was cached.
 
-Texts of prompts and answers are in no line. As text for people, or as JSON, one object a line, for
-programs. Lines go to stderr.
+Texts of prompts and answers are in no line: what a refusal quotes of a body is left out. As text for
+people, or as JSON, one object a line, for programs. Lines go to stderr.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from contextvars import ContextVar
@@ -20,6 +21,7 @@ from headstart.validation import in_one_line
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
+    from headstart.server.errors import ApiError
 
 __all__ = ["Line", "RequestLog", "note_answer", "note_error", "note_output", "set_up_logs"]
 
@@ -45,6 +47,7 @@ class Line:
     error: str | None = None
 
 
+_QUOTE = re.compile(r"(?<!\w)['\"]")  # that opens; an apostrophe stands behind a letter
 _LINE: ContextVar[Line | None] = ContextVar("line", default=None)
 
 
@@ -102,9 +105,19 @@ class RequestLog:
         tenant = state.get("tenant")
         line.tenant = tenant.name if tenant is not None else None
         if (failed := state.get("error")) is not None:
-            line.error = in_one_line(str(failed))
+            line.error = _tell(failed)
         if line.path not in _QUIET or line.status >= 400:
             _LOG.info("%s %s %d", line.method, line.path, line.status, extra={"line": line})
+
+
+def _tell(error: ApiError) -> str:
+    """Why a request was refused; of a body, only up to where it is quoted, and the field."""
+    text = str(error)
+    if error.status == 400 and (quote := _QUOTE.search(text)):
+        text = f"{text[: quote.start()]}..."
+        if error.param is not None and error.param not in text:
+            text = f"{error.param}: {text}"
+    return in_one_line(text)
 
 
 class _AsText(logging.Formatter):

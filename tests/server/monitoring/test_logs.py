@@ -132,6 +132,33 @@ def test_what_is_wrong_with_a_prompt_is_told_without_its_text(
     assert SECRET not in log.read() and SECRET not in answer.text
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"text": SECRET}, "message 0 has the content {..."),
+        ([{"type": SECRET, "text": "a"}], "messages[0]"),
+    ],
+)
+def test_what_a_refusal_quotes_of_a_prompt_is_in_no_line(
+    server: Running, written: Callable[[str], Written], content: object, told: str
+) -> None:
+    """A content that is no list, a common mistake, was in the log with 300 characters of it."""
+    lines = written("json")
+    body = {"messages": [{"role": "user", "content": content}]}
+    refused = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    line = lines.read()
+    assert refused.status_code == 400
+    assert told in json.loads(line)["error"] and "treasure" not in line
+
+
+def test_a_line_names_the_field_that_is_not_known(
+    server: Running, written: Callable[[str], Written]
+) -> None:
+    lines = written("json")
+    assert ask(server, max_token=1).status_code == 400
+    assert json.loads(lines.read())["error"].startswith("max_token: the request knows no ...")
+
+
 def test_a_client_writes_no_line_of_its_own(
     server: Running, written: Callable[[str], Written]
 ) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headstart.server.answers.parser import AnswerParser
@@ -18,11 +19,12 @@ from headstart.server.answers.parts import CallArguments, CallBegin, Content, Pa
 from headstart.server.anthropic.usage import Usage
 from headstart.server.chats import PreparedChat
 from headstart.server.errors import as_api_error, body_of
+from headstart.server.long_answers import read_whole
 from headstart.server.service import Service
 from headstart.server.sse import frame
 
 if TYPE_CHECKING:
-    from headstart.engine.outputs import CompletionOutput
+    from headstart.engine.outputs import CompletionOutput, RequestOutput
 
 __all__ = ["MessageEvents", "stop_of"]
 
@@ -65,15 +67,17 @@ class MessageEvents:
                         yield self._start()
                         yield _event("ping")
                         is_first = False
-                    for answer in output.outputs:
-                        for event in self._read(answer, parser):
-                            yield event
+                    for event in await read_whole([output], partial(self._read, output, parser)):
+                        yield event
         except Exception as error:
             told = body_of(as_api_error(error), "/v1/messages", self._prepared.request.request_id)
             yield frame(told, "error")
 
-    def _read(self, answer: CompletionOutput, parser: AnswerParser) -> Iterator[bytes]:
-        """The events of what is new in an answer."""
+    def _read(self, output: RequestOutput, parser: AnswerParser) -> list[bytes]:
+        """The events of what is new in the answer."""
+        return [event for answer in output.outputs for event in self._told(answer, parser)]
+
+    def _told(self, answer: CompletionOutput, parser: AnswerParser) -> Iterator[bytes]:
         parts = parser.feed(answer.text)
         if answer.finish_reason is not None:
             parts += parser.finish()

@@ -1,7 +1,7 @@
 """A line for each request that was answered: who asked for what, how long it took, what was cached.
 
-Texts of prompts and answers are in no line: what a refusal quotes of a body is left out. As text for
-people, or as JSON, one object a line, for programs. Lines go to stderr.
+Texts of prompts and answers are in no line: what a refusal quotes of a body is left out. As text
+for people, or as JSON, one object a line, for programs. Lines go to stderr.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -16,7 +17,7 @@ from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
 from headstart.server.counting import TokenCount
 from headstart.server.errors import ApiError, as_api_error, body_of, telling_form_as
-from headstart.server.long_answers import tell_whole
+from headstart.server.long_answers import read_whole, tell_event, tell_whole
 from headstart.server.openai.reading import (
     form_field,
     read_chat_sampling,
@@ -164,20 +165,22 @@ class _Chunks:
                     count.add(output)
                     usage = usage_of([count]) if self._wants_usage_so_far else None
                     for answer in output.outputs:
-                        for choice in self._choices(answer):
-                            yield self._chunk([choice], usage)
+                        for choice in await read_whole([output], partial(self._choices, answer)):
+                            chunk = partial(self._chunk, [choice], usage)
+                            yield await tell_event(output, self._frames, chunk)
         except Exception as error:
             yield frame(body_of(as_api_error(error)))
             return
-        last = self._chunk([], usage_of([count])) if self._wants_usage else b""
+        last = b""
+        if self._wants_usage:
+            last = self._frames.frame(self._chunk([], usage_of([count])))
         yield last + frame("[DONE]")
 
-    def _chunk(self, choices: list[Any], usage: dict[str, Any] | None) -> bytes:
+    def _chunk(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
+        """What an event tells behind the head."""
         told = {"choices": choices, **self._first}
         self._first = {}
-        if self._wants_usage:
-            told["usage"] = usage
-        return self._frames.frame(told)
+        return told | {"usage": usage} if self._wants_usage else told
 
     def _choices(self, answer: CompletionOutput) -> list[dict[str, Any]]:
         """One for each part that is new; clients merge no two pieces of a call within one."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headstart.server.chats import PreparedChat
 from headstart.server.counting import TokenCount
 from headstart.server.errors import ApiError, JsonResponse, as_api_error
-from headstart.server.long_answers import spell
+from headstart.server.long_answers import read_whole, spell
 from headstart.server.responses.items import Event, OutputItems
 from headstart.server.responses.schema import ResponseRequest
 from headstart.server.service import Service
@@ -76,23 +77,20 @@ class ResponseAnswer:
         """Whether to tell it is not for the event loop."""
         return len(self._head) > _LONG
 
-    def take(self, output: RequestOutput) -> Iterator[Event]:
+    def read(self, output: RequestOutput) -> list[Event]:
         """The events of the request's next output."""
         self._count.add(output)
+        events: list[Event] = []
         for answer in output.outputs:
             parts = self._parser.feed(answer.text)
             if answer.finish_reason is not None:
                 parts += self._parser.finish()
                 self._status = "incomplete" if answer.finish_reason == "length" else "completed"
             for part in parts:
-                yield from self.built.add(part)
+                events += self.built.add(part)
             if answer.finish_reason is not None:
-                yield from self.built.close(self._status)
-
-    def read(self, output: RequestOutput) -> None:
-        """An output that has all of the answer."""
-        for _ in self.take(output):
-            pass
+                events += self.built.close(self._status)
+        return events
 
     def told(self) -> bytes:
         """The response by now, as JSON."""
@@ -146,7 +144,7 @@ class ResponseAnswer:
         try:
             async with aclosing(self._service.run(self._prepared.request)) as outputs:
                 async for output in outputs:
-                    for event in self.take(output):
+                    for event in await read_whole([output], partial(self.read, output)):
                         yield frame({**event, "sequence_number": number}, event["type"])
                         number += 1
         except Exception as error:

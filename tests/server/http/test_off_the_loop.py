@@ -6,7 +6,7 @@ import asyncio
 import copy
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -22,9 +22,11 @@ from headstart.server.answers.parser import AnswerParser
 from headstart.server.errors import JsonResponse
 from headstart.server.http import endpoints
 from headstart.server.long_answers import spell, tell_whole
+from headstart.server.openai import chat as chat_api
 from headstart.server.openai import completions
 from headstart.server.responses import answer as response_answer
 from headstart.server.responses.store import ResponseStore
+from headstart.server.sse import Frames
 from tests.server.running import Running
 from tests.server.scripted import scripted
 from tests.server.tenants.test_isolation import picture
@@ -157,19 +159,42 @@ def test_grammars_are_compiled_in_threads(server: Running, watched: Watched) -> 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 @pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
 def test_long_answers_are_read_in_threads(
-    server: Running, watched: Watched, path: str, is_long: bool
+    server: Running, watched: Watched, path: str, is_long: bool, stream: bool
 ) -> None:
-    """40,000 characters of an answer stopped every stream for 60 ms."""
+    """40,000 characters of an answer stopped every stream for 60 ms; of a stream as many come at
+    once when its client has not read for a while."""
     watched.watch(AnswerParser, "feed")
     body: dict[str, object] = {"messages": chat("Hello")} | BODY
     if path == "/v1/responses":
         body = {"model": "tiny", "input": "Hello"}
-    text = PADDING if is_long else "Anna"
+    text = PADDING.strip() if is_long else "Anna"
     with scripted(server, [text]):
-        answer = httpx.post(server.url + path, json=body, timeout=60)
+        answer = httpx.post(server.url + path, json=body | {"stream": stream}, timeout=60)
     assert answer.status_code == 200 and text in answer.text
     assert watched.ran_outside() == is_long
+
+
+@pytest.mark.parametrize("count", [8, 300])
+def test_many_log_probabilities_of_a_streamed_chat_are_told_by_threads(
+    server: Running, watched: Watched, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """A client that read on after a thousand tokens stopped every stream for 40 ms."""
+    rows: list[Logprobs] = [{at: Logprob(-1.0, at + 1, "a") for at in range(20)}] * count
+
+    async def run(request: Any) -> AsyncGenerator[RequestOutput]:
+        answer = CompletionOutput(0, "a" * count, [0] * count, None, rows, "stop")
+        yield RequestOutput(request.request_id, None, [5], None, [answer], finished=True)
+
+    monkeypatch.setattr(server.service, "run", run)
+    for where, step in ((chat_api, "chat_logprobs"), (Frames, "place")):
+        watched.watch(where, step)
+    more = {"messages": chat("Hi"), "logprobs": True, "top_logprobs": 20, "stream": True}
+    told = post(server, "/v1/chat/completions", **more).text.split("\n\n")
+    tokens = [one for event in told for one in event.split('"top_logprobs":')[1:]]
+    assert len(tokens) == count and told[-2:] == ["data: [DONE]", ""]
+    assert watched.ran_outside() == (count == 300)
 
 
 def test_many_log_probabilities_are_told_by_threads(

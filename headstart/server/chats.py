@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headstart.engine.params import SamplingParams
 from headstart.engine.structured.params import StructuredOutputsParams
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 
     from headstart.engine.request import RequestGroup
 
-__all__ = ["ChatCall", "PreparedChat", "prepare_chat", "read_roles"]
+__all__ = ["ChatCall", "PreparedChat", "are_many", "prepare_chat", "read_many", "read_roles"]
 
+Result = TypeVar("Result")
+
+_MANY = 1000  # messages; to read one takes 2 us, and to keep it 3
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -156,6 +159,16 @@ async def _naming_tools(service: Service, call: ChatCall) -> AsyncIterator[None]
                     form = StructuredOutputsParams(json=tool.schema)
                     await service.llm.prepare([0], SamplingParams(structured_outputs=form))
         raise
+
+
+def are_many(messages: Sequence[Any]) -> bool:
+    """Whether what is done with each of these messages is not for the event loop."""
+    return len(messages) > _MANY
+
+
+async def read_many(messages: Sequence[Any], read: Callable[[], Result]) -> Result:
+    """What `read` returns, which reads these messages; in a thread if they are many."""
+    return await asyncio.to_thread(read) if are_many(messages) else read()
 
 
 def _place_form(

@@ -23,7 +23,7 @@ from headstart.server.anthropic.events import MessageEvents, stop_of
 from headstart.server.anthropic.schema import CountRequest, MessageRequest
 from headstart.server.anthropic.usage import Usage, apply_breakpoints
 from headstart.server.bodies import read_retention, read_salt
-from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
+from headstart.server.chats import ChatCall, PreparedChat, prepare_chat, read_many
 from headstart.server.errors import JsonResponse, telling_form_as
 from headstart.server.long_answers import tell_whole
 from headstart.server.service import Service, service_of, unless_gone
@@ -42,7 +42,7 @@ async def create_message(body: MessageRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
     with telling_form_as("output_config.format"):
-        call = _read_call(service, body, request, read_sampling(body), body.priority)
+        call = await _read_call(service, body, request, read_sampling(body), body.priority)
     with telling_form_as("tools" if call.tools.is_forced else "output_config.format"):
         prepared = await prepare_chat(service, call, service.new_id("msg"), stream=body.stream)
     usage = await apply_breakpoints(service, body, call, prepared)
@@ -59,22 +59,25 @@ async def create_message(body: MessageRequest, request: Request) -> Response:
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     """The tokens of a prompt; nothing is computed."""
     service = service_of(request)
-    call = _read_call(service, body, request, {"max_tokens": None})
+    call = await _read_call(service, body, request, {"max_tokens": None})
     prepared = await prepare_chat(service, call, service.new_id("count"), stream=False)
     return JsonResponse({"input_tokens": len(prepared.request.prompt_token_ids)})
 
 
-def _read_call(
+async def _read_call(
     service: Service,
     body: CountRequest,
     request: Request,
     sampling: dict[str, Any],
     priority: int = 0,
 ) -> ChatCall:
-    read_breakpoints(body)  # which are refused before any work
+    def read() -> list[dict[str, Any]]:
+        read_breakpoints(body)  # which are refused before any work
+        return read_messages(body)
+
     return ChatCall(
         model=body.model,
-        messages=read_messages(body),
+        messages=await read_many(body.messages, read),
         sampling=sampling,
         salt=service.salt(request, read_salt(body)),
         retention=read_retention(body),

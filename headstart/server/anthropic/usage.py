@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
+from functools import partial
+from itertools import compress, count
+from operator import ne
 from typing import Any
 
 from headstart.errors import RequestError
@@ -16,7 +18,7 @@ from headstart.server.anthropic.breakpoints import (
 )
 from headstart.server.anthropic.conversation import read_messages
 from headstart.server.anthropic.schema import CountRequest
-from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
+from headstart.server.chats import ChatCall, PreparedChat, prepare_chat, read_many
 from headstart.server.counting import TokenCount
 from headstart.server.service import Service
 
@@ -62,7 +64,8 @@ async def apply_breakpoints(
     The longest of each ttl counts. Each is found by the prompt of the conversation up to it: the
     tokens that it has in common with the whole. Beyond the last full block nothing is cached.
     """
-    marked = read_breakpoints(body) if prepared.request.params.is_stored else ()
+    read = partial(read_breakpoints, body)
+    marked = await read_many(body.messages, read) if prepared.request.params.is_stored else ()
     points = list({one.ttl: one for one in marked}.values())
     token_ids = prepared.request.prompt_token_ids
     full = len(token_ids) - len(token_ids) % service.llm.engine.config.block_size
@@ -72,7 +75,8 @@ async def apply_breakpoints(
         length = full
         if turns is not None:
             begin = body.model_copy(update={"messages": turns})
-            cut = replace(call, messages=read_messages(begin), template=_whole(call.template))
+            messages = await read_many(turns, partial(read_messages, begin))
+            cut = replace(call, messages=messages, template=_whole(call.template))
             length = min(full, await _count_common(service, cut, token_ids))
         lengths.append(length)
         prepared.request.retain(length, _SECONDS[point.ttl])
@@ -91,5 +95,7 @@ async def _count_common(service: Service, call: ChatCall, token_ids: Sequence[in
         prepared = await prepare_chat(service, call, name, stream=False, is_kept=False)
     except RequestError:
         return 0
-    pairs = zip(prepared.request.prompt_token_ids, token_ids, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    begin = prepared.request.prompt_token_ids
+    # In C, which takes a tenth of the time: a prompt may have a hundred thousand tokens.
+    differ = compress(count(), map(ne, begin, token_ids))
+    return next(differ, min(len(begin), len(token_ids)))

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headstart.server.bodies import read_retention, read_salt
-from headstart.server.chats import ChatCall, prepare_chat
+from headstart.server.chats import ChatCall, are_many, prepare_chat, read_many
 from headstart.server.errors import ApiError, JsonResponse, telling_form_as
 from headstart.server.long_answers import read_whole
 from headstart.server.responses.answer import ResponseAnswer
@@ -44,7 +44,8 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     service = service_of(request)
     earlier = body.previous_response_id
     before = _find(request, earlier, "previous_response_id").messages if earlier else ()
-    messages = read_input(body, before)
+    given = body.input if isinstance(body.input, list) else ()
+    messages = await read_many(given, partial(read_input, body, before))
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     with telling_form_as("text.format"):
         sampling = read_sampling(body)
@@ -80,7 +81,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
         keep(told)
         return told
 
-    is_long = answer.is_long
+    is_long = answer.is_long or are_many(messages)
     told = await (asyncio.to_thread(tell) if is_long else read_whole([output], tell))
     return Response(told, media_type=JsonResponse.media_type)
 

@@ -91,6 +91,21 @@ def test_several_answers_of_several_prompts(client: openai.OpenAI) -> None:
     assert list(texts.values()) == [choice.text for choice in answer.choices]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_cached_of_several_prompts_is_told_together(server: Running, stream: bool) -> None:
+    prompts = [[place + 80 * stream] * 40 for place in (71, 72, 73)]  # two full blocks each
+    body = {"prompt": prompts, "max_tokens": 1, "stream": stream}
+    body |= {"stream_options": {"include_usage": True}} if stream else {}
+    told = []
+    for given in (prompts[:2], prompts):
+        url = f"{server.url}/v1/completions"
+        answer = httpx.post(url, json=body | {"prompt": given}, timeout=60).text
+        told.append(json.loads(answer.split("data: ")[-2] if stream else answer)["usage"])
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in told]
+    assert cached == [0, 2 * 39], "the last token is computed"
+    assert [usage["prompt_tokens"] for usage in told] == [80, 120]
+
+
 def test_log_probabilities(client: openai.OpenAI, expected: LLM) -> None:
     params = SamplingParams(max_tokens=4, temperature=0, logprobs=2)
     [oracle] = expected.chat(MESSAGES, params)  # type: ignore[arg-type]

@@ -171,6 +171,20 @@ def test_a_body_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         assert watch.all_free()
 
 
+def test_what_comes_while_the_server_stops_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what needs no engine, and a request whose body came too late."""
+    with running() as server, connect(server) as slow:
+        watch = Watch(server)
+        send(slow, body(), whole=False)
+        assert watch.until(1)
+        monkeypatch.setattr(server.service, "is_draining", True)
+        refused = httpx.post(f"{server.url}/tokenize", json={"prompt": "a"}, timeout=SECONDS)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
+        slow.sendall(body()[5:])
+        assert slow.recv(1000).startswith(b"HTTP/1.1 503")
+        assert watch.all_free()
+
+
 class Steps:
     """Counts an engine's steps, and notes when a request was cancelled and when it was gone."""
 

@@ -101,7 +101,6 @@ class AsyncMailbox:
         may_replace = self.paced and not isinstance(update, BaseException)
         if may_replace and self._updates and not _is_last(self._updates[-1]):
             self._updates.pop()  # nobody has read it, and the new one has all that it says
-            self._num_read += 1
         self._updates.append(update)
         self._wake()
 

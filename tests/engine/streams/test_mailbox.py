@@ -152,10 +152,11 @@ def test_an_error_does_not_take_the_place_of_what_came_before(llm: AsyncLLM, cou
 
     async def read() -> None:
         box, output = make_box(llm, paced=True)
-        for _ in range(count):
+        outputs = [dataclasses.replace(output, num_cached_tokens=at) for at in range(count)]
+        for output in outputs:
             box.receive(output)
         box.receive(ValueError("on purpose"))
-        assert await box.get() is output
+        assert await box.get() is outputs[-1]
         with pytest.raises(ValueError, match="on purpose"):
             await box.get()
 

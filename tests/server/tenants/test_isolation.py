@@ -211,6 +211,23 @@ def test_advice_is_of_a_tenants_own_prompts_alone(tmp_path: Path) -> None:
         assert [fork["prompts"] for fork in whole["forks"]] == [3, 3]
 
 
+def test_a_response_is_its_tenants_alone(tmp_path: Path) -> None:
+    """Its name is random, and not what keeps it from others."""
+    with serving(tmp_path, shallow_built_in(), keys=True) as (server, headers):
+        url = f"{server.url}/v1/responses"
+
+        def ask(name: str, **body: object) -> httpx.Response:
+            body = {"model": "tiny", "input": "Hi", "max_output_tokens": 16, **body}
+            return httpx.post(url, json=body, headers=headers(name), timeout=120)
+
+        made = ask("dora").json()["id"]
+        for name, status in (("alice", 404), ("eve", 200)):  # eve is of dora's group
+            assert httpx.get(f"{url}/{made}", headers=headers(name)).status_code == status
+            assert ask(name, previous_response_id=made).status_code == status
+        for name, status in (("bob", 404), ("eve", 200), ("dora", 404)):
+            assert httpx.delete(f"{url}/{made}", headers=headers(name)).status_code == status
+
+
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "open"])
 def test_images_of_another_tenant(keys: bool, demo_vision: Path, tmp_path: Path) -> None:
     """Neither what of the prompt was cached, nor whether the image was encoded anew."""

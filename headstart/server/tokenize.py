@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from headstart.engine.text.codec import encode_text
 from headstart.errors import RequestError
-from headstart.server.bodies import Body, Flag, Whole
+from headstart.server.bodies import Body, Flag, Many, Whole
 from headstart.server.chats import ChatCall, prepare_chat
 from headstart.server.errors import ApiError, JsonResponse
 from headstart.server.openai.reading import as_tools
@@ -38,21 +38,21 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Many[dict[str, Any]] | None = None
     add_special_tokens: Flag | None = None
     return_token_strs: Flag | None = False
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Many[FunctionTool] | None = None
 
 
 class DetokenizeRequest(Body):
     """Token ids."""
 
     model: str | None = None
-    tokens: list[Whole]
+    tokens: Many[Whole]
 
 
 @router.post("/tokenize")

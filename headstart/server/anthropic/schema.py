@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from headstart.engine.vllm_api.rows import refused
-from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Real, Whole
+from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Many, Real, Whole
 
 __all__ = [
     "Block",
@@ -83,7 +83,7 @@ class ToolResultBlock(Marked):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[Shown] | None = None
+    content: str | Many[Shown] | None = None
     is_error: Flag | None = None
 
 
@@ -112,7 +112,7 @@ class Turn(Body):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Many[Block]
 
 
 class ToolDefinition(Marked, ClientTool):
@@ -124,10 +124,10 @@ class ToolDefinition(Marked, ClientTool):
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: Flag | None = None
-    allowed_callers: list[str] | None = None
+    allowed_callers: Many[str] | None = None
     defer_loading: Flag | None = None
     eager_input_streaming: Flag | None = None
-    input_examples: list[dict[str, Any]] | None = None
+    input_examples: Many[dict[str, Any]] | None = None
 
 
 class ToolChoice(Body):
@@ -167,9 +167,9 @@ class CountRequest(CacheFields):
     """`POST /v1/messages/count_tokens`, and what messages have in common with it."""
 
     model: str
-    messages: Annotated[list[Turn], Field(min_length=1)]
-    system: str | list[TextBlock] | None = None
-    tools: list[ToolDefinition] | None = None
+    messages: Annotated[Many[Turn], Field(min_length=1)]
+    system: str | Many[TextBlock] | None = None
+    tools: Many[ToolDefinition] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -194,7 +194,7 @@ class MessageRequest(CountRequest):
     temperature: Real | None = None
     top_p: Real | None = None
     top_k: Whole | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Many[str] | None = None
     stream: Flag = False
     priority: Whole = 0
     metadata: dict[str, Any] | None = None

@@ -3,7 +3,7 @@
 from typing import Any
 
 from headstart.engine.vllm_api.rows import accepted, refused
-from headstart.server.bodies import Body, CacheFields, Flag, Whole
+from headstart.server.bodies import Body, CacheFields, Flag, Many, Whole
 from headstart.server.openai.schema import ChatRequest, CompletionRequest, TemplateFields
 
 __all__ = ["PromptBody", "ResetBody"]
@@ -26,8 +26,8 @@ class PromptBody(CacheFields, TemplateFields):
         }
     )
     model: str | None = None
-    prompt: str | list[Whole] | None = None
-    messages: list[dict[str, Any]] | None = None
+    prompt: str | Many[Whole] | None = None
+    messages: Many[dict[str, Any]] | None = None
 
 
 class ResetBody(Body):

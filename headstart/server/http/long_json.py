@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections import Counter
 from typing import Any
 
 __all__ = ["MAX_NUMBERS", "TooManyError", "read_json"]
@@ -18,7 +19,8 @@ __all__ = ["MAX_NUMBERS", "TooManyError", "read_json"]
 MAX_VALUES = 1 << 20
 """Of a body. Freeing so many takes 20 ms, in which no other thread runs."""
 MAX_OBJECTS = 20_000
-"""Of a body, such as messages and their parts: some API has 0.7 µs of the event loop for each."""
+"""Of a body, such as messages and their parts; and as many lists, and fields of one object. Some
+API has 0.7 µs of the event loop for each, and pydantic checks all at once."""
 MAX_NUMBERS = 1 << 18
 """Next to each other in a list; also as many as there are tokens in the largest vocabularies."""
 _PART = 1 << 15  # characters
@@ -40,6 +42,10 @@ class TooManyError(ValueError):
         self.name = name
 
 
+def _too_many(where: str, most: int, kind: str) -> TooManyError:
+    return TooManyError(f"{where} has more than {most:,} {kind}; allowed: {most:,} at most", "")
+
+
 def read_json(data: bytes, max_numbers: int = MAX_NUMBERS) -> Any:
     """What `json.loads` returns, and its errors; TooManyError (a ValueError) before it is too late.
 
@@ -59,7 +65,8 @@ class _Reader:
         self._text = text
         self._max_numbers = max_numbers
         self._at = 0
-        self._num_values = self._num_objects = 0
+        self._num_values = 0
+        self._num_opened: Counter[str] = Counter()  # by what they are
         self._name = ""  # of the outermost object's field
 
     def read(self) -> Any:
@@ -84,8 +91,14 @@ class _Reader:
     def _count(self, more: int) -> None:
         self._num_values += more
         if self._num_values > MAX_VALUES:
-            text = f"the body has more than {MAX_VALUES:,} values; allowed: {MAX_VALUES:,} at most"
-            raise TooManyError(text, "")
+            raise _too_many("the body", MAX_VALUES, "values")
+
+    def _open(self, kind: str) -> None:
+        """An object or a list begins."""
+        self._num_opened[kind] += 1
+        if self._num_opened[kind] > MAX_OBJECTS:
+            raise _too_many("the body", MAX_OBJECTS, kind)
+        self._at += 1
 
     def _value(self, depth: int) -> Any:
         self._count(1)
@@ -100,14 +113,8 @@ class _Reader:
         return value
 
     def _object(self, depth: int) -> dict[str, Any]:
-        self._num_objects += 1
-        if self._num_objects > MAX_OBJECTS:
-            text = (
-                f"the body has more than {MAX_OBJECTS:,} objects; allowed: {MAX_OBJECTS:,} at most"
-            )
-            raise TooManyError(text, "")
+        self._open("objects")
         read: dict[str, Any] = {}
-        self._at += 1
         if self._next() == "}":
             self._at += 1
             return read
@@ -121,12 +128,14 @@ class _Reader:
                 raise self._wrong("Expecting ':' delimiter")
             self._at += 1
             read[name] = self._value(depth)
+            if len(read) > MAX_OBJECTS:
+                raise _too_many("an object", MAX_OBJECTS, "fields")
             if self._ends("}"):
                 return read
 
     def _list(self, depth: int) -> list[Any]:
+        self._open("lists")
         read: list[Any] = []
-        self._at += 1
         if self._next() == "]":
             self._at += 1
             return read

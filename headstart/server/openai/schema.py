@@ -4,12 +4,14 @@ A field that is not here is an error: nothing is dropped in silence. Fields that
 server of one model (`user`, `metadata`, `store`, ...) are taken and have no effect.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
-from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Real, Texts, Whole
+from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Many, Real, Whole
 from headstart.server.openai.fields import CHAT_ROWS, COMPLETION_ROWS
+from headstart.validation import describe, shorten
 
 __all__ = [
     "ChatRequest",
@@ -42,8 +44,8 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[str] | None = None
+    structures: Many[dict[str, Any]] | None = None
+    triggers: Many[str] | None = None
 
 
 class StructuredOutputs(Body):
@@ -51,13 +53,23 @@ class StructuredOutputs(Body):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[str] | None = None
     grammar: str | None = None
     json_object: Flag | None = None
     disable_any_whitespace: Flag = False
     disable_additional_properties: Flag = False
     whitespace_pattern: str | None = None
     structural_tag: dict[str, Any] | str | None = None
+
+
+def _check_bias(given: Any) -> Any:
+    """Refuse at the first wrong entry: pydantic would note each of thousands."""
+    entries = given if isinstance(given, dict) else {}
+    for key, bias in entries.items():
+        if type(bias) not in (int, float):
+            told = f"the bias of {shorten(key)} is {describe(bias)}; allowed: numbers"
+            raise PydanticCustomError("refused_field", "logit_bias: {told}", {"told": told})
+    return given
 
 
 class SamplingFields(CacheFields):
@@ -70,16 +82,16 @@ class SamplingFields(CacheFields):
     min_p: Real | None = None
     n: Whole | None = None
     seed: Whole | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Whole] | None = None
+    stop: str | Many[str] | None = None
+    stop_token_ids: Many[Whole] | None = None
     min_tokens: Whole | None = None
     ignore_eos: Flag | None = None
     presence_penalty: Real | None = None
     frequency_penalty: Real | None = None
     repetition_penalty: Real | None = None
-    logit_bias: dict[str, Real] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[Whole] | None = None
+    logit_bias: Annotated[dict[str, Real], BeforeValidator(_check_bias)] | None = None
+    bad_words: Many[str] | None = None
+    allowed_token_ids: Many[Whole] | None = None
     skip_special_tokens: Flag | None = None
     include_stop_str_in_output: Flag | None = None
     response_format: ResponseFormat | None = None
@@ -101,7 +113,7 @@ class CompletionRequest(SamplingFields):
     """`POST /v1/completions`. prompt: a text, token ids, or a list of either."""
 
     rows = COMPLETION_ROWS
-    prompt: str | Texts | list[Whole] | list[list[Whole]]
+    prompt: str | Many[str] | Many[Whole] | Many[Many[Whole]]
     max_tokens: Whole | None = 16
     logprobs: Whole | None = None
     echo: Flag | None = False
@@ -149,19 +161,19 @@ class Speech(Body):
 class TemplateFields(Body):
     """How a conversation becomes a prompt."""
 
-    tools: list[FunctionTool] | None = None
+    tools: Many[FunctionTool] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Many[dict[str, Any]] | None = None
 
 
 class ChatRequest(SamplingFields, TemplateFields):
     """`POST /v1/chat/completions`."""
 
     rows = CHAT_ROWS
-    messages: list[dict[str, Any]]
+    messages: Many[dict[str, Any]]
     max_tokens: Whole | None = None
     max_completion_tokens: Whole | None = None
     logprobs: Flag | None = False
@@ -169,6 +181,6 @@ class ChatRequest(SamplingFields, TemplateFields):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: Flag | None = None
     verbosity: str | None = None
-    modalities: list[Literal["text", "audio"]] | None = None
+    modalities: Many[Literal["text", "audio"]] | None = None
     audio: Speech | None = None
     chat_template: str | None = None

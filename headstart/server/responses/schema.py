@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
+from pydantic_core import PydanticCustomError
 
 from headstart.engine.vllm_api.rows import refused
-from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Label, Real, Whole
+from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Label, Many, Real, Whole
 
 __all__ = [
     "FunctionCall",
@@ -46,7 +47,7 @@ class InputImage(Body):
     detail: str | None = None
 
 
-Content = str | list[Annotated[InputText | InputImage, Field(discriminator="type")]]
+Content = str | Many[Annotated[InputText | InputImage, Field(discriminator="type")]]
 
 
 class Message(Body):
@@ -92,8 +93,8 @@ class ReasoningItem(Body):
     """Reasoning of an earlier answer; what is encrypted only its writer can read."""
 
     type: Literal["reasoning"]
-    summary: list[ReasoningText] = Field(default_factory=list)
-    content: list[ReasoningText] | None = None
+    summary: Many[ReasoningText] = Field(default_factory=list)
+    content: Many[ReasoningText] | None = None
     encrypted_content: str | None = None
     id: str | None = None
     status: Status = None
@@ -181,12 +182,27 @@ class StreamOptions(Body):
     include_obfuscation: Flag | None = None
 
 
+_MOST_NOTES = 16
+
+
+def _check_count(given: Any) -> Any:
+    """Refuse too many before each of them is looked at."""
+    if isinstance(given, dict) and len(given) > _MOST_NOTES:
+        raise PydanticCustomError(
+            "refused_field",
+            "metadata has {count} entries; allowed: {most} at most",
+            {"count": len(given), "most": _MOST_NOTES},
+        )
+    return given
+
+
 Metadata = Annotated[
     dict[
         Annotated[str, Field(max_length=64)],
         Annotated[str, Field(max_length=512)],
     ],
-    Field(max_length=16),
+    Field(max_length=_MOST_NOTES),
+    BeforeValidator(_check_count),
 ]
 """What a client notes of a response, which tells it again; as much as OpenAI takes."""
 
@@ -203,7 +219,7 @@ class ResponseRequest(CacheFields):
         }
     )
     model: str
-    input: str | list[Item]
+    input: str | Many[Item]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: Flag | None = True
@@ -211,14 +227,14 @@ class ResponseRequest(CacheFields):
     max_output_tokens: Whole | None = None
     temperature: Real | None = None
     top_p: Real | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Many[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: Flag | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     metadata: Metadata | None = None
     priority: Whole = 0
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: Many[Literal["reasoning.encrypted_content"]] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     stream_options: StreamOptions | None = None

@@ -102,10 +102,21 @@ def test_numbers_of_a_list_are_bounded() -> None:
 
 @pytest.mark.parametrize(
     ("entry", "times", "said"),
-    [(b"[1,2,3]", MAX_VALUES // 4, "1,048,576 values"), (b"{}", MAX_OBJECTS + 1, "20,000 objects")],
+    [
+        (b"null", MAX_VALUES, "1,048,576 values"),
+        (b"[]", MAX_OBJECTS, "20,000 lists"),
+        (b"{}", MAX_OBJECTS + 1, "20,000 objects"),
+    ],
 )
 def test_values_of_a_text_are_bounded(entry: bytes, times: int, said: str) -> None:
     most = read_json(b"[%s]" % b",".join([entry] * (times - 1)))
     assert len(most) == times - 1
     with pytest.raises(TooManyError, match=said):
         read_json(b"[%s]" % b",".join([entry] * times))
+
+
+def test_fields_of_an_object_are_bounded() -> None:
+    fields = [b'"%d":1' % at for at in range(MAX_OBJECTS + 1)]
+    assert len(read_json(b"{%s}" % b",".join(fields[1:]))) == MAX_OBJECTS
+    with pytest.raises(TooManyError, match="an object has more than 20,000 fields"):
+        read_json(b"{%s}" % b",".join(fields))

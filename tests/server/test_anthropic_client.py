@@ -214,6 +214,12 @@ def mark(text: str, **control: str) -> dict[str, Any]:
     return {"type": "text", "text": text, "cache_control": {"type": "ephemeral", **control}}
 
 
+def test_what_is_no_full_block_is_not_told_as_created(client: anthropic.Anthropic) -> None:
+    first = [mark("Ab"), {"type": "text", "text": "cd"}]
+    message = ask(client, [{"role": "user", "content": first}], max_tokens=1)
+    assert prompt_tokens(message) < 16 and message.usage.cache_creation_input_tokens == 0
+
+
 def test_usage_parts_what_was_read_created_and_neither(
     client: anthropic.Anthropic, server: Running
 ) -> None:

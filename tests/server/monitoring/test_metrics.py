@@ -53,6 +53,14 @@ def test_each_token_and_each_request_has_its_time(server: Running) -> None:
     assert told["vllm:request_success_total finished_reason=abort"] == 0
 
 
+def test_prompts_of_which_half_is_cached_are_counted_as_warm(server: Running) -> None:
+    for prompt in ([5] * 32, [5] * 32, [5] * 16 + [6] * 32):
+        ask(server, 1, prompt=prompt)
+    told = read(server)
+    assert told["headstart:warm_time_to_first_token_seconds_count"] == 1
+    assert told["vllm:time_to_first_token_seconds_count"] == 3
+
+
 def test_a_request_whose_client_went_away_is_counted(server: Running) -> None:
     body = BODY | {"max_tokens": 8000, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:

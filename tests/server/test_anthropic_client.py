@@ -120,6 +120,15 @@ def test_a_stream_that_fails_says_so(thinking_server: Running) -> None:
         stream.get_final_message()
 
 
+def test_a_stream_that_fails_names_its_request(server: Running) -> None:
+    """As the header does, and the log: it named the message."""
+    body = {"model": "tiny", "max_tokens": 9, "messages": QUESTION, "stream": True}
+    with scripted(server, ["Hm", EngineError("a step failed")]):
+        answer = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60)
+    told = json.loads(answer.text.rpartition("data: ")[2])
+    assert told["type"] == "error" and told["request_id"] == answer.headers["request-id"]
+
+
 def test_a_system_text_is_a_text_or_blocks(client: anthropic.Anthropic) -> None:
     blocks: Any = [{"type": "text", "text": "Be brief."}]
     counts = [

@@ -55,8 +55,11 @@ class MessageEvents:
         self._open: type[Part] | None = None  # what the open block is made of
         self._has_call = False
 
-    async def events(self, service: Service) -> AsyncGenerator[bytes]:
-        """The stream, up to its last event or the one that says why it failed."""
+    async def events(self, service: Service, request_id: str) -> AsyncGenerator[bytes]:
+        """The stream, up to its last event or the one that says why it failed.
+
+        request_id: as the answer's headers and the log have it.
+        """
         parser = self._prepared.parser()
         is_first = True
         try:
@@ -70,7 +73,7 @@ class MessageEvents:
                     for event in await read_whole([output], partial(self._read, output, parser)):
                         yield event
         except Exception as error:
-            told = body_of(as_api_error(error), "/v1/messages", self._prepared.request.request_id)
+            told = body_of(as_api_error(error), "/v1/messages", request_id)
             yield frame(told, "error")
 
     def _read(self, output: RequestOutput, parser: AnswerParser) -> list[bytes]:

@@ -50,7 +50,7 @@ async def create_message(body: MessageRequest, request: Request) -> Response:
     head = {"id": name, "type": "message", "role": "assistant", "model": body.model}
     if body.stream:
         events = MessageEvents(prepared, usage, head, body.max_tokens)
-        return EventStream(events.events(service))
+        return EventStream(events.events(service, request.state.request_id))
     output = await unless_gone(request.receive, service.answer(prepared.request))
     return await tell_whole([output], lambda: head | _whole(body, prepared, output, usage))
 

@@ -162,9 +162,8 @@ def _check_fields(body: ChatRequest) -> None:
 
 def _sampling(defaults: SamplingParams, body: ChatRequest) -> SamplingParams:
     params = defaults.clone()
-    for name, value in read_chat_sampling(body).items():
-        if value is not None:
-            setattr(params, name, value)
+    said = {name: value for name, value in read_chat_sampling(body).items() if value is not None}
+    params.set_together(said)
     return params
 
 

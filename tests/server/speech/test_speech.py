@@ -101,6 +101,16 @@ def test_a_spoken_answer_is_the_pipelines(speaking: Speaking) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
+def test_bounds_of_an_answer_are_judged_together(
+    speaking: Speaking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least was refused where it was more than the most of the model's own defaults."""
+    short = SamplingParams(temperature=0, max_tokens=4)
+    monkeypatch.setattr(type(speaking.omni.omni._stages), "text_params", short)
+    answer = speaking.ask("Who was there?", max_tokens=8, extra_body={"min_tokens": 6})
+    assert answer.usage.completion_tokens >= 6
+
+
 def test_a_text_is_answered_without_speech(speaking: Speaking) -> None:
     answer = speaking.ask("What was said?")
     assert answer.choices[0].message.audio is None

@@ -46,8 +46,11 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     name = service.new_id("cmpl")
     with telling_form_as(form_field(body)):
         params = service.params(read_completion_sampling(body), stream=bool(body.stream))
-        requests = [
-            await service.prepare(
+        requests = []
+        for place, prompt in enumerate(_prompts(body.prompt)):
+            if place:
+                await asyncio.sleep(0)  # few token ids are read in the loop, where others wait
+            prepared = await service.prepare(
                 prompt,
                 params,
                 f"{name}-{place}",
@@ -55,8 +58,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
                 cache_salt=salt,
                 priority=body.priority,
             )
-            for place, prompt in enumerate(_prompts(body.prompt))
-        ]
+            requests.append(prepared)
     for prepared in requests if read_retention(body) else ():
         prepared.retain(len(prepared.prompt_token_ids), read_retention(body))
     told = _Told(body, name, service)

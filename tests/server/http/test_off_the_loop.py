@@ -125,6 +125,24 @@ def test_prompts_are_tokenised_in_threads(server: Running, watched: Watched, pat
     assert watched.ran_outside()
 
 
+def test_the_loop_turns_between_two_prompts_of_a_call(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """85 prompts of 4,000 token ids, which are prepared in it, stopped every stream for 0.14 s."""
+    turns: list[int] = []
+    seen: list[int] = []
+    prepare = server.service.prepare
+
+    async def note(*args: Any, **options: Any) -> Any:
+        seen.append(len(turns))
+        asyncio.get_running_loop().call_soon(turns.append, 1)
+        return await prepare(*args, **options)
+
+    monkeypatch.setattr(server.service, "prepare", note)
+    assert post(server, "/v1/completions", prompt=[[5, at] for at in range(4)]).status_code == 200
+    assert seen == [0, 1, 2, 3]
+
+
 def test_token_ids_become_text_in_threads(server: Running, watched: Watched) -> None:
     watched.watch(server.llm.tokenizer, "decode")
     answer = httpx.post(server.url + "/detokenize", json={"tokens": [5, 6]}, timeout=60)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.engine.structured.tags import spell_text
@@ -15,7 +15,9 @@ from headstart.server.answers.formats import CallFormat
 from headstart.server.answers.reasoning import CLOSE, OPEN
 from headstart.validation import describe
 
-__all__ = ["MAX_TOOLS", "Thought", "Tool", "ToolUse", "after_reasoning", "force_calls"]
+__all__ = ["Thought", "Tool", "ToolUse", "after_reasoning", "force_calls", "make_tools"]
+
+Given = TypeVar("Given")
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -55,6 +57,13 @@ class Tool:
         return {"type": "function", "function": {"parameters": self.schema, **function}}
 
 
+def make_tools(given: Sequence[Given], make: Callable[[Given], Tool]) -> tuple[Tool, ...]:
+    """The tools of a request. Raises RequestError for too many, before the first is made."""
+    if len(given) > MAX_TOOLS:
+        raise RequestError(f"there are {len(given)} tools; allowed: {MAX_TOOLS} at most")
+    return tuple(map(make, given))
+
+
 @dataclass(frozen=True)
 class ToolUse:
     """Which tools there are, and whether the answer may call them, must, or must call `name`.
@@ -71,8 +80,6 @@ class ToolUse:
     def __post_init__(self) -> None:
         names = [tool.name for tool in self.tools]
         object.__setattr__(self, "names", frozenset(names))
-        if len(names) > MAX_TOOLS:
-            raise RequestError(f"there are {len(names)} tools; allowed: {MAX_TOOLS} at most")
         if len(self.names) < len(names):
             raise RequestError("two tools have the same name; allowed: different names")
         if self.choice == "required" and not names:

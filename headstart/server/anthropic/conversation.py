@@ -20,7 +20,7 @@ from headstart.server.anthropic.schema import (
 )
 from headstart.server.bodies import read_keeping
 from headstart.server.errors import ApiError
-from headstart.server.tools import Tool, ToolUse
+from headstart.server.tools import Tool, ToolUse, make_tools
 
 __all__ = ["read_messages", "read_sampling", "read_template", "read_tools"]
 
@@ -117,7 +117,8 @@ def _content(parts: Sequence[dict[str, Any]]) -> Any:
 
 def read_tools(body: CountRequest) -> ToolUse:
     """The tools of a message. Raises RequestError or ApiError."""
-    tools = tuple(Tool(one.name, one.description, one.input_schema) for one in body.tools or ())
+    given = body.tools or ()
+    tools = make_tools(given, lambda one: Tool(one.name, one.description, one.input_schema))
     choice = body.tool_choice
     if choice is None:
         return ToolUse(tools)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from headstart.engine.structured.params import StructuredOutputsParams
@@ -18,7 +18,7 @@ from headstart.server.openai.schema import (
     TemplateFields,
     ToolChoice,
 )
-from headstart.server.tools import Tool, ToolUse
+from headstart.server.tools import Tool, ToolUse, make_tools
 from headstart.validation import describe
 
 __all__ = [
@@ -98,10 +98,13 @@ def _check_logprobs(name: str, value: int | None) -> None:
         )
 
 
-def as_tools(given: Iterable[FunctionTool] | None) -> tuple[Tool, ...]:
+def as_tools(given: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
     """Tools as every API has them. Raises RequestError."""
-    functions = [one.function for one in given or ()]
-    return tuple(Tool(one.name, one.description, one.parameters) for one in functions)
+    return make_tools(given or (), _as_tool)
+
+
+def _as_tool(one: FunctionTool) -> Tool:
+    return Tool(one.function.name, one.function.description, one.function.parameters)
 
 
 def read_tools(body: ChatRequest) -> ToolUse:

@@ -18,7 +18,7 @@ from headstart.server.responses.schema import (
     NamedChoice,
     ResponseRequest,
 )
-from headstart.server.tools import Tool, ToolUse
+from headstart.server.tools import Tool, ToolUse, make_tools
 
 __all__ = ["extend", "read_input", "read_sampling", "read_template", "read_tools"]
 
@@ -94,7 +94,8 @@ def _content(content: Any) -> Any:
 
 def read_tools(body: ResponseRequest) -> ToolUse:
     """The tools of a Response. Raises RequestError."""
-    tools = tuple(Tool(one.name, one.description, one.parameters) for one in body.tools or ())
+    given = body.tools or ()
+    tools = make_tools(given, lambda one: Tool(one.name, one.description, one.parameters))
     parallel = body.parallel_tool_calls is not False
     if isinstance(body.tool_choice, NamedChoice):
         return ToolUse(tools, "required", body.tool_choice.name, parallel)

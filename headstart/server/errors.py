@@ -19,6 +19,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI
@@ -212,13 +213,22 @@ def _param_of(text: str) -> str | None:
 
 
 @contextmanager
-def telling_form_as(name: str | None) -> Iterator[None]:
-    """Have errors of an answer's form name the field that it came by; None if that is its own."""
+def telling_form_as(
+    name: str | None, fields: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[None]:
+    """Have errors of an answer's form name the field that it came by; None if that is its own.
+
+    fields: what other fields are called in this API, by their names in `SamplingParams`.
+    """
     try:
         yield
     except RequestError as error:
-        told = _FORM.sub(lambda _: name or "", str(error), count=1)
-        if name is None or told == str(error):
+        known, text = _param_of(str(error)), str(error)
+        if known in fields:
+            name, told = fields[known], fields[known] + text.removeprefix(known)
+        else:
+            told = _FORM.sub(lambda _: name or "", text, count=1)
+        if name is None or told == text:
             raise
         raise ApiError(400, told, param=name) from error
 

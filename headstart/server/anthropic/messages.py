@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["router"]
 
 router = APIRouter()
+_FIELDS = {"stop": "stop_sequences"}
 
 
 @router.post("/v1/messages")
@@ -43,7 +44,7 @@ async def create_message(body: MessageRequest, request: Request) -> Response:
     service = service_of(request)
     with telling_form_as("output_config.format"):
         call = await _read_call(service, body, request, read_sampling(body), body.priority)
-    with telling_form_as("tools" if call.tools.is_forced else "output_config.format"):
+    with telling_form_as("tools" if call.tools.is_forced else "output_config.format", _FIELDS):
         prepared = await prepare_chat(service, call, service.new_id("msg"), stream=body.stream)
     usage = await apply_breakpoints(service, body, call, prepared)
     name = prepared.request.request_id

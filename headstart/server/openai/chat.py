@@ -51,7 +51,8 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     template = read_template(body)
     if body.chat_template is not None:
         template["chat_template"] = body.chat_template
-    with telling_form_as(form_field(body, tools)):
+    named = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+    with telling_form_as(form_field(body, tools), named):
         call = ChatCall(
             model=body.model,
             messages=body.messages,

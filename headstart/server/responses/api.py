@@ -30,6 +30,7 @@ from headstart.validation import shorten
 __all__ = ["router"]
 
 router = APIRouter(prefix="/v1/responses")
+_FIELDS = {"max_tokens": "max_output_tokens"}
 _QUERY = {
     "stream": ("false",),
     "include": ("reasoning.encrypted_content",),
@@ -59,7 +60,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
         tools=read_tools(body),
         template=read_template(body),
     )
-    with telling_form_as("tools" if call.tools.is_forced else "text.format"):
+    with telling_form_as("tools" if call.tools.is_forced else "text.format", _FIELDS):
         name = service.new_id("resp")
         prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
     make = partial(ResponseAnswer, service, body, prepared)

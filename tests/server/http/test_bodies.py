@@ -1,4 +1,5 @@
-"""Bodies with many mistakes: an error tells the first, and the others are not even looked for."""
+"""Bodies with mistakes: an error tells the first, as its API calls it, and the others are not even
+looked for."""
 
 from __future__ import annotations
 
@@ -102,3 +103,30 @@ def test_too_many_tools_are_counted_before_one_is_made(
     answer = httpx.post(server.url + path, json=body | {"tools": tools}, timeout=60)
     assert answer.status_code == 400 and "128 at most" in answer.text
     assert not made
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "name"),
+    [
+        ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 0}, "max_tokens"),
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, "max_completion_tokens": 0},
+            "max_completion_tokens",
+        ),
+        ("/v1/responses", {"model": "tiny", "input": "a", "max_output_tokens": 0}, None),
+        (
+            "/v1/messages",
+            {"model": "tiny", "max_tokens": 1, "messages": CHAT, "stop_sequences": [""]},
+            None,
+        ),
+    ],
+)
+def test_an_error_names_the_field_as_its_api_does(
+    server: Running, path: str, given: dict[str, object], name: str | None
+) -> None:
+    """It named the field of the sampling, by which the API in part refuses it."""
+    name = name or list(given)[-1]
+    error = httpx.post(server.url + path, json=given, timeout=60).json()["error"]
+    assert error["message"].startswith(f"{name} is ")
+    assert error.get("param", name) == name

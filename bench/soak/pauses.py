@@ -94,7 +94,12 @@ def bodies(num_bytes: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield "chat, accents", "/v1/chat/completions", chat("é漢" * (num_bytes // 12))
     yield "parts of a chat", "/v1/chat/completions", chat(parts)
     yield "parts, Anthropic", "/v1/messages", {"model": BUILT_IN, **chat(parts[:19_900])}
+    items = {"model": BUILT_IN, "input": chat(LINE)["messages"] * min(19_900, num_bytes // 90)}
+    yield "items, Responses", "/v1/responses", items
     yield "token ids", "/v1/completions", {"prompt": ids}
+    prompts = [ids[:4000]] * (len(ids) // 4000)  # of which the first is computed
+    yield "prompts of ids", "/v1/completions", {"prompt": prompts, "max_tokens": 1}
+    yield "wrong ids", "/v1/completions", {"prompt": [1.5] * min(num_bytes // 5, 260_000)}
     yield "stop_token_ids", "/v1/completions", {"prompt": "a", "stop_token_ids": ids}
     yield "/tokenize", "/tokenize", {"prompt": text}
     yield "/detokenize", "/detokenize", {"tokens": ids[:131_072]}

@@ -161,14 +161,14 @@ async def _naming_tools(service: Service, call: ChatCall) -> AsyncIterator[None]
         raise
 
 
-def are_many(messages: Sequence[Any]) -> bool:
-    """Whether what is done with each of these messages is not for the event loop."""
-    return len(messages) > _MANY
+def are_many(count: int) -> bool:
+    """Whether what is done with so many messages is not for the event loop."""
+    return count > _MANY
 
 
-async def read_many(messages: Sequence[Any], read: Callable[[], Result]) -> Result:
-    """What `read` returns, which reads these messages; in a thread if they are many."""
-    return await asyncio.to_thread(read) if are_many(messages) else read()
+async def read_many(count: int, read: Callable[[], Result]) -> Result:
+    """What `read` returns, which reads so many messages or parts; in a thread if they are many."""
+    return await asyncio.to_thread(read) if are_many(count) else read()
 
 
 def _place_form(

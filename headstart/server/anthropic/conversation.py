@@ -22,13 +22,19 @@ from headstart.server.bodies import read_keeping
 from headstart.server.errors import ApiError
 from headstart.server.tools import Tool, ToolUse, make_tools
 
-__all__ = ["read_messages", "read_sampling", "read_template", "read_tools"]
+__all__ = ["count_blocks", "read_messages", "read_sampling", "read_template", "read_tools"]
 
 _SAME = ("temperature", "top_p", "top_k", "max_tokens")
 
 # Claude Code puts a line with a digest of each request before everything else, for its own
 # accounts. It says nothing to a model, and no prefix would ever be found with it.
 _BILLING = "x-anthropic-billing-header:"
+
+
+def count_blocks(turns: Sequence[Turn]) -> int:
+    """Messages and their blocks."""
+    blocks = (len(turn.content) for turn in turns if isinstance(turn.content, list))
+    return len(turns) + sum(blocks)
 
 
 def read_messages(body: CountRequest) -> list[dict[str, Any]]:

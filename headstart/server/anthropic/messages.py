@@ -14,6 +14,7 @@ from headstart.server.answers.formats import CallFormat
 from headstart.server.answers.parts import Call, Content, Reasoning, gather
 from headstart.server.anthropic.breakpoints import read_breakpoints
 from headstart.server.anthropic.conversation import (
+    count_blocks,
     read_messages,
     read_sampling,
     read_template,
@@ -78,7 +79,7 @@ async def _read_call(
 
     return ChatCall(
         model=body.model,
-        messages=await read_many(body.messages, read),
+        messages=await read_many(count_blocks(body.messages), read),
         sampling=sampling,
         salt=service.salt(request, read_salt(body)),
         retention=read_retention(body),

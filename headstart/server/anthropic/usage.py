@@ -16,7 +16,7 @@ from headstart.server.anthropic.breakpoints import (
     created_tokens,
     read_breakpoints,
 )
-from headstart.server.anthropic.conversation import read_messages
+from headstart.server.anthropic.conversation import count_blocks, read_messages
 from headstart.server.anthropic.schema import CountRequest
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat, read_many
 from headstart.server.counting import TokenCount
@@ -65,7 +65,11 @@ async def apply_breakpoints(
     tokens that it has in common with the whole. Beyond the last full block nothing is cached.
     """
     read = partial(read_breakpoints, body)
-    marked = await read_many(body.messages, read) if prepared.request.params.is_stored else ()
+    marked = (
+        await read_many(count_blocks(body.messages), read)
+        if prepared.request.params.is_stored
+        else ()
+    )
     points = list({one.ttl: one for one in marked}.values())
     token_ids = prepared.request.prompt_token_ids
     full = len(token_ids) - len(token_ids) % service.llm.engine.config.block_size
@@ -75,7 +79,7 @@ async def apply_breakpoints(
         length = full
         if turns is not None:
             begin = body.model_copy(update={"messages": turns})
-            messages = await read_many(turns, partial(read_messages, begin))
+            messages = await read_many(count_blocks(turns), partial(read_messages, begin))
             cut = replace(call, messages=messages, template=_whole(call.template))
             length = min(full, await _count_common(service, cut, token_ids))
         lengths.append(length)

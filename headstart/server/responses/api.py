@@ -46,7 +46,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     earlier = body.previous_response_id
     before = _find(request, earlier, "previous_response_id").messages if earlier else ()
     given = body.input if isinstance(body.input, list) else ()
-    messages = await read_many(given, partial(read_input, body, before))
+    messages = await read_many(len(given), partial(read_input, body, before))
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     with telling_form_as("text.format"):
         sampling = read_sampling(body)
@@ -82,7 +82,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
         keep(told)
         return told
 
-    is_long = answer.is_long or are_many(messages)
+    is_long = answer.is_long or are_many(len(messages))
     told = await (asyncio.to_thread(tell) if is_long else read_whole([output], tell))
     return Response(told, media_type=JsonResponse.media_type)
 

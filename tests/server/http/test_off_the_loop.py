@@ -191,6 +191,16 @@ def test_many_messages_are_read_and_kept_in_threads(
     assert watched.ran_outside() == (count == 5)
 
 
+def test_many_parts_of_a_message_are_read_in_a_thread(
+    server: Running, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chats, "_MANY", 3)
+    watched.watch(messages_api, "read_messages")
+    content = [{"type": "text", "text": "a"}] * 3
+    assert post(server, "/v1/messages", messages=chat(content)).status_code == 200
+    assert watched.ran_outside()
+
+
 @pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
 def test_the_description_is_made_in_a_thread(server: Running, watched: Watched, path: str) -> None:
     """Whoever asked first, without a key, stopped every stream for a third of a second."""

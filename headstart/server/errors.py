@@ -224,7 +224,7 @@ def telling_form_as(
         yield
     except RequestError as error:
         known, text = _param_of(str(error)), str(error)
-        if known in fields:
+        if known is not None and known in fields:
             name, told = fields[known], fields[known] + text.removeprefix(known)
         else:
             told = _FORM.sub(lambda _: name or "", text, count=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import http.client
 import json
 import logging
 import socket
@@ -111,6 +110,15 @@ def spell_post(server: Running, body: bytes, *more: str, version: str = "1.1") -
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
+def tell(server: Running, asked: bytes, size: int = 1 << 20) -> bytes:
+    """What is answered until the server closes the connection; `size` bytes are sent at a time."""
+    where = httpx.URL(server.url)
+    with closing(socket.create_connection((where.host, where.port), 60)) as client:
+        for start in range(0, len(asked), size):
+            client.sendall(asked[start : start + size])
+        return b"".join(iter(lambda: client.recv(65_536), b""))
+
+
 PLAIN = json.dumps(BODY).encode()
 IN_CHUNKS = b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in (PLAIN[:5], PLAIN[5:])) + b"0\r\n\r\n"
 BODIES = [(f"Content-Length: {len(PLAIN)}", PLAIN), ("Transfer-Encoding: chunked", IN_CHUNKS)]
@@ -123,37 +131,18 @@ def test_a_body_after_an_offer_of_http_2_is_read(
     server: Running, length: str, body: bytes, size: int
 ) -> None:
     """Java's HttpClient offers it with each request: its body was told to be missing."""
-    where = httpx.URL(server.url)
-    asked = spell_post(server, body, *H2C, length) * 3
-    with closing(socket.create_connection((where.host, where.port), 60)) as client:
-        for start in range(0, len(asked), size):
-            client.sendall(asked[start : start + size])
-        for _ in range(3):
-            answer = http.client.HTTPResponse(client, method="POST")
-            answer.begin()
-            told = json.loads(answer.read())
-            assert (answer.status, told.get("object")) == (200, "text_completion"), told
-
-
-def test_an_offer_does_not_hide_that_the_connection_is_to_be_closed(server: Running) -> None:
-    where = httpx.URL(server.url)
-    length = f"Content-Length: {len(PLAIN)}"
-    asked = spell_post(server, PLAIN, "Connection: close, Upgrade", "Upgrade: h2c", length)
-    with closing(socket.create_connection((where.host, where.port), 60)) as client:
-        client.sendall(asked)
-        told = b"".join(iter(lambda: client.recv(65_536), b""))
-    assert told.startswith(b"HTTP/1.1 200") and told.count(b"HTTP/1.1") == 1
+    asked = spell_post(server, body, *H2C, length) * 2
+    asked += spell_post(server, body, "Connection: close, Upgrade", "Upgrade: h2c", length)
+    told = tell(server, asked, size)
+    assert told.count(b"HTTP/1.1 200") == told.count(b"text_completion") == 3, told
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_http_1_0_is_answered_without_chunks(server: Running, stream: bool) -> None:
     """It knows none: their sizes stood between the events."""
-    where = httpx.URL(server.url)
     body = json.dumps({**BODY, "stream": stream}).encode()
     asked = spell_post(server, body, f"Content-Length: {len(body)}", version="1.0")
-    with closing(socket.create_connection((where.host, where.port), 60)) as client:
-        client.sendall(asked)
-        head, _, told = b"".join(iter(lambda: client.recv(65_536), b"")).partition(b"\r\n\r\n")
+    head, _, told = tell(server, asked).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200") and b"transfer-encoding" not in head.lower()
     if stream:
         assert told.startswith(b"data: {") and told.endswith(b"data: [DONE]\n\n")

@@ -303,7 +303,7 @@ TOOL = {"type": "function", "name": "f"}
         ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, 400, "item_reference"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, 400, "input_file"),
-        ({"max_output_tokens": 0}, 400, "max_tokens"),
+        ({"max_output_tokens": 0}, 400, "max_output_tokens is 0"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, 400, "schema"),
         ({"instructions": "\ud800"}, 400, "surrogate"),
         ({"tools": [TOOL | {"parameters": DEEP}], "tool_choice": "none"}, 400, "nested"),

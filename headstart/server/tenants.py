@@ -87,7 +87,8 @@ class Tenants:
             )
         key = self._ring.find(given)
         if key is None:
-            raise ApiError(401, "the API key is not known here", code="invalid_api_key")
+            text = "the API key is not known here: ask whoever runs this server for one"
+            raise ApiError(401, text, code="invalid_api_key")
         kind, name = key.tenant
         weight = sum(one.weight for one in self._ring.keys if one.tenant == key.tenant)
         # The key may have been removed since it was found: a weight of 0 is none.

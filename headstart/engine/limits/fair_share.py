@@ -113,10 +113,13 @@ class FairShare:
         lag = self._now + self._step - min(turns, default=self._now + self._step)
         if lag < self._step:
             return False
+        # Who is far ahead of now is not moved: now would follow him, and the next lag be twice it.
+        bound = self._now + self._step + self._credit
         for owner, first in held.items():
-            owner.had += lag
+            moved = min(lag, max(0.0, bound - self._rank(first)[1]))
+            owner.had += moved
             for request in owner.unread - owner.running:
-                request.turn += lag
+                request.turn += moved
             owner.order = [(*one.rank, number, one) for *_, number, one in owner.order]
             heapify(owner.order)
             owner.lacks_room = not self._has_room(owner, first)  # it may not have been asked since

@@ -119,3 +119,19 @@ def test_turns_move_once_for_a_want_of_room_that_is_over() -> None:
         simulation.fair.catch_up()
         turns.append(second.turn)
     assert turns[0] == turns[1] > 10 * TOKENS
+
+
+def test_who_is_far_ahead_is_not_moved_on_with_who_is_behind() -> None:
+    """Now went along with him when he was next, and so the others twice as far: turns doubled."""
+    simulation = Simulation(("a", "b"))
+    simulation.manager.shares.set("a", 0.001)
+    ahead = [simulation.ask("a", words(n, 300), 300) for n in range(3)]
+    behind = simulation.ask("b", words(50, 300))
+    simulation.end(ahead[0])
+    fair, turn = simulation.fair, ahead[1].turn
+    fair._now = turn / 2
+    assert turn > fair._now + fair._step + fair._credit
+    for owner in fair._owners.values():
+        owner.lacks_room = True
+    assert fair.catch_up()
+    assert ahead[1].turn == turn > behind.turn > fair._now

@@ -58,6 +58,11 @@ def _lines(torch: Any) -> Iterator[tuple[str, str]]:
 def _kernels() -> str:
     if os.environ.get("HEADSTART_NATIVE") == "0":
         return "switched off by HEADSTART_NATIVE=0"
+    cap = os.environ.get("HEADSTART_CPU")
+    return _usable_kernels() + (f"; no others, by HEADSTART_CPU={cap}" if cap else "")
+
+
+def _usable_kernels() -> str:
     if not native.is_built():
         return "not built: torch operations are used"
     if native.library() is not None:
@@ -65,8 +70,8 @@ def _kernels() -> str:
         return f"all: whole layers, attention and the greedy token in bfloat16{amx}"
     if native.avx2_library() is not None:
         return (
-            "attention and products with weights of 16 to 4 bits under float32; "
-            "torch operations for the rest"
+            "attention, products with weights of 16 to 4 bits, and whole layers of few rows, in "
+            "float32; torch operations for the rest"
         )
     return "built, but none is for this CPU: torch operations are used"
 
@@ -88,7 +93,7 @@ def _hints(has_gpu: bool) -> Iterator[str]:
     is_x86 = platform.machine() in X86
     if is_x86 and not native.is_built() and cpu_flags() >= {"avx2", "fma"}:
         yield "install g++, then headstart again: compiled kernels"
-    if is_x86 and cpu_flags() >= {"avx2", "fma"}:
+    if is_x86 and cpu_flags() >= {"avx2", "fma"} and os.environ.get("HEADSTART_NATIVE") != "0":
         yield "--weights int8: a token reads half of what it does in bfloat16"
     if has_gpu:
         yield "--device cuda"

@@ -5,7 +5,7 @@ One library serves every x86 CPU. Most kernels need AVX-512 with its bf16 and VN
 (`avx2_library`). If the library was not built or the CPU lacks these, both are None and callers use
 torch operations instead. Where the CPU has AMX, products in bf16 use it. In the environment
 `HEADSTART_NATIVE=0` switches all kernels off, `HEADSTART_CPU=avx2` those beyond AVX2,
-`HEADSTART_CPU=avx512` AMX; any other value of it raises `ConfigError`.
+`HEADSTART_CPU=avx512` AMX; any other value of either raises `ConfigError`.
 
 Kernels take plain numbers, addresses and structs (ctypes), as `bindings` declares them. They run
 on the threads of torch's own OpenMP library: a second thread pool would compete for the cores.
@@ -65,15 +65,22 @@ def level() -> int:
     cap = os.environ.get("HEADSTART_CPU", "")
     if cap not in _CAPS:
         raise ConfigError(f"HEADSTART_CPU is {cap!r}; it may be avx2, avx512, or unset")
-    found = None if os.environ.get("HEADSTART_NATIVE", "1") == "0" else _load(_FOLDER)
+    found = _load(_FOLDER) if _is_wanted() else None
     return 0 if found is None else min(_CAPS[cap], int(found.headstart_native_level()))
+
+
+def _is_wanted() -> bool:
+    switch = os.environ.get("HEADSTART_NATIVE", "")
+    if switch not in ("", "0", "1"):
+        raise ConfigError(f"HEADSTART_NATIVE is {switch!r}; it may be 0, 1, or unset")
+    return switch != "0"
 
 
 @cache
 def advise() -> None:
     """Log, once per process, how to install the kernels if this CPU could run them."""
-    switched_off = os.environ.get("HEADSTART_NATIVE", "1") == "0" or _load(_FOLDER) is not None
-    if not switched_off and (cpu_flags() >= NEEDED or cpu_flags() >= _NEEDED_FOR_AVX2):
+    is_missing = _is_wanted() and _load(_FOLDER) is None
+    if is_missing and (cpu_flags() >= NEEDED or cpu_flags() >= _NEEDED_FOR_AVX2):
         _log.warning(
             "headstart runs without its compiled kernels, up to several times slower: install "
             "GCC's C++ compiler (Debian, Ubuntu: apt install g++), then headstart again, in the "

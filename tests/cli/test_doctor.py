@@ -25,7 +25,7 @@ def test_this_machine() -> None:
 @pytest.mark.parametrize(
     ("flags", "built", "level", "kernels", "faster"),
     [
-        ({"avx2", "fma"}, True, 1, "16 to 4 bits under float32", "int8"),
+        ({"avx2", "fma"}, True, 1, "whole layers of few rows, in float32", "int8"),
         ({"avx2", "fma"}, False, 0, "not built", "install g++"),
         ({"avx2", "fma", *native.NEEDED}, True, 2, "all: whole layers", "int8"),
         (set(), True, 0, "none is for this CPU", None),
@@ -54,4 +54,12 @@ def test_other_machines(
 
 def test_kernels_that_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSTART_NATIVE", "0")
-    assert "HEADSTART_NATIVE=0" in lines()["kernels"]
+    said = lines()
+    assert "HEADSTART_NATIVE=0" in said["kernels"]
+    assert "int8" not in said.get("faster", "")
+
+
+def test_kernels_that_are_capped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADSTART_NATIVE", raising=False)
+    monkeypatch.setenv("HEADSTART_CPU", "avx2")
+    assert lines()["kernels"].endswith("; no others, by HEADSTART_CPU=avx2")

@@ -98,6 +98,13 @@ def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> Non
     assert native.library() is None
 
 
+def test_another_switch_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`false` switched nothing off, and told nobody."""
+    monkeypatch.setenv("HEADSTART_NATIVE", "false")
+    with pytest.raises(ConfigError, match="HEADSTART_NATIVE is 'false'; it may be 0, 1, or unset"):
+        native.avx2_library()
+
+
 @pytest.mark.parametrize(
     ("flags", "environment", "dtype", "expected"),
     [

@@ -20,10 +20,11 @@ from headstart.native import library
 from headstart.native.bindings import Screen
 from headstart.native.pages import request_huge_pages
 
-__all__ = ["GreedyHead", "every_token", "greedy_tokens", "mask_logits"]
+__all__ = ["MOST_INPUTS", "GreedyHead", "every_token", "greedy_tokens", "mask_logits"]
 
 _ALIGNMENT = 64
-_MOST_INPUTS = 32_768  # sums of this many 8-bit products fit in 32 bits
+MOST_INPUTS = 32_768
+"""Sums of this many products of 8 bits fit in 32 bits; a `GreedyHead` takes no more."""
 _LONGEST_PAUSE = 255  # steps
 _FEW = 32  # a mask differs in few bytes if they are at most this part of all
 # Eight bounds for each byte of a mask: NaN where its bit is set, else minus infinity. Of logit and
@@ -116,7 +117,7 @@ class GreedyHead:
 
     def __init__(self, weight: PackedWeight) -> None:
         found = library()
-        assert found is not None and weight.bias is None and weight.inputs <= _MOST_INPUTS
+        assert found is not None and weight.bias is None and weight.inputs <= MOST_INPUTS
         self._choose = found.headstart_greedy_tokens
         self.weight = weight
         """The LM head's weight."""

@@ -45,7 +45,7 @@ def load_model(
         reason = str(other)
     if is_gguf(folder):
         raise UnsupportedModelError(f"{model} is not a GGUF file that headstart reads: {reason}")
-    _log.debug("%s runs through transformers: %s", folder, reason)
+    _log.info("%s runs through transformers: %s", folder, reason)
     # transformers' modelling code takes seconds to import.
     zoo = load_module("headstart.models.zoo.loader")
     if wider:  # transformers' weights are as wide as its arithmetic

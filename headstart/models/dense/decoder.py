@@ -17,7 +17,7 @@ from headstart.models.dense.rotary import AngleTable, Frequencies
 from headstart.models.dense.shape import DecoderShape
 from headstart.models.dense.weights import Reader
 from headstart.models.files import fingerprint_files
-from headstart.models.greedy_head import GreedyHead
+from headstart.models.greedy_head import MOST_INPUTS, GreedyHead
 from headstart.models.half_weight import HalfEmbedding, HalfLinear
 from headstart.models.linear import Int8Embedding, QuantizedLinear
 from headstart.models.lora.files import Widths
@@ -217,6 +217,6 @@ class DenseDecoder(DecoderModel):
     def _greedy_head(self) -> GreedyHead | None:
         head, shape = self._modules.lm_head, self._about.shape
         changed = shape.logit_divisor is not None or shape.logit_softcap is not None
-        if changed or not isinstance(head, PackedLinear):
+        if changed or not isinstance(head, PackedLinear) or head.in_features > MOST_INPUTS:
             return None
         return GreedyHead(head.packed)

@@ -1,5 +1,6 @@
 """Cosines and sines of rotary positions (RoFormer, https://arxiv.org/abs/2104.09864)."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,8 @@ def read_frequencies(config: Any, kind: str, shape: DecoderShape) -> Frequencies
         raise OtherKind(f"its rotary positions are {rope}")
     if not torch.isfinite(found.values).all() or 2 * len(found.values) > head_dim:
         raise OtherKind(f"its rotary positions have {len(found.values)} frequencies, or infinite")
+    if not math.isfinite(found.scale):
+        raise OtherKind(f"its rotary positions are scaled by {found.scale}")
     return found
 
 

@@ -108,6 +108,9 @@ class Checkpoint:
             with safe_open(file, framework="pt") as opened:
                 self.metadata |= opened.metadata() or {}
                 for name in opened.keys():  # noqa: SIM118 - no mapping, it only has keys()
+                    if name in self.entries:
+                        before = self.entries[name].file.name
+                        raise OtherKind(f"{name} is in {before} and in {file.name}")
                     part = opened.get_slice(name)
                     entry = Entry(file, tuple(part.get_shape()), part.get_dtype())
                     self.entries[name] = entry

@@ -15,10 +15,12 @@ from transformers import LlamaConfig
 
 from headstart.errors import DamagedModelError, OutOfMemoryError, UnsupportedModelError
 from headstart.models import dtypes
+from headstart.models.dense.config import read_config
 from headstart.models.dense.decoder import DenseDecoder
-from headstart.models.dense.rotary import AngleTable, Frequencies
+from headstart.models.dense.rotary import AngleTable, Frequencies, read_frequencies
+from headstart.models.dense.shape import OtherKind
 from headstart.models.dense.weights import Checkpoint
-from headstart.models.families import FAMILIES
+from headstart.models.families import FAMILIES, read_shape
 from headstart.models.half_weight import HalfLinear
 from headstart.models.loader import load_model
 from headstart.native import avx2_library
@@ -79,9 +81,22 @@ def in_torch_s_format(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
 
 
+def with_a_tensor_twice(folder: Path) -> None:
+    """In both files of an index, which says where it is."""
+    weights = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    other = {"model.norm.weight": weights["model.norm.weight"]}
+    save_file(weights, folder / "a.safetensors", metadata={"format": "pt"})
+    save_file(other, folder / "b.safetensors", metadata={"format": "pt"})
+    places = dict.fromkeys(weights, "a.safetensors") | dict.fromkeys(other, "b.safetensors")
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (with_a_tensor_twice, r"model\.norm\.weight is in a\.safetensors and in b\.safetensors"),
         (as_a_base_model, r"model\.embed_tokens\.weight has the shape None"),
         (in_torch_s_format, "not in safetensors files"),
         (
@@ -124,6 +139,17 @@ def test_a_factor_without_end_stretches_nothing(tmp_path: Path) -> None:
     yarn["original_max_position_embeddings"] = 64
     (folder / "config.json").write_text(json.dumps(content | {"rope_parameters": yarn}))
     assert load_model(folder).max_model_len == content["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_scale_of_angles_that_is_not_finite_is_of_no_family(factor: float) -> None:
+    """Every answer was NaN."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "attention_factor": factor}
+    yarn["original_max_position_embeddings"] = 64
+    content = tiny_config("llama").to_dict() | {"rope_parameters": yarn}
+    config = read_config(FAMILIES["llama"], content)
+    with pytest.raises(OtherKind, match="are scaled by"):
+        read_frequencies(config, "", read_shape(FAMILIES["llama"], config))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

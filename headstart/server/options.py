@@ -7,9 +7,11 @@ from typing import Any
 from headstart.errors import ConfigError
 from headstart.validation import Number, OneOf, check_fields, describe, option
 
-__all__ = ["ServerOptions", "read_template_options"]
+__all__ = ["MOST_LOGGED", "ServerOptions", "read_template_options"]
 
 _COUNTS = Number(int, 1)
+MOST_LOGGED = 2048
+"""Characters of a prompt or an answer in a line of the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,10 @@ class ServerOptions:
     )
     log_format: str = option(
         "text", "a line for each request: text, json, or off", OneOf(("text", "json", "off"))
+    )
+    log_texts: bool = option(
+        False,
+        f"put prompts and answers into these lines, up to {MOST_LOGGED:,} characters of each",
     )
 
     api_keys: bool | None = option(

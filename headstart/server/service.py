@@ -17,9 +17,9 @@ from headstart.errors import EngineError
 from headstart.server.cache.live import Live
 from headstart.server.calls import Calls, Outputs, current_call, new_name
 from headstart.server.errors import ApiError
-from headstart.server.monitoring.logs import note_error, note_output
+from headstart.server.monitoring.logs import note_error, note_output, note_texts
 from headstart.server.monitoring.watch import Watch
-from headstart.server.options import ServerOptions, read_template_options
+from headstart.server.options import MOST_LOGGED, ServerOptions, read_template_options
 from headstart.server.tenants import Tenants, tenant_of
 
 if TYPE_CHECKING:
@@ -191,6 +191,8 @@ class Service(Front):
                             end = "told"
                             whole = request.output()  # of a stream the last one has what is new
                             note_output(whole)
+                            if self.options.log_texts:
+                                await self._log_texts(whole)
                             self.watch.finished(request, whole)
                         yield output
         except (ApiError, EngineError) as error:
@@ -203,6 +205,12 @@ class Service(Front):
             if self.tracer is not None:
                 call = current_call()
                 self.tracer.trace(request, end, call.trace if call is not None else {})
+
+    async def _log_texts(self, output: RequestOutput) -> None:
+        """Note the texts of a request for its line in the log."""
+        tokens, decode = output.prompt_token_ids[:MOST_LOGGED], self.watch.decode
+        prompt = "" if decode is None else await asyncio.to_thread(decode, tokens)
+        note_texts(prompt, [answer.text for answer in output.outputs])
 
     async def answer(self, request: RequestGroup) -> RequestOutput:
         """The whole answer to a prepared request."""

@@ -1,7 +1,8 @@
 """A line for each request that was answered: who asked for what, how long it took, what was cached.
 
-Texts of prompts and answers are in no line: what a refusal quotes of a body is left out. As text
-for people, or as JSON, one object a line, for programs. Lines go to stderr.
+Texts of prompts and answers are in no line unless an operator asks for them: what a refusal quotes
+of a body is left out. As text for people, or as JSON, one object a line, for programs. Lines go to
+stderr.
 """
 
 from __future__ import annotations
@@ -11,19 +12,30 @@ import logging
 import re
 import sys
 import time
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
+from headstart.server.options import MOST_LOGGED
 from headstart.validation import in_one_line
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.server.errors import ApiError
 
-__all__ = ["Line", "RequestLog", "note_answer", "note_error", "note_output", "set_up_logs"]
+__all__ = [
+    "Line",
+    "RequestLog",
+    "note_answer",
+    "note_error",
+    "note_output",
+    "note_texts",
+    "set_up_logs",
+]
+
 
 _LOG = logging.getLogger("headstart.server.requests")
 _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds: told when they are refused
@@ -31,7 +43,10 @@ _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds: told when
 
 @dataclass(slots=True)
 class Line:
-    """What a line tells. seconds: until the last byte of the answer was sent."""
+    """What a line tells. seconds: until the last byte of the answer was sent.
+
+    prompts, answers: their beginnings, if the operator wants them in the log.
+    """
 
     request_id: str
     method: str
@@ -45,6 +60,8 @@ class Line:
     time_to_first_token: float | None = None
     missed: str | None = None
     error: str | None = None
+    prompts: list[str] | None = None
+    answers: list[str] | None = None
 
 
 _QUOTE = re.compile(r"(?<!\w)['\"]")  # that opens; an apostrophe stands behind a letter
@@ -72,6 +89,14 @@ def note_answer(*, prompt: int, cached: int, generated: int, first: float | None
         line.cached_tokens += cached
         line.generated_tokens += generated
         line.time_to_first_token = None if first is None else round(first, 6)
+
+
+def note_texts(prompt: str, answers: Iterable[str]) -> None:
+    """The request under way had this prompt, and these answers."""
+    line = _LINE.get()
+    if line is not None:
+        line.prompts = [*(line.prompts or ()), prompt[:MOST_LOGGED]]
+        line.answers = [*(line.answers or ()), *(text[:MOST_LOGGED] for text in answers)]
 
 
 def note_error(error: Exception) -> None:
@@ -135,7 +160,10 @@ class _AsText(logging.Formatter):
             text += f", {line.generated_tokens:,} generated"
         if line.tenant not in (None, "everybody"):
             text += f", {line.tenant}"
-        return f"{text}, {line.error}" if line.error else text
+        text = f"{text}, {line.error}" if line.error else text
+        for name, told in (("prompt", line.prompts), ("answer", line.answers)):
+            text += "".join(f", {name} {one!r}" for one in told or ())
+        return text
 
 
 class _AsJson(logging.Formatter):

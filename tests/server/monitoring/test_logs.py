@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import queue
@@ -11,6 +12,8 @@ from urllib.parse import quote
 import httpx
 import pytest
 
+from headstart.server import service
+from headstart.server.monitoring import logs
 from headstart.server.monitoring.logs import set_up_logs
 from tests.server.running import Running
 
@@ -92,6 +95,31 @@ def test_a_line_of_json(server: Running, written: Callable[[str], Written], stre
     assert (told["tenant"], told["generated_tokens"]) == ("everybody", 6)
     assert told["prompt_tokens"] > told["cached_tokens"] and told["seconds"] > 0
     assert "treasure" not in line and "error" not in told
+
+
+@pytest.mark.parametrize("kind", ["json", "text"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_texts_are_in_a_line_where_they_are_asked_for(
+    server: Running,
+    written: Callable[[str], Written],
+    monkeypatch: pytest.MonkeyPatch,
+    stream: bool,
+    kind: str,
+) -> None:
+    options = dataclasses.replace(server.service.options, log_texts=True)
+    monkeypatch.setattr(server.service, "options", options)
+    for module in (logs, service):
+        monkeypatch.setattr(module, "MOST_LOGGED", 60)
+    answer = ask(server).json()["choices"][0]["text"]
+    lines = written(kind)
+    ask(server, stream=stream, prompt=[SECRET, "x" * 100])
+    line = lines.read()
+    if kind == "text":
+        assert f"prompt {SECRET!r}" in line and f"answer {answer!r}" in line
+        return
+    told = json.loads(line)
+    assert sorted(told["prompts"]) == [SECRET, "x" * 60]
+    assert answer in told["answers"] and len(told["answers"]) == 2
 
 
 def test_a_line_for_people(server: Running, written: Callable[[str], Written]) -> None:

@@ -1,5 +1,6 @@
 """Exceptions at any line of headstart's code, as Ctrl-C or a lack of memory may raise them."""
 
+import gc
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -24,7 +25,8 @@ class Interruption:
     """Raises `error` before the line with number `at`, from 0 on, that runs inside it.
 
     Without an error it only notes the places of all lines that ran, in `lines`. `within`: the
-    modules whose lines count, a package standing for all that is in it.
+    modules whose lines count, a package standing for all that is in it. No garbage is collected
+    meanwhile: what an earlier test left would end in one of these lines.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Interruption:
             self.line = _countdown(at, error, self._raised)  # type: ignore[method-assign]
         self._tracers = _Tracers(self.line, tuple(map(_files, within or (headstart,))))
         self._before: Tracer | None = None
+        self._collects = True
 
     @property
     def raised(self) -> bool:
@@ -43,12 +46,15 @@ class Interruption:
         return bool(self._raised)
 
     def __enter__(self) -> "Interruption":
-        self._before = sys.gettrace()
+        self._before, self._collects = sys.gettrace(), gc.isenabled()
+        gc.disable()
         sys.settrace(self.trace)  # type: ignore[arg-type]
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(self._before)  # type: ignore[arg-type]
+        if self._collects:
+            gc.enable()
 
     def trace(self, frame: FrameType, event: str, arg: object) -> Tracer | None:
         """A trace function; for another thread than the one that enters."""

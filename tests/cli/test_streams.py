@@ -109,7 +109,7 @@ def test_commands_for_a_server_can_be_pasted(monkeypatch: pytest.MonkeyPatch) ->
     with closing(socket.create_server(("127.0.0.1", 0))) as at:
         address = _Address(at, ServerOptions(), "a/model", with_key=True)
         said = shown_in_terminal(address.tell, 40, monkeypatch)
-    command, client = said.strip().replace("\r\n", "\n").split("\n\n")
+    command, client, *_ = said.strip().replace("\r\n", "\n").split("\n\n")
     *_, header, _, body = shlex.split(command.replace("\\\n", ""))
     assert header == "Authorization: Bearer $HEADSTART_API_KEY"
     assert json.loads(body)["model"] == "a/model"

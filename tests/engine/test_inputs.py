@@ -254,7 +254,7 @@ def nested(depth: int) -> Any:
         ([{"role": "user", "content": [{"type": "text", "text": LONE}]}], "lone surrogate"),
         ([{"role": "user", "content": [{"type": ["text"], "text": "a"}]}], "type 'dict'"),
         ([{"role": "user", "content": nested(5000)}], "message 0 has a part of type 'list'"),
-        ([{"role": "user", "content": {"type": "text", "text": "a"}}], "content {'t"),
+        ([{"role": "user", "content": {"type": "text", "text": "a"}}], "a dict as its content"),
         ([{"role": "user", "content": [None]}], "type 'NoneType'"),
     ],
     ids=lambda value: None if isinstance(value, str) else name_of(value),

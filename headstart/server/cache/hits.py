@@ -32,6 +32,8 @@ def count_hits(
     known: dict[_Place, int] = {}
     for at in places:
         stretch = stretches[at]
+        if not stretch.keys:  # its blocks were evicted
+            continue
         owner = stretch.namespace if stretch.parent < 0 else None
         known[stretch.parent, owner, stretch.keys[0]] = at
     hits: Counter[int] = Counter()

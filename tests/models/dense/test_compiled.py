@@ -200,7 +200,10 @@ def test_layers_are_those_of_float64_and_of_their_modules(
                 x = layer(x, StepAttention(backends[1], {"": angles}))
             for backend in backends:
                 backend.end_step()
-            allowed = TOLERANCE[kind] * (1 + x.norm())
+            tolerance = TOLERANCE[kind]
+            if memory_dtype == torch.int8:  # rounds K and V to 8 bits, too
+                tolerance = max(tolerance, TOLERANCE["int4"])
+            allowed = tolerance * (1 + x.norm())
             assert float((found - x).norm()) <= allowed
             if kind == "bfloat16" and memory_dtype == torch.float32:
                 wanted = exact.run(hidden.double(), angles, plan)

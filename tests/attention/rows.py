@@ -156,6 +156,18 @@ def spoil(memory: PagedKVMemory) -> None:
         memory.write(layer, slots, key, value)
 
 
+def plan_of(counts: list[int], contexts: list[int], blocks: list[int]) -> StepPlan:
+    """The last `counts` tokens of sequences, which have four blocks each."""
+    slots: list[int] = []
+    spans = []
+    for at, (count, context) in enumerate(zip(counts, contexts, strict=True)):
+        table = blocks[4 * at : 4 * at + 4]
+        spans.append(Span(len(slots), count, context, table))
+        places = range(context - count, context)
+        slots += [table[place // BLOCK] * BLOCK + place % BLOCK for place in places]
+    return StepPlan(torch.tensor(slots), tuple(spans))
+
+
 class Sequence:
     """Random queries, keys and values of one sequence, and the blocks that it lies in."""
 

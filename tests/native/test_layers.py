@@ -14,14 +14,12 @@ from headstart.attention import (
     LayerLayout,
     NativeAttention,
     PagedKVMemory,
-    Span,
-    StepPlan,
 )
 from headstart.attention.backend import RowShapes
 from headstart.models.packed import PackedWeight
 from headstart.native import library
 from headstart.native.bindings import Layer, LayerRun, Norm
-from tests.attention.rows import BLOCK, TOLERANCE, reference, spoil
+from tests.attention.rows import BLOCK, TOLERANCE, plan_of, reference, spoil
 from tests.native.foreign_rows import among_nonfinite
 from tests.native.near import Near, exactly
 
@@ -188,17 +186,6 @@ class PagedLayers:
         generator = torch.Generator().manual_seed(seed)
         self.blocks = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
 
-    def plan(self, counts: list[int], contexts: list[int]) -> StepPlan:
-        """The last `counts` tokens of sequences, which have four blocks each."""
-        slots: list[int] = []
-        spans = []
-        for at, (count, context) in enumerate(zip(counts, contexts, strict=True)):
-            table = self.blocks[4 * at : 4 * at + 4]
-            spans.append(Span(len(slots), count, context, table))
-            places = range(context - count, context)
-            slots += [table[place // BLOCK] * BLOCK + place % BLOCK for place in places]
-        return StepPlan(torch.tensor(slots), tuple(spans))
-
     def run(self, hidden: Tensor, angles: tuple[Tensor, Tensor], threads: int) -> Tensor:
         """All layers in one call."""
         one = self.shape
@@ -230,7 +217,7 @@ def test_layers_are_their_parts_bit_for_bit(
     torch.set_num_threads(threads)
     try:
         for extra, rows in ((0, counts), (1, [1] * len(counts))):
-            plan = paged.plan(rows, [count + extra for count in counts])
+            plan = plan_of(rows, [count + extra for count in counts], paged.blocks)
             hidden = layers[0].draw(len(plan.slots), shape.width)
             angles = layers[0].angles(len(hidden))
             paged.backend.begin_step(plan)

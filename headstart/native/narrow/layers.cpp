@@ -70,7 +70,7 @@ extern "C" void headstart_float_layers(const LayerRun* runs, int64_t count, floa
     const int64_t inner = (rows * shape.gate.outputs + LANES - 1) / LANES * LANES;
     const std::unique_ptr<float[]> memory(
         new float[rows * (width + 2 * queries + 2 * keys) + 2 * inner]());
-    float* gate = memory.get();  // first: all that follows begins where vectors do
+    float* gate = memory.get();  // zeros behind the last one, as vectors of gates are whole
     float *up = gate + inner, *q = up + inner, *k = q + rows * queries, *v = k + rows * keys;
     float *attended = v + rows * keys, *update = attended + rows * queries;
     const auto multiply = [&](const Weight& weight, const float* x, float* out) {

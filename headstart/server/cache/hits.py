@@ -16,9 +16,8 @@ from headstart.server.cache.traffic import Seen
 
 __all__ = ["count_hits"]
 
-_Place = tuple[
-    int, Namespace | None, BlockKey
-]  # the parent, at the root whose, and the first block
+# A stretch's parent, at the root also whose it is, and its first block.
+_Place = tuple[int, Namespace | None, BlockKey]
 
 
 def count_hits(
@@ -26,8 +25,8 @@ def count_hits(
 ) -> Counter[int]:
     """For each of these places in `stretches`: prompts that found all of its first block cached.
 
-    `places` come with their parents. Prompts of tokens alone are counted: an image is in a block's
-    key, and not in what is kept of a prompt.
+    `places` come with their parents. Blocks of tokens alone are compared: an image, or the salt of
+    a tenant behind a public prefix, is in a block's key, and not in what is kept of a prompt.
     """
     known: dict[_Place, int] = {}
     for at in places:

@@ -15,7 +15,7 @@ from headstart.models.dense.shape import DecoderShape, LayerShape
 from headstart.models.half_weight import MANY_ROWS, HalfLinear, HalfWeight
 from headstart.models.linear import QuantizedLinear, int4, int8, make_linear
 from headstart.native import avx2_library
-from tests.attention.rows import BLOCK, reference, spoil
+from tests.attention.rows import BLOCK, plan_of, reference, spoil
 from tests.native.foreign_rows import among_nonfinite
 
 pytestmark = pytest.mark.skipif(avx2_library() is None, reason="no compiled kernels for AVX2 here")
@@ -129,18 +129,6 @@ def _turn(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = (part.double().unsqueeze(1) for part in angles)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
-
-
-def plan_of(counts: list[int], contexts: list[int], blocks: list[int]) -> StepPlan:
-    """The last `counts` tokens of sequences, which have four blocks each."""
-    slots: list[int] = []
-    spans = []
-    for at, (count, context) in enumerate(zip(counts, contexts, strict=True)):
-        table = blocks[4 * at : 4 * at + 4]
-        spans.append(Span(len(slots), count, context, table))
-        places = range(context - count, context)
-        slots += [table[place // BLOCK] * BLOCK + place % BLOCK for place in places]
-    return StepPlan(torch.tensor(slots), tuple(spans))
 
 
 # Rows are rounded to 15, 8 and 8 bits; a number at the border goes either way in two computations.

@@ -2,10 +2,10 @@
 
 One library serves every x86 CPU. Most kernels need AVX-512 with its bf16 and VNNI instructions
 (`library`); attention in float32, products with weights of 16 to 4 bits under it, and layers of
-few such rows, need AVX2 (`avx2_library`). If the library was not built or the CPU lacks these, both
-are None and callers use torch operations instead. Where the CPU has AMX, products in bf16 use it. In the
-environment `HEADSTART_NATIVE=0` switches all kernels off, `HEADSTART_CPU=avx2` those beyond AVX2,
-`HEADSTART_CPU=avx512` AMX; any other value of either raises `ConfigError`.
+few such rows, need AVX2 (`avx2_library`). If the library was not built or the CPU lacks these,
+both are None and callers use torch operations instead. Where the CPU has AMX, products in bf16 use
+it. In the environment `HEADSTART_NATIVE=0` switches all kernels off, `HEADSTART_CPU=avx2` those
+beyond AVX2, `HEADSTART_CPU=avx512` AMX; any other value of either raises `ConfigError`.
 
 Kernels take plain numbers, addresses and structs (ctypes), as `bindings` declares them. They run
 on the threads of torch's own OpenMP library: a second thread pool would compete for the cores.

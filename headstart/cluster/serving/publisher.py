@@ -63,17 +63,15 @@ class CachePublisher:
     def begin(self) -> None:
         """A request is under way, which may change the cache."""
         self._num_running += 1
-        self._wake()
+        self._is_busy.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._publish_on())
 
     def end(self) -> None:
         """It is not any more."""
         self._num_running -= 1
-        self._wake()
-
-    def _wake(self) -> None:
+        # No task is begun here: an event loop that ends closes what runs after it ended all tasks.
         self._is_busy.set()
-        if self._task is None or self._task.done():
-            self._task = asyncio.ensure_future(self._publish_on())
 
     async def publish(self) -> None:
         """Tell all followers what changed. Raises EngineError when the engine is closed."""

@@ -71,6 +71,19 @@ def test_an_attempt_may_come_where_the_one_before_still_runs(replica: EngineRepl
     asyncio.run(ask_twice())
 
 
+def test_an_event_loop_that_ends_amid_an_answer_leaves_no_task(replica: EngineReplica) -> None:
+    answers = []  # which the loop closes, and not the garbage collector
+
+    async def leave() -> None:
+        answers.append(replica.answer(ASKED))
+        await anext(answers[0])
+
+    asyncio.run(leave())
+    task = replica._publisher._task
+    assert task is not None
+    assert task.cancelled()
+
+
 def test_two_adapters_of_one_name_answer_their_own_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Set
 import torch
 from torch import Tensor, nn
 
-from headstart.models.linear.base import TILE, scratch
+from headstart.models.linear.base import scratch, tile_outputs
 from headstart.models.linear.float_weight import FloatParts, FloatWeight
 from headstart.native import avx2_library
 from headstart.native.bindings import BF16
@@ -54,7 +54,7 @@ class HalfWeight:
         return out.view(*x.shape[:-1], self.outputs)
 
     def _multiply_tiles(self, rows: Tensor, out: Tensor) -> None:
-        outputs = max(1, TILE // self.inputs)
+        outputs = tile_outputs(self.inputs)
         for start in range(0, self.outputs, outputs):
             part = self.weight[start : start + outputs]
             tile = scratch(part.numel(), part.device).view(part.shape).copy_(part)

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headstart.models import half_weight
 from headstart.models.half_weight import MANY_ROWS, HalfEmbedding, HalfLinear, HalfWeight, can_halve
+from headstart.models.linear import base
 from headstart.native import avx2_library
 from tests.examples import at_least
 from tests.native.foreign_rows import among_nonfinite
@@ -62,8 +62,12 @@ def test_a_row_has_the_same_bits_alone_and_among_others(inputs: int) -> None:
         assert torch.equal(together[-1:], weight.multiply(x[count - 1 : count]))
 
 
-def test_many_rows_are_multiplied_tile_by_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_weight, "TILE", 1000)
+@pytest.mark.parametrize(("elements", "outputs"), [(1000, 10), (5000, 32), (1 << 21, 131)])
+def test_many_rows_are_multiplied_tile_by_tile(
+    elements: int, outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "_TILE", elements)
+    assert min(131, base.tile_outputs(96)) == outputs
     for bias in (False, True):
         weight = make(131, 96, 3, bias)
         x = torch.randn(MANY_ROWS, 96)

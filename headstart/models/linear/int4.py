@@ -20,7 +20,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headstart.models.linear.base import TILE, QuantizedLinear, WeightKind, scratch
+from headstart.models.linear.base import QuantizedLinear, WeightKind, scratch, tile_outputs
 from headstart.models.linear.float_weight import FloatParts, FloatWeight
 from headstart.models.packed import NarrowPanels, PackedWeight
 from headstart.native import AMX, avx2_library, level, library
@@ -42,6 +42,7 @@ GROUP = 32
 _TINY = 1e-30
 _SMALLEST_COLUMN = 1e-15  # no element is much larger: what it is divided by fits into float16
 _PANEL = 16  # outputs
+_ROUNDED = 1 << 18  # elements at a time: a few copies of them stay in the caches
 _NIBBLES = _PANEL * GROUP // 2  # bytes of a group of a panel
 _MOST = 255  # of a step's or a start's byte
 
@@ -138,7 +139,7 @@ class Common(NamedTuple):
 def quantize_int4(weight: Tensor, bits: Literal[4, 5]) -> Int4Weight:
     """A weight of 4 or 5 bits near a floating-point `[outputs, inputs]`."""
     outputs, inputs = weight.shape
-    rows = max(1, TILE // 4 // max(1, inputs))  # a few copies of them stay in the caches
+    rows = max(1, _ROUNDED // max(1, inputs))
     scales, columns = _common(weight, rows)
     form, grids = Form(bits, True), []
     for at in range(0, outputs, rows):
@@ -269,7 +270,7 @@ class Int4Linear(QuantizedLinear):
         rows = rows if self.columns is None else rows * self.columns
         rows = nn.functional.pad(rows, (0, -self.in_features % GROUP))
         out = rows.new_empty((len(rows), len(self.panels) * _PANEL))
-        step = max(1, TILE // (_PANEL * rows.shape[1]))
+        step = max(1, tile_outputs(rows.shape[1]) // _PANEL)
         for first in range(0, len(self.panels), step):
             last = min(len(self.panels), first + step)
             tile = self.parts.tile(first, last)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.machine import cpu_flags
-from headstart.models.linear.base import TILE, QuantizedLinear, WeightKind, scratch
+from headstart.models.linear.base import QuantizedLinear, WeightKind, scratch, tile_outputs
 from headstart.models.linear.float_weight import FloatParts, FloatWeight
 from headstart.models.packed import NarrowPanels, PackedWeight
 from headstart.native import AMX, avx2_library, level
@@ -59,7 +59,7 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
     """The nearest int8 weight to a floating-point `[outputs, inputs]`."""
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
-    step = max(1, TILE // max(1, weight.shape[1]))
+    step = tile_outputs(weight.shape[1])
     for start in range(0, len(weight), step):  # no second copy of all of it in float32
         part = weight[start : start + step].detach().float()
         scale = part.abs().amax(dim=1).div_(_LEVELS).clamp_min_(_TINY)
@@ -138,7 +138,7 @@ def _multiply_tiles(rows: Tensor, weight: Int8Weight) -> Tensor:
     """Rows times a weight that is dequantised tile by tile."""
     outputs, inputs = weight.values.shape
     out = rows.new_empty((len(rows), outputs))
-    step = max(1, TILE // inputs)
+    step = tile_outputs(inputs)
     for start in range(0, outputs, step):
         part = weight.values[start : start + step]
         tile = scratch(part.numel(), part.device).view(part.shape).copy_(part)

@@ -18,7 +18,7 @@ from headstart.native.bindings import BF16
 
 __all__ = ["MANY_ROWS", "HalfEmbedding", "HalfLinear", "HalfWeight", "can_halve"]
 
-MANY_ROWS = 24
+MANY_ROWS = 48
 """From this many rows on torch's product is faster; fewer read the weight once, compiled."""
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headstart.models.prefetch import ReadyMemory
 from headstart.native import library
-from headstart.native.bindings import BF16, Weight
+from headstart.native.bindings import BF16, INT8, Weight
 from headstart.native.pages import POPULATE_READ, advise_pages, request_huge_pages
 
 __all__ = [
@@ -197,20 +197,19 @@ class PackedWeight:
 
         Raises `IndexError` for one that the weight does not have.
         """
-        dtype = torch.bfloat16 if self.narrow is None else self.narrow.panels.dtype
-        assert dtype in (torch.bfloat16, torch.int8)
-        numbers = numbers.to("cpu", torch.int64).contiguous()
+        numbers = numbers.to("cpu", torch.int64)
         if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.outputs:
             raise IndexError(f"a row is asked for of a weight that has {self.outputs}")
-        out = torch.empty((*numbers.shape, self.inputs), dtype=dtype)
-        self._library.headstart_rows(
-            self._address,
-            numbers.data_ptr(),
-            numbers.numel(),
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return out
+        at = numbers.reshape(-1)
+        panel, output, half = at // _PANEL, at % _PANEL, _PANEL // 2
+        if self.narrow is None:
+            pairs = self.panels.view(torch.int32).view(-1, self.inputs + 1 >> 1, _PANEL)
+            found = pairs[panel, :, output].view(torch.bfloat16)
+        else:
+            assert self.narrow.kind == INT8
+            pairs = self.narrow.panels.view(-1, self.inputs + 1 >> 1, 2, 2, half)
+            found = pairs[panel, :, output // half, :, output % half].flatten(1)
+        return found[:, : self.inputs].reshape(*numbers.shape, self.inputs)
 
     def unpack(self) -> Tensor:
         """The weight as a new tensor `[outputs, inputs]`, as `rows` has it."""

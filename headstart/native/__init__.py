@@ -26,7 +26,7 @@ from headstart.native import bindings
 __all__ = ["AMX", "advise", "avx2_library", "is_built", "is_usable", "level", "library", "pointer"]
 
 # The number in native.h; a library with another number is not used.
-INTERFACE = 18
+INTERFACE = 19
 
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
 """The CPU flags that the kernels need, as Linux spells them."""

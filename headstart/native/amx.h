@@ -8,10 +8,8 @@
 
 #include "native.h"
 
-#ifdef HEADSTART_HAS_AMX
 #ifndef HEADSTART_EMULATED
 #pragma GCC target("amx-tile,amx-bf16,amx-int8")
-#endif
 #endif
 
 namespace headstart {
@@ -24,5 +22,45 @@ inline void before_tiles() { std::atomic_signal_fence(std::memory_order_seq_cst)
 
 // Declares this thread's tiles, unless they are so already: `rows` (at most 32) of `depth` pairs.
 void configure_tiles(int rows, int depth);
+
+// The sums: those of the upper rows and, if there are TWO tiles of rows, of the lower ones. A row of
+// sums has 32 floats and begins `side` bytes after the one before.
+template <bool TWO = true>
+inline void zero_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (TWO) _tile_zero(2);
+    if (TWO) _tile_zero(3);
+}
+
+template <bool TWO = true>
+inline void load_sums(const float* upper, const float* lower, int64_t side) {
+    _tile_loadd(0, upper, side);
+    _tile_loadd(1, upper + 16, side);
+    if (TWO) _tile_loadd(2, lower, side);
+    if (TWO) _tile_loadd(3, lower + 16, side);
+}
+
+template <bool TWO = true>
+inline void store_sums(float* upper, float* lower, int64_t side) {
+    _tile_stored(0, upper, side);
+    _tile_stored(1, upper + 16, side);
+    if (TWO) _tile_stored(2, lower, side);
+    if (TWO) _tile_stored(3, lower + 16, side);
+}
+
+// Adds the products of rows of pairs with 32 pairs of rows, which are `side` bytes apart.
+template <bool TWO = true>
+inline void add_products(const void* upper, int64_t upper_stride, const void* lower,
+                         int64_t lower_stride, const uint32_t* pairs, int64_t side) {
+    _tile_loadd(6, pairs, side);
+    _tile_loadd(7, pairs + 16, side);
+    _tile_loadd(4, upper, upper_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (TWO) _tile_loadd(5, lower, lower_stride);
+    if (TWO) _tile_dpbf16ps(2, 5, 6);
+    if (TWO) _tile_dpbf16ps(3, 5, 7);
+}
 
 }  // namespace headstart

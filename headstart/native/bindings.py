@@ -162,7 +162,6 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "attend_float32": (c_void_p, c_void_p),
     "attend_int8": (c_void_p, c_void_p),
     "pack": (c_void_p, c_int64, c_int64, c_void_p, c_int),
-    "rows": (c_void_p, c_void_p, c_int64, c_void_p, c_int),
     "linear": (c_void_p, *_PRODUCT),
     "float_linear": (c_void_p, *_PRODUCT),
     "int4_linear_avx512": (c_void_p, *_PRODUCT),

@@ -5,8 +5,7 @@
 // screen.h derives the bounds: a logit in fp32 lies in [lower, upper], and rounding to bf16 keeps
 // the order. An output whose rounded upper bound is below the greatest rounded lower bound is
 // neither the argmax nor its equal. The other outputs are candidates. They are computed in panels,
-// with the same order of operations as every other product. The panel with the greatest upper bound
-// comes first: its exact logits usually exceed all lower bounds.
+// with the same order of operations as every other product.
 //
 // Outputs that a row may not choose (a grammar's, say) raise no bound and are no candidates; a panel
 // without an output that any row may choose is not read at all.
@@ -18,10 +17,7 @@ using namespace headstart;
 
 namespace {
 
-// From this many rows on the products are compute-bound: then only high bytes are multiplied, which
-// is half the work, if the omitted part is at most this share of each row: few are candidates still.
-constexpr int COARSE_ROWS = 5;
-constexpr float COARSE_ERROR = 1.0f / 64;
+constexpr int TALLEST = INT8_TILE / 2;  // rows of a tile: each has high and low bytes
 
 // A row's argmax so far in one thread; `output` is -1 if a logit is NaN or +inf.
 struct Best {
@@ -59,19 +55,15 @@ struct Search {
     int64_t rows;
     const uint32_t* masks;  // [rows][panels], a bit for each output; null: all are allowed
     Stages stages;
-    uint32_t *fine, *coarse;  // rows in tiles: [quad][row][high, low], and [quad][row]
-    float* upper;             // [rows][panels]
-    float* lower;             // [threads][rows][16]
-    Best* found;              // [threads][rows]
-    Best* tops;               // [rows]: of the panel with the greatest upper bound
-    ScreenRow* known;         // [rows]
+    uint32_t* packed;  // rows in tiles: [quad][row][high, low]
+    float* upper;      // [rows][panels]
+    float* lower;      // [threads][rows][16]
+    Best* found;       // [threads][rows]
+    ScreenRow* known;  // [rows]
 
     // Rows are cut into tiles of nearly the same height.
-    int64_t tiles(bool high) const {
-        const int64_t tallest = high ? INT8_TILE : INT8_TILE / 2;
-        return (rows + tallest - 1) / tallest;
-    }
-    int64_t edge(bool high, int64_t tile) const { return rows * tile / tiles(high); }
+    int64_t tiles() const { return (rows + TALLEST - 1) / TALLEST; }
+    int64_t edge(int64_t tile) const { return rows * tile / tiles(); }
 
     uint32_t allowed(int64_t r, int64_t panel) const {
         return masks == nullptr ? ~0u : masks[r * screen->count() + panel];
@@ -80,15 +72,12 @@ struct Search {
     void prepare_rows(int thread, int all) {
         const int64_t inputs = screen->inputs, quads = screen->quads();
         for (int64_t r = thread; r < rows; r += all) {
-            int64_t t = 0, h = 0;
-            while (edge(false, t + 1) <= r) t++;
-            while (edge(true, h + 1) <= r) h++;
-            const int64_t first = edge(false, t), first_high = edge(true, h);
+            int64_t t = 0;
+            while (edge(t + 1) <= r) t++;
+            const int64_t first = edge(t);
             known[r] = prepare_row(x + r * inputs, inputs,
-                                   fine + 2 * (first * quads + r - first),
-                                   2 * (edge(false, t + 1) - first),
-                                   coarse + first_high * quads + r - first_high,
-                                   edge(true, h + 1) - first_high);
+                                   packed + 2 * (first * quads + r - first),
+                                   2 * (edge(t + 1) - first));
         }
         for (int64_t r = 0; r < rows; r++) {
             _mm512_store_ps(lower + (thread * rows + r) * 16, _mm512_set1_ps(-INFINITE));
@@ -96,19 +85,9 @@ struct Search {
         }
     }
 
-    bool is_coarse() const {
-        bool small = rows >= COARSE_ROWS;
-        for (int64_t r = 0; r < rows && small; r++)
-            small = known[r].coarse <= COARSE_ERROR * known[r].length;
-        return small;
-    }
-
     void bound_rows(int thread, int all) {
         constexpr int64_t PARTS = 8;
-        const bool high = is_coarse();
-        const int64_t quads = screen->quads(), panels = screen->count(), count = tiles(high);
-        const int64_t words = high ? 1 : 2;
-        const uint32_t* packed = high ? coarse : fine;
+        const int64_t quads = screen->quads(), panels = screen->count(), count = tiles();
         float* mine = lower + thread * rows * 16;
         const int64_t stretch = (panels + PARTS * all - 1) / (PARTS * all);
         for (int64_t part = stages.take(1); part * stretch < panels; part = stages.take(1))
@@ -125,43 +104,29 @@ struct Search {
                 const uint32_t* next = at(std::min(p + 1, panels - 1));
                 for (int64_t t = 0; t < count; t++) {
                     alignas(64) float sums[INT8_TILE * PANEL];
-                    const int64_t first = edge(high, t), tall = edge(high, t + 1) - first;
+                    const int64_t first = edge(t), tall = edge(t + 1) - first;
                     avx512_int8_products.multiply(
-                        packed + first * quads * words, static_cast<int>(words * tall), at(p),
-                        quads, sums, false, next + (t == 1 ? quads * PANEL / 2 : 0),
+                        packed + 2 * first * quads, static_cast<int>(2 * tall), at(p), quads, sums,
+                        false, next + (t == 1 ? quads * PANEL / 2 : 0),
                         count == 1 ? 2 : t < 2 ? 1 : 0);
                     for (int64_t r = first; r < first + tall; r++) {
                         __m512 ends = _mm512_load_ps(mine + r * 16);
-                        upper[r * panels + p] =
-                            bounds(*screen, p, known[r], allowed(r, p),
-                                   sums + words * (r - first) * PANEL, high, &ends);
+                        upper[r * panels + p] = bounds(*screen, p, known[r], allowed(r, p),
+                                                       sums + 2 * (r - first) * PANEL, &ends);
                         _mm512_store_ps(mine + r * 16, ends);
                     }
                 }
             }
     }
 
-    // The argmax of the panel with the greatest upper bound is nearly always the argmax of all. Its
-    // exact logit rules out more candidates than its lower bound does.
-    void compute_tops(int thread, int all) {
-        const int64_t panels = screen->count();
-        for (int64_t r = thread; r < rows; r += all) {
-            const float* ends = upper + r * panels;
-            tops[r] = Best{};
-            const int64_t top = std::max_element(ends, ends + panels) - ends;
-            if (known[r].usable) exact(*weight, top, allowed(r, top), pairs_of(r), &tops[r]);
-        }
-    }
-
-    void compute_rest(int thread, int all) {
+    void compute_candidates(int thread, int all) {
         static thread_local Scratch hit_memory;
         const int64_t panels = screen->count(), most = std::max<int64_t>(8, panels / 8);
         int64_t* hits = hit_memory.take<int64_t>(most + 16);
         int64_t turn = stages.take(1), before = 0;
         for (int64_t r = 0; r < rows; r++) {
             Best& best = found[thread * rows + r];
-            const int64_t count =
-                known[r].usable && tops[r].output >= 0 ? find(r, all, most, hits) : most + 1;
+            const int64_t count = known[r].usable ? find(r, all, most, hits) : most + 1;
             if (count > most) {
                 best.output = -1;
                 continue;
@@ -181,8 +146,7 @@ struct Search {
         __m512 ends = _mm512_set1_ps(-INFINITE);
         for (int one = 0; one < all; one++)
             ends = _mm512_max_ps(ends, _mm512_load_ps(lower + (one * rows + r) * 16));
-        const __m512 least = _mm512_max_ps(rounded(_mm512_set1_ps(_mm512_reduce_max_ps(ends))),
-                                           _mm512_set1_ps(tops[r].logit));
+        const __m512 least = rounded(_mm512_set1_ps(_mm512_reduce_max_ps(ends)));
         int64_t count = 0;
         for (int64_t p = 0; p < panels && count <= most; p += 16) {
             const auto there = first_lanes(panels - p);
@@ -214,14 +178,11 @@ extern "C" void headstart_greedy_tokens(const Screen* screen, const Weight* weig
                                         int threads) {
     static thread_local Scratch integer_memory, upper_memory, row_memory;
     Search search{screen, weight, x, rows, masks};
-    const int64_t quads = screen->quads();
-    search.fine = integer_memory.take<uint32_t>(rows * quads * 3 + quads);
-    search.coarse = search.fine + rows * quads * 2;
+    search.packed = integer_memory.take<uint32_t>(2 * rows * screen->quads());
     search.upper = upper_memory.take<float>(rows * screen->count());
-    search.lower = row_memory.take<float>(rows * threads * (16 + 4) + rows * (4 + 8));
+    search.lower = row_memory.take<float>(rows * threads * (16 + 4) + rows * 8);
     search.found = reinterpret_cast<Best*>(search.lower + rows * threads * 16);
-    search.tops = search.found + rows * threads;
-    search.known = reinterpret_cast<ScreenRow*>(search.tops + rows);
+    search.known = reinterpret_cast<ScreenRow*>(search.found + rows * threads);
     int ran = 1;
     parallel(threads, [&](int thread, int all) {
         if (thread == 0) ran = all;
@@ -229,13 +190,11 @@ extern "C" void headstart_greedy_tokens(const Screen* screen, const Weight* weig
         search.stages.finish(all);
         search.bound_rows(thread, all);
         search.stages.finish(all);
-        search.compute_tops(thread, all);
-        search.stages.finish(all);
-        search.compute_rest(thread, all);
+        search.compute_candidates(thread, all);
         release_tiles();
     });
     for (int64_t r = 0; r < rows; r++) {
-        Best best = search.tops[r];
+        Best best;
         for (int one = 0; one < ran; one++) best.add(search.found[one * rows + r]);
         tokens[r] = best.logit == -INFINITE ? -1 : best.output;
     }

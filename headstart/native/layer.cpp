@@ -88,12 +88,6 @@ void rotate(bf16* x, int64_t dim, const bf16* cos, const bf16* sin) {
     }
 }
 
-// Rotary positions of some rows: each [rows, head_dim].
-struct Angles {
-    const bf16* cos;
-    const bf16* sin;
-};
-
 // Rows of queries, keys and values, each [rows, outputs of its weight].
 struct Projected {
     bf16 *q, *k, *v;
@@ -101,8 +95,8 @@ struct Projected {
 
 // This thread's part of all before attention. There is no barrier at its end: each thread has
 // written rows rows * thread / all to rows * (thread + 1) / all - 1.
-void before_attention(const Layer& layer, const bf16* hidden, int64_t rows, const Angles& angles,
-                      const Projected& out, int thread, int all, Stages& stages) {
+void before_attention(const Layer& layer, const bf16* hidden, int64_t rows, const bf16* cos,
+                      const bf16* sin, const Projected& out, int thread, int all, Stages& stages) {
     project(rows, Rows{hidden, layer.q.inputs, layer.before},
             {{&layer.q, out.q}, {&layer.k, out.k}, {&layer.v, out.v}}, all, stages);
     stages.finish(all);
@@ -110,7 +104,7 @@ void before_attention(const Layer& layer, const bf16* hidden, int64_t rows, cons
     const auto turn = [&](bf16* row, int64_t width, const Norm& norm, int64_t number) {
         for (bf16* head = row; head < row + width; head += dim) {
             if (norm.weight != nullptr) normalise(head, dim, norm, head);
-            rotate(head, dim, angles.cos + number * dim, angles.sin + number * dim);
+            rotate(head, dim, cos + number * dim, sin + number * dim);
         }
     };
     for (int64_t r = rows * thread / all; r < rows * (thread + 1) / all; r++) {
@@ -152,7 +146,7 @@ extern "C" void headstart_before_attention(const Layer* layer, const bf16* hidde
                                            bf16* v, int threads) {
     Stages stages;
     parallel(threads, [&](int thread, int all) {
-        before_attention(*layer, hidden, rows, {cos, sin}, {q, k, v}, thread, all, stages);
+        before_attention(*layer, hidden, rows, cos, sin, {q, k, v}, thread, all, stages);
     });
 }
 
@@ -188,12 +182,9 @@ extern "C" void headstart_layers(const LayerRun* runs, int64_t count, bf16* hidd
         bf16* to = other;
         for (int64_t i = 0; i < count; i++) {
             const Layer& layer = *runs[i].layer;
-            before_attention(layer, from, rows, {cos, sin}, {q, k, v}, thread, all, stages);
+            before_attention(layer, from, rows, cos, sin, {q, k, v}, thread, all, stages);
             AttentionCall call = *runs[i].call;
-            call.query = q, call.key = k, call.value = v, call.out = attended;
-            call.query_strides[0] = queries;
-            call.key_strides[0] = call.value_strides[0] = keys;
-            call.query_strides[1] = call.key_strides[1] = call.value_strides[1] = layer.head_dim;
+            call.set_rows(q, k, v, attended, queries, keys, layer.head_dim);
             attend(*runs[i].step, call, thread, all, stages);  // writes the rows that it rotated
             after_attention(layer, attended, from, rows, to, kept, all, stages);
             std::swap(from, to);

@@ -132,23 +132,6 @@ extern "C" void headstart_pack(const bf16* weight, int64_t outputs, int64_t inpu
     });
 }
 
-// Embedding lookup: out [count, inputs] = rows of a weight in bf16 or int8, without its scales, by
-// number, each number in 0 .. outputs - 1.
-extern "C" void headstart_rows(const Weight* weight, const int64_t* numbers, int64_t count,
-                               char* out, int threads) {
-    const bool narrow = weight->kind == INT8;
-    const int64_t inputs = weight->inputs, step = PAIR_BYTES[weight->kind], next = narrow ? 16 : 2;
-    parallel_each(count * inputs < ALONE ? 1 : threads, count, [&](int64_t i) {
-        const int64_t output = numbers[i] % PANEL;
-        const auto* from = reinterpret_cast<const char*>(weight->at(numbers[i] / PANEL)) +
-                           (narrow ? output / 16 * 32 + output % 16 : 4 * output);
-        for (int64_t at = 0; at < inputs; at++) {
-            const char* one = from + at / 2 * step + at % 2 * next;
-            std::memcpy(out + (i * inputs + at) * (narrow ? 1 : 2), one, narrow ? 1 : 2);
-        }
-    });
-}
-
 // out bf16 [rows, outputs] = x bf16 [rows, inputs] times the weight, plus its bias
 extern "C" void headstart_linear(const Weight* weight, const bf16* x, int64_t rows, bf16* out,
                                  int threads) {

@@ -21,7 +21,6 @@
 namespace headstart {
 
 constexpr int PANEL = Weight::PANEL;  // outputs
-constexpr int64_t ALONE = 32768;  // elements; processing fewer is faster than waking a thread
 
 // 16 of int8 as floats.
 inline __m512 floats(const int8_t* from) {
@@ -56,27 +55,6 @@ struct Panel {
             widen(weight->kind, at(k), weight->columns + 2 * k, pairs, memory);
         return memory;
     }
-};
-
-// Memory that a thread keeps from call to call; it only grows.
-class Scratch {
-  public:
-    ~Scratch() { std::free(memory_); }
-    template <class T>
-    T* take(int64_t count) {
-        const size_t bytes = (count * sizeof(T) + 4095) / 4096 * 4096;
-        if (bytes > size_) {
-            std::free(memory_);
-            memory_ = std::aligned_alloc(4096, bytes);
-            if (memory_ == nullptr) std::abort();  // no memory, and no way to report it from here
-            size_ = bytes;
-        }
-        return static_cast<T*>(memory_);
-    }
-
-  private:
-    void* memory_ = nullptr;
-    size_t size_ = 0;
 };
 
 // How this CPU multiplies. The kinds differ in the order of a sum, so a process uses one of them.

@@ -10,8 +10,6 @@
 #include "amx.h"
 #include "linear.h"
 
-#ifdef HEADSTART_HAS_AMX
-
 using namespace headstart;
 
 namespace {
@@ -32,35 +30,15 @@ void multiply_steps(const uint32_t* rows, int count, const uint32_t* panel, int6
     configure_tiles(count, depth);
     before_tiles();
     float* below = sums + 16 * PANEL;
-    if (add) {
-        _tile_loadd(0, sums, SIDE);
-        _tile_loadd(1, sums + 16, SIDE);
-        if (TWO) _tile_loadd(2, below, SIDE);
-        if (TWO) _tile_loadd(3, below + 16, SIDE);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        if (TWO) _tile_zero(2);
-        if (TWO) _tile_zero(3);
-    }
+    add ? load_sums<TWO>(sums, below, SIDE) : zero_sums<TWO>();
     for (int64_t k = 0; k < steps; k++) {
         for (int line = 0; line < fetch * DEPTH; line++, next += 64)
             _mm_prefetch(next, _MM_HINT_T1);
-        _tile_loadd(6, panel, SIDE);
-        _tile_loadd(7, panel + 16, SIDE);
-        _tile_loadd(4, rows, depth * 4);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (TWO) _tile_loadd(5, rows + 16 * depth, depth * 4);
-        if (TWO) _tile_dpbf16ps(2, 5, 6);
-        if (TWO) _tile_dpbf16ps(3, 5, 7);
+        add_products<TWO>(rows, depth * 4, rows + 16 * depth, depth * 4, panel, SIDE);
         rows += count * depth;
         panel += depth * PANEL;
     }
-    _tile_stored(0, sums, SIDE);
-    _tile_stored(1, sums + 16, SIDE);
-    if (TWO) _tile_stored(2, below, SIDE);
-    if (TWO) _tile_stored(3, below + 16, SIDE);
+    store_sums<TWO>(sums, below, SIDE);
 }
 
 void pack(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out) {
@@ -105,8 +83,3 @@ void headstart::release_tiles() {
 }
 
 const Products headstart::amx_products{32, 512, 128, 1280 * 1024, pack, multiply_rows};
-
-#else
-const headstart::Products headstart::amx_products{};
-void headstart::release_tiles() {}
-#endif

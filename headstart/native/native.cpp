@@ -3,11 +3,9 @@
 
 #include <cstddef>
 
-#ifdef __linux__
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 
 #include "layer.h"
 #include "screen.h"
@@ -31,12 +29,11 @@ GompNumber gomp_threads = nullptr;
 // and the two may stay on that core for seconds.
 class Spread {
   public:
-    Spread() : taken_(bit(here())) {}
+    Spread() : taken_(bit(sched_getcpu())) {}
 
     // Moves this thread to a core that no thread here uses, unless it has a core alone.
     void settle() {
-#ifdef __linux__
-        const int core = here();
+        const int core = sched_getcpu();
         if (core < 0 || core >= 64 || (taken_.fetch_or(bit(core)) & bit(core)) == 0) return;
         cpu_set_t allowed;
         if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
@@ -51,17 +48,9 @@ class Spread {
                 sched_setaffinity(0, sizeof allowed, &allowed);
             return;
         }
-#endif
     }
 
   private:
-    static int here() {
-#ifdef __linux__
-        return sched_getcpu();
-#else
-        return -1;
-#endif
-    }
     static uint64_t bit(int core) { return core >= 0 && core < 64 ? uint64_t{1} << core : 0; }
 
     std::atomic<uint64_t> taken_;
@@ -72,13 +61,11 @@ class Spread {
 bool ask_for_amx() {
 #if defined(HEADSTART_EMULATED)
     return true;
-#elif defined(__linux__) && defined(HEADSTART_HAS_AMX)
+#else
     constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
            __builtin_cpu_supports("amx-int8") &&
            syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
-#else
-    return false;
 #endif
 }
 

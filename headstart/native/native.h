@@ -22,11 +22,7 @@
 
 // Changes with any exported signature; headstart/native/__init__.py holds the same number, so that
 // a library built from older sources is not used. bindings.py declares the signatures and structs.
-constexpr int HEADSTART_NATIVE_INTERFACE = 18;
-
-#if __GNUC__ >= 11  // clang tells of a lower one
-#define HEADSTART_HAS_AMX
-#endif
+constexpr int HEADSTART_NATIVE_INTERFACE = 19;
 
 namespace headstart {
 
@@ -71,6 +67,27 @@ __attribute__((always_inline)) inline void with_count(int64_t count, const Funct
         if (count < MOST) return with_count<MOST - 1>(count, function);
     function(std::integral_constant<int, MOST>());
 }
+
+// Memory that a thread keeps from call to call; it only grows.
+class Scratch {
+  public:
+    ~Scratch() { std::free(memory_); }
+    template <class T>
+    T* take(int64_t count) {
+        const size_t bytes = (count * sizeof(T) + 4095) / 4096 * 4096;
+        if (bytes > size_) {
+            std::free(memory_);
+            memory_ = std::aligned_alloc(4096, bytes);
+            if (memory_ == nullptr) std::abort();  // no memory, and no way to report it from here
+            size_ = bytes;
+        }
+        return static_cast<T*>(memory_);
+    }
+
+  private:
+    void* memory_ = nullptr;
+    size_t size_ = 0;
+};
 
 // The work of one parallel(), in stages that follow one another.
 //

@@ -11,17 +11,12 @@ constexpr int STEPS = 32512;        // 127 * 256: a row's largest number
 constexpr float LARGE = 0x1p50f;    // larger numbers get no bound, so that nothing overflows
 constexpr float SMALL = 0x1p-100f;  // smaller numbers are zero in the screen
 
-inline __m512 flushed(__m512 x) {
-    const __mmask16 normal = _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(0x1p-126f),
-                                                _CMP_NLT_UQ);
-    return _mm512_maskz_mov_ps(normal, x);
-}
-
 // 16 outputs of a panel of pairs, the weights of input 2k or 2k + 1.
 inline __m512 weights(const uint32_t* pairs, int64_t inputs, int64_t input) {
     if (input >= inputs) return _mm512_setzero_ps();
     const Halves both(_mm512_loadu_si512(pairs + input / 2 * PANEL));
-    return flushed(input % 2 == 0 ? both.even : both.odd);
+    const __m512 x = input % 2 == 0 ? both.even : both.odd, least = _mm512_set1_ps(0x1p-126f);
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(_mm512_abs_ps(x), least, _CMP_NLT_UQ), x);
 }
 
 // Quantises 16 outputs of one panel.
@@ -75,8 +70,7 @@ inline float number(bf16 x) {
 
 }  // namespace
 
-ScreenRow headstart::prepare_row(const bf16* x, int64_t inputs, uint32_t* out, int64_t stride,
-                                 uint32_t* coarse, int64_t step) {
+ScreenRow headstart::prepare_row(const bf16* x, int64_t inputs, uint32_t* out, int64_t stride) {
     float most = 0;
     bool finite = true;
     for (int64_t i = 0; i < inputs; i++) {
@@ -89,7 +83,7 @@ ScreenRow headstart::prepare_row(const bf16* x, int64_t inputs, uint32_t* out, i
     if (!finite) return row;
     row.step = most < SMALL ? 0.0f : most / STEPS;
     const float inverse = most < SMALL ? 0.0f : STEPS / most;
-    double squares = 0, errors = 0, coarse_errors = 0;
+    double squares = 0, errors = 0;
     for (int64_t q = 0; 4 * q < inputs; q++) {
         uint32_t high = 0, low = 0;
         for (int64_t i = 4 * q; i < std::min(4 * q + 4, inputs); i++) {
@@ -103,27 +97,23 @@ ScreenRow headstart::prepare_row(const bf16* x, int64_t inputs, uint32_t* out, i
             row.high += 128 * above;
             row.low += 128 * below;
             const double error = v - static_cast<double>(row.step) * integer;
-            const double coarse_error = v - static_cast<double>(row.step) * (256 * above);
             squares += v * v;
             errors += error * error;
-            coarse_errors += coarse_error * coarse_error;
         }
-        coarse[q * step] = high;
         out[q * stride] = high;
         out[q * stride + 1] = low;
     }
     const double more = 1 + 0x1p-18;
     row.length = static_cast<float>(std::sqrt(squares) * more + 0x1p-60);
     row.error = static_cast<float>(std::sqrt(errors) * more + 0x1p-60);
-    row.coarse = static_cast<float>(std::sqrt(coarse_errors) * more + 0x1p-60);
     return row;
 }
 
 float headstart::bounds(const Screen& screen, int64_t panel, const ScreenRow& row,
-                        uint32_t allowed, const float* sums, bool coarse, __m512* lower) {
+                        uint32_t allowed, const float* sums, __m512* lower) {
     __m512 most = _mm512_set1_ps(-INFINITE);
     const __m512 tiny = _mm512_set1_ps(static_cast<float>(screen.inputs) * 0x1p-120f);
-    const __m512 error = _mm512_set1_ps(coarse ? row.coarse : row.error);
+    const __m512 error = _mm512_set1_ps(row.error);
     const __m512 row_length = _mm512_set1_ps(row.length);
     for (int half = 0; half < 2; half++) {
         const int64_t left = screen.outputs - panel * PANEL - 16 * half;
@@ -133,8 +123,7 @@ float headstart::bounds(const Screen& screen, int64_t panel, const ScreenRow& ro
             const __m512i integers = _mm512_load_si512(from + 16 * half);
             return _mm512_cvtepi32_ps(_mm512_sub_epi32(integers, _mm512_set1_epi32(offset)));
         };
-        __m512 sum = part(sums, row.high) * 256.0f;
-        if (!coarse) sum = sum + part(sums + PANEL, row.low);
+        const __m512 sum = part(sums, row.high) * 256.0f + part(sums + PANEL, row.low);
         const auto of = [&](const float* x) { return _mm512_load_ps(x + 16 * half); };
         const __m512 logit = sum * of(screen.scales(panel)) * row.step;
         __m512 away = _mm512_fmadd_ps(of(screen.lengths(panel)), error, tiny);

@@ -9,8 +9,6 @@
 // most (inputs + 64) 2^-24 |x| |w| (Higham, Accuracy and Stability of Numerical Algorithms, 2002,
 // 3.1). The bound allows twice that, plus inputs 2^-120 for numbers that are flushed to zero. So a
 // logit in fp32 lies in [lower, upper].
-//
-// x' may be only the high bytes of the 16 bits: half the work, and wider bounds.
 #pragma once
 
 #include "linear.h"
@@ -39,20 +37,16 @@ struct Screen {
 // A row, quantised for products with a screen.
 struct ScreenRow {
     float step, length, error;  // of x', upper bounds of |x| and |x - x'|
-    float coarse;               // |x - x'| if x' are only the high bytes
     int32_t high, low;          // the weights' + 128 adds this to a sum
     bool usable;
 };
 
-// Writes a row's integers: high and low bytes of four inputs each, every `stride` words; and only
-// the high bytes, every `step` words.
-ScreenRow prepare_row(const bf16* x, int64_t inputs, uint32_t* out, int64_t stride,
-                      uint32_t* coarse, int64_t step);
+// Writes a row's integers: high and low bytes of four inputs each, every `stride` words.
+ScreenRow prepare_row(const bf16* x, int64_t inputs, uint32_t* out, int64_t stride);
 
 // The greatest upper bound of a row's logits in a panel, of outputs whose bit is set in `allowed`;
-// raises `lower` to greater lower bounds of these. `sums` [32] are of the row's high bytes; unless
-// `coarse`, those of its low bytes follow.
+// raises `lower` to greater lower bounds of these. `sums` [2][32] are of the row's high and low bytes.
 float bounds(const Screen& screen, int64_t panel, const ScreenRow& row, uint32_t allowed,
-             const float* sums, bool coarse, __m512* lower);
+             const float* sums, __m512* lower);
 
 }  // namespace headstart

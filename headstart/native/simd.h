@@ -11,10 +11,9 @@ inline __m512 power(__m512 x) {
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 f = x - n;
     __m512 y = _mm512_set1_ps(9.5788297e-3f);
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.5907100e-2f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.4023619e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.9313675e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
+#pragma GCC unroll 4
+    for (const float term : {5.5907100e-2f, 2.4023619e-1f, 6.9313675e-1f, 1.0f})
+        y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(term));
     return _mm512_scalef_ps(y, n);
 }
 
@@ -68,12 +67,6 @@ inline __m256i narrow(__m512 x) { return reinterpret_cast<__m256i>(_mm512_cvtnep
 
 // Floats rounded to bf16 and widened again.
 inline __m512 rounded(__m512 x) { return widen(narrow(x)); }
-
-// Mask of those of 32 numbers that are infinite or NaN: their exponent is all ones.
-inline __mmask32 nonfinite(__m512i halves) {
-    const __m512i exponent = _mm512_set1_epi16(0x7f80);
-    return _mm512_cmpeq_epi16_mask(_mm512_and_si512(halves, exponent), exponent);
-}
 
 // Loads up to 16 numbers; whole vectors without a mask.
 inline __m512 load(const bf16* from, int64_t count) {

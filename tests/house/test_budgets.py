@@ -18,6 +18,7 @@ MAX_BRANCHES = 10
 MAX_PARAMETERS = 6
 MAX_CONFIG_FIELDS = 60
 MAX_FILES_IN_A_FOLDER = 20
+MAX_COMPILED_LINES = 4_000  # of C++, all files together
 
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
 
@@ -124,3 +125,10 @@ def test_branches_of_an_inner_function_are_its_own() -> None:
     inner = "def g(x):\n        if x: pass\n        if x: pass\n"
     tree = ast.parse(f"def f(x):\n    if x: pass\n    {inner}").body[0]
     assert count_branches(tree) == 1
+
+
+def test_compiled_code_stays_within_its_budget() -> None:
+    files = [*(ROOT / "headstart" / "native").rglob("*")]
+    lines = [len(path.read_text().splitlines()) for path in files if path.suffix in (".cpp", ".h")]
+    assert len(lines) > 30
+    assert sum(lines) < MAX_COMPILED_LINES

@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import runpy
 import shutil
 import tomllib
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from headstart.machine import cpu_flags
 from headstart.models.packed import PackedWeight
 
 FOLDER = Path(native.__file__).parent
+ROOT = Path(__file__).parents[2]
+EMULATE = ROOT / "tools" / "emulate.py"
 BUILT = any((FOLDER / f"_kernels{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
 
 
@@ -231,3 +234,10 @@ def test_a_library_of_other_sources_is_not_used(
 ) -> None:
     monkeypatch.setattr(native, "INTERFACE", native.INTERFACE + 1)
     assert native._open(Path(library._name)) is None
+
+
+@pytest.mark.skipif(not EMULATE.exists(), reason="no tools beside these tests")
+def test_what_the_emulation_runs_is_there() -> None:
+    found = runpy.run_path(str(EMULATE))
+    for name in (*found["TESTS"], *found["NOT_EMULATED"]):
+        assert (ROOT / name).exists(), name

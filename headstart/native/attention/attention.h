@@ -69,6 +69,14 @@ struct Call {
     int32_t window;  // 0: none
     float scaling;
     float softcap;  // 0: none
+
+    // The rows of a layer: heads side by side, `queries` and `keys` elements in all, of `dim` each.
+    void set_rows(const Number* q, const Number* k, const Number* v, Number* to, int64_t queries,
+                  int64_t keys, int64_t dim) {
+        query = q, key = k, value = v, out = to;
+        query_strides[0] = queries, key_strides[0] = value_strides[0] = keys;
+        query_strides[1] = key_strides[1] = value_strides[1] = dim;
+    }
 };
 
 using AttentionCall = Call<bf16>;

@@ -28,12 +28,10 @@ inline __m256 power(__m256 x) {
     const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m256 f = x - n;
     __m256 y = _mm256_set1_ps(1.535336188319500e-4f);
-    y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(1.339887440266574e-3f));
-    y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(9.618437357674640e-3f));
-    y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(5.550332471162809e-2f));
-    y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(2.402264791363012e-1f));
-    y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(6.931472028550421e-1f));
-    y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(1.0f));
+#pragma GCC unroll 6
+    for (const float term : {1.339887440266574e-3f, 9.618437357674640e-3f, 5.550332471162809e-2f,
+                             2.402264791363012e-1f, 6.931472028550421e-1f, 1.0f})
+        y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(term));
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
     return _mm256_mul_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
 }
@@ -46,16 +44,14 @@ inline float largest_lane(__m256 x) {
     return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
 }
 
-// Lanes whose number is infinite or NaN: their exponent is all ones.
-inline __m256i nonfinite(__m256 x) {
-    const __m256i exponent = _mm256_set1_epi32(0x7f800000);
-    return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_castps_si256(x), exponent), exponent);
-}
-
+// True if a number is infinite or NaN: its exponent is all ones.
 inline bool has_nonfinite(const float* row, int dim) {
+    const __m256i exponent = _mm256_set1_epi32(0x7f800000);
     __m256i found = _mm256_setzero_si256();
-    for (int d = 0; d < dim; d += LANES)
-        found = _mm256_or_si256(found, nonfinite(load(row + d, dim - d)));
+    for (int d = 0; d < dim; d += LANES) {
+        const __m256i bits = _mm256_castps_si256(load(row + d, dim - d)) & exponent;
+        found |= _mm256_cmpeq_epi32(bits, exponent);
+    }
     return _mm256_testz_si256(found, found) == 0;
 }
 

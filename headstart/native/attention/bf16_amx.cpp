@@ -11,7 +11,6 @@
 
 namespace headstart {
 
-#ifdef HEADSTART_HAS_AMX
 namespace {
 
 constexpr int SIDE = CHUNK_ROWS * 4;  // bytes of a row of scores, weights or outputs
@@ -41,24 +40,11 @@ void multiply_keys(Lanes& s, int count, int key_dim, int vectors) {
         const KeyRows lower(s.now.keys + k + 16, key_dim, copies[1]);
         before_tiles();
         for (int v = 0; v < vectors; v += 2) {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-            for (int p = 0; p < key_dim / 2; p += DEPTH) {
-                _tile_loadd(6, &s.query[p][v * 16], SIDE);
-                _tile_loadd(7, &s.query[p][v * 16 + 16], SIDE);
-                _tile_loadd(4, upper.first + 2 * p, upper.stride);
-                _tile_loadd(5, lower.first + 2 * p, lower.stride);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-            _tile_stored(0, &s.scores[k][v * 16], SIDE);
-            _tile_stored(1, &s.scores[k][v * 16 + 16], SIDE);
-            _tile_stored(2, &s.scores[k + 16][v * 16], SIDE);
-            _tile_stored(3, &s.scores[k + 16][v * 16 + 16], SIDE);
+            zero_sums();
+            for (int p = 0; p < key_dim / 2; p += DEPTH)
+                add_products(upper.first + 2 * p, upper.stride, lower.first + 2 * p, lower.stride,
+                             &s.query[p][v * 16], SIDE);
+            store_sums(&s.scores[k][v * 16], &s.scores[k + 16][v * 16], SIDE);
         }
     }
 }
@@ -71,7 +57,7 @@ void multiply_values(Lanes& s, int count, int value_dim, int vectors) {
             for (int i = 0; i < 16; ++i) {
                 const __m512i even = _mm512_loadu_si512(s.now.values[k + 2 * i] + d);
                 const __m512i odd = _mm512_loadu_si512(s.now.values[k + 2 * i + 1] + d);
-                low[i] = interleave_low(even, odd), high[i] = interleave_high(even, odd);
+                low[i] = interleave(even, odd, 0), high[i] = interleave(even, odd, 16);
             }
             transpose16(low);
             transpose16(high);
@@ -85,29 +71,12 @@ void multiply_values(Lanes& s, int count, int value_dim, int vectors) {
         for (int v = 0; v < vectors; v += 2) {
             float* upper = &s.out[d][v * 16];
             float* lower = &s.out[d + 16][v * 16];
-            _tile_loadd(0, upper, SIDE);
-            _tile_loadd(1, upper + 16, SIDE);
-            _tile_loadd(2, lower, SIDE);
-            _tile_loadd(3, lower + 16, SIDE);
-            for (int k = 0; k < count / 2; k += DEPTH) {
-                _tile_loadd(6, &s.scores[k][v * 16], SIDE);
-                _tile_loadd(7, &s.scores[k][v * 16 + 16], SIDE);
-                _tile_loadd(4, &values[d][k], sizeof values[d]);
-                _tile_loadd(5, &values[d + 16][k], sizeof values[d]);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-            _tile_stored(0, upper, SIDE);
-            _tile_stored(1, upper + 16, SIDE);
-            _tile_stored(2, lower, SIDE);
-            _tile_stored(3, lower + 16, SIDE);
+            load_sums(upper, lower, SIDE);
+            for (int k = 0; k < count / 2; k += DEPTH)
+                add_products(&values[d][k], sizeof values[d], &values[d + 16][k], sizeof values[d],
+                             reinterpret_cast<const uint32_t*>(&s.scores[k][v * 16]), SIDE);
+            store_sums(upper, lower, SIDE);
         }
 }
-#else
-void multiply_keys(Lanes&, int, int, int) {}
-void multiply_values(Lanes&, int, int, int) {}
-#endif
 
 }  // namespace headstart

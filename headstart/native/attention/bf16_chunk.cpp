@@ -63,8 +63,8 @@ void pair_values(Lanes& s, int count, int value_dim) {
         for (int d = 0; d < value_dim; d += 32) {
             const __m512i x = load_pairs(even + d, value_dim - d);
             const __m512i y = load_pairs(odd + d, value_dim - d);
-            _mm512_store_si512(to + d, interleave_low(x, y));
-            _mm512_store_si512(to + d + 16, interleave_high(x, y));
+            _mm512_store_si512(to + d, interleave(x, y, 0));
+            _mm512_store_si512(to + d + 16, interleave(x, y, 16));
         }
     }
 }

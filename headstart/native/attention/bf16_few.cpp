@@ -88,8 +88,8 @@ void add_values(Few& s, int count, int d, __mmask32 there) {
         fetch<_MM_HINT_T0>(s.next.values[k + 1] + d);
         const __m512i even = _mm512_maskz_loadu_epi16(there, s.now.values[k] + d);
         const __m512i odd = _mm512_maskz_loadu_epi16(there, s.now.values[k + 1] + d);
-        const __m512bh left = as_pairs(interleave_low(even, odd));
-        const __m512bh right = as_pairs(interleave_high(even, odd));
+        const __m512bh left = as_pairs(interleave(even, odd, 0));
+        const __m512bh right = as_pairs(interleave(even, odd, 16));
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
             const __m512bh weight = broadcast(s.weights[r][k / 2]);

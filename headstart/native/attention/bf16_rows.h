@@ -19,9 +19,12 @@ void attend_chunk(const Rows<bf16>& rows);
 constexpr int FEW_ROWS = 8;
 void attend_few(const Rows<bf16>& rows, const Chunk* next);
 
+// True if a number is infinite or NaN: its exponent is all ones.
 inline bool has_nonfinite(const bf16* row, int dim) {
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
     __mmask32 found = 0;
-    for (int d = 0; d < dim; d += 32) found |= nonfinite(load_pairs(row + d, dim - d));
+    for (int d = 0; d < dim; d += 32)
+        found |= _mm512_cmpeq_epi16_mask(load_pairs(row + d, dim - d) & exponent, exponent);
     return found != 0;
 }
 
@@ -47,19 +50,12 @@ inline __m512bh broadcast(uint32_t pair) {
     return as_pairs(_mm512_set1_epi32(static_cast<int>(pair)));
 }
 
-// x[0] y[0] x[1] y[1] ... of 32 bf16 each, up to index 15, and from there on.
-inline __m512i interleave_low(__m512i x, __m512i y) {
+// x[i] y[i] x[i + 1] y[i + 1] ... of 32 bf16 each: 16 of both, i is 0 or 16.
+inline __m512i interleave(__m512i x, __m512i y, short i) {
     const __m512i order = _mm512_set_epi16(
         47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
         35, 3, 34, 2, 33, 1, 32, 0);
-    return _mm512_permutex2var_epi16(x, order, y);
-}
-
-inline __m512i interleave_high(__m512i x, __m512i y) {
-    const __m512i order = _mm512_set_epi16(
-        63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54, 22, 53, 21, 52,
-        20, 51, 19, 50, 18, 49, 17, 48, 16);
-    return _mm512_permutex2var_epi16(x, order, y);
+    return _mm512_permutex2var_epi16(x, order | _mm512_set1_epi16(i), y);
 }
 
 // Pair `at` of a row in bf16.

@@ -3,8 +3,8 @@
 // Few rows wait for memory, so reading 2 bytes for each number of the weight instead of 4 takes half
 // of their time; the arithmetic is float32's.
 //
-// A row's sum for an output has an order of its own: two sums of 8 lanes each, whatever the number of
-// rows and threads.
+// A row's sum for an output has an order of its own, 8 lanes that are added at the end, whatever the
+// number of rows and threads.
 #include "../weight.h"
 
 #pragma GCC target("avx2,fma")
@@ -21,35 +21,31 @@ namespace {
 struct Half {
     using Number = bf16;
     using Input = float;
-    static constexpr int OUTPUTS[] = {4, 2, 2, 1};
+    static constexpr int OUTPUTS[] = {4, 4, 3, 2}, PARTS = 2;
+    using Vector = __m256;
 
-    struct Step {
-        __m256 first, second;
-    };
-    static Step load(const bf16* from) {
+    static __m256 load(const bf16* from, int part) {
         const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-        return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)),
-                _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-65536)))};
+        return _mm256_castsi256_ps(part == 0 ? _mm256_slli_epi32(pairs, 16)
+                                             : _mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
     }
 
     struct Sum {
-        __m256 first, second;
+        __m256 lanes;
 
-        void add(const Step& step, const float* x) {
-            first = _mm256_fmadd_ps(step.first, _mm256_loadu_ps(x), first);
-            second = _mm256_fmadd_ps(step.second, _mm256_loadu_ps(x + 8), second);
-        }
-        float total() const { return headstart::total(_mm256_add_ps(first, second)); }
+        void add(__m256 weight, __m256 row) { lanes = _mm256_fmadd_ps(weight, row, lanes); }
+        float total() const { return headstart::total(lanes); }
     };
 };
 
 // The rows in steps of 16 inputs, in the order of the weight's lanes; zeros at their ends.
-std::unique_ptr<float[]> split(const float* x, int64_t rows, int64_t inputs) {
+const float* split(const float* x, int64_t rows, int64_t inputs) {
+    static thread_local Scratch memory;
     const int64_t width = steps_of(inputs) * STEP;
-    std::unique_ptr<float[]> out(new float[rows * width]());
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = 0; i < inputs; i++)
-            out[r * width + i / STEP * STEP + i % 2 * 8 + i % STEP / 2] = x[r * inputs + i];
+    float* out = memory.take<float>(rows * width);
+    for (int64_t r = 0; r < rows; r++, x += inputs)
+        for (int64_t i = 0; i < width; i++)
+            out[r * width + i / STEP * STEP + i % 2 * 8 + i % STEP / 2] = i < inputs ? x[i] : 0.0f;
     return out;
 }
 
@@ -58,8 +54,8 @@ std::unique_ptr<float[]> split(const float* x, int64_t rows, int64_t inputs) {
 void headstart::multiply_half(const Weight& weight, const float* x, int64_t rows, float* out,
                               int threads) {
     const int64_t outputs = weight.outputs;
-    const auto splits = split(x, rows, weight.inputs);
+    const float* splits = split(x, rows, weight.inputs);
     multiply_rows<Half>(
-        static_cast<const bf16*>(weight.panels), outputs, weight.inputs, splits.get(), rows, threads,
+        static_cast<const bf16*>(weight.panels), outputs, weight.inputs, splits, rows, threads,
         [&](int64_t row, int64_t output, float sum) { out[row * outputs + output] = sum; });
 }

@@ -76,7 +76,10 @@ struct Avx2 {
 }  // namespace
 
 Rows int4::round_rows(const float* x, int64_t rows, const Weight& weight, int threads) {
-    Rows out(rows, groups_of(weight));
+    static thread_local Scratch number_memory, float_memory;
+    const int64_t groups = (weight.inputs + GROUP - 1) / GROUP, count = rows * groups;
+    Rows out{groups, number_memory.take<int8_t>(count * GROUP), float_memory.take<float>(2 * count)};
+    out.sums = out.steps + count;
     parallel_each(rows < MOST_ROWS ? 1 : threads, rows, [&](int64_t r) {
         for (int64_t g = 0; g < out.groups; g++)
             round_group(x + r * weight.inputs, weight, r, g, out);

@@ -34,22 +34,14 @@ struct Form {
     static constexpr float START_UNIT = FIVE_BITS ? -16 : -8;
 };
 
-inline int64_t groups_of(const Weight& weight) { return (weight.inputs + GROUP - 1) / GROUP; }
-
 // Rows as whole numbers [rows, groups, 32]; of each group its step, and step times sum.
 struct Rows {
     int64_t groups;
-    std::unique_ptr<int8_t[]> numbers;
-    std::unique_ptr<float[]> steps, sums;
-
-    Rows(int64_t rows, int64_t groups)
-        : groups(groups),
-          numbers(new int8_t[rows * groups * GROUP]),
-          steps(new float[rows * groups]),
-          sums(new float[rows * groups]) {}
+    int8_t* numbers;
+    float *steps, *sums;
 };
 
-// The rows of x, on `threads` threads.
+// The rows of x, on `threads` threads; in memory of the caller's thread, until the next call.
 Rows round_rows(const float* x, int64_t rows, const Weight& weight, int threads);
 
 }  // namespace headstart::int4

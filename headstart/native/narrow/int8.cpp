@@ -20,15 +20,17 @@ constexpr int64_t MOST_WEIGHT = 128;
 struct Rows {
     int64_t steps;
     int64_t top;
-    std::unique_ptr<int16_t[]> numbers;
-    std::unique_ptr<float[]> scales;
+    int16_t* numbers;
+    float* scales;
 
     Rows(int64_t rows, int64_t inputs)
         : steps(steps_of(inputs)),
           // A lane sums two products a step.
-          top(std::min<int64_t>(32767, (int64_t{1} << 31) / (2 * MOST_WEIGHT * steps) - 1)),
-          numbers(new int16_t[rows * steps * STEP]),
-          scales(new float[rows]) {}
+          top(std::min<int64_t>(32767, (int64_t{1} << 31) / (2 * MOST_WEIGHT * steps) - 1)) {
+        static thread_local Scratch number_memory, scale_memory;
+        numbers = number_memory.take<int16_t>(rows * steps * STEP);
+        scales = scale_memory.take<float>(rows);
+    }
 
     void fill(int64_t row, const float* x, int64_t inputs) {
         float end[STEP] = {};
@@ -41,7 +43,7 @@ struct Rows {
                 most = _mm256_max_epi32(most, magnitude(_mm256_loadu_ps(read(k) + half)));
         const Grid grid(largest(most), static_cast<float>(top));
         scales[row] = grid.step;
-        int16_t* out = numbers.get() + row * steps * STEP;
+        int16_t* out = numbers + row * steps * STEP;
         for (int64_t k = 0; k < steps * STEP; k += STEP) {
             const __m256i pairs = _mm256_packs_epi32(round(read(k), grid.inverse),
                                                      round(read(k) + 8, grid.inverse));
@@ -54,18 +56,19 @@ struct Rows {
 struct Int8 {
     using Number = int8_t;
     using Input = int16_t;
-    static constexpr int OUTPUTS[] = {4, 4, 2, 2};
+    static constexpr int OUTPUTS[] = {4, 4, 3, 2}, PARTS = 1;
+    using Vector = __m256i;
 
-    static __m256i load(const int8_t* from) {
+    static __m256i load(const int8_t* from, int) {
         return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     }
+
 
     struct Sum {
         __m256i lanes;
 
-        void add(__m256i step, const int16_t* from) {
-            const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-            lanes = _mm256_add_epi32(lanes, _mm256_madd_epi16(step, x));
+        void add(__m256i weight, __m256i row) {
+            lanes = _mm256_add_epi32(lanes, _mm256_madd_epi16(weight, row));
         }
         float total() const { return headstart::total(_mm256_cvtepi32_ps(lanes)); }
     };
@@ -80,7 +83,7 @@ void headstart::multiply_int8(const Weight& weight, const float* x, int64_t rows
     parallel_each(rows < MOST_ROWS ? 1 : threads, rows,
                   [&](int64_t r) { numbers.fill(r, x + r * inputs, inputs); });
     multiply_rows<Int8>(static_cast<const int8_t*>(weight.panels), outputs, inputs,
-                        numbers.numbers.get(), rows, threads,
+                        numbers.numbers, rows, threads,
                         [&](int64_t row, int64_t output, float sum) {
                             out[row * outputs + output] =
                                 sum * (weight.scales[output] * numbers.scales[row]);

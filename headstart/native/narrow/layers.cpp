@@ -96,10 +96,7 @@ extern "C" void headstart_float_layers(const LayerRun* runs, int64_t count, floa
             turn(k + r * keys, keys, dim, layer.k_heads, cos + angle, sin + angle);
         }
         const auto attend = [&](auto call, auto function) {
-            call.query = q, call.key = k, call.value = v, call.out = attended;
-            call.query_strides[0] = queries;
-            call.key_strides[0] = call.value_strides[0] = keys;
-            call.query_strides[1] = call.key_strides[1] = call.value_strides[1] = layer.head_dim;
+            call.set_rows(q, k, v, attended, queries, keys, layer.head_dim);
             function(runs[i].step, &call);
         };
         if (runs[i].call->key_scales == nullptr)

@@ -5,9 +5,10 @@
 //
 //     Number, Input         of the weight, and of the rows
 //     OUTPUTS               how many outputs are summed together, by the number of rows (1 to 4):
-//                           sums and weights fit in 16 registers
-//     load(from)            a step of the weight
-//     Sum.add(step, from)   adds the products of a step of the weight and of a row
+//                           sums, weights and one vector of a row fit in 16 registers
+//     Vector, PARTS         of which a step has so many; those of rows are aligned
+//     load(from, part)      one of the weight
+//     Sum.add(weight, row)  adds the products of two vectors
 //     Sum.total()           the sum for an output
 #pragma once
 
@@ -18,6 +19,7 @@ namespace {
 
 constexpr int64_t STEP = 16;       // inputs
 constexpr int64_t TILE = 1 << 16;  // bytes of the weight that stay in the second cache
+constexpr int64_t WHOLE = 12;      // outputs of a tile: in whole numbers of 1 to 4
 constexpr int64_t MOST_ROWS = 64;  // that stay there with them
 constexpr int TOGETHER = 4;        // outputs, and rows, whose sums are taken together at most
 
@@ -29,31 +31,41 @@ template <class Kind, int OUTPUTS, int ROWS>
 void multiply(const typename Kind::Number* weight, int64_t inputs,
               const typename Kind::Input* rows, float (*sums)[TOGETHER]) {
     using Number = typename Kind::Number;
+    using Vector = typename Kind::Vector;
     const int64_t whole = inputs / STEP, steps = steps_of(inputs);
     typename Kind::Sum sum[OUTPUTS][ROWS] = {};
-    const auto step = [&](int64_t at, int o, const Number* from) __attribute__((always_inline)) {
-        const auto numbers = Kind::load(from);
+    const auto step = [&](int64_t at, const Number* from, int64_t next) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+        for (int part = 0; part < Kind::PARTS; part++) {
+            Vector weights[OUTPUTS];
 #pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) sum[o][r].add(numbers, rows + (r * steps + at) * STEP);
+            for (int o = 0; o < OUTPUTS; o++) weights[o] = Kind::load(from + o * next, part);
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; r++) {
+                auto row = reinterpret_cast<const Vector*>(rows + (r * steps + at) * STEP)[part];
+                asm("" : "+x"(row));  // in a register, or every product loads it anew
+#pragma GCC unroll 4
+                for (int o = 0; o < OUTPUTS; o++) sum[o][r].add(weights[o], row);
+            }
+        }
     };
     // Rows of a weight are short: the hardware would find each anew. So the next ones are fetched
     // meanwhile: with few rows into the second cache, which waits for more lines than the first.
     constexpr auto HINT = ROWS <= 2 ? _MM_HINT_T1 : _MM_HINT_T0;
     const int64_t ahead = OUTPUTS * inputs;
-    for (int64_t at = 0; at < whole; at++)
+    for (int64_t at = 0; at < whole; at++) {
+        const Number* now = weight + at * STEP;
 #pragma GCC unroll 4
-        for (int o = 0; o < OUTPUTS; o++) {
-            const Number* now = weight + o * inputs + at * STEP;
-            _mm_prefetch(reinterpret_cast<const char*>(now + ahead), HINT);
-            step(at, o, now);
-        }
-    if (whole < steps)
-#pragma GCC unroll 4
-        for (int o = 0; o < OUTPUTS; o++) {
-            Number tail[STEP] = {};
-            std::memcpy(tail, weight + o * inputs + whole * STEP, inputs % STEP * sizeof(Number));
-            step(whole, o, tail);
-        }
+        for (int o = 0; o < OUTPUTS; o++)
+            _mm_prefetch(reinterpret_cast<const char*>(now + o * inputs + ahead), HINT);
+        step(at, now, inputs);
+    }
+    if (whole < steps) {
+        Number tails[OUTPUTS][STEP] = {};
+        for (int o = 0; o < OUTPUTS; o++)
+            std::memcpy(tails[o], weight + o * inputs + whole * STEP, inputs % STEP * sizeof(Number));
+        step(whole, tails[0], STEP);
+    }
 #pragma GCC unroll 4
     for (int o = 0; o < OUTPUTS; o++)
 #pragma GCC unroll 4
@@ -80,7 +92,7 @@ void multiply_rows(const typename Kind::Number* weight, int64_t outputs, int64_t
         }
     };
     const int64_t width = inputs * sizeof *weight;
-    const int64_t tile = std::max<int64_t>(TOGETHER, TILE / width / TOGETHER * TOGETHER);
+    const int64_t tile = std::max<int64_t>(WHOLE, TILE / width / WHOLE * WHOLE);
     parallel(threads, [&](int thread, int all) {
         const int64_t begin = outputs * thread / all, end = outputs * (thread + 1) / all;
         for (int64_t block = 0; block < count; block += MOST_ROWS)

@@ -219,10 +219,12 @@ def test_kept_rows_are_those_of_all_and_many_rows_are_left_to_modules() -> None:
     compiled = compile_layers(layers, shape, torch.float32)
     library = avx2_library()
     assert compiled is not None and library is not None
-    memory = PagedKVMemory([LayerLayout(2, 12, 12)] * 2, 9, BLOCK, torch.float32, "cpu")
+    blocks = list(range(-(-MANY_ROWS // BLOCK)))
+    layouts = [LayerLayout(2, 12, 12)] * 2
+    memory = PagedKVMemory(layouts, len(blocks), BLOCK, torch.float32, "cpu")
     backend = NativeAttention(memory, library)
     for rows in (5, MANY_ROWS - 1, MANY_ROWS):
-        plan = StepPlan(torch.arange(rows), (Span(0, rows, rows, list(range(9))),))
+        plan = StepPlan(torch.arange(rows), (Span(0, rows, rows, blocks),))
         hidden, turns = reader.draw(rows, 48), reader.draw(rows, 12)
         angles = (turns.cos(), turns.sin())
         backend.begin_step(plan)

@@ -13,8 +13,6 @@ An exception may even interrupt the rolling back; the next call then completes i
 import time
 from collections.abc import Sequence
 
-from transformers import PreTrainedTokenizerBase
-
 from headstart.attention import make_backend
 from headstart.engine.adapters.store import AdapterStore
 from headstart.engine.batch import Batch
@@ -38,6 +36,7 @@ from headstart.engine.text.max_length import TextLimit
 from headstart.engine.tiering.tiers import make_tiers
 from headstart.errors import EngineError, RequestError
 from headstart.models.decoder import DecoderModel
+from headstart.models.tokenizer import Tokenizer
 
 
 class Engine:
@@ -98,7 +97,7 @@ class Engine:
     def of_model(
         cls,
         decoder: DecoderModel,
-        tokenizer: PreTrainedTokenizerBase | None,
+        tokenizer: "Tokenizer | None",
         config: EngineConfig,
         hooks: EngineHooks | None = None,
     ) -> "Engine":

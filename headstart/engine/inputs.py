@@ -1,15 +1,16 @@
 """From what a user hands over to token ids that the model can take, or a clear error."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import MultiModalItem
 from headstart.engine.images.prompt import ImagePrompts
@@ -22,6 +23,9 @@ from headstart.engine.text.max_length import TextLimit
 from headstart.engine.vllm_api.calls import PROMPT
 from headstart.errors import RequestError
 from headstart.validation import Number, check_name, describe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Prompt = PromptType | Mapping[str, Any] | PreparedPrompt
 """A text, token ids, vLLM's `{"prompt": ...}` / `{"prompt_token_ids": ...}`, to which may come

@@ -6,14 +6,15 @@ kept under the text that they spell, and a prompt that begins with such a text b
 ids. Only what follows is tokenised.
 """
 
+from __future__ import annotations
+
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import Namespace
 from headstart.engine.chat.messages import (
@@ -28,6 +29,9 @@ from headstart.engine.text.index import TextIndex
 from headstart.engine.text.max_length import TextLimit
 from headstart.errors import RequestError
 from headstart.validation import check_utf8, shorten
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_TEXTS = 4096
 MAX_BYTES = 64 * 2**20

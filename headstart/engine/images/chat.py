@@ -10,11 +10,11 @@ The brackets are two code points that Unicode keeps for a program's own use and 
 hold; a text that has them is refused.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headstart.cache import Namespace
 from headstart.engine.chat.conversation import ChatPrompt, ConversationMemory
@@ -31,6 +31,9 @@ from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.text.codec import Spelling
 from headstart.errors import RequestError
 from headstart.validation import check_utf8, describe, shorten
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["ImageChat", "ImageMessages", "ImageSpelling", "read_messages"]
 

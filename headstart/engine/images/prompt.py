@@ -6,12 +6,13 @@ prompt came about, never from their ids: until the prompt is settled they are ma
 that no token has. So a text that spells the placeholder, and a model that generates it, stay text.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import MultiModalItem, Shares
 from headstart.cache.identity import MAX_TOKEN_ID
@@ -32,6 +33,9 @@ from headstart.engine.text.codec import encode_text
 from headstart.errors import EngineError, RequestError
 from headstart.models.image_encoder import PlacedImage, VisionFacts, VisionModel
 from headstart.validation import describe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["IMAGE_MARK", "ImagePrompts", "make_image_prompts"]
 

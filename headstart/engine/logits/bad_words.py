@@ -1,13 +1,18 @@
 """Words that an answer may not have: a token that would complete one is banned."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from headstart.engine.logits.protocol import Failures, Rows, TokenMask
 from headstart.engine.text.codec import encode_text
 from headstart.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["BadWords", "spell_words"]
 

@@ -1,8 +1,12 @@
 """What is known of a model's tokens."""
 
-from typing import NamedTuple
+from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 __all__ = ["Vocabulary"]
 

@@ -1,9 +1,10 @@
 """The parts of an engine, made for a model that is loaded."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from headstart.attention import PagedKVMemory
 from headstart.cache import BlockNames, CacheConfig, KVCacheManager
@@ -25,6 +26,9 @@ from headstart.tiers import (
     RemoteStore,
     make_folder,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Parts", "make_parts", "open_stores"]
 

@@ -6,6 +6,8 @@ for a form: in the thread that prepares a request, never in a step. Each answer 
 of its own, a copy of the compiled one, which takes microseconds.
 """
 
+from __future__ import annotations
+
 import functools
 import json
 import random
@@ -16,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.structured.multiples import check_grammar, check_multiples
@@ -29,6 +30,7 @@ from headstart.imports import install
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["NAMES_SPECIAL", "GrammarCompiler", "TokenMasks", "check_form"]
 
@@ -78,7 +80,7 @@ class TokenMasks:
         bits[[token_id for token_id in token_ids if token_id < len(bits)]] = 1
         return np.packbits(bits, bitorder="little")
 
-    def compute(self, matchers: list["LLMatcher"]) -> np.ndarray:
+    def compute(self, matchers: list[LLMatcher]) -> np.ndarray:
         """The next mask of each matcher, uint8 `[matchers, num_bytes]`."""
         masks = np.empty((len(matchers), self.num_bytes), dtype=np.uint8)
         numbered = [(matcher, at) for at, matcher in enumerate(matchers)]
@@ -106,7 +108,7 @@ class GrammarCompiler:
         """The model's tokens. Raises RequestError."""
         return self._masks()
 
-    def matcher(self, form: Form) -> "LLMatcher":
+    def matcher(self, form: Form) -> LLMatcher:
         """A matcher at the beginning of a form. Raises RequestError."""
         return self._compiled(form).deep_copy()
 
@@ -123,7 +125,7 @@ class GrammarCompiler:
                 f"structured_outputs cannot use the model's tokenizer: {explain(error)}"
             ) from error
 
-    def _compile(self, form: Form) -> "LLMatcher":
+    def _compile(self, form: Form) -> LLMatcher:
         """A matcher that has followed an answer's beginning: its first masks take the longest."""
         masks = self.masks
         if form.kind not in NAMES_SPECIAL:
@@ -175,7 +177,7 @@ def _untried(form: Form, masks: TokenMasks) -> str:
     return _why(found) if found.is_error() else ""
 
 
-def _why(found: "LLMatcher | Exception") -> str:
+def _why(found: LLMatcher | Exception) -> str:
     return (str(found) or repr(found)) if isinstance(found, Exception) else found.get_error()
 
 
@@ -204,14 +206,14 @@ def _grammar(form: Form, special: Mapping[str, int]) -> str:
     return str(library.LLMatcher.grammar_from_json_schema(form.text, defaults=options))
 
 
-def _limits() -> "LLParserLimits":
+def _limits() -> LLParserLimits:
     limits: LLParserLimits = _library().LLParserLimits(
         max_items_in_row=MAX_ITEMS_IN_ROW, verbose_errors=False
     )
     return limits
 
 
-def _build(form: Form, masks: TokenMasks) -> "LLMatcher":
+def _build(form: Form, masks: TokenMasks) -> LLMatcher:
     matcher: LLMatcher = _library().LLMatcher(
         masks.tokenizer, _grammar(form, masks.special_ids), log_level=0, limits=_limits()
     )
@@ -222,7 +224,7 @@ def _build(form: Form, masks: TokenMasks) -> "LLMatcher":
     return tried if tried.is_error() else matcher
 
 
-def _follow(matcher: "LLMatcher", masks: TokenMasks) -> "LLMatcher":
+def _follow(matcher: LLMatcher, masks: TokenMasks) -> LLMatcher:
     """The matcher after the first tokens of an answer, drawn at random but always alike.
 
     Whether a form is within llguidance's limits shows in its masks, not before.

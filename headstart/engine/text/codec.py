@@ -1,18 +1,21 @@
 """Texts and token ids, back and forth, for prompts that are put together from pieces."""
 
-from collections.abc import Sequence
-from itertools import takewhile
+from __future__ import annotations
 
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from headstart.errors import PromptTooLongError, RequestError
+from headstart.imports import load_module
 from headstart.validation import describe, shorten
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Spelling", "encode_text", "too_many_tokens"]
 
 _LONG = 1 << 16  # characters
-_ENCODING = ("__call__", "_encode_plus", "encode")
 
 
 def too_many_tokens(count: int, max_model_len: int) -> PromptTooLongError:
@@ -39,7 +42,9 @@ def encode_text(
     the text. Making and dropping those of a million tokens stops every thread for 0.1 s.
     """
     try:
-        backend = _plain_backend(tokenizer) if len(text) > _LONG else None
+        backend: Tokenizer | None = None
+        if len(text) > _LONG:
+            backend = load_module("headstart.models.auto_tokenizer").plain_backend(tokenizer)
         if backend is not None:
             [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             if max_model_len is not None and len(encoding) >= max_model_len:
@@ -57,19 +62,6 @@ def encode_text(
             f"the tokenizer refuses {describe(text)}: {type(error).__name__}: {shorten(str(error))}"
         ) from error
     return token_ids
-
-
-def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """The tokenizer that makes all of the ids; None if transformers or a subclass does a part."""
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        return None
-    own = takewhile(lambda kind: kind is not PreTrainedTokenizerFast, type(tokenizer).__mro__)
-    backend = tokenizer.backend_tokenizer
-    is_changed = any(name in vars(kind) for kind in own for name in _ENCODING)
-    is_set = backend.truncation is not None or backend.padding is not None
-    if is_changed or is_set or backend.encode_special_tokens != tokenizer.split_special_tokens:
-        return None
-    return backend
 
 
 class Spelling:

@@ -6,9 +6,14 @@ and without the new tokens, and emits the difference once it ends in a whole cha
 window begins one emission back; its length does not grow with the text.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no character, or not yet
 

@@ -7,15 +7,19 @@ for a tokenizer that does not give a difficult text back as it was. A text beyon
 refused even if its tokenizer would make few tokens of it.
 """
 
+from __future__ import annotations
+
 from functools import cached_property
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from headstart.engine.text.codec import encode_text
 from headstart.errors import PromptTooLongError, RequestError
 from headstart.models.tokenizer import load_tokenizer
 from headstart.validation import check_utf8
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["TextLimit", "check_text_fits"]
 

@@ -1,11 +1,15 @@
 """The text that is kept with blocks, so that people recognise their prompts; where they asked."""
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from headstart.engine.config import EngineConfig
 from headstart.engine.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Spell", "make_spell"]
 

@@ -1,10 +1,12 @@
 """The configuration of a dense decoder, read without any code of its architecture."""
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
-from transformers import PreTrainedConfig
+import torch
 
+from headstart.imports import load_module
 from headstart.models.dense.shape import OtherKind
 from headstart.models.families import Family
 
@@ -20,21 +22,33 @@ _MAY_BE_NULL = frozenset(
 )
 
 
-class DenseConfig(PreTrainedConfig):
-    """transformers' configuration of no architecture in particular.
+# Keys beside a family's defaults that change nothing here, or are read by name.
+_HARMLESS = frozenset(
+    {
+        *("architectures", "transformers_version", "dtype", "torch_dtype", "rope_parameters"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "use_mrope", "rope_scaling"),
+        *("attention_dropout", "initializer_range", "pretraining_tp", "layer_types", "rope_theta"),
+        *("sliding_window", "use_sliding_window", "max_window_layers"),
+    }
+)
+_THETA = 10_000.0  # of rotary positions, where nothing says another
+_WINDOWS = frozenset({"full_attention", "sliding_attention"})
 
-    It brings the reading of rotary parameters, old and new, with their checks. All other keys
-    become attributes.
+
+class DenseConfig(SimpleNamespace):
+    """The keys of a config.json as attributes, for angles that are not scaled."""
+
+    def get_text_config(self) -> "DenseConfig":
+        """This one: a dense decoder has no other part."""
+        return self
+
+
+def read_config(family: Family, content: Mapping[str, Any]) -> Any:
+    """The content of a config.json, with the family's defaults; raises `OtherKind`.
+
+    A `DenseConfig`, or transformers' own for keys that only transformers knows how to read. To
+    import it takes a second, which most models need not wait for.
     """
-
-    model_type = "headstart_dense"
-    rope_parameters: dict[str, Any] | None = None
-    layer_types: list[str] | None = None
-    max_position_embeddings: int = 2048
-
-
-def read_config(family: Family, content: Mapping[str, Any]) -> DenseConfig:
-    """The content of a config.json, with the family's defaults; raises `OtherKind`."""
     for name, default in family.defaults.items():
         if name in content:
             _check_type(name, content[name], default)
@@ -45,12 +59,40 @@ def read_config(family: Family, content: Mapping[str, Any]) -> DenseConfig:
         merged["head_dim"] = merged["head_dim"] or (
             merged["hidden_size"] // merged["num_attention_heads"]
         )
-        return DenseConfig(**merged)
+        plain = _read_plain(family, merged)
+        if plain is not None:
+            return plain
+        return load_module("headstart.models.dense.scaled_rotary").RotaryConfig(**merged)
     except OtherKind:
         raise
     # Wrong values raise KeyError, TypeError, ValueError and errors of huggingface_hub's own.
     except Exception as error:
         raise OtherKind(f"its configuration is not as expected: {error}") from error
+
+
+def _read_plain(family: Family, merged: Mapping[str, Any]) -> DenseConfig | None:
+    """The configuration; None if it says what is not read here."""
+    if merged.keys() - family.defaults.keys() - _HARMLESS or merged.get("partial_rotary_factor"):
+        return None
+    theta = merged.get("rope_theta", _THETA)
+    angles = {"rope_theta": theta, **(merged.get("rope_parameters") or {})}
+    kind, theta = angles.pop("rope_type", "default"), angles.pop("rope_theta")
+    is_scaled = merged.get("rope_scaling") or angles or kind != "default"
+    if is_scaled or type(theta) not in (int, float):
+        return None
+    layers = merged.get("layer_types")
+    if layers is not None and not (
+        isinstance(layers, list)
+        and len(layers) == merged["num_hidden_layers"]
+        and all(isinstance(layer, str) and layer in _WINDOWS for layer in layers)
+    ):
+        return None
+    kept = merged.get("dtype") or merged.get("torch_dtype")
+    dtype = getattr(torch, kept, kept) if isinstance(kept, str) else kept
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        return None
+    found = {"rope_parameters": {"rope_theta": theta, "rope_type": kind}, "layer_types": layers}
+    return DenseConfig(**{**merged, **found, "dtype": dtype})
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:

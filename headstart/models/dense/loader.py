@@ -4,13 +4,14 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from headstart.errors import DamagedModelError, HeadstartError, OutOfMemoryError
 from headstart.models.context_length import context_length
-from headstart.models.dense.config import DenseConfig, read_config
+from headstart.models.dense.config import read_config
 from headstart.models.dense.decoder import DenseDecoder, DenseModules, Description
 from headstart.models.dense.quantized import OwnBitsReader, QuantizedReader
 from headstart.models.dense.rotary import read_frequencies
@@ -157,7 +158,7 @@ def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
     return about, kept
 
 
-def _eos_token_ids(folder: Path, config: DenseConfig) -> frozenset[int]:
+def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
     path = folder / "generation_config.json"
     found = read_json(path).get("eos_token_id") if path.is_file() else None
     found = config.eos_token_id if found is None else found

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from headstart.imports import load_module
 from headstart.models.dense.shape import DecoderShape, OtherKind
 
 __all__ = ["AngleTable", "Angles", "Frequencies", "read_frequencies", "rotate"]
@@ -42,15 +42,18 @@ def read_frequencies(config: Any, kind: str, shape: DecoderShape) -> Frequencies
         width = int(head_dim * part)
         powers = torch.arange(0, width, 2, dtype=torch.float32) / width
         found = Frequencies(1.0 / parameters["rope_theta"] ** powers)
-    elif rope in ROPE_INIT_FUNCTIONS:
-        named = {"layer_type": kind} if kind else {}
-        values, scale = ROPE_INIT_FUNCTIONS[rope](config, torch.device("cpu"), **named)
-        found = Frequencies(values.float(), float(scale))
-        lengths = {len(parameters[name]) for name in _FACTORS if name in parameters}
-        if lengths - {len(values)}:
-            raise OtherKind(f"its rotary positions have factors for {lengths} of {len(values)}")
     else:
-        raise OtherKind(f"its rotary positions are {rope}")
+        scaling = load_module("headstart.models.dense.scaled_rotary")
+        scaled = scaling.scale_frequencies(rope, config, kind)
+        if scaled is None:
+            raise OtherKind(f"its rotary positions are {rope}")
+        found = Frequencies(*scaled)
+        lengths, count = (
+            {len(parameters[n]) for n in _FACTORS if n in parameters},
+            len(found.values),
+        )
+        if lengths - {count}:
+            raise OtherKind(f"its rotary positions have factors for {lengths} of {count}")
     if not torch.isfinite(found.values).all() or 2 * len(found.values) > head_dim:
         raise OtherKind(f"its rotary positions have {len(found.values)} frequencies, or infinite")
     if not math.isfinite(found.scale):

@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from headstart.engine.text import codec
 from headstart.engine.text.codec import encode_text
 from headstart.errors import RequestError
+from headstart.models.auto_tokenizer import plain_backend
 from headstart.models.tokenizer import load_tokenizer
 from tests.tiny_tokenizers import END_OF_TURN, TINY_TOKENIZERS
 
@@ -37,17 +38,17 @@ def test_a_long_text_has_the_ids_that_transformers_gives(special: bool, split: b
 
 def test_a_tokenizer_that_adds_its_own_is_asked_itself() -> None:
     plain = TINY_TOKENIZERS["byte_level"]()
-    assert codec._plain_backend(plain) is not None
+    assert plain_backend(plain) is not None
 
     class Louder(PreTrainedTokenizerFast):
         def encode(self, text, **options):  # type: ignore[no-untyped-def]
             return super().encode(text.upper(), **options)
 
     louder = Louder(tokenizer_object=plain.backend_tokenizer)  # type: ignore[attr-defined]
-    assert codec._plain_backend(louder) is None
+    assert plain_backend(louder) is None
     assert encode_text(louder, TEXT) == plain.encode(TEXT.upper())
     plain.backend_tokenizer.enable_truncation(8)  # type: ignore[attr-defined]
-    assert codec._plain_backend(plain) is None
+    assert plain_backend(plain) is None
     assert len(encode_text(plain, TEXT)) > 8
 
 

@@ -31,6 +31,7 @@ from headstart.models.dense.loader import load_dense
 from headstart.models.families import FAMILIES
 from headstart.models.loader import load_model
 from tests.tiny_models import VOCABULARY, save_tiny, tiny_config, tiny_model
+from tests.tiny_tokenizers import TINY_TOKENIZERS
 
 CPU = torch.device("cpu")
 NAMES = {"gemma3": "gemma3_text"}  # of tests/tiny_models, where they are not the model types
@@ -251,19 +252,32 @@ def test_given_embeddings_replace_those_of_tokens(tmp_path: Path) -> None:
 
 PROGRAM = """
 import sys
-from headstart import LLM
+from headstart import LLM, SamplingParams
 llm = LLM(sys.argv[1], num_blocks=16, cache_dir="off")
-assert len(llm.generate({"prompt_token_ids": [5, 6, 7]})[0].outputs[0].token_ids) > 0
-heavy = ("transformers.modeling_utils", "transformers.activations", "torch._dynamo",
-         "transformers.image_processing_utils", "transformers.models.qwen2")
-print([name for name in heavy if name in sys.modules])
+params = SamplingParams(max_tokens=2, detokenize=False, top_k=5, top_p=0.9, min_p=0.01,
+                        repetition_penalty=1.1)
+assert len(llm.generate({"prompt_token_ids": [5, 6, 7]}, params)[0].outputs[0].token_ids) > 0
+print([name for name in sys.argv[2:] if name in sys.modules])
 """
+HEAVY = ("transformers.modeling_utils", "transformers.activations", "torch._dynamo")
+HEAVY += ("transformers.image_processing_utils", "transformers.models.qwen2.modeling_qwen2")
 
 
-def test_no_modelling_code_of_transformers_is_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_what_is_not_imported(has_tokenizer: bool, tmp_path: Path) -> None:
+    """No modelling code of transformers; without a tokenizer nothing of it, which takes a second.
+
+    Nor does a prompt that is sampled import it then.
+    """
     folder = save_tiny("qwen2", tmp_path)
+    if has_tokenizer:
+        TINY_TOKENIZERS["byte_level"]().save_pretrained(folder)
+    unwanted = HEAVY if has_tokenizer else (*HEAVY, "transformers", "tokenizers", "PIL")
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", PROGRAM, str(folder), *unwanted],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"

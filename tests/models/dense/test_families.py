@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from headstart.models.dense.config import read_config
+from headstart.models.context_length import context_length
+from headstart.models.dense.config import DenseConfig, read_config
 from headstart.models.dense.rotary import read_frequencies
 from headstart.models.dense.shape import DecoderShape, OtherKind
 from headstart.models.families import FAMILIES, read_shape
@@ -13,6 +14,11 @@ from tests.tiny_models import tiny_config
 
 # Keys that a family's configuration class does not have: they say that the family has no such part.
 OF_OTHERS = {"mlp_bias", "attention_bias", "head_dim", "hidden_act", "max_window_layers"}
+
+
+# Of the keys that transformers writes, those that are in the config.json of models.
+KEPT = {key for family in FAMILIES.values() for key in family.defaults}
+KEPT |= {"architectures", "dtype", "rope_parameters", "layer_types", "eos_token_id", "use_cache"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -111,6 +117,59 @@ def test_rotary_positions_that_a_family_does_not_have(
     config = read_config(FAMILIES[name], content)
     with pytest.raises(OtherKind, match=reason):
         read_frequencies(config, "", read_shape(FAMILIES[name], config))
+
+
+PLAIN = sorted(FAMILIES.keys() - {"gemma3_text", "phi3"})  # these two have other angles
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_parameters": None},
+        {"rope_parameters": {"rope_theta": 7.5e5}},
+        {"rope_parameters": None, "rope_theta": 123},
+        {"rope_parameters": {"rope_type": "default"}, "rope_theta": 99.0},
+        {"dtype": None, "torch_dtype": "float16", "eos_token_id": [1, 2]},
+        {"layer_types": ["full_attention"] * 3, "architectures": None},
+    ],
+)
+def test_a_plain_configuration_says_what_transformers_reads(
+    name: str, changes: dict[str, Any]
+) -> None:
+    family, content = FAMILIES[name], tiny_config(name).to_dict()
+    content = {key: value for key, value in content.items() if key in KEPT} | changes
+    found = []
+    for extra in ({}, {"unknown_key": 1}):  # transformers reads what has a key that we do not know
+        config = read_config(family, content | extra)
+        assert isinstance(config, DenseConfig) is not bool(extra)
+        shape = read_shape(family, config)
+        frequencies = read_frequencies(config, "", shape)
+        facts = (shape, frequencies.scale, context_length(config), config.dtype)
+        found.append((*facts, config.eos_token_id, frequencies.values.tolist()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_theta": "10"}},
+        {"partial_rotary_factor": 0.5},
+        {"layer_types": ["full_attention"]},
+        {"dtype": "no dtype"},
+        {"per_layer_config": {}},
+    ],
+)
+def test_what_is_not_plain_is_read_by_transformers(changes: dict[str, Any]) -> None:
+    content = {key: value for key, value in tiny_config("llama").to_dict().items() if key in KEPT}
+    try:
+        found = read_config(FAMILIES["llama"], content | changes)
+    except OtherKind:
+        return  # as transformers refuses it
+    assert isinstance(found, PreTrainedConfig)
 
 
 def test_gemma3_takes_a_kind_called_type() -> None:

@@ -1,0 +1,85 @@
+"""Tokenizers as transformers loads them; imports it, which takes a second."""
+
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import (
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from headstart.errors import DamagedModelError, UnsupportedModelError
+from headstart.models.families import FAMILIES
+from headstart.models.files import read_json
+from headstart.models.silence_transformers import silence_transformers
+
+__all__ = ["load_auto_tokenizer", "plain_backend"]
+
+_ENCODING = ("__call__", "_encode_plus", "encode")
+
+
+def load_auto_tokenizer(folder: Path, settings: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder that has a vocabulary; `settings`: of tokenizer_config.json.
+
+    Raises `DamagedModelError` or `UnsupportedModelError`.
+    """
+    own_code = settings.get("auto_map") or {}  # older ones hold the tokenizer's names alone
+    needs_own_code = isinstance(own_code, list) or "AutoTokenizer" in own_code
+    named = _name_architecture(folder) if settings.get("tokenizer_class") else {}
+    try:
+        with silence_transformers():
+            loaded = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, **named
+            )
+    # transformers raises KeyError, TypeError, ValueError, OSError; tokenizers a bare Exception.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        if needs_own_code:
+            raise UnsupportedModelError(
+                f"the tokenizer in {folder} brings code of its own, which is not run"
+            ) from error
+        if (folder / "tokenizer.json").is_file():
+            read_json(folder / "tokenizer.json")  # raises if this is the reason
+        elif isinstance(error, ImportError) or "sentencepiece" in reason:
+            raise UnsupportedModelError(
+                f"the tokenizer in {folder} has no tokenizer.json and cannot be converted: {reason}"
+            ) from error
+        raise DamagedModelError(
+            f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {reason}"
+        ) from error
+    assert isinstance(loaded, PreTrainedTokenizerBase)
+    return loaded
+
+
+def _name_architecture(folder: Path) -> dict[str, Any]:
+    """AutoTokenizer's argument `config`, if the architecture is one that has no code to import.
+
+    transformers only looks at the names in it where the tokenizer's class is known, and takes
+    seconds to import the architecture's own configuration.
+    """
+    path = folder / "config.json"
+    content = read_json(path) if path.is_file() else {}
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        return {}
+    config: Any = PreTrainedConfig()
+    config.tokenizer_class = content.get("tokenizer_class")
+    config.model_type, config._name_or_path = kind, str(folder)
+    return {"config": config}
+
+
+def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
+    """The tokenizer that makes all of the ids; None if transformers or a subclass does a part."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    own = takewhile(lambda kind: kind is not PreTrainedTokenizerFast, type(tokenizer).__mro__)
+    backend = tokenizer.backend_tokenizer
+    is_changed = any(name in vars(kind) for kind in own for name in _ENCODING)
+    is_set = backend.truncation is not None or backend.padding is not None
+    if is_changed or is_set or backend.encode_special_tokens != tokenizer.split_special_tokens:
+        return None
+    return backend

@@ -1,0 +1,55 @@
+"""What leaves out and weighs tokens, against transformers' warpers, to the last bit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from headstart.engine.sampling.warpers import (
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    penalise_repetition,
+)
+
+VOCABULARY = 40
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999, 1 - 1e-6])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 5.0])
+def test_top_p_from_the_top_keeps_what_sorting_all_keeps(top_p: float, scale: float) -> None:
+    """A vocabulary larger than what is looked at first: flat rows need the sort, others do not."""
+    scores = scale * torch.randn(4, 5000, generator=torch.Generator().manual_seed(0))
+    ids = torch.LongTensor(4, 0)
+    expected = TopPLogitsWarper(top_p)(ids, scores)
+    assert torch.equal(keep_top_p(scores, top_p), expected)
+
+
+@given(
+    seed=st.integers(0, 1000),
+    scale=st.sampled_from([0.0, 0.01, 1.0, 30.0]),  # 0: all are as likely
+    count=st.integers(1, VOCABULARY + 2),
+    share=st.floats(0, 1),
+    penalty=st.floats(1e-9, 1e9),
+    seen=st.lists(st.integers(0, VOCABULARY + 3), min_size=1),
+)
+def test_warpers_have_the_bits_of_transformers(
+    seed: int, scale: float, count: int, share: float, penalty: float, seen: list[int]
+) -> None:
+    """Of ids that the LM head does not have, too, and of rows in which some are left out."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = scale * torch.randn(2, VOCABULARY, generator=generator)
+    ids = torch.LongTensor([seen, seen])
+    scores[1, seed % VOCABULARY] = float("-inf")
+    for own, theirs in (
+        (keep_min_p(scores, share), MinPLogitsWarper(share)),
+        (keep_top_k(scores, count), TopKLogitsWarper(count)),
+        (penalise_repetition(scores, ids, penalty), RepetitionPenaltyLogitsProcessor(penalty)),
+    ):
+        assert torch.equal(own, theirs(ids, scores))

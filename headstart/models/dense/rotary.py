@@ -48,11 +48,8 @@ def read_frequencies(config: Any, kind: str, shape: DecoderShape) -> Frequencies
         if scaled is None:
             raise OtherKind(f"its rotary positions are {rope}")
         found = Frequencies(*scaled)
-        lengths, count = (
-            {len(parameters[n]) for n in _FACTORS if n in parameters},
-            len(found.values),
-        )
-        if lengths - {count}:
+        count, lengths = len(found.values), {len(parameters.get(n, found.values)) for n in _FACTORS}
+        if lengths != {count}:
             raise OtherKind(f"its rotary positions have factors for {lengths} of {count}")
     if not torch.isfinite(found.values).all() or 2 * len(found.values) > head_dim:
         raise OtherKind(f"its rotary positions have {len(found.values)} frequencies, or infinite")

@@ -126,7 +126,11 @@ def _prepare_phi3(content: dict[str, Any]) -> None:
 
 def _gemma(config: Any) -> dict[str, Any]:
     scalar = getattr(config, "query_pre_attn_scalar", None) or config.head_dim
-    return {"scaling": scalar**-0.5, "embedding_scale": config.hidden_size**0.5}
+    return {
+        "scaling": scalar**-0.5,
+        "embedding_scale": config.hidden_size**0.5,
+        "rounded_embedding_scale": True,
+    }
 
 
 def _gemma2(config: Any) -> dict[str, Any]:

@@ -184,8 +184,10 @@ class DenseDecoder(DecoderModel):
         assert backend is not None, "attach() comes first"
         body = self._modules.model
         x: Tensor = body.embed_tokens(token_ids)
-        if self._about.shape.embedding_scale is not None:
-            x = x * torch.tensor(self._about.shape.embedding_scale, dtype=x.dtype, device=x.device)
+        scale = self._about.shape.embedding_scale
+        if scale is not None:
+            rounded = self._about.shape.rounded_embedding_scale
+            x = x * (x.new_tensor(scale) if rounded else scale)
         if embeddings is not None:
             x = x.index_copy(0, embeddings.rows, embeddings.values.to(x))
         angles = {kind: table(positions) for kind, table in self._angles.items()}

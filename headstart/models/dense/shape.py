@@ -65,6 +65,8 @@ class DecoderShape:
     softcap: float | None = None
     """Cap of the scores."""
     embedding_scale: float | None = None
+    rounded_embedding_scale: bool = False
+    """The scale of embeddings is rounded to their dtype first."""
     residual_scale: float | None = None
     logit_divisor: float | None = None
     logit_softcap: float | None = None

@@ -24,6 +24,7 @@ __all__ = ["doctor"]
 _SETS = {
     "avx2": "AVX2",
     "fma": "FMA",
+    "f16c": "F16C",
     "avx512f": "AVX-512",
     "avx512_bf16": "AVX-512 bf16",
     "avx512_vnni": "AVX-512 VNNI",
@@ -91,9 +92,9 @@ def _auto() -> str:
 
 def _hints(has_gpu: bool) -> Iterator[str]:
     is_x86 = platform.machine() in X86
-    if is_x86 and not native.is_built() and cpu_flags() >= {"avx2", "fma"}:
+    if is_x86 and not native.is_built() and cpu_flags() >= native.NEEDED_FOR_AVX2:
         yield "install g++, then headstart again: compiled kernels"
-    if is_x86 and cpu_flags() >= {"avx2", "fma"} and os.environ.get("HEADSTART_NATIVE") != "0":
+    if is_x86 and cpu_flags() >= native.NEEDED_FOR_AVX2 and os.environ.get("HEADSTART_NATIVE") != "0":
         yield "--weights int8: a token reads half of what it does in bfloat16"
     if has_gpu:
         yield "--device cuda"

@@ -31,7 +31,8 @@ INTERFACE = 19
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
 """The CPU flags that the kernels need, as Linux spells them."""
 
-_NEEDED_FOR_AVX2 = frozenset({"avx2", "fma"})
+NEEDED_FOR_AVX2 = frozenset({"avx2", "fma", "f16c"})
+"""The same, of those that need AVX2 only."""
 # What headstart_native_level() tells.
 _AVX2, _AVX512, AMX = 1, 2, 3
 _CAPS = {"": AMX, "avx2": _AVX2, "avx512": _AVX512}  # of HEADSTART_CPU
@@ -80,7 +81,7 @@ def _is_wanted() -> bool:
 def advise() -> None:
     """Log, once per process, how to install the kernels if this CPU could run them."""
     is_missing = _is_wanted() and _load(_FOLDER) is None
-    if is_missing and (cpu_flags() >= NEEDED or cpu_flags() >= _NEEDED_FOR_AVX2):
+    if is_missing and (cpu_flags() >= NEEDED or cpu_flags() >= NEEDED_FOR_AVX2):
         _log.warning(
             "headstart runs without its compiled kernels, up to several times slower: install "
             "GCC's C++ compiler (Debian, Ubuntu: apt install g++), then headstart again, in the "

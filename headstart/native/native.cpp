@@ -131,10 +131,12 @@ const LayoutEntry headstart_layout[] = {
 
 int headstart_native_interface() { return HEADSTART_NATIVE_INTERFACE; }
 
-// Which files this CPU can run: 3 all, 2 those that need AVX-512 with bf16, 1 those that need AVX2
-// and FMA, 0 none.
+// Which files this CPU can run: 3 all, 2 those that need AVX-512 with bf16, 1 those that need AVX2,
+// FMA and F16C, 0 none.
 int headstart_native_level() {
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+        !__builtin_cpu_supports("f16c"))
+        return 0;
     const bool all = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                      __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");

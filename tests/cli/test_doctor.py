@@ -25,9 +25,10 @@ def test_this_machine() -> None:
 @pytest.mark.parametrize(
     ("flags", "built", "level", "kernels", "faster"),
     [
-        ({"avx2", "fma"}, True, 1, "whole layers of few rows, in float32", "int8"),
-        ({"avx2", "fma"}, False, 0, "not built", "install g++"),
-        ({"avx2", "fma", *native.NEEDED}, True, 2, "all: whole layers", "int8"),
+        ({"avx2", "fma", "f16c"}, True, 1, "whole layers of few rows, in float32", "int8"),
+        ({"avx2", "fma", "f16c"}, False, 0, "not built", "install g++"),
+        ({"avx2", "fma"}, True, 0, "none is for this CPU", None),
+        ({"avx2", "fma", "f16c", *native.NEEDED}, True, 2, "all: whole layers", "int8"),
         (set(), True, 0, "none is for this CPU", None),
     ],
 )

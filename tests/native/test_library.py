@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import re
 import runpy
 import shutil
 import tomllib
@@ -39,8 +40,20 @@ def test_it_is_there_where_compiler_and_cpu_are(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("HEADSTART_CPU", raising=False)
     if shutil.which("g++") is None:
         pytest.skip("no compiler here")
-    assert not cpu_flags() >= {"avx2", "fma"} or native.avx2_library() is not None
+    assert not cpu_flags() >= native.NEEDED_FOR_AVX2 or native.avx2_library() is not None
     assert not cpu_flags() >= native.NEEDED or native.library() is not None
+
+
+def test_flags_are_asked_for_that_the_sources_are_compiled_for() -> None:
+    """int4's products convert float16: without F16C, which nobody asked for, they would end the
+    process."""
+    found: dict[bool, set[str]] = {False: set(), True: set()}
+    for file in (*FOLDER.rglob("*.cpp"), *FOLDER.rglob("*.h")):
+        for flags in re.findall(r'#pragma GCC target\("([^"]+)"\)', file.read_text()):
+            if not flags.startswith("amx"):
+                found["avx512" in flags] |= set(flags.split(","))
+    assert found[False] == native.NEEDED_FOR_AVX2
+    assert found[True] - {"fma"} == {flag.replace("_", "") for flag in native.NEEDED}
 
 
 @pytest.fixture
@@ -114,7 +127,8 @@ def test_another_switch_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch
         (native.NEEDED | {"avx2"}, "1", torch.bfloat16, 1),
         (native.NEEDED | {"avx2"}, "1", torch.float32, 1),
         (native.NEEDED, "1", torch.float16, 0),  # which the kernels do not serve
-        (frozenset({"avx2", "fma"}), "1", torch.bfloat16, 1),
+        (native.NEEDED_FOR_AVX2, "1", torch.bfloat16, 1),
+        (native.NEEDED_FOR_AVX2 - {"f16c"}, "1", torch.bfloat16, 0),
         (native.NEEDED - {"avx512_bf16"}, "1", torch.bfloat16, 0),  # a compiler would not help
         (native.NEEDED, "0", torch.bfloat16, 0),
     ],

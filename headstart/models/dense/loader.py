@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -68,26 +68,17 @@ def load_dense(
         outline = Outline()
         DenseModules(about.shape, outline)
         check_tensors(checkpoint, outline, about.shape.tied)
-        held = set(checkpoint.dtypes(n for n, shape in outline.shapes.items() if len(shape) == 2))
+        held = set(checkpoint.dtypes(outline.matrices))
         kept = kept or checkpoint.dtypes(outline.shapes)[0]
         if scheme is not None and kept == torch.float16 and device.type == "cpu":
             kept = torch.bfloat16  # of rows: no kernel is made for float16
         wanted = dtype if isinstance(dtype, torch.dtype) else own_dtype(kept, held, device)
         try:
-            floats = FloatReader(checkpoint, wanted, device)
-            quantised = _quantised_reader(checkpoint, floats, weights, about.shape.tied)
-            if quantised is not None:
-                modules = DenseModules(about.shape, quantised)
-            elif (wanted, device.type) == (torch.bfloat16, "cpu") and library() is not None:
-                packed = PackedReader(checkpoint, outline.matrices, ready_memory)
-                modules = DenseModules(about.shape, packed)
-                packed.close()
-            elif can_halve(held, wanted, device):
-                modules = DenseModules(about.shape, HalfReader(checkpoint))
-            else:
-                if held == {torch.bfloat16} and device.type == "cpu":
-                    advise()
-                modules = DenseModules(about.shape, floats)
+            floats = _float_matrices(checkpoint, outline, weights, about.shape.tied)
+            read = _float_reader(checkpoint, floats, wanted, device, ready_memory)
+            quantised = _quantised_reader(checkpoint, read, weights, about.shape.tied)
+            modules = DenseModules(about.shape, quantised or read)
+            read.close()
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -116,6 +107,43 @@ def _open_checkpoint(folder: Path, scheme: Scheme | None) -> Checkpoint | GGUFCh
     if is_gguf(folder):
         return GGUFCheckpoint(folder)
     return Checkpoint(folder) if scheme is None else PrequantisedCheckpoint(folder, scheme)
+
+
+class _Floats(NamedTuple):
+    """The matrices that stay floats: their shapes, and the dtypes that `tensor` gives them in."""
+
+    shapes: list[torch.Size]
+    dtypes: set[torch.dtype]
+
+
+def _float_matrices(
+    checkpoint: Tensors, outline: Outline, weights: WeightKind | None, tied: bool
+) -> _Floats:
+    found = _Floats([], set())
+    own = checkpoint if isinstance(checkpoint, GGUFCheckpoint | PrequantisedCheckpoint) else None
+    for name, shape in outline.matrices.items():
+        is_float = own is None or own.kind(name) is None
+        if (weights is None and is_float) or (name == _EMBEDDING and not tied):
+            found.shapes.append(shape)
+            found.dtypes.update(checkpoint.dtypes([name]) if is_float else [torch.float32])
+    return found
+
+
+def _float_reader(
+    checkpoint: Tensors,
+    floats: _Floats,
+    dtype: torch.dtype,
+    device: torch.device,
+    ready_memory: ReadyMemory | None,
+) -> FloatReader:
+    """Makes the layers of floats that are fastest here."""
+    if floats.shapes and (dtype, device.type) == (torch.bfloat16, "cpu") and library() is not None:
+        return PackedReader(checkpoint, floats.shapes, ready_memory)
+    if can_halve(floats.dtypes, dtype, device):
+        return HalfReader(checkpoint)
+    if floats.dtypes == {torch.bfloat16} and device.type == "cpu":
+        advise()
+    return FloatReader(checkpoint, dtype, device)
 
 
 def _quantised_reader(

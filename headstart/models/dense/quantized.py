@@ -13,6 +13,9 @@ from headstart.models.linear.int8 import Int8Linear, Int8Weight, quantize_int8
 
 __all__ = ["OwnBitsReader", "QuantizedReader", "QuantizedTensors"]
 
+_LARGEST_SCALE = 1e28
+"""Times the whole numbers of weight and row, of thousands of inputs, it is far from infinite."""
+
 
 class QuantizedReader:
     """Linear layers of a kind, and all else as a float reader makes it.
@@ -25,8 +28,7 @@ class QuantizedReader:
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         own = self._floats.tensor(f"{name}.bias") if bias else None
-        weight = self._floats.tensor(f"{name}.weight")
-        return make_linear(weight, own, self._kind, self._floats.dtype)
+        return self._rounded(name, own, self._kind)
 
     def vector(self, name: str, width: int) -> Tensor:
         return self._floats.vector(name, width)
@@ -35,6 +37,7 @@ class QuantizedReader:
         if not self._tied:
             return self._floats.embedding(name, count, width)
         weight = quantize_int8(self._floats.tensor(f"{name}.weight"))
+        _check_scales(name, weight.scales, "int8")
         return Int8Embedding(weight, self._floats.dtype)
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
@@ -45,11 +48,16 @@ class QuantizedReader:
             made.has_own_bits = embedding.has_own_bits
             embedding.share(made)
             return made
-        own = self._floats.tensor(f"{name}.weight")
-        return make_linear(own, None, "int8", self._floats.dtype)
+        return self._rounded(name, None, "int8")
 
     def release(self) -> None:
         self._floats.release()
+
+    def _rounded(self, name: str, bias: Tensor | None, kind: WeightKind) -> QuantizedLinear:
+        weight = self._floats.tensor(f"{name}.weight")
+        made = make_linear(weight, bias, kind, self._floats.dtype)
+        _check_scales(name, made.scales, kind)
+        return made
 
 
 class QuantizedTensors(Tensors, Protocol):
@@ -88,8 +96,7 @@ class OwnBitsReader(QuantizedReader):
         own = self._floats.tensor(f"{name}.bias") if bias else None
         packed = self._checkpoint.packed(f"{name}.weight")
         if packed is None:
-            weight = self._floats.tensor(f"{name}.weight")
-            return make_linear(weight, own, kind, self._floats.dtype)
+            return self._rounded(name, own, kind)
         if isinstance(packed, Int4Weight) and not packed.is_finite():
             raise UnsupportedModelError(f"{name}.weight has scales that are not finite in float16")
         return _make_packed(packed, own, self._floats.device, self._floats.dtype)
@@ -103,14 +110,22 @@ class OwnBitsReader(QuantizedReader):
         return made
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
-        if isinstance(embedding, nn.Embedding) or (
-            embedding is None and self._checkpoint.kind(f"{name}.weight") is None
-        ):
-            return self._floats.head(embedding, name, outputs, inputs)
-        packed = self._checkpoint.packed_int8(f"{name}.weight") if embedding is None else None
-        if packed is None:
+        if isinstance(embedding, Int8Embedding):
             return super().head(embedding, name, outputs, inputs)
+        if embedding is not None or self._checkpoint.kind(f"{name}.weight") is None:
+            return self._floats.head(embedding, name, outputs, inputs)
+        packed = self._checkpoint.packed_int8(f"{name}.weight")
+        if packed is None:
+            return super().head(None, name, outputs, inputs)
         return _make_packed(packed, None, self._floats.device, self._floats.dtype)
+
+
+def _check_scales(name: str, scales: Tensor, kind: WeightKind) -> None:
+    """Raise `UnsupportedModelError` for weights so large that products may be infinite."""
+    if float(scales.amax()) > _LARGEST_SCALE:
+        raise UnsupportedModelError(
+            f'{name}.weight holds weights that are too large for {kind}; weights="auto" may help'
+        )
 
 
 def _make_packed(

@@ -159,8 +159,8 @@ class Outline:
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.matrices: list[torch.Size] = []
-        """Shapes of the linear layers' weights and of the embedding."""
+        self.matrices: dict[str, torch.Size] = {}
+        """Shapes of the linear layers' weights and of the embedding, by name."""
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         self._matrix(name, outputs, inputs)
@@ -185,7 +185,7 @@ class Outline:
 
     def _matrix(self, name: str, outputs: int, inputs: int) -> None:
         self.shapes[f"{name}.weight"] = (outputs, inputs)
-        self.matrices.append(torch.Size((outputs, inputs)))
+        self.matrices[f"{name}.weight"] = torch.Size((outputs, inputs))
 
 
 class _Linear(nn.Linear):
@@ -239,6 +239,9 @@ class FloatReader:
     def release(self) -> None:
         self._checkpoint.release()
 
+    def close(self) -> None:
+        """Call it when all weights are read."""
+
     def tensor(self, name: str) -> Tensor:
         """The tensor as the file has it, until `release`; in float32 if it has 64 bits."""
         found = self._checkpoint.tensor(name).to(self._device)
@@ -291,26 +294,26 @@ class PackedReader(FloatReader):
         self._arena = Arena(matrices, ready_memory)
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        source = self._checkpoint.tensor(f"{name}.weight")
-        _check_finite(f"{name}.weight", source)
-        return PackedLinear(self._packed(source, self._parameter(f"{name}.bias") if bias else None))
+        rounded = self._rounded(f"{name}.weight")
+        _check_finite(f"{name}.weight", rounded)
+        own = self._parameter(f"{name}.bias") if bias else None
+        return PackedLinear(PackedWeight(rounded, own, self._arena))
 
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
-        return PackedEmbedding(self._packed(self._checkpoint.tensor(f"{name}.weight")))
+        return PackedEmbedding(PackedWeight(self._rounded(f"{name}.weight"), arena=self._arena))
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
         if embedding is None:
             return self.linear(name, inputs, outputs, bias=False)
         assert isinstance(embedding, PackedEmbedding)
-        _check_finite(name, self._checkpoint.tensor("model.embed_tokens.weight"))
+        _check_finite(name, self._rounded("model.embed_tokens.weight"))
         return PackedLinear(embedding.packed)
 
     def close(self) -> None:
-        """Call it when all weights are read."""
         self._arena.close()
 
-    def _packed(self, source: Tensor, bias: Tensor | None = None) -> PackedWeight:
-        return PackedWeight(source.to(torch.bfloat16), bias, self._arena)
+    def _rounded(self, name: str) -> Tensor:
+        return self._checkpoint.tensor(name).to(torch.bfloat16)
 
 
 def _check_finite(name: str, weight: Tensor) -> None:

@@ -51,7 +51,7 @@ ARCHITECTURES = {
 }
 """The architectures whose tensors are known, and transformers' names for them."""
 
-_FLOATS = frozenset({"F32", "F16", "BF16"})
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What has no kind of 4 bits that holds it; all others are kept in 8.
 _NARROW = frozenset(
     {
@@ -125,8 +125,8 @@ class GGUFCheckpoint:
         }
 
     def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
-        """float32: what `tensor` gives."""
-        return [torch.float32 for _ in names]
+        """The dtypes of floats; float32 of what is quantised."""
+        return [_FLOATS.get(self._type(name), torch.float32) for name in names]
 
     def tensor(self, name: str) -> Tensor:
         """The tensor in float32, in memory of its own; raises `UnsupportedModelError`."""
@@ -161,7 +161,7 @@ class GGUFCheckpoint:
     def tell(self) -> None:
         """Log in one line what becomes of the file's formats."""
         kinds = Counter(map(self._type, self._tensors))
-        kept_formats = FORMATS.keys() | _FLOATS
+        kept_formats = FORMATS.keys() | _FLOATS.keys()
         kept = [f"{count} {kind}" for kind, count in kinds.items() if kind in kept_formats]
         other = {self._type(name): self.kind(name) for name in self._tensors}
         made = [

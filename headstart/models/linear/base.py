@@ -62,6 +62,7 @@ class QuantizedLinear(nn.Module, ABC):
     """The unit in the last place of a row as it is multiplied, as a part of its largest element."""
     has_own_bits = False
     """The weight was in these bits before it came here: nothing was rounded."""
+    scales: Tensor
     bias: Tensor | None
     packed: PackedWeight | None = None
     """The weight and the bias, where the compiled kernels multiply rows in bfloat16 by them."""

@@ -224,7 +224,6 @@ class Int4Linear(QuantizedLinear):
     bits: ClassVar[Literal[4, 5]] = 4
     rounding: ClassVar[float] = 1 / 127
     panels: Tensor
-    scales: Tensor
     columns: Tensor | None
 
     def __init__(

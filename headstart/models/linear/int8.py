@@ -73,7 +73,6 @@ class Int8Linear(QuantizedLinear):
 
     kind: ClassVar[WeightKind] = "int8"
     rounding: ClassVar[float] = 1 / (2 * _DIGIT**2)
-    scales: Tensor
     values: Tensor  # where it is not packed
 
     def __init__(

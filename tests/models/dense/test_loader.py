@@ -170,6 +170,31 @@ def test_large_weights_are_finite_where_their_dtype_holds_them(tmp_path: Path) -
         load_model(folder, "float16")
 
 
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj", "lm_head"])
+def test_weights_that_bfloat16_makes_infinite_are_refused(name: str, tmp_path: Path) -> None:
+    """Where the kernels pack them they were looked at before they were rounded."""
+    folder = save_tiny("llama", tmp_path)
+    edit_weights(folder, lambda w: w[f"{name}.weight"].fill_(3.4e38))
+    with pytest.raises(UnsupportedModelError, match=rf"{name}.* not finite in torch\.bfloat16"):
+        load_model(folder, "bfloat16")
+
+
+@pytest.mark.parametrize("weights", ["int8", "int5", "int4"])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj", "lm_head"])
+def test_weights_too_large_to_be_quantised_are_refused(
+    name: str, weights: str, tmp_path: Path
+) -> None:
+    """Their scales are near the largest float: what int4 made of them was infinite."""
+    folder = save_tiny("llama", tmp_path)
+    edit_weights(folder, lambda w: w[f"{name}.weight"][3, 5:7].fill_(3e38))
+    kind = "int8" if name == "lm_head" else weights
+    with pytest.raises(UnsupportedModelError, match=rf"{name}\.weight .* too large for {kind};"):
+        load_model(folder, "float32", weights=weights)
+    edit_weights(folder, lambda w: w[f"{name}.weight"][3, 5:7].fill_(1e25))
+    made = load_model(folder, "float32", weights=weights).weight(name)
+    assert made is not None and torch.isfinite(made).all()
+
+
 @pytest.mark.parametrize("weights", ["auto", "int8", "int5", "int4"])
 def test_weights_of_64_bits_that_are_too_large(weights: str, tmp_path: Path) -> None:
     """Where they were quantised, they were read, and every logit was NaN."""

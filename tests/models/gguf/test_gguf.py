@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from headstart import LLM, SamplingParams
+from headstart import LLM, SamplingParams, native
 from headstart.errors import HeadstartError, ModelNotFoundError, UnsupportedModelError
 from headstart.models.gguf import library
 from headstart.models.gguf.blocks import FORMATS, read_weight
 from headstart.models.gguf.checkpoint import _NARROW
+from headstart.models.half_weight import HalfLinear
 from headstart.models.linear import Int8Embedding, QuantizedLinear
 from headstart.models.linear.int4 import Int4Linear, Int5Linear
 from headstart.models.loader import load_model
+from headstart.models.packed import PackedLinear
 from headstart.models.tokenizer import load_tokenizer
 from headstart.models.zoo.decoder import forward_rows
 from tests.models.gguf.files import BASE, CONFIGS, TOKENS, VOCABULARY, make_model, write_gguf
@@ -74,6 +76,25 @@ def test_weights_are_those_of_the_file(
         )
     tied = wanted is not None and original.config.tie_word_embeddings
     assert isinstance(model.layer("model.embed_tokens"), Int8Embedding) == tied
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_floats_are_kept_as_in_a_checkpoint_of_floats(architecture: str, tmp_path: Path) -> None:
+    """They were copied to float32, and multiplied by torch, whatever the kernels do."""
+    original = make_model(architecture).to(torch.bfloat16).float()
+    original.tie_weights()
+    kinds: dict[str, tuple[str, type]] = {"float32": ("BF16", HalfLinear)}
+    if native.library() is not None:
+        kinds["bfloat16"] = ("F16", PackedLinear)
+    for dtype, (kind, layer) in kinds.items():
+        file = write_gguf(tmp_path / f"{kind}.gguf", architecture, original, kind)
+        model = load_model(file, dtype)
+        expected = layer if native.avx2_library() is not None else torch.nn.Linear
+        for part in ("model.layers.1.mlp.up_proj", "lm_head"):
+            assert isinstance(model.layer(part), expected)
+            found = model.weight(part)
+            assert found is not None
+            assert torch.equal(found.float(), original.get_submodule(part).weight)
 
 
 @pytest.mark.parametrize("kind", sorted(FORMATS))

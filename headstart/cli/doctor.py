@@ -91,10 +91,10 @@ def _auto() -> str:
 
 
 def _hints(has_gpu: bool) -> Iterator[str]:
-    is_x86 = platform.machine() in X86
-    if is_x86 and not native.is_built() and cpu_flags() >= native.NEEDED_FOR_AVX2:
+    is_fit = platform.machine() in X86 and cpu_flags() >= native.NEEDED_FOR_AVX2
+    if is_fit and not native.is_built():
         yield "install g++, then headstart again: compiled kernels"
-    if is_x86 and cpu_flags() >= native.NEEDED_FOR_AVX2 and os.environ.get("HEADSTART_NATIVE") != "0":
+    if is_fit and os.environ.get("HEADSTART_NATIVE") != "0":
         yield "--weights int8: a token reads half of what it does in bfloat16"
     if has_gpu:
         yield "--device cuda"

@@ -222,8 +222,10 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
     questions.check_images(folder)
     questions.check_length(folder, make_config(chosen.engine))
     check_adapter(adapter, folder)
-    with closing(announce_and_open(model, keep_prefixes(chosen.engine))) as llm:
+    kept = keep_prefixes(chosen.engine)
+    with closing(announce_and_open(model, kept.options)) as llm:
         streams = questions.streams(llm, chosen.sampling, load_adapter(llm, adapter))
+        kept.tell()
         is_text = questions.form is None
         answers = [print_reply(stream, plain=plain, is_text=is_text) for stream in streams]
     questions.check(answers)
@@ -254,12 +256,14 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
     adapter = read_adapter(options)
     chosen = sort_options(options, CHAT_SAMPLING)
     check_adapter(adapter, folder_of(model))
-    with closing(announce_and_open(model, keep_prefixes(chosen.engine))) as llm:
+    kept = keep_prefixes(chosen.engine)
+    with closing(announce_and_open(model, kept.options)) as llm:
         params = chat_sampling(chosen.said, folder_of(model))
         # Editing lines takes prompt_toolkit, half a second of imports.
         session = load_module("headstart.cli.chat.session")
         talk = load_module("headstart.cli.chat.talk").talk
         name = load_adapter(llm, adapter)
+        kept.tell()
         made = session.Chat(llm, model, params, conversation, plain=plain, adapter=name)
         if resume is not None:
             made.tell_taken_up(as_typed(resume))

@@ -9,7 +9,7 @@ from headstart.errors import UnsupportedModelError
 from headstart.imports import load_module
 from headstart.models.decoder import DecoderModel
 from headstart.models.dense.loader import load_dense
-from headstart.models.dense.shape import OtherKind
+from headstart.models.dense.shape import OtherFamily, OtherKind
 from headstart.models.dtypes import computes_wider, fast_dtype, find_device, find_dtype
 from headstart.models.files import check_files, find_folder, is_gguf
 from headstart.models.linear import find_kind
@@ -43,9 +43,9 @@ def load_model(
         return load_dense(folder, fast, wanted, ready_memory, kind)
     except OtherKind as other:
         reason = str(other)
+        level = logging.INFO if isinstance(other, OtherFamily) else logging.WARNING
     if is_gguf(folder):
         raise UnsupportedModelError(f"{model} is not a GGUF file that headstart reads: {reason}")
-    _log.info("%s runs through transformers: %s", folder, reason)
     # transformers' modelling code takes seconds to import.
     zoo = load_module("headstart.models.zoo.loader")
     if wider:  # transformers' weights are as wide as its arithmetic
@@ -59,4 +59,6 @@ def load_model(
             error
         )
     loaded.fallback_reason = reason
+    # Of a family of ours its user expects our modules' speed.
+    _log.log(level, "%s runs in transformers' modules, not in headstart's: %s", folder, reason)
     return loaded

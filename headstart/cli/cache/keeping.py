@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headstart.cli.progress import show_bytes
 from headstart.cli.streams import note
@@ -11,11 +11,29 @@ from headstart.engine.config import EngineConfig, make_config
 from headstart.errors import ConfigError
 from headstart.tiers import default_folder, make_folder
 
-__all__ = ["keep_prefixes", "shorten_home", "size_of"]
+__all__ = ["Keeping", "keep_prefixes", "shorten_home", "size_of"]
 
 
-def keep_prefixes(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's options with a folder for prefixes; says how much is kept there.
+class Keeping(NamedTuple):
+    """The engine's options with a folder for prefixes: None for nowhere, and why if not as asked."""
+
+    options: dict[str, Any]
+    folder: Path | None
+    failure: str = ""
+
+    def tell(self) -> None:
+        """Say where prefixes are kept and how much is there, or why none are."""
+        if self.failure:
+            note(f"no prefixes are kept: {self.failure}")
+        if self.folder is not None:
+            kept = show_bytes(size_of(self.folder))
+            most = show_bytes(self.options.get("cache_dir_bytes", EngineConfig.cache_dir_bytes))
+            place = f"prefixes are kept in {shorten_home(self.folder)}: {kept} of {most}"
+            note(f"{place}; --cache-dir off keeps none")
+
+
+def keep_prefixes(engine: Mapping[str, Any]) -> Keeping:
+    """Choose a folder for prefixes, and make it; nothing is said before the start has succeeded.
 
     Without one that can be used, nothing is kept. Raises ConfigError for a folder that was given.
     """
@@ -24,18 +42,14 @@ def keep_prefixes(engine: Mapping[str, Any]) -> dict[str, Any]:
         try:
             make_folder(default_folder())
         except (ConfigError, RuntimeError) as error:  # the user may have no home
-            note(f"no prefixes are kept: {error}")
-            return options
+            return Keeping(options, None, str(error))
         options["cache_dir"] = str(default_folder())
     config = make_config(options)
     folder = config.kept_folder
-    if folder is not None and config.enable_prefix_caching:
-        make_folder(folder)
-        kept = show_bytes(size_of(folder))
-        most = show_bytes(options.get("cache_dir_bytes", EngineConfig.cache_dir_bytes))
-        place = f"prefixes are kept in {shorten_home(folder)}: {kept} of {most}"
-        note(f"{place}; --cache-dir off keeps none")
-    return options
+    if folder is None or not config.enable_prefix_caching:
+        return Keeping(options, None)
+    make_folder(folder)
+    return Keeping(options, folder)
 
 
 def size_of(folder: Path) -> int:

@@ -15,7 +15,7 @@ from headstart.models.dense.config import read_config
 from headstart.models.dense.decoder import DenseDecoder, DenseModules, Description
 from headstart.models.dense.quantized import OwnBitsReader, QuantizedReader
 from headstart.models.dense.rotary import read_frequencies
-from headstart.models.dense.shape import OtherKind
+from headstart.models.dense.shape import OtherFamily, OtherKind
 from headstart.models.dense.weights import (
     FLOATS,
     Checkpoint,
@@ -163,7 +163,7 @@ def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
     kind = content.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise OtherKind(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
+        raise OtherFamily(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
     config = read_config(family, content)
     try:
         shape = read_shape(family, config)

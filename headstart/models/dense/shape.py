@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-__all__ = ["Activation", "DecoderShape", "LayerShape", "NormKind", "OtherKind"]
+__all__ = [
+    "Activation",
+    "DecoderShape",
+    "LayerShape",
+    "NormKind",
+    "OtherFamily",
+    "OtherKind",
+]
 
 NormKind = Literal["llama", "gemma", "olmo"]
 """llama: rounds, then multiplies by the weight. gemma: multiplies by 1 + weight, then rounds.
@@ -20,6 +27,10 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 class OtherKind(Exception):
     """Raised for a model that is not of these families; the text says what it has instead."""
+
+
+class OtherFamily(OtherKind):
+    """Raised for a model whose `model_type` is none of them."""
 
 
 class LayerShape(NamedTuple):

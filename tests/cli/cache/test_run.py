@@ -30,3 +30,17 @@ def test_a_file_is_read_once(
     assert f"prefixes are kept in {kept}: 0 B" not in second
     third = ask("Who is it for?", "--cache-dir", "off")
     assert cached_tokens(third) == [0] and "prefixes are kept" not in third
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_where_prefixes_are_kept_is_told_of_a_start_that_succeeds(
+    command: str, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told, and then an error: no prefix was kept anywhere."""
+    monkeypatch.delenv("HEADSTART_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    prompt = ["Who is it?"] if command == "run" else []
+    for length, succeeds in (("999999", False), ("64", True)):
+        done = call(command, *SMALL, "--max-model-len", length, *prompt, stdin="/quit\n")
+        assert ("max_model_len is 999999" in done.stderr) != succeeds
+        assert ("prefixes are kept in" in done.stderr) == succeeds

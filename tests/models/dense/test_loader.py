@@ -1,6 +1,7 @@
 """Which checkpoints headstart's own modules load, and what becomes of all others."""
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -43,8 +44,11 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_the_families_of_the_table_and_no_others(name: str, tmp_path: Path) -> None:
+def test_the_families_of_the_table_and_no_others(
+    name: str, tmp_path: Path, logged: list[logging.LogRecord]
+) -> None:
     model = load_model(save_tiny(name, tmp_path))
+    assert not logged
     assert isinstance(model, DenseDecoder) == (tiny_config(name).model_type in FAMILIES)
     assert (model.fallback_reason is None) == isinstance(model, DenseDecoder)
 
@@ -105,15 +109,19 @@ def with_a_tensor_twice(folder: Path) -> None:
         ),
     ],
 )
-def test_what_is_unusual_runs_through_transformers(
-    change: Callable[[Path], None], reason: str, tmp_path: Path
+def test_what_is_unusual_runs_through_transformers_and_is_told(
+    change: Callable[[Path], None], reason: str, tmp_path: Path, logged: list[logging.LogRecord]
 ) -> None:
+    """Why a model is not as fast as others of its family was told at a level that nobody sees."""
     folder = save_tiny("llama", tmp_path)
     change(folder)
     model = load_model(folder)
     assert not isinstance(model, DenseDecoder)
     assert model.fallback_reason is not None
     assert re.search(reason, model.fallback_reason)
+    [said] = [record.getMessage() for record in logged]
+    assert said.startswith(f"{folder} runs in transformers' modules, not in headstart's: ")
+    assert said.endswith(model.fallback_reason)
 
 
 def test_a_tied_head_may_stand_in_the_file_if_it_is_the_embedding(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ of threads. `native/linear.h` describes the layout.
 
 import ctypes
 from collections.abc import Iterable
-from copy import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -158,6 +157,12 @@ class PackedWeight:
                 self.struct.columns = self.narrow.columns.data_ptr()
         self._address = ctypes.addressof(self.struct)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For `copy.deepcopy` and `pickle`: the struct's addresses are those of this memory."""
+        if self.narrow is not None:
+            return PackedWeight.of_panels, (self.narrow, self.bias)
+        return PackedWeight, (self.unpack(), self.bias)
+
     @property
     def panels_address(self) -> int:
         """The address of the panels; equal for objects that share them."""
@@ -165,7 +170,8 @@ class PackedWeight:
 
     def with_bias(self, bias: Tensor) -> "PackedWeight":
         """The same weight, in the same memory, with a bias `[outputs]`."""
-        other = copy(self)
+        other = PackedWeight.__new__(PackedWeight)
+        other.__dict__.update(self.__dict__)
         other._set_bias(bias)
         return other
 

@@ -1,7 +1,7 @@
 """Weights that compiled code multiplies rows in float32 by, on CPUs with AVX2."""
 
 import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ class FloatParts(NamedTuple):
 class FloatWeight:
     """A weight `[outputs, inputs]`, and its bias float32 `[outputs]` or None.
 
-    `wide`: it has 4 or 5 bits, and is multiplied by with AVX-512.
+    `wide`: it has 4 or 5 bits, and is multiplied by with AVX-512. A copy, or what is unpickled, has
+    memory of its own.
     """
 
     def __init__(
@@ -37,7 +38,6 @@ class FloatWeight:
         outputs: int,
         inputs: int,
         bias: Tensor | None = None,
-        *,
         wide: bool = False,
     ) -> None:
         found = library() if wide else avx2_library()
@@ -48,11 +48,15 @@ class FloatWeight:
         self.runs_in_layers = not wide
         """Whether compiled layers multiply by it as `multiply` does."""
         self._outputs = outputs
-        self._kept = (parts, bias)
+        self._made_of = (parts, outputs, inputs, bias, wide)
         addresses = [_address(part) for part in (parts.values, bias, parts.scales, parts.columns)]
         self.struct = Weight(*addresses, inputs=inputs, outputs=outputs, kind=parts.kind)
         """The kernels' struct; it points into memory that this object owns."""
         self._address = ctypes.addressof(self.struct)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For `copy.deepcopy` and `pickle`: the struct's addresses are those of these tensors."""
+        return FloatWeight, self._made_of
 
     def multiply(self, rows: Tensor) -> Tensor:
         """Rows float32 `[rows, inputs]` times the weight, plus the bias: `[rows, outputs]`."""

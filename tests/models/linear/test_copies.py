@@ -1,0 +1,66 @@
+"""Copies of layers whose weights compiled code reads by address."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from torch import nn
+
+from headstart.models.half_weight import HalfEmbedding, HalfLinear
+from headstart.models.linear import WeightKind, int4, int8
+from headstart.models.loader import load_model
+from headstart.models.packed import PackedEmbedding, PackedLinear
+from headstart.native import AMX, library
+from tests.tiny_models import TINY
+
+NUMBERS = torch.arange(0, 40, 3)
+
+
+def wipe(module: nn.Module) -> None:
+    """Overwrite all weights of a module."""
+    packed = getattr(module, "packed", None)
+    kept = [*module.parameters(), *module.buffers()]
+    kept += [module.matrix.weight] if isinstance(module, HalfLinear | HalfEmbedding) else []
+    kept += [packed.panels] if packed is not None else []
+    with torch.no_grad():
+        for tensor in kept:
+            tensor.zero_()
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weights", ["auto", *get_args(WeightKind)])
+def test_a_copy_multiplies_by_weights_of_its_own(
+    weights: str,
+    dtype: str,
+    make: Callable[[nn.Module], nn.Module],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`ctypes objects containing pointers cannot be pickled` was all that one read."""
+    if library() is not None:
+        for module in (int4, int8):
+            monkeypatch.setattr(module, "level", lambda: AMX)
+    TINY["qwen2"]().to(torch.bfloat16).save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype, weights=weights).module
+    copied, seen = make(model), set()
+    for name, layer in model.named_modules():
+        other = copied.get_submodule(name)
+        width = getattr(layer, "in_features", None)
+        if isinstance(layer, nn.Embedding | HalfEmbedding | PackedEmbedding):
+            given = NUMBERS
+        elif width is not None:
+            given = torch.randn(3, width).to(getattr(torch, dtype))
+        else:
+            continue
+        with torch.no_grad():
+            before = layer(given)
+            wipe(layer)
+            assert torch.equal(other(given), before)
+            seen.add(type(layer))
+    if weights == "auto" and dtype == "bfloat16" and library() is not None:
+        assert seen == {PackedLinear, PackedEmbedding}

@@ -50,6 +50,7 @@ _RANGES: dict[str, _Range] = {
     **dict.fromkeys(WIDTHS, _Range(1, _MOST_WIDTH)),
     **dict.fromkeys((*_EXPERTS, _ASKED), _Range(0, _MOST_HEADS)),
     "moe_intermediate_size": _Range(0, _MOST_WIDTH),
+    "eos_token_id": _Range(-1, _MOST_TOKENS),  # -1: none
     "vocab_size": _Range(1, _MOST_TOKENS),
     "max_position_embeddings": _Range(1, _MOST_TOKENS),
     "n_positions": _Range(1, _MOST_TOKENS),
@@ -57,7 +58,7 @@ _RANGES: dict[str, _Range] = {
 
 
 def check_values(file: Path, content: Mapping[str, Any]) -> None:
-    """Raise `DamagedModelError` for the first number of a config.json outside its range."""
+    """Raise `DamagedModelError` for the first number of a configuration outside its range."""
     for name, value in find_values(content, _RANGES.keys()):
         least, most = _RANGES[name.rpartition(".")[2]]
         if type(value) is not int or not least <= value <= most:

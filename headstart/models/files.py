@@ -86,6 +86,8 @@ def find_folder(model: str | Path) -> Path:
         made: Path = load_module("headstart.models.gguf.folder").gguf_folder(path)
         return made
     name = str(model)
+    if path.suffix == ".gguf":
+        raise ModelNotFoundError(f"there is no file {model}")
     if isinstance(model, Path) or name.startswith((".", "/", "~", "\\")) or name.count("/") > 1:
         raise ModelNotFoundError(f"there is no folder {model}{_meant(name)}")
     try:
@@ -169,15 +171,19 @@ def read_json(path: Path) -> dict[str, Any]:
 def check_files(folder: Path) -> None:
     """Check every file that loading needs; raises `ModelNotFoundError`, `DamagedModelError`.
 
-    The numbers of config.json must lie in their ranges. No part of the model may have more layers
-    than there are tensors, or be wider than the number of weights. A model with experts must ask
-    some of them, and only a quantised one may have integers for weights.
+    The numbers of config.json and generation_config.json must lie in their ranges. No part of the
+    model may have more layers than there are tensors, or be wider than the number of weights. A
+    model with experts must ask some of them, and only a quantised one may have integers for
+    weights.
     """
     config = folder / "config.json"
     if not config.is_file():
         raise ModelNotFoundError(f"{folder} is not a model: it has no config.json")
     content = read_json(config)
     check_values(config, content)
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        check_values(generation, read_json(generation))
     headers = _read_headers(folder)
     check_experts(config, content, headers)
     _check_floats(content, headers)

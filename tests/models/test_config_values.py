@@ -52,3 +52,15 @@ def test_a_dense_part_may_say_that_it_has_no_experts(count: str) -> None:
     check_experts(Path("config.json"), unsaid, ["model.layers.0.mlp.up_proj.weight"])
     with pytest.raises(DamagedModelError, match="num_experts_per_tok is 0"):
         check_experts(Path("config.json"), unsaid, names)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", ["12", [2, "12"], 2.5, True])
+def test_tokens_that_end_a_text_are_whole_numbers(name: str, value: object, tmp_path: Path) -> None:
+    """The text "12" was read as the tokens 1 and 2, which then ended every answer."""
+    path = save_tiny("llama", tmp_path) / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": value}))
+    with pytest.raises(DamagedModelError, match=rf"{name}: eos_token_id is .*; it must be an int"):
+        load_model(tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [2, 12]}))
+    assert 12 in load_model(tmp_path).eos_token_ids or name == "config.json"

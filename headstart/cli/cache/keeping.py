@@ -15,7 +15,7 @@ __all__ = ["Keeping", "keep_prefixes", "shorten_home", "size_of"]
 
 
 class Keeping(NamedTuple):
-    """The engine's options with a folder for prefixes, None for nowhere; and why, if that failed."""
+    """The engine's options with a folder for prefixes, None for nowhere; why, if that failed."""
 
     options: dict[str, Any]
     folder: Path | None

@@ -200,8 +200,10 @@ def check_tensors(checkpoint: Tensors, outline: Outline, tied: bool) -> None:
     held, needed = checkpoint.shapes, outline.shapes
     checkpoint.dtypes(held.keys() & needed.keys())
     for name, shape in needed.items():
-        if held.get(name) != shape:
-            raise OtherKind(f"{name} has the shape {held.get(name)}, and not {shape}")
+        if name not in held:
+            raise OtherKind(f"it has no {name}, which its configuration says it has")
+        if held[name] != shape:
+            raise OtherKind(f"{name} has the shape {held[name]}, and by its configuration {shape}")
     surplus = {
         name
         for name in held.keys() - needed.keys()
@@ -214,7 +216,8 @@ def check_tensors(checkpoint: Tensors, outline: Outline, tied: bool) -> None:
         surplus.discard(_HEAD)
         checkpoint.release()
     if surplus:
-        raise OtherKind(f"it holds {len(surplus)} other tensors: {min(surplus)}, ...")
+        more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
+        raise OtherKind(f"it holds {min(surplus)}{more}, which its family does not have")
 
 
 def _adds_nothing(checkpoint: Tensors, name: str) -> bool:

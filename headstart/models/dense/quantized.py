@@ -75,8 +75,8 @@ class QuantizedTensors(Tensors, Protocol):
         """The weight in its own bits; None if an int8 weight does not hold it."""
         ...
 
-    def tell(self) -> None:
-        """Log in one line what is read."""
+    def tell(self, tied: bool) -> None:
+        """Log in one line what is read; tied: the LM head is the embedding's weight."""
         ...
 
 
@@ -87,7 +87,7 @@ class OwnBitsReader(QuantizedReader):
         quantised = checkpoint.kind("model.embed_tokens.weight") is not None
         super().__init__(floats, "int8", tied and quantised)
         self._checkpoint = checkpoint
-        checkpoint.tell()
+        checkpoint.tell(tied)
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         kind = self._checkpoint.kind(f"{name}.weight")

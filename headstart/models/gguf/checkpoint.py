@@ -18,7 +18,7 @@ from headstart.models.gguf.library import ROPE_FACTORS, import_gguf
 from headstart.models.linear import WeightKind
 from headstart.models.linear.int4 import Int4Weight
 
-__all__ = ["ARCHITECTURES", "GGUFCheckpoint"]
+__all__ = ["ARCHITECTURES", "GGUFCheckpoint", "read_architecture"]
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +64,17 @@ _QUERY = "model.layers.0.self_attn.q_proj.weight"
 _PLACE = re.compile(r"(?:blk\.(\d{1,9})\.)?([a-z_]+)\.(weight|bias)")
 
 
+def read_architecture(reader: Any) -> str:
+    """What a file says that it is; raises `OtherKind` for what is not in `ARCHITECTURES`."""
+    field = reader.fields.get("general.architecture")
+    if field is None:
+        raise OtherKind("its metadata has no general.architecture")
+    found = str(field.contents())
+    if found not in ARCHITECTURES:
+        raise OtherKind(f"its architecture is {found}; read are {', '.join(ARCHITECTURES)}")
+    return found
+
+
 class GGUFCheckpoint:
     """The tensors of `model.gguf` in a folder, as `Checkpoint` has those of safetensors files.
 
@@ -74,12 +85,7 @@ class GGUFCheckpoint:
         file = folder / "model.gguf"
         self._gguf: Any = import_gguf(file)
         reader = self._gguf.GGUFReader(file)
-        self._architecture = str(reader.fields["general.architecture"].contents())
-        if self._architecture not in ARCHITECTURES:
-            raise OtherKind(
-                f"a GGUF file of the architecture {self._architecture}; "
-                f"read are {', '.join(ARCHITECTURES)}"
-            )
+        self._architecture = read_architecture(reader)
         self._check_keys(reader)
         heads = self._count(reader, "attention.head_count")
         if heads is None:
@@ -158,18 +164,21 @@ class GGUFCheckpoint:
     def packed_int8(self, name: str) -> None:
         """None: all of a GGUF file's tensors of 8 bits are in groups."""
 
-    def tell(self) -> None:
+    def tell(self, tied: bool) -> None:
         """Log in one line what becomes of the file's formats."""
-        kinds = Counter(map(self._type, self._tensors))
-        kept_formats = FORMATS.keys() | _FLOATS.keys()
-        kept = [f"{count} {kind}" for kind, count in kinds.items() if kind in kept_formats]
-        other = {self._type(name): self.kind(name) for name in self._tensors}
-        made = [
-            f"{count} {kind} re-quantised to {other[kind]}"
-            for kind, count in kinds.items()
-            if kind not in kept_formats
-        ]
-        _log.info("tensors of the GGUF file: %s", ", ".join([*kept, *made]))
+        counts = Counter((self._type(n), self._becomes(n, tied)) for n in self._tensors)
+        said = [f"{count} {own} {becomes}" for (own, becomes), count in sorted(counts.items())]
+        _log.info("tensors of the GGUF file: %s", ", ".join(said))
+
+    def _becomes(self, name: str, tied: bool) -> str:
+        own, kind = self._type(name), self.kind(name)
+        if kind is None:
+            return "stay float"
+        if name == "lm_head.weight" or (tied and name == "model.embed_tokens.weight"):
+            return "rounded again to int8"
+        if name == "model.embed_tokens.weight":
+            return "made float"
+        return f"kept as {kind}" if own in FORMATS else f"rounded again to {kind}"
 
     def release(self) -> None:
         """Nothing is kept: the file is mapped, and tensors are copied out of it."""

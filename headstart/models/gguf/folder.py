@@ -17,14 +17,21 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer
 
 from headstart.errors import DamagedModelError, ModelError, UnsupportedModelError
+from headstart.models.dense.shape import OtherKind
 from headstart.models.files import read_json
-from headstart.models.gguf.header import check_header
+from headstart.models.gguf.checkpoint import read_architecture
+from headstart.models.gguf.header import CUT_OFF, check_header
 from headstart.models.gguf.library import ROPE_FACTORS, import_gguf
 from headstart.models.silence_transformers import silence_transformers
 
 __all__ = ["gguf_folder"]
 
-_FORMAT = 2  # of what is written here; another number makes every folder anew
+_NEEDED = (
+    *("block_count", "context_length", "embedding_length", "feed_forward_length"),
+    *("attention.head_count", "attention.layer_norm_rms_epsilon"),
+)
+_OF_TOKENIZER = ("tokenizer.ggml.model", "tokenizer.ggml.tokens")
+_FORMAT = 3  # of what is written here; another number makes every folder anew
 
 
 def gguf_folder(file: Path) -> Path:
@@ -78,8 +85,9 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
     given: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
         check_header(file)
-        reader = gguf.GGUFReader(file)
+        reader = _open(gguf, file)
         _check_whole(file, reader)
+        _check_keys(file, reader)
         with silence_transformers():
             config = AutoConfig.from_pretrained(file.parent, **given)
             tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
@@ -90,7 +98,8 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
     except Exception as error:
         reason = " ".join(str(error).split())
         kind = UnsupportedModelError if "not supported" in reason else DamagedModelError
-        raise kind(f"{file} cannot be read: {type(error).__name__}: {reason}") from error
+        named = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise kind(f"{file} cannot be read: {named}{reason}") from error
     tokenizer.save_pretrained(folder)
     content = config.to_dict() | changes
     for name in ("_name_or_path", "_model_name_or_path", "transformers_version"):
@@ -99,6 +108,37 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
     content["dtype"] = "bfloat16"
     (folder / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
     (folder / "model.gguf").symlink_to(file)
+
+
+def _open(gguf: Any, file: Path) -> Any:
+    """The package's reader; raises `ValueError` for a file that ends within its tensors."""
+    try:
+        return gguf.GGUFReader(file)
+    except ValueError as error:
+        if "cannot reshape" not in str(error):  # what numpy says of a slice beyond the end
+            raise
+        raise ValueError(
+            f"it ends within its tensors, after {file.stat().st_size:,} bytes{CUT_OFF}"
+        ) from error
+
+
+def _check_keys(file: Path, reader: Any) -> None:
+    """Raise `ValueError` for metadata without what llama.cpp asks for, too.
+
+    transformers takes a default, or raises a `KeyError`. Raises `UnsupportedModelError` for an
+    architecture that is not read.
+    """
+    try:
+        architecture = read_architecture(reader)
+    except OtherKind as error:
+        raise UnsupportedModelError(f"{file} cannot be read: {error}") from error
+    needed = [f"{architecture}.{name}" for name in _NEEDED] + list(_OF_TOKENIZER)
+    kind = reader.fields.get(_OF_TOKENIZER[0])
+    if kind is not None:
+        needed += ["tokenizer.ggml." + ("merges" if kind.contents() == "gpt2" else "scores")]
+    for name in needed:
+        if name not in reader.fields:
+            raise ValueError(f"its metadata has no {name}; convert the model again")
 
 
 def _check_whole(file: Path, reader: Any) -> None:

@@ -72,7 +72,7 @@ def plan_quantizing(model: str | Path, target: Path, text: Path | None = None) -
     if target.exists() or target.is_symlink():
         raise ConfigError(f"the folder {target} is there already; allowed: a new one")
     if not target.parent.is_dir():
-        raise ConfigError(f"the folder {target.parent} is not there; allowed: one that is")
+        raise ConfigError(f"{target} cannot be made: {target.parent} is no folder; make it first")
     source = find_folder(model)
     check_files(source)
     about, names = _check_model(source)
@@ -107,7 +107,8 @@ def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
     for width in (shape.hidden_size, shape.intermediate_size, shape.heads * shape.head_dim):
         if width % GROUP:
             raise UnsupportedModelError(
-                f"{source} has layers of {width} inputs; allowed: multiples of {GROUP}"
+                f"{source} has layers of {width} inputs; allowed: multiples of {GROUP}, which share "
+                "a step (weights that are quantised at load may have any width)"
             )
     return about, frozenset(outline.shapes)
 

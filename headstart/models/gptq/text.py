@@ -40,9 +40,8 @@ def read_text(file: Path | None) -> str:
         with file.open(encoding="utf-8") as opened:
             return opened.read(_CHARACTERS)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"text {file} cannot be read: {error}; allowed: a file in UTF-8"
-        ) from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"text {file} cannot be read: {why}; allowed: a file in UTF-8") from error
 
 
 def cut_windows(text: str, told: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> Tensor:

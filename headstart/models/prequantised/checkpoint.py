@@ -78,7 +78,7 @@ class PrequantisedCheckpoint(Checkpoint):
         """The weight in its own bits; None if an int8 weight does not hold it."""
         return self._as_int8(name, self._read(name))
 
-    def tell(self) -> None:
+    def tell(self, tied: bool) -> None:
         """Log in one line what is read."""
         bits = sorted({module.bits for module in self._modules.values()})
         _log.info(

@@ -140,6 +140,8 @@ def test_other_architectures_and_other_files_are_refused(tmp_path: Path) -> None
     (tmp_path / "note.txt").write_text("no model")
     with pytest.raises(ModelNotFoundError, match="is a file; a model is a folder"):
         load_model(tmp_path / "note.txt")
+    with pytest.raises(ModelNotFoundError, match="there is no file nowhere/a"):
+        load_model("nowhere/a.gguf")  # was asked for on the hub
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(8))
     with pytest.raises(Exception, match=r"broken\.gguf cannot be read"):
         load_model(tmp_path / "broken.gguf")

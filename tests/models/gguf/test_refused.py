@@ -8,7 +8,8 @@ import gguf
 import numpy as np
 import pytest
 
-from headstart.errors import ModelError, UnsupportedModelError
+from headstart.errors import DamagedModelError, ModelError, UnsupportedModelError
+from headstart.models.gguf import checkpoint
 from headstart.models.loader import load_model
 from tests.models.gguf.files import BASE, make_model, write_gguf
 
@@ -31,6 +32,10 @@ HEADERS = {
     "an unknown type": (metadata(KEY, struct.pack("<I", 77)), "type 77"),
     "big-endian": (metadata(version=3 << 24), "big-endian"),
     "nothing": (b"", "is empty"),
+    "a page of a site": (b"<!DOCTYPE html>", "no GGUF file: it begins with b'<!DO'"),
+    "an old version": (metadata(version=1), "version 1 of the format, which is not supported"),
+    "three bytes": (b"GGU", "no GGUF file"),
+    "a few bytes": (b"GGUF" + bytes([3, 0]), "within its metadata; was it .* only in part"),
 }
 
 
@@ -101,3 +106,78 @@ def test_two_tensors_for_one_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     file = write_with(tmp_path / "a.gguf", monkeypatch, lambda w: w.add_tensor(name, zeros))
     with pytest.raises(UnsupportedModelError, match=rf"two tensors for {name}"):
         load_model(file)
+
+
+@pytest.mark.parametrize("left", [10, 0.5, -1])
+def test_a_file_that_was_cut_off_is_said_to_be_that(left: float, tmp_path: Path) -> None:
+    """numpy's words were told: an array of size 10 cannot be reshaped."""
+    file = write_gguf(tmp_path / "tiny.gguf", "llama", make_model("llama"), "Q4_0")
+    data, start = file.read_bytes(), min(t.data_offset for t in gguf.GGUFReader(file).tensors)
+    size = {10: start + 10, 0.5: (start + len(data)) // 2, -1: len(data) - 1}[left]
+    file.write_bytes(data[:size])
+    with pytest.raises(DamagedModelError, match=rf"within its tensors, after {size:,} bytes; was"):
+        load_model(file)
+
+
+@pytest.mark.parametrize(
+    ("method", "key"),
+    [
+        ("add_context_length", r"llama\.context_length"),
+        ("add_layer_norm_rms_eps", r"llama\.attention\.layer_norm_rms_epsilon"),
+        ("add_head_count", r"llama\.attention\.head_count"),
+        ("add_tokenizer_model", r"tokenizer\.ggml\.model"),
+        ("add_token_list", r"tokenizer\.ggml\.tokens"),
+        ("add_token_merges", r"tokenizer\.ggml\.merges"),
+    ],
+)
+def test_a_key_that_is_missing_is_named(
+    method: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers took a default (an epsilon of 1e-6), or raised `KeyError: 'scores'`."""
+    monkeypatch.setattr(gguf.GGUFWriter, method, lambda self, *_: None)
+    file = write_gguf(tmp_path / "tiny.gguf", "llama", make_model("llama"), "Q4_0")
+    with pytest.raises(DamagedModelError, match=rf"its metadata has no {key};"):
+        load_model(file)
+
+
+def test_a_tensor_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = gguf.GGUFWriter.add_tensor
+    monkeypatch.setattr(
+        gguf.GGUFWriter,
+        "add_tensor",
+        lambda self, name, *more, **named: None if name == UP else own(self, name, *more, **named),
+    )
+    file = write_gguf(tmp_path / "tiny.gguf", "llama", make_model("llama"), "Q4_0")
+    with pytest.raises(UnsupportedModelError, match=r"it has no .*layers\.1\.mlp\.up_proj\.weight"):
+        load_model(file)
+
+
+def test_another_architecture_is_told_before_anything_is_converted(
+    tmp_path: Path, cache: Path
+) -> None:
+    """Of Mamba it was told which `model_type`s there are, which a file does not have."""
+    (tmp_path / "a.gguf").write_bytes(metadata(ARCHITECTURE, struct.pack("<IQ", 8, 5), b"mamba"))
+    with pytest.raises(UnsupportedModelError, match=r"its architecture is mamba; read are llama,"):
+        load_model(tmp_path / "a.gguf")
+    assert not list(cache.iterdir())
+
+
+ARCHITECTURE = struct.pack("<Q", 20) + b"general.architecture"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "said"),
+    [
+        ("llama", "Q4_0", "5 F32 stay float, 14 Q4_0 kept as int4, 1 Q4_0 made float, 1 Q4_0 roun"),
+        ("qwen2", "Q8_0", "11 F32 stay float, 15 Q8_0 rounded again to int8"),
+    ],
+)
+def test_what_becomes_of_a_file_is_logged(
+    architecture: str, kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head was counted among what is kept."""
+    lines: list[str] = []
+    monkeypatch.setattr(checkpoint._log, "info", lambda text, *told: lines.append(text % told))
+    load_model(write_gguf(tmp_path / "a.gguf", architecture, make_model(architecture), kind))
+    [line] = lines
+    assert line.startswith(f"tensors of the GGUF file: {said}")

@@ -130,7 +130,7 @@ def test_bad_input_is_told_before_any_work(text: Path, tmp_path: Path) -> None:
         plan_quantizing(tmp_path / "nowhere", target, text)
     with pytest.raises(ConfigError, match="is there already"):
         plan_quantizing(source, source, text)
-    with pytest.raises(ConfigError, match="nowhere is not there"):
+    with pytest.raises(ConfigError, match="nowhere is no folder; make it first"):
         plan_quantizing(source, tmp_path / "nowhere" / "small", text)
     with pytest.raises(ConfigError, match="cannot be read"):
         plan_quantizing(source, target, tmp_path / "nothing.txt")

@@ -5,6 +5,7 @@
 Each kind is loaded in a process of its own, which then answers one prompt, as some weights are
 packed only when they are first needed. What counts is the process's resident memory, pages of the
 checkpoint's file and Python's libraries included. Linux only. The limit is 1.15 times what stays.
+The weights alone are counted, too: all tensors of the model, each once, in megabytes.
 Prints a table, and one JSON line.
 """
 
@@ -34,33 +35,40 @@ before = mebibytes("VmRSS")
 llm = LLM(sys.argv[1], weights=sys.argv[2], num_blocks=64, num_threads=1)
 params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
 llm.generate([{"prompt_token_ids": list(range(3, 40))}], params, use_tqdm=False)
-print("figures", before, mebibytes("VmHWM"), mebibytes("VmRSS"))
+weights = {}
+for part in llm.engine.model.module.modules():
+    held = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+    held += [part.matrix.weight] if hasattr(part, "matrix") else []
+    packed = getattr(part, "packed", None)
+    held += [packed.panels] if packed is not None else []
+    weights |= {tensor.data_ptr(): tensor.nbytes for tensor in held}
+print("figures", before, mebibytes("VmHWM"), mebibytes("VmRSS"), sum(weights.values()) / 1e6)
 """
 
 
 def measure(folder: str, kind: str) -> dict[str, float]:
-    """MiB before the model is loaded, at most, and at the end."""
+    """MiB before the model is loaded, at most, and at the end; MB of its weights."""
     command = [sys.executable, "-c", LOAD, folder, kind]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     line = next(line for line in said.splitlines() if line.startswith("figures"))
-    before, most, stays = map(float, line.split()[1:])
-    return {"before": before, "most": most, "stays": stays, "ratio": most / stays}
+    before, most, stays, weights = map(float, line.split()[1:])
+    sizes = {"weights": weights, "before": before, "most": most, "stays": stays}
+    return {**sizes, "ratio": most / stays}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", help="a folder; made if it is not given")
     folder = parser.parse_args().model or str(model_folder("qwen2.5-0.5b"))
-    table = Table("weights", "before MiB", "at most MiB", "stays MiB", f"most / stays (<= {LIMIT})")
+    sizes = ("weights MB", "before MiB", "at most MiB", "stays MiB")
+    table = Table("kind", *sizes, f"most / stays (<= {LIMIT})")
     figures = {}
     for kind in KINDS:
         figures[kind] = measure(folder, kind)
         table.add_row(
             kind,
-            *(
-                f"{figures[kind][name]:.{digits}f}"
-                for name, digits in (("before", 0), ("most", 0), ("stays", 0), ("ratio", 2))
-            ),
+            *(f"{figures[kind][name]:.0f}" for name in ("weights", "before", "most", "stays")),
+            f"{figures[kind]['ratio']:.2f}",
         )
         print(f"{kind} is measured", file=sys.stderr)
     Console().print(table)

@@ -47,17 +47,19 @@ def announce_and_open(model: str, options: Mapping[str, Any]) -> LLM:
 
     Raises ModelError, ConfigError or OutOfMemoryError.
     """
-    describe = announce(model)
+    describe = announce(model, options)
     with hiding_typed(), waiting(describe):
         return open_model(model, options)
 
 
-def announce(model: str) -> Callable[[float], str]:
+def announce(model: str, engine: Mapping[str, Any]) -> Callable[[float], str]:
     """Say what the model's answers are worth; returns what to show while it loads.
+
+    engine: the engine's options that were given.
 
     Downloading, if need be, shows bars of its own. Raises ModelError.
     """
-    if text := note_on(model):
+    if text := note_on(model, engine):
         note(text)
     return describe_loading(model, _weights_of(folder_of(model)))
 

@@ -45,6 +45,9 @@ NOTES: Mapping[str, str] = {
     ),
 }
 
+# What few bits do not hold: headstart-tiny's weights are set by formulas.
+_TOO_FEW_BITS = {"weights": ("int5", "int4"), "kv_cache_dtype": ("int8",)}
+
 # A command line wants longer and repeatable replies where the library keeps vLLM's defaults.
 RUN_SAMPLING: Mapping[str, Any] = {"max_tokens": 256, "temperature": 0.0}
 # A chat is for people, whom the likeliest words bore; a model's own values go before these.
@@ -201,9 +204,17 @@ def open_model(model: str, options: Mapping[str, Any]) -> "LLM":
     return headstart.LLM(resolve_model(model), **options)
 
 
-def note_on(model: str) -> str:
-    """What a user must know of the model's answers before reading them; mostly nothing."""
-    return NOTES.get(model, "")
+def note_on(model: str, engine: Mapping[str, Any]) -> str:
+    """What a user must know of the model's answers before reading them; mostly nothing.
+
+    engine: the engine's options that were given.
+    """
+    told = NOTES.get(model, "")
+    few = {name: engine[name] for name in _TOO_FEW_BITS.keys() & engine.keys()}
+    lost = [f"{name} {kind}" for name, kind in sorted(few.items()) if kind in _TOO_FEW_BITS[name]]
+    if model != DEFAULT_MODEL or not lost:
+        return told
+    return f"{told} With {' and '.join(lost)} most of its answers are wrong."
 
 
 def resolve_model(model: str) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from headstart.cli.options import note_on
 from headstart.cli.page_cache import CachedShare
 from headstart.cli.progress import describe_loading
 
@@ -54,3 +55,21 @@ def test_the_line_says_how_far_and_how_long_still(weights: Path) -> None:
 
 def test_files_that_are_wrong_are_left_to_the_loader() -> None:
     assert describe_loading("a/model", [])(2.0) == "loading a/model: 2.00 s"
+
+
+@pytest.mark.parametrize(
+    ("engine", "lost"),
+    [
+        ({"weights": "int8", "kv_cache_dtype": "auto"}, None),
+        ({"weights": "int4"}, "With weights int4 most of its answers are wrong."),
+        ({"weights": "int5", "kv_cache_dtype": "int8"}, "kv_cache_dtype int8 and weights int5"),
+    ],
+)
+def test_what_few_bits_do_to_the_embedded_model_is_told(
+    engine: dict[str, str], lost: str | None
+) -> None:
+    """Nobody said why it answered nothing of use."""
+    told = note_on("headstart-tiny", engine)
+    assert ("answers are wrong" in told) == (lost is not None)
+    assert (lost or "looks things up in a document") in told
+    assert note_on("some/model", engine) == ""

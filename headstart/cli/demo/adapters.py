@@ -97,7 +97,7 @@ def show_adapters(model: str, options: Mapping[str, Any], svg: Path | None) -> N
     with console.status("loading the model"):
         llm = open_model(model, {**DEFAULTS, **options})
     with closing(llm), tempfile.TemporaryDirectory() as folder:
-        heading = Text(note_on(model) or f"model {model}", style="dim")
+        heading = Text(note_on(model, options) or f"model {model}", style="dim")
         show(chain([heading], _run(llm, Path(folder), console)), console, svg)
 
 

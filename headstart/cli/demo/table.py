@@ -75,7 +75,7 @@ def show_demo(model: str, options: Mapping[str, Any], svg: Path | None) -> None:
     with console.status("loading the model"):
         llm = open_model(model, {**_defaults(options), **options})
     with closing(llm):
-        heading = Text(note_on(model) or f"model {model}", style="dim")
+        heading = Text(note_on(model, options) or f"model {model}", style="dim")
         show(chain([heading], _run(llm, model, console)), console, svg)
 
 

@@ -92,7 +92,7 @@ def _speaks(model: str) -> bool:
     """Whether this is a model of several stages; whatever else is wrong with it is told later."""
     if model in (RANDOM_MODEL, BUILT_IN):
         return False
-    with waiting(announce(model)), suppress(ModelError):
+    with waiting(announce(model, {})), suppress(ModelError):
         return bool(load_module("headstart.models.files").is_omni(model))
     return False
 
@@ -126,7 +126,7 @@ def _open_omni(model: str, engine: Mapping[str, Any]) -> Iterator[Any]:
     """The stages' engines have the options; dtype and device are of the whole model."""
     of_model = {name: engine[name] for name in ("dtype", "device") if name in engine}
     of_stages = {name: value for name, value in engine.items() if name not in of_model}
-    with waiting(announce(model)):
+    with waiting(announce(model, engine)):
         async_omni = load_module("headstart.omni.async_omni").AsyncOmni
         omni = async_omni(model, **of_model, options=of_stages)
     with closing(omni):
@@ -137,7 +137,7 @@ def _open_omni(model: str, engine: Mapping[str, Any]) -> Iterator[Any]:
 def _open_engine(
     model: str, engine: Mapping[str, Any], options: ServerOptions, replicas: ReplicaConfig
 ) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    with waiting(announce(model)):
+    with waiting(announce(model, engine)):
         async_llm = load_module("headstart.engine.async_llm").AsyncLLM
         llm = async_llm(resolve_model(model), **engine)
     with closing(llm):
@@ -155,7 +155,7 @@ def _open_replicas(
 ) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     name = _absolute(resolve_model(model))
     engine = {key: _absolute(value) if key in _PATHS else value for key, value in engine.items()}
-    announce(model)
+    announce(model, engine)
     with waiting(partial(starting_line, model, replicas.least)):
         make = _import_optional("headstart.cluster.serving.cluster", "cluster").ReplicaCluster
         cluster = make(name, engine, replicas, options.drain_seconds)

@@ -107,8 +107,8 @@ def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
     for width in (shape.hidden_size, shape.intermediate_size, shape.heads * shape.head_dim):
         if width % GROUP:
             raise UnsupportedModelError(
-                f"{source} has layers of {width} inputs; allowed: multiples of {GROUP}, which share "
-                "a step (weights that are quantised at load may have any width)"
+                f"{source} has layers of {width} inputs; allowed: multiples of {GROUP}, which "
+                "share a step (weights that are quantised at load may have any width)"
             )
     return about, frozenset(outline.shapes)
 

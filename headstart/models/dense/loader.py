@@ -110,10 +110,10 @@ def _open_checkpoint(folder: Path, scheme: Scheme | None) -> Checkpoint | GGUFCh
 
 
 class _Floats(NamedTuple):
-    """The matrices that stay floats: their shapes, and the dtypes that `tensor` gives them in."""
+    """The matrices that stay floats: their shapes, and the names of those in bfloat16."""
 
     shapes: list[torch.Size]
-    dtypes: set[torch.dtype]
+    halves: set[str]
 
 
 def _float_matrices(
@@ -125,7 +125,8 @@ def _float_matrices(
         is_float = own is None or own.kind(name) is None
         if (weights is None and is_float) or (name == _EMBEDDING and not tied):
             found.shapes.append(shape)
-            found.dtypes.update(checkpoint.dtypes([name]) if is_float else [torch.float32])
+            if is_float and checkpoint.dtypes([name]) == [torch.bfloat16]:
+                found.halves.add(name)
     return found
 
 
@@ -139,9 +140,9 @@ def _float_reader(
     """Makes the layers of floats that are fastest here."""
     if floats.shapes and (dtype, device.type) == (torch.bfloat16, "cpu") and library() is not None:
         return PackedReader(checkpoint, floats.shapes, ready_memory)
-    if can_halve(floats.dtypes, dtype, device):
-        return HalfReader(checkpoint)
-    if floats.dtypes == {torch.bfloat16} and device.type == "cpu":
+    if floats.halves and can_halve({torch.bfloat16}, dtype, device):
+        return HalfReader(checkpoint, floats.halves)
+    if floats.halves and device.type == "cpu":
         advise()
     return FloatReader(checkpoint, dtype, device)
 

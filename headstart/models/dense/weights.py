@@ -4,7 +4,7 @@ Nothing is in memory twice: a tensor is copied (and converted, or packed) out of
 and the file is unmapped after every layer.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -260,23 +260,27 @@ class FloatReader:
 
 
 class HalfReader(FloatReader):
-    """As `FloatReader` in float32 on the CPU, with matrices that stay in bfloat16."""
+    """As `FloatReader` in float32 on the CPU, with the matrices `halves` left in bfloat16."""
 
-    def __init__(self, checkpoint: Tensors) -> None:
+    def __init__(self, checkpoint: Tensors, halves: Set[str]) -> None:
         super().__init__(checkpoint, torch.float32, torch.device("cpu"))
+        self._halves = halves
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
+        if f"{name}.weight" not in self._halves:
+            return super().linear(name, inputs, outputs, bias)
         made = self._half(f"{name}.weight", self._parameter(f"{name}.bias") if bias else None)
         _check_finite(f"{name}.weight", made.weight)
         return HalfLinear(made)
 
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
+        if f"{name}.weight" not in self._halves:
+            return super().embedding(name, count, width)
         return HalfEmbedding(self._half(f"{name}.weight"))
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
-        if embedding is None:
-            return self.linear(name, inputs, outputs, bias=False)
-        assert isinstance(embedding, HalfEmbedding)
+        if not isinstance(embedding, HalfEmbedding):
+            return super().head(embedding, name, outputs, inputs)
         _check_finite(name, embedding.matrix.weight)
         return HalfLinear(embedding.matrix)
 

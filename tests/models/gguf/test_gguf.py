@@ -10,6 +10,7 @@ import torch
 
 from headstart import LLM, SamplingParams, native
 from headstart.errors import HeadstartError, ModelNotFoundError, UnsupportedModelError
+from headstart.models.dense.decoder import DenseDecoder
 from headstart.models.gguf import library
 from headstart.models.gguf.blocks import FORMATS, read_weight
 from headstart.models.gguf.checkpoint import _NARROW
@@ -95,6 +96,32 @@ def test_floats_are_kept_as_in_a_checkpoint_of_floats(architecture: str, tmp_pat
             found = model.weight(part)
             assert found is not None
             assert torch.equal(found.float(), original.get_submodule(part).weight)
+
+
+def test_floats_beside_blocks_run_with_them_as_one_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An embedding in blocks becomes float32, and so did all floats in bfloat16 beside it."""
+    own = gguf.GGUFWriter.add_tensor
+
+    def add(self: Any, name: str, data: Any, raw_dtype: Any = None) -> None:
+        if "ffn_down" in name:
+            floats = gguf.quants.dequantize(data, raw_dtype)
+            raw_dtype = gguf.GGMLQuantizationType.BF16
+            data = gguf.quants.quantize(floats, raw_dtype)
+        own(self, name, data, raw_dtype=raw_dtype)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add)
+    file = write_gguf(tmp_path / "a.gguf", "llama", make_model("llama"), "Q4_0")
+    model = load_model(file, "float32")
+    assert isinstance(model, DenseDecoder)
+    if native.avx2_library() is not None:
+        assert isinstance(model.layer("model.layers.1.mlp.down_proj"), HalfLinear)
+        # With AVX-512 products of 4 bits are others than those of the call.
+        assert (model._compiled is None) == (native.library() is not None)
+    found = logits(model)
+    model.calls_each_layer = True
+    torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", sorted(FORMATS))

@@ -248,7 +248,7 @@ def test_ctrl_c_while_a_model_loads_is_one_line(tmp_path: Path) -> None:
         (terminal, terminal, terminal),
     )
     child = fdpexpect.fdspawn(ours, encoding="utf-8", timeout=120)
-    child.expect("prefixes are kept")
+    child.expect("headstart-tiny, 8 million parameters")  # said before it loads
     child.send("\x03")
     process.join(60)
     os.close(theirs)

@@ -41,11 +41,17 @@ struct Half {
 // The rows in steps of 16 inputs, in the order of the weight's lanes; zeros at their ends.
 const float* split(const float* x, int64_t rows, int64_t inputs) {
     static thread_local Scratch memory;
-    const int64_t width = steps_of(inputs) * STEP;
-    float* out = memory.take<float>(rows * width);
-    for (int64_t r = 0; r < rows; r++, x += inputs)
-        for (int64_t i = 0; i < width; i++)
-            out[r * width + i / STEP * STEP + i % 2 * 8 + i % STEP / 2] = i < inputs ? x[i] : 0.0f;
+    const int64_t width = steps_of(inputs) * STEP, whole = inputs / STEP * STEP;
+    float* const out = memory.take<float>(rows * width);
+    float* to = out;
+    for (int64_t r = 0; r < rows; r++, x += inputs) {
+        float end[STEP] = {};
+        std::memcpy(end, x + whole, (inputs - whole) * sizeof(float));
+        for (int64_t k = 0; k < width; k += STEP, to += STEP) {
+            const float* from = k < whole ? x + k : end;
+            for (int i = 0; i < STEP / 2; i++) to[i] = from[2 * i], to[8 + i] = from[2 * i + 1];
+        }
+    }
     return out;
 }
 

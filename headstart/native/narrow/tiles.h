@@ -29,7 +29,7 @@ inline int64_t steps_of(int64_t inputs) { return (inputs + STEP - 1) / STEP; }
 // step of the weight, if it is not a whole one, is copied: behind it lies another row.
 template <class Kind, int OUTPUTS, int ROWS>
 void multiply(const typename Kind::Number* weight, int64_t inputs,
-              const typename Kind::Input* rows, float (*sums)[TOGETHER]) {
+              const typename Kind::Input* rows, float (*sums)[TOGETHER], int64_t ahead) {
     using Number = typename Kind::Number;
     using Vector = typename Kind::Vector;
     const int64_t whole = inputs / STEP, steps = steps_of(inputs);
@@ -49,15 +49,13 @@ void multiply(const typename Kind::Number* weight, int64_t inputs,
             }
         }
     };
-    // Rows of a weight are short: the hardware would find each anew. So the next ones are fetched
-    // meanwhile: with few rows into the second cache, which waits for more lines than the first.
-    constexpr auto HINT = ROWS <= 2 ? _MM_HINT_T1 : _MM_HINT_T0;
-    const int64_t ahead = OUTPUTS * inputs;
+    // Rows of a weight are short: the hardware would find each anew. So what comes `ahead` numbers
+    // later is fetched meanwhile, into the second cache, which waits for more lines than the first.
     for (int64_t at = 0; at < whole; at++) {
         const Number* now = weight + at * STEP;
 #pragma GCC unroll 4
         for (int o = 0; o < OUTPUTS; o++)
-            _mm_prefetch(reinterpret_cast<const char*>(now + o * inputs + ahead), HINT);
+            _mm_prefetch(reinterpret_cast<const char*>(now + o * inputs + ahead), _MM_HINT_T1);
         step(at, now, inputs);
     }
     if (whole < steps) {
@@ -78,13 +76,14 @@ template <class Kind, class Finish>
 void multiply_rows(const typename Kind::Number* weight, int64_t outputs, int64_t inputs,
                    const typename Kind::Input* rows, int64_t count, int threads,
                    const Finish& finish) {
-    const auto multiply_some = [&](int64_t row, auto height, int64_t from, int64_t to) {
+    const auto multiply_some = [&](int64_t row, auto height, int64_t from, int64_t to, int64_t ahead) {
         constexpr int ROWS = height.value, OUTPUTS = Kind::OUTPUTS[ROWS - 1];
         for (int64_t output = from; output < to;) {
             const bool one = to - output < OUTPUTS;
             float sums[ROWS][TOGETHER];
             (one ? multiply<Kind, 1, ROWS> : multiply<Kind, OUTPUTS, ROWS>)(
-                weight + output * inputs, inputs, rows + row * steps_of(inputs) * STEP, sums);
+                weight + output * inputs, inputs, rows + row * steps_of(inputs) * STEP, sums,
+                ahead * inputs);
             for (int r = 0; r < ROWS; r++)
                 for (int o = 0; o < (one ? 1 : OUTPUTS); o++)
                     finish(row + r, output + o, sums[r][o]);
@@ -92,15 +91,18 @@ void multiply_rows(const typename Kind::Number* weight, int64_t outputs, int64_t
         }
     };
     const int64_t width = inputs * sizeof *weight;
+    // Of rows that do not stay in the first cache fewer are read at a time.
+    const int64_t tall = inputs * sizeof *rows > 12 << 10 ? TOGETHER / 2 : TOGETHER;
     const int64_t tile = std::max<int64_t>(WHOLE, TILE / width / WHOLE * WHOLE);
     parallel(threads, [&](int thread, int all) {
         const int64_t begin = outputs * thread / all, end = outputs * (thread + 1) / all;
         for (int64_t block = 0; block < count; block += MOST_ROWS)
             for (int64_t from = begin; from < end; from += tile) {
                 const int64_t last = std::min(count, block + MOST_ROWS);
-                for (int64_t row = block; row < last; row += TOGETHER)
-                    with_count<TOGETHER>(last - row, [&](auto height) {
-                        multiply_some(row, height, from, std::min(end, from + tile));
+                for (int64_t row = block; row < last; row += tall)
+                    with_count<TOGETHER>(std::min(tall, last - row), [&](auto height) {
+                        multiply_some(row, height, from, std::min(end, from + tile),
+                                      row == block ? TOGETHER : tile);
                     });
             }
     });

@@ -14,6 +14,7 @@ from headstart.models.dtypes import computes_wider, fast_dtype, find_device, fin
 from headstart.models.files import check_files, find_folder, is_gguf
 from headstart.models.linear import find_kind
 from headstart.models.prefetch import ReadyMemory
+from headstart.native import release_threads
 
 __all__ = ["load_model"]
 
@@ -34,6 +35,15 @@ def load_model(
     and large enough. Raises `ConfigError`, `ModelNotFoundError`, `DamagedModelError` (the files),
     `UnsupportedModelError` (the architecture), `OutOfMemoryError`; the cheap checks come first.
     """
+    try:
+        return _load(model, dtype, device, ready_memory, weights)
+    finally:
+        release_threads()  # of this thread: another one runs the model
+
+
+def _load(
+    model: str | Path, dtype: str, device: str, ready_memory: ReadyMemory | None, weights: str
+) -> DecoderModel:
     weights_dtype, wanted, kind = find_dtype(dtype), find_device(device), find_kind(weights)
     folder = find_folder(model)
     check_files(folder)

@@ -6,6 +6,8 @@ import os
 import re
 import runpy
 import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -255,3 +257,33 @@ def test_what_the_emulation_runs_is_there() -> None:
     found = runpy.run_path(str(EMULATE))
     for name in (*found["TESTS"], *found["NOT_EMULATED"]):
         assert (ROOT / name).exists(), name
+
+
+RELEASED = """
+import os, sys, torch
+from headstart import LLM
+from headstart.native import release_threads
+
+def count_released():
+    before = len(os.listdir("/proc/self/task"))
+    release_threads()
+    return before - len(os.listdir("/proc/self/task"))
+
+if sys.argv[1:]:
+    LLM("headstart-tiny", num_blocks=16, num_threads=2, cache_dir="off")
+else:
+    torch.set_num_threads(2)
+    torch.rand(1 << 22).add_(1)
+print(count_released(), bool((torch.ones(1 << 22) + 1 == 2).all()))
+"""
+
+
+@pytest.mark.skipif(native._openmp() is None, reason="torch has no OpenMP of GNU's here")
+@pytest.mark.parametrize(("loads", "left"), [((), "1"), (("model",), "0")])
+def test_threads_that_wait_for_the_loading_one_are_released(
+    loads: tuple[str, ...], left: str
+) -> None:
+    """Or the thread that runs the steps would wake its own 200 times a token."""
+    command = [sys.executable, "-c", RELEASED, *loads]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [left, "True"], done.stderr

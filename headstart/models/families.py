@@ -49,6 +49,18 @@ def _all_windows(config: Any) -> list[LayerShape]:
     return _alike(config, config.sliding_window)
 
 
+def _windows_of_kinds(config: Any, kinds: list[str]) -> list[LayerShape]:
+    return [
+        LayerShape(config.sliding_window if kind == "sliding_attention" else None) for kind in kinds
+    ]
+
+
+def _windows_unless_full(config: Any) -> list[LayerShape]:
+    """As Ministral, which calls itself mistral: `layer_types` may name layers without a window."""
+    kinds = config.layer_types or ["sliding_attention"] * config.num_hidden_layers
+    return _windows_of_kinds(config, kinds)
+
+
 def _switched_window(config: Any) -> int | None:
     """The window of layers that have one; None if none may have one."""
     if config.use_sliding_window:
@@ -88,9 +100,7 @@ def _alternating(config: Any) -> list[LayerShape]:
         "full_attention" if at % 2 else "sliding_attention"
         for at in range(config.num_hidden_layers)
     ]
-    return [
-        LayerShape(config.sliding_window if kind == "sliding_attention" else None) for kind in kinds
-    ]
+    return _windows_of_kinds(config, kinds)
 
 
 def _by_kind(config: Any) -> list[LayerShape]:
@@ -212,7 +222,7 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": 4096,
         },
         facts={"qkv_bias": False, "o_bias": False, "mlp_bias": False},
-        layers=_all_windows,
+        layers=_windows_unless_full,
     ),
     "qwen2": Family(
         defaults=_QWEN2,

@@ -88,6 +88,13 @@ def test_what_is_of_no_family(name: str, changes: dict[str, Any], reason: str) -
         shape_of(name, **changes)
 
 
+def test_mistral_may_name_layers_without_a_window() -> None:
+    """Ministral has them, and calls itself mistral: all its layers had the window."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    layers = shape_of("mistral", layer_types=kinds, sliding_window=5).layers
+    assert [layer.window for layer in layers] == [5, None, 5]
+
+
 def test_a_key_of_another_family_changes_nothing() -> None:
     assert shape_of("llama", hidden_activation="gelu").activation == "silu"
 

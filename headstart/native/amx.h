@@ -9,7 +9,7 @@
 #include "native.h"
 
 #ifndef HEADSTART_EMULATED
-#pragma GCC target("amx-tile,amx-bf16,amx-int8")
+#pragma GCC target("amx-tile,amx-bf16")
 #endif
 
 namespace headstart {

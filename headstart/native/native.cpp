@@ -64,7 +64,6 @@ bool ask_for_amx() {
 #else
     constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-           __builtin_cpu_supports("amx-int8") &&
            syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 #endif
 }

@@ -5,9 +5,10 @@
 //
 // Every intermediate that transformers rounds to bf16 is rounded here too, so the two differ only
 // in summation order.
+#include "layer.h"  // narrow/layers.cpp includes it too
+
 #include "avx512.h"
 
-#include "layer.h"
 #include "linear.h"
 
 using namespace headstart;

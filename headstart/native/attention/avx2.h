@@ -1,7 +1,7 @@
 // Small AVX2 functions over floats; include it after the pragma.
 #pragma once
 
-#include "rows.h"
+#include "../native.h"
 
 namespace headstart {
 

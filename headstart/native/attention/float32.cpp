@@ -65,7 +65,7 @@ inline void multiply(Matrix a, int count, const Line& line, Matrix c, const floa
 }
 
 template <int ROWS, class Stored>
-void score_rows(Scratch<Stored>& s, int row, int count, int key_dim) {
+void score_rows(ChunkState<Stored>& s, int row, int count, int key_dim) {
     const Matrix query{s.query, key_dim}, scores{s.scores[0], TILE};
     for (int k = 0; k < count; k += PANEL)
         multiply<ROWS>(
@@ -82,7 +82,7 @@ void score_rows(Scratch<Stored>& s, int row, int count, int key_dim) {
 
 // Adds the tile's weighted values to the rows' output.
 template <int ROWS, class Stored>
-void add_values(Scratch<Stored>& s, int row, int count, int value_dim, int64_t width) {
+void add_values(ChunkState<Stored>& s, int row, int count, int value_dim, int64_t width) {
     const Matrix weights{s.scores[0], TILE}, out{s.out, width};
     const auto add = [&](int d, const auto& line) {
         multiply<ROWS>(weights.from(row, 0), count, line, out.from(row, d), s.shrink + row);
@@ -115,7 +115,7 @@ template <class Stored>
 class Attention {
   public:
     explicit Attention(const Rows<float, Stored>& rows)
-        : s(scratch<Stored>()), rows(rows), call(rows.call), count(rows.chunk.count),
+        : s(chunk_state<Stored>()), rows(rows), call(rows.call), count(rows.chunk.count),
           width((call.value_dim + PANEL - 1) / PANEL * PANEL) {}
 
     void run() {
@@ -171,7 +171,7 @@ class Attention {
         }
     }
 
-    Scratch<Stored>& s;
+    ChunkState<Stored>& s;
     const Rows<float, Stored>& rows;
     const Call<float, Stored>& call;
     const int count;

@@ -33,7 +33,7 @@ constexpr int LINE = 64 / sizeof(Stored);  // numbers in a cache line
 
 // A thread's working memory for one chunk, reused for every chunk.
 template <class Stored>
-struct alignas(64) Scratch : Softmax<CHUNK, Avx2, Stored> {
+struct alignas(64) ChunkState : Softmax<CHUNK, Avx2, Stored> {
     float query[CHUNK * MAX_DIM];   // [row, key_dim], in units of log2
     float out[CHUNK * MAX_DIM];     // [row, value_dim in whole panels]
     float keys[MAX_DIM][TILE];      // transposed
@@ -43,14 +43,14 @@ struct alignas(64) Scratch : Softmax<CHUNK, Avx2, Stored> {
 // Made on a thread's first use. Behind a pointer, since the compiler recomputes the address of a
 // thread-local object in inner loops.
 template <class Stored>
-Scratch<Stored>& scratch() {
-    static thread_local const std::unique_ptr<Scratch<Stored>> made =
-        std::make_unique<Scratch<Stored>>();
+ChunkState<Stored>& chunk_state() {
+    static thread_local const std::unique_ptr<ChunkState<Stored>> made =
+        std::make_unique<ChunkState<Stored>>();
     return *made;
 }
 
 template <class Stored>
-void transpose_keys(Scratch<Stored>& s, int count, int key_dim) {
+void transpose_keys(ChunkState<Stored>& s, int count, int key_dim) {
     for (int k = 0; k < count; k += LANES)
         for (int d = 0; d < key_dim; d += LANES) {
             __m256 r[LANES];
@@ -62,12 +62,12 @@ void transpose_keys(Scratch<Stored>& s, int count, int key_dim) {
         }
 }
 
-void isolate_nonfinite(Scratch<float>& s, int count, int value_dim) {
+void isolate_nonfinite(ChunkState<float>& s, int count, int value_dim) {
     static constexpr Constant<float> nan(std::numeric_limits<float>::quiet_NaN());
     isolate_nonfinite(s.now, count, value_dim, nan);
 }
 
-void isolate_nonfinite(Scratch<int8_t>& s, int count, int) {
+void isolate_nonfinite(ChunkState<int8_t>& s, int count, int) {
     for (int k = 0; k < count; ++k) {
         if (!std::isnan(s.values.value_scales[k])) continue;
         s.values.key_scales[k] = std::numeric_limits<float>::quiet_NaN();
@@ -75,7 +75,7 @@ void isolate_nonfinite(Scratch<int8_t>& s, int count, int) {
     }
 }
 
-void load_scales(Scratch<int8_t>& s) {
+void load_scales(ChunkState<int8_t>& s) {
     for (int k = 0; k < TILE; ++k) {
         s.values.key_scales[k] = *s.now.key_scales[k];
         s.values.value_scales[k] = *s.now.value_scales[k];
@@ -83,13 +83,13 @@ void load_scales(Scratch<int8_t>& s) {
 }
 
 // Reads what of V does not lie in memory as the products need it.
-void load_values(Scratch<float>& s, int count, int value_dim, int64_t) {
+void load_values(ChunkState<float>& s, int count, int value_dim, int64_t) {
     const int tail = value_dim % PANEL, whole = value_dim - tail;
     for (int k = 0; tail > 0 && k < count; ++k)
         std::memcpy(s.values.tails[k], s.now.values[k] + whole, tail * sizeof(float));
 }
 
-void load_values(Scratch<int8_t>& s, int count, int value_dim, int64_t width) {
+void load_values(ChunkState<int8_t>& s, int count, int value_dim, int64_t width) {
     for (int k = 0; k < count; ++k)
         for (int d = 0; d < width; d += LANES)
             _mm256_store_ps(s.values.numbers + k * width + d,

@@ -150,8 +150,8 @@ struct Keys {
 // Calls attend(keys) for each tile of the keys that a chunk's rows, s.rows, see; s.now has the
 // addresses. Those of s.next may be prefetched: of the next tile, then of the first tile of
 // `following`, unless that is null.
-template <class Scratch, class Number, class Stored, class Attend>
-void attend_tiles(Scratch& s, const Rows<Number, Stored>& rows, int together,
+template <class State, class Number, class Stored, class Attend>
+void attend_tiles(State& s, const Rows<Number, Stored>& rows, int together,
                   const Chunk* following, const Attend& attend) {
     Seen seen(s.rows[0]);
     for (int r = 1; r < rows.chunk.count; ++r) seen.add(s.rows[r]);

@@ -63,7 +63,6 @@ struct Int8 {
         return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     }
 
-
     struct Sum {
         __m256i lanes;
 

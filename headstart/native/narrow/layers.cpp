@@ -49,7 +49,7 @@ void turn(float* row, int64_t width, int64_t dim, const Norm& norm, const float*
     }
 }
 
-// gate[count] = silu(gate) * up, in whole vectors.
+// gate[count] = silu(gate) * up, in whole vectors: `count` may reach behind the last gate.
 void multiply_gates(float* gate, const float* up, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) {
         const __m256 x = _mm256_loadu_ps(gate + i);
@@ -68,9 +68,8 @@ extern "C" void headstart_float_layers(const LayerRun* runs, int64_t count, floa
     const Layer& shape = *runs->layer;
     const int64_t width = shape.q.inputs, queries = shape.q.outputs, keys = shape.k.outputs;
     const int64_t inner = (rows * shape.gate.outputs + LANES - 1) / LANES * LANES;
-    const std::unique_ptr<float[]> memory(
-        new float[rows * (width + 2 * queries + 2 * keys) + 2 * inner]());
-    float* gate = memory.get();  // zeros behind the last one, as vectors of gates are whole
+    static thread_local Scratch memory;
+    float* gate = memory.take<float>(rows * (width + 2 * queries + 2 * keys) + 2 * inner);
     float *up = gate + inner, *q = up + inner, *k = q + rows * queries, *v = k + rows * keys;
     float *attended = v + rows * keys, *update = attended + rows * queries;
     const auto multiply = [&](const Weight& weight, const float* x, float* out) {

@@ -179,7 +179,7 @@ def test_rows_whose_largest_logit_is_not_finite() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("rows", [1, 3, 7])  # bounds of 16 bits, and of their high bytes
+@pytest.mark.parametrize("rows", [1, 3, 7])  # of one tile, and of two
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_one_weight_or_hidden_number_that_is_not_finite(rows: int, bad: float) -> None:
     """Among many panels, where all others are ruled out by their bounds."""

@@ -32,7 +32,7 @@ def exact(weight: HalfWeight, x: Tensor) -> Tensor:
 @given(
     outputs=st.integers(1, 70),
     inputs=st.integers(1, 90) | st.sampled_from([896, 1000, 4864]),
-    rows=st.integers(0, 40),
+    rows=st.integers(0, MANY_ROWS + 2),
     bias=st.booleans(),
     seed=st.integers(0, 1000),
     threads=st.integers(1, 3),
@@ -60,6 +60,20 @@ def test_a_row_has_the_same_bits_alone_and_among_others(inputs: int) -> None:
     for count in range(1, len(x) + 1):
         together = weight.multiply(x[:count])
         assert torch.equal(together[-1:], weight.multiply(x[count - 1 : count]))
+
+
+def test_few_rows_alone_take_the_compiled_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, seen = make(5, 8, 0, bias=False), []
+    compiled = weight.few.multiply
+
+    def spy(rows: Tensor) -> Tensor:
+        seen.append(len(rows))
+        return compiled(rows)
+
+    monkeypatch.setattr(weight.few, "multiply", spy)
+    for rows in (0, 1, MANY_ROWS - 1, MANY_ROWS):
+        assert weight.multiply(torch.ones(rows, 8)).shape == (rows, 5)
+    assert seen == [1, MANY_ROWS - 1]
 
 
 @pytest.mark.parametrize(("elements", "outputs"), [(1000, 10), (5000, 32), (1 << 21, 131)])

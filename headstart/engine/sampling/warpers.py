@@ -1,7 +1,8 @@
 """What leaves out or weighs tokens before a draw, bit for bit as transformers' warpers do it.
 
-transformers itself takes a second to import. All take scores float32 `[rows, vocab]` and return
-new ones; a token that is left out has minus infinity.
+But of equally likely tokens top-p may keep others. transformers itself takes a second to import.
+All take scores float32 `[rows, vocab]` and return new ones; a token that is left out has minus
+infinity.
 """
 
 import torch

@@ -31,6 +31,14 @@ def test_top_p_from_the_top_keeps_what_sorting_all_keeps(top_p: float, scale: fl
     assert torch.equal(keep_top_p(scores, top_p), expected)
 
 
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9])
+def test_top_p_keeps_as_many_of_equals(top_p: float) -> None:
+    """As logits in bfloat16 often are; which of them, no two ways to sort agree on."""
+    scores = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    expected = TopPLogitsWarper(top_p)(torch.LongTensor(4, 0), scores)
+    assert torch.equal(keep_top_p(scores, top_p).sort().values, expected.sort().values)
+
+
 @given(
     seed=st.integers(0, 1000),
     scale=st.sampled_from([0.0, 0.01, 1.0, 30.0]),  # 0: all are as likely

@@ -1,9 +1,9 @@
 """Weights in bfloat16 under arithmetic in float32, for CPUs without products of bfloat16.
 
 The numbers are the checkpoint's own, so nothing is lost, and they take half the memory of float32.
-A few rows wait for memory: the compiled product reads 2 bytes for each number, and takes half as
-long as float32's. Many rows wait for arithmetic: a tile of the weight at a time is made float32,
-and multiplied by torch.
+Few rows take the compiled product, which reads 2 bytes for each number: one row waits for memory,
+and takes half as long as with float32. Many rows wait for arithmetic: a tile of the weight at a
+time is made float32, and multiplied by torch.
 """
 
 from collections.abc import Set

@@ -6,7 +6,7 @@
 //     Number, Input         of the weight, and of the rows
 //     OUTPUTS               how many outputs are summed together, by the number of rows (1 to 4):
 //                           sums, weights and one vector of a row fit in 16 registers
-//     Vector, PARTS         of which a step has so many; those of rows are aligned
+//     Vector, PARTS         a step has PARTS vectors; those of rows are aligned
 //     load(from, part)      one of the weight
 //     Sum.add(weight, row)  adds the products of two vectors
 //     Sum.total()           the sum for an output
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t STEP = 16;       // inputs
 constexpr int64_t TILE = 1 << 16;  // bytes of the weight that stay in the second cache
-constexpr int64_t WHOLE = 12;      // outputs of a tile: in whole numbers of 1 to 4
+constexpr int64_t WHOLE = 12;      // outputs: a tile has a multiple of them, as 1 to 4 divide it
 constexpr int64_t MOST_ROWS = 64;  // that stay there with them
 constexpr int TOGETHER = 4;        // outputs, and rows, whose sums are taken together at most
 

@@ -1,6 +1,7 @@
 """Layers of float32 rows as one compiled call, against float64 and against their modules."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -200,23 +201,25 @@ def test_layers_are_those_of_float64_and_of_their_modules(
         torch.set_num_threads(before)
 
 
+SHAPE = DecoderShape(
+    vocab_size=1,
+    hidden_size=48,
+    intermediate_size=80,
+    heads=4,
+    kv_heads=2,
+    head_dim=12,
+    layers=(LayerShape(), LayerShape()),
+    epsilon=1e-5,
+    activation="silu",
+    scaling=0.3,
+    tied=True,
+)
+
+
 def test_kept_rows_are_those_of_all_and_many_rows_are_left_to_modules() -> None:
-    shape = DecoderShape(
-        vocab_size=1,
-        hidden_size=48,
-        intermediate_size=80,
-        heads=4,
-        kv_heads=2,
-        head_dim=12,
-        layers=(LayerShape(), LayerShape()),
-        epsilon=1e-5,
-        activation="silu",
-        scaling=0.3,
-        tied=True,
-    )
     reader = RandomReader(1, "bfloat16")
-    layers = [DecoderLayer(shape, at, "", reader) for at in range(2)]
-    compiled = compile_layers(layers, shape, torch.float32)
+    layers = [DecoderLayer(SHAPE, at, "", reader) for at in range(2)]
+    compiled = compile_layers(layers, SHAPE, torch.float32)
     library = avx2_library()
     assert compiled is not None and library is not None
     blocks = list(range(-(-MANY_ROWS // BLOCK)))
@@ -237,3 +240,21 @@ def test_kept_rows_are_those_of_all_and_many_rows_are_left_to_modules() -> None:
             assert torch.equal(some, found[kept])
         else:
             assert found is None and some is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"activation": "gelu"}, {"activation": "gelu_tanh"}, {"norm": "gemma"}, {"norm": "olmo"}),
+        *({"norms": "after"}, {"norms": "around"}, {"head_norms": "row"}, {"residual_scale": 0.5}),
+        *({"fused": True}, {"partial_rotary": True}, {"exact_angles": True}),
+        {"layers": (LayerShape(), LayerShape(angles=None))},
+    ],
+    ids=str,
+)
+def test_layers_of_another_kind_are_left_to_modules(changes: dict[str, Any]) -> None:
+    for shape, runs in ((SHAPE, True), (replace(SHAPE, **changes), False)):
+        reader = RandomReader(1, "bfloat16")
+        layers = [DecoderLayer(shape, at, "", reader) for at in range(2)]
+        assert (compile_layers(layers, shape, torch.float32) is not None) == runs
+        assert compile_layers(layers, shape, torch.bfloat16) is None

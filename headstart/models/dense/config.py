@@ -72,7 +72,9 @@ def read_config(family: Family, content: Mapping[str, Any]) -> Any:
 
 def _read_plain(family: Family, merged: Mapping[str, Any]) -> DenseConfig | None:
     """The configuration; None if it says what is not read here."""
-    if merged.keys() - family.defaults.keys() - _HARMLESS or merged.get("partial_rotary_factor"):
+    if merged.keys() - family.defaults.keys() - _HARMLESS:
+        return None
+    if merged.get("partial_rotary_factor", 1.0) != 1.0:
         return None
     theta = merged.get("rope_theta", _THETA)
     angles = {"rope_theta": theta, **(merged.get("rope_parameters") or {})}

@@ -179,6 +179,22 @@ def test_what_is_not_plain_is_read_by_transformers(changes: dict[str, Any]) -> N
     assert isinstance(found, PreTrainedConfig)
 
 
+@pytest.mark.parametrize(("part", "is_plain"), [(1.0, True), (0.5, False)])
+def test_phi3_may_rotate_a_part_of_a_head(part: float, is_plain: bool) -> None:
+    """Its defaults have the key: it was read by transformers, also where all of a head is."""
+    content = {key: value for key, value in tiny_config("phi3").to_dict().items() if key in KEPT}
+    content |= {"rope_parameters": None, "partial_rotary_factor": part}
+    found = []
+    for extra in ({}, {"unknown_key": 1}):
+        config = read_config(FAMILIES["phi3"], content | extra)
+        assert isinstance(config, DenseConfig) == (is_plain and not extra)
+        shape = read_shape(FAMILIES["phi3"], config)
+        values = read_frequencies(config, "", shape).values
+        assert len(values) == shape.head_dim * part // 2
+        found.append((shape, values.tolist(), context_length(config)))
+    assert found[0] == found[1]
+
+
 def test_gemma3_takes_a_kind_called_type() -> None:
     changes = {"rope_parameters": {"full_attention": {"type": "linear", "factor": 8.0}}}
     content = tiny_config("gemma3").to_dict() | changes

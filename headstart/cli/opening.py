@@ -7,13 +7,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from headstart.cli.options import note_on, open_model, resolve_model
-from headstart.cli.progress import describe_loading, waiting
+from headstart.cli.progress import converting_line, describe_loading, waiting
 from headstart.cli.streams import as_typed, hiding_typed, note
 from headstart.engine.config import EngineConfig
 from headstart.errors import ConfigError, ModelError, UnsupportedAdapterError
@@ -70,6 +71,9 @@ def folder_of(model: str) -> Path:
     Raises ModelError.
     """
     found = resolve_model(model)
+    if Path(found).suffix == ".gguf":
+        with hiding_typed(), waiting(partial(converting_line, model)):
+            return find_folder(found)
     with ending_at_once():
         return find_folder(found)
 

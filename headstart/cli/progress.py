@@ -89,6 +89,15 @@ def loading_line(
     return f"loading {name}: {read}; about {left} to go"
 
 
+def converting_line(name: str, elapsed: float) -> str:
+    """A GGUF file's metadata become a configuration and a tokenizer.
+
+    >>> converting_line("some.gguf", 12.0)
+    'reading configuration and tokenizer of some.gguf: 12.00 s'
+    """
+    return f"reading configuration and tokenizer of {name}: {duration(elapsed)}"
+
+
 def starting_line(name: str, replicas: int, elapsed: float) -> str:
     """Ray and then replicas of a model start, in processes of their own.
 

@@ -2,10 +2,14 @@
 
 import mmap
 import os
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 
+from headstart.cli import opening
 from headstart.cli.options import note_on
 from headstart.cli.page_cache import CachedShare
 from headstart.cli.progress import describe_loading
@@ -73,3 +77,29 @@ def test_what_few_bits_do_to_the_embedded_model_is_told(
     assert ("answers are wrong" in told) == (lost is not None)
     assert (lost or "looks things up in a document") in told
     assert note_on("some/model", engine) == ""
+
+
+def test_the_first_start_of_a_gguf_file_is_shown_and_ends_as_all_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing was shown for 20 s, and Ctrl-C left an unfinished folder in the user's cache.
+
+    It ended the process at once, as in a download, so that nothing was removed.
+    """
+    shown, handlers = [], []
+
+    def waiting(describe: Callable[[float], str]) -> AbstractContextManager[None]:
+        shown.append(describe(12.0))
+        return nullcontext()
+
+    def find_folder(model: str) -> Path:
+        handlers.append(signal.getsignal(signal.SIGINT))
+        return Path(model)
+
+    monkeypatch.setattr(opening, "waiting", waiting)
+    monkeypatch.setattr(opening, "find_folder", find_folder)
+    opening.folder_of("some.gguf")
+    assert shown == ["reading configuration and tokenizer of some.gguf: 12.00 s"]
+    assert handlers == [signal.getsignal(signal.SIGINT)]
+    opening.folder_of("an/owner")
+    assert len(shown) == 1 and handlers[1] != handlers[0]

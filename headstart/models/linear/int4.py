@@ -105,19 +105,19 @@ class Int4Weight(NamedTuple):
         grid = (grid if form.in_bytes else grid.view(torch.float16)).view(panels, groups, 2, _PANEL)
         steps, starts = grid.permute(2, 0, 3, 1).float().unsqueeze(-1).unbind(0)
         tile = scratch(panels * _PANEL * groups * GROUP, blocks.device)
-        # [panel][output][group][half][v][b], see int4.h
-        values = tile.view(panels, _PANEL, groups, 2, 4, 4)
-        nibbles = blocks[..., 2 * form.starts :][..., :_NIBBLES].view(panels, groups, 4, _PANEL, 4)
-        nibbles = nibbles.permute(0, 3, 1, 2, 4)
-        for half in range(2):
-            values[:, :, :, half] = (nibbles >> 4 * half) & 15
+        nibbles = blocks[..., 2 * form.starts :][..., :_NIBBLES]
+        # [panel][group][half][v][output][b], see int4.h
+        values = torch.stack((nibbles & 15, nibbles >> 4), 2).view(panels, groups, 2, 4, -1)
         if form.bits == 5:
-            fifths = blocks[..., 2 * form.starts + _NIBBLES :].view(panels, groups, _PANEL, 4)
-            fifths = fifths.transpose(1, 2)
+            fifths = blocks[..., 2 * form.starts + _NIBBLES :]
             for v in range(4):
                 for half in range(2):
-                    values[:, :, :, half, v] += ((fifths >> (2 * v + half)) & 1) * 16
-        tile.view(panels, _PANEL, groups, GROUP).mul_(steps).add_(starts * form.start_unit)
+                    values[:, :, half, v] |= (fifths >> (2 * v + half) & 1) << 4
+        # Four bytes are moved as one number: moved as floats, they took most of the time.
+        words = values.view(torch.int32).view(panels, groups, 8, _PANEL).permute(0, 3, 1, 2)
+        found = tile.view(panels, _PANEL, groups, GROUP)
+        found.copy_(words.contiguous().view(torch.uint8).view(found.shape))
+        found.mul_(steps).add_(starts * form.start_unit)
         return tile.view(panels * _PANEL, groups * GROUP)
 
 

@@ -86,8 +86,8 @@ def _auto() -> str:
     if multiplies_bfloat16() is not False:
         return "auto is the checkpoint's"
     if native.avx2_library() is not None:
-        return "auto is float32 over weights that stay in bfloat16: this CPU has no products of it"
-    return "auto is float32, if memory allows: this CPU has no products of bfloat16"
+        return "auto is float32; weights stay in bfloat16, which this CPU cannot multiply itself"
+    return "auto is float32, if memory allows: this CPU cannot multiply bfloat16 itself"
 
 
 def _hints(has_gpu: bool) -> Iterator[str]:

@@ -133,7 +133,7 @@ def _model_option(command: Command) -> Command:
         "--model",
         default=DEFAULT_MODEL,
         show_default=True,
-        help="Folder of a Hugging Face model, or its name on the hub; "
+        help="Folder of a Hugging Face model, its name on the hub, or a GGUF file; "
         "demo is a larger one with random weights, for times alone.",
     )(command)
 

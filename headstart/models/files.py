@@ -56,6 +56,8 @@ _UNWANTED = ["consolidated*", "original/*"]
 # Keys of a quantization_config, wherever it stands.
 _QUANTISED = frozenset({"quant_method", "load_in_4bit", "load_in_8bit"})
 _INTEGERS = frozenset({"BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
+# Programs like Ollama take `owner/name-GGUF:Q4_K_M`, and download a file of it.
+_WANTS_FILE = "; of models in GGUF download one file, and give its path"
 # Seconds to wait for the hub's first answer.
 _HUB_TIMEOUT = 5.0
 
@@ -154,7 +156,17 @@ def _meant(name: str) -> str:
     """What to say where a name is much like that of the model which comes with the package."""
     spelled = re.split(r"[/\\]", name)[-1].lower().replace("_", "-")
     near = get_close_matches(spelled, [BUILT_IN], 1, 0.75)
+    if not near and "gguf" in spelled:
+        return _WANTS_FILE
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def _meant_file(folder: Path) -> str:
+    """What to say of a folder, or of what the hub has under a name, with models in GGUF alone."""
+    held = min((one.name for one in folder.glob("*.gguf")), default=None)
+    if held is not None:
+        return f"; a model in GGUF is named by its file: {folder / held}"
+    return _WANTS_FILE if "gguf" in str(folder).lower() else ""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -178,7 +190,9 @@ def check_files(folder: Path) -> None:
     """
     config = folder / "config.json"
     if not config.is_file():
-        raise ModelNotFoundError(f"{folder} is not a model: it has no config.json")
+        raise ModelNotFoundError(
+            f"{folder} is not a model: it has no config.json{_meant_file(folder)}"
+        )
     content = read_json(config)
     check_values(config, content)
     generation = folder / "generation_config.json"

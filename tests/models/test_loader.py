@@ -179,6 +179,24 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+def test_models_in_gguf_are_named_by_their_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Others take the folder, or a name on the hub; here nothing said what to give instead."""
+    (tmp_path / "some.Q4_0.gguf").touch()
+    with pytest.raises(ModelNotFoundError, match=r"named by its file: /.*/some\.Q4_0\.gguf$"):
+        load_model(tmp_path)
+    held = tmp_path / "models--owner--name-GGUF"
+    held.mkdir()
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: str(held))
+    for name in ("owner/name-GGUF", "hf.co/owner/name-GGUF", f"{tmp_path}/name-gguf"):
+        with pytest.raises(ModelNotFoundError, match="download one file, and give its path$"):
+            load_model(name)
+    monkeypatch.undo()
+    with pytest.raises(ModelNotFoundError, match="download one file, and give its path$"):
+        load_model("owner/name-GGUF:Q4_K_M")
+
+
 def test_hub_name_without_network() -> None:
     with pytest.raises(ModelNotFoundError, match=r"the hub cannot be reached: (?!Got)"):
         load_model("nobody/no-such-model")

@@ -56,11 +56,12 @@ _GROUPS = {
 
 
 def with_slips_alone(error: click.NoSuchOption) -> click.NoSuchOption:
-    """The error with the flag that is written like this one but for a slip; click asks for less."""
+    """The error with the flag that is meant; click asks for less than `nearest`, and for more."""
     params = error.ctx.command.params if error.ctx is not None else []
     near = nearest(error.option_name, [flag for one in params for flag in one.opts])
+    meant = "" if near is None else f" Did you mean {near!r}?"
     return click.NoSuchOption(
-        error.option_name, possibilities=[] if near is None else [near], ctx=error.ctx
+        error.option_name, f"No such option {error.option_name!r}.{meant}", ctx=error.ctx
     )
 
 

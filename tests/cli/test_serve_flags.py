@@ -233,6 +233,8 @@ def test_what_cannot_be_followed_is_told_before_anything_is_loaded(
         ("chat --partial-hitz", "no such option '--partial-hitz'; did you mean '--partial-hits'?"),
         ("keys add a --flurb", "no such option '--flurb'; see main keys add --help"),
         ("serve -z", "headstart serve knows no '-z'; see"),
+        ("run --ctx-size 9 x", "no such option '--ctx-size'; did you mean '--max-model-len'?"),
+        ("serve --threads 2", "headstart serve knows no '--threads'; the nearest is --num-threads"),
     ],
 )
 def test_a_hint_is_for_a_slip_alone(line: str, says: str) -> None:

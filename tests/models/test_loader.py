@@ -190,10 +190,10 @@ def test_models_in_gguf_are_named_by_their_file(
     held.mkdir()
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: str(held))
     for name in ("owner/name-GGUF", "hf.co/owner/name-GGUF", f"{tmp_path}/name-gguf"):
-        with pytest.raises(ModelNotFoundError, match="download one file, and give its path$"):
+        with pytest.raises(ModelNotFoundError, match=r"download one file, and give its path$"):
             load_model(name)
     monkeypatch.undo()
-    with pytest.raises(ModelNotFoundError, match="download one file, and give its path$"):
+    with pytest.raises(ModelNotFoundError, match=r"download one file, and give its path$"):
         load_model("owner/name-GGUF:Q4_K_M")
 
 

@@ -210,8 +210,10 @@ REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "quantization": (),
         "quantization_config": (),
     },
-    "weights are read as the checkpoint has them; choose a dtype": {
+    "leave it out: a folder has safetensors, and the path of a GGUF file is a model, too": {
         "load_format": ("auto", "safetensors", "hf"),
+    },
+    "weights are read as the checkpoint has them; choose a dtype": {
         "model_loader_extra_config": ({},),
         "ignore_patterns": (),
     },

@@ -33,6 +33,25 @@ __all__ = [
 ]
 
 
+# Names that transformers, llama.cpp, Ollama and vLLM have for what is here, too.
+_SYNONYMS = {
+    "torch_dtype": "dtype",
+    "quantization": "weights",
+    "load_in_8bit": "weights",
+    "load_in_4bit": "weights",
+    "cache_type_k": "kv_cache_dtype",
+    "cache_type_v": "kv_cache_dtype",
+    "n_ctx": "max_model_len",
+    "num_ctx": "max_model_len",
+    "ctx_size": "max_model_len",
+    "n_threads": "num_threads",
+    "num_thread": "num_threads",
+    "threads": "num_threads",
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+}
 _WORD = re.compile(r"[A-Z]*[a-z0-9]+|[A-Z]+")
 _FEW = 10  # names that an error tells all of
 _LONGEST = 100  # of names that any is compared with: it takes a time that grows with both
@@ -184,9 +203,14 @@ class Names:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The name that is written like this one but for a slip; None if there is none.
 
-    Names of as many words are compared word by word, too: lora_config is no slip for load_config.
+    A name that another program has for the same is one, too. Names of as many words are compared
+    word by word: lora_config is no slip for load_config.
     """
     spelled = {one.lower(): one for one in known}
+    plain = {one.lstrip("-").replace("-", "_"): one for one in spelled}
+    meant = _SYNONYMS.get(name.lstrip("-").replace("-", "_").lower())
+    if meant in plain:
+        return spelled[plain[meant]]
     if swapped := _swap(name.lower()) & spelled.keys():
         return spelled[min(swapped)]
     alike = _CLASSES_ALIKE if name[:1].isupper() else _ALIKE

@@ -188,6 +188,23 @@ def test_an_unknown_option_is_told_the_nearest() -> None:
         LLM("headstart-tiny", max_modl_len=3)
 
 
+@pytest.mark.parametrize(
+    ("make", "name", "ours"),
+    [
+        (LLM, "n_ctx", "max_model_len"),
+        (LLM, "torch_dtype", "dtype"),
+        (LLM, "load_in_8bit", "weights"),
+        (SamplingParams, "repeat_penalty", "repetition_penalty"),
+    ],
+)
+def test_names_of_transformers_and_llama_cpp_are_told_ours(make: Any, name: str, ours: str) -> None:
+    given = ("headstart-tiny",) if make is LLM else ()
+    with pytest.raises(
+        (ConfigError, RequestError), match=f"knows no {name!r}; the nearest is {ours}$"
+    ):
+        make(*given, **{name: 1})
+
+
 @pytest.mark.parametrize("part", TABLES)
 def test_no_name_that_is_refused_is_suggested(part: str) -> None:
     """`quantisation` was told that the nearest is `quantization`, which was refused in its turn."""

@@ -186,6 +186,9 @@ def openvino_folder(peer: Peer, shape: str) -> Path:
         program = str(Path(peer.python).with_name("optimum-cli"))
         command = [program, "export", "openvino", "--model", str(model_folder(shape))]
         task = ["--task", "text-generation-with-past", "--weight-format", bits]
+        config = SHAPES[shape]
+        if bits == "int4" and (config.hidden_size % 128 or config.intermediate_size % 128):
+            task += ["--group-size", "16"]  # a group must divide every width
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder.parent) as name:
             unfinished = Path(name) / shape

@@ -22,6 +22,7 @@ constexpr int64_t TILE = 1 << 16;  // bytes of the weight that stay in the secon
 constexpr int64_t WHOLE = 12;      // outputs: a tile has a multiple of them, as 1 to 4 divide it
 constexpr int64_t MOST_ROWS = 64;  // that stay there with them
 constexpr int TOGETHER = 4;        // outputs, and rows, whose sums are taken together at most
+constexpr size_t LONG_ROW = 12288;  // bytes; four of longer rows do not stay in the first cache
 
 inline int64_t steps_of(int64_t inputs) { return (inputs + STEP - 1) / STEP; }
 
@@ -91,8 +92,7 @@ void multiply_rows(const typename Kind::Number* weight, int64_t outputs, int64_t
         }
     };
     const int64_t width = inputs * sizeof *weight;
-    // Of rows that do not stay in the first cache fewer are read at a time.
-    const int64_t tall = inputs * sizeof *rows > 12 << 10 ? TOGETHER / 2 : TOGETHER;
+    const int64_t tall = inputs * sizeof *rows > LONG_ROW ? TOGETHER / 2 : TOGETHER;
     const int64_t tile = std::max<int64_t>(WHOLE, TILE / width / WHOLE * WHOLE);
     parallel(threads, [&](int thread, int all) {
         const int64_t begin = outputs * thread / all, end = outputs * (thread + 1) / all;

@@ -95,6 +95,16 @@ def bf16_products(request: pytest.FixtureRequest) -> Iterator[None]:
     found.headstart_native_use_amx(has_amx)
 
 
+@pytest.fixture
+def own_byte_product() -> Iterator[None]:
+    """Kernels multiply bytes as ever after the test."""
+    from headstart import native
+
+    yield
+    if (found := native.avx2_library()) is not None:
+        found.headstart_native_use_vnni(native.vnni())
+
+
 def pytest_collection_finish() -> None:
     if "transformers" in sys.modules:  # not in the process that only spreads the tests
         from transformers import PreTrainedConfig

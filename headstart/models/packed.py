@@ -24,6 +24,7 @@ __all__ = [
     "PackedLinear",
     "PackedWeight",
     "can_pack",
+    "check_numbers",
     "has_memory",
     "map_pages",
 ]
@@ -50,6 +51,14 @@ def can_pack(weight: Tensor) -> bool:
         and weight.dim() == 2
         and weight.numel() > 0
     )
+
+
+def check_numbers(numbers: Tensor, rows: int) -> Tensor:
+    """Numbers of rows, on the CPU; raises `IndexError` unless a weight of `rows` has them."""
+    numbers = numbers.to("cpu", torch.int64)
+    if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < rows:
+        raise IndexError(f"a row is asked for of a weight that has {rows}")
+    return numbers
 
 
 class Arena:
@@ -203,9 +212,7 @@ class PackedWeight:
 
         Raises `IndexError` for one that the weight does not have.
         """
-        numbers = numbers.to("cpu", torch.int64)
-        if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.outputs:
-            raise IndexError(f"a row is asked for of a weight that has {self.outputs}")
+        numbers = check_numbers(numbers, self.outputs)
         at = numbers.reshape(-1)
         panel, output, half = at // _PANEL, at % _PANEL, _PANEL // 2
         if self.narrow is None:

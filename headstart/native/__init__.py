@@ -4,8 +4,9 @@ One library serves every x86 CPU. Most kernels need AVX-512 with its bf16 and VN
 (`library`); attention in float32, products with weights of 16 to 4 bits under it, and layers of
 few such rows, need AVX2 (`avx2_library`). If the library was not built or the CPU lacks these,
 both are None and callers use torch operations instead. Where the CPU has AMX, products in bf16 use
-it. In the environment `HEADSTART_NATIVE=0` switches all kernels off, `HEADSTART_CPU=avx2` those
-beyond AVX2, `HEADSTART_CPU=avx512` AMX; any other value of either raises `ConfigError`.
+it; products of bytes use VNNI, with AVX-512 or without. In the environment `HEADSTART_NATIVE=0`
+switches all kernels off, `HEADSTART_CPU=avx2` what is beyond AVX2, `HEADSTART_CPU=avx512` AMX; any
+other value of either raises `ConfigError`.
 
 Kernels take plain numbers, addresses and structs (ctypes), as `bindings` declares them. They run
 on the threads of torch's own OpenMP library: a second thread pool would compete for the cores.
@@ -33,10 +34,11 @@ __all__ = [
     "library",
     "pointer",
     "release_threads",
+    "vnni",
 ]
 
 # The number in native.h; a library with another number is not used.
-INTERFACE = 19
+INTERFACE = 20
 
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
 """The CPU flags that the kernels need, as Linux spells them."""
@@ -80,6 +82,15 @@ def level() -> int:
     return 0 if found is None else min(_CAPS[cap], int(found.headstart_native_level()))
 
 
+def vnni() -> int:
+    """What compiled products of bytes use: 0 AVX2, 1 AVX-VNNI, 2 AVX-512 with VNNI."""
+    found = _load(_FOLDER) if level() else None
+    if found is None or os.environ.get("HEADSTART_CPU") == "avx2":
+        return 0
+    kinds: int = found.headstart_native_vnni()
+    return kinds.bit_length()  # the largest of 1 and 2
+
+
 def _is_wanted() -> bool:
     switch = os.environ.get("HEADSTART_NATIVE", "")
     if switch not in ("", "0", "1"):
@@ -112,6 +123,7 @@ def _threaded() -> ctypes.CDLL | None:
     found, functions = _load(_FOLDER), _openmp()
     if found is not None:
         found.headstart_native_use_amx(level() >= AMX)
+        found.headstart_native_use_vnni(vnni())
         if functions is not None:
             found.headstart_native_threads(*functions)
         else:

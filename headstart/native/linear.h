@@ -10,7 +10,7 @@
 // result has the same bits alone and in any batch, on any thread.
 //
 // A weight of 8 bits lies in the same order, but for each pair of inputs the first weights of 16
-// outputs stand before their second ones; one of 4 or 5 bits as narrow/int4.h says, with the blocks
+// outputs stand before their second ones; one of 4 or 5 bits as narrow/integers.h says, with the blocks
 // of a panel's two halves side by side. Each has a scale for each output. They become numbers of bf16
 // in a thread's own memory, where they are multiplied: those of 8 bits are such, others are rounded.
 #pragma once
@@ -34,9 +34,6 @@ inline void widen(const int8_t* from, int64_t pairs, uint32_t* out) {
         _mm512_storeu_si512(out + 16 * at, _mm512_srli_epi32(_mm512_castps_si512(floats(from)), 16) |
                                                _mm512_castps_si512(floats(from + 16)));
 }
-
-// The same of 4 or 5 bits, in whole groups, each input times its column; int4_avx512.cpp has it.
-void widen(int64_t form, const void* from, const float* columns, int64_t pairs, uint32_t* out);
 
 constexpr int64_t GROUP = 16;  // pairs, of 4 or 5 bits
 

@@ -13,6 +13,7 @@
 using namespace headstart;
 
 bool headstart::use_amx = false;
+int headstart::vnni = 0;
 
 namespace {
 
@@ -146,6 +147,15 @@ int headstart_native_level() {
 
 // Multiplies with AMX from now on, or without.
 void headstart_native_use_amx(int use) { headstart::use_amx = use != 0; }
+
+// The values of `vnni` that this CPU takes beside 0: the sum of those.
+int headstart_native_vnni() {
+    const bool wide = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+    return (wide ? 2 : 0) + (__builtin_cpu_supports("avxvnni") ? 1 : 0);
+}
+
+void headstart_native_use_vnni(int value) { headstart::vnni = value; }
 
 // Sets the addresses of GOMP_parallel, omp_get_thread_num and omp_get_num_threads.
 void headstart_native_threads(void* parallel, void* thread, void* threads) {

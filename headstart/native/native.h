@@ -22,7 +22,7 @@
 
 // Changes with any exported signature; headstart/native/__init__.py holds the same number, so that
 // a library built from older sources is not used. bindings.py declares the signatures and structs.
-constexpr int HEADSTART_NATIVE_INTERFACE = 19;
+constexpr int HEADSTART_NATIVE_INTERFACE = 20;
 
 namespace headstart {
 
@@ -31,6 +31,9 @@ using bf16 = uint16_t;
 // True if kernels multiply bf16 with AMX. Its sums differ in their last bits from those of AVX-512,
 // so it is set once, before any of them runs.
 extern bool use_amx;
+
+// How kernels multiply bytes: 0 by AVX2, 1 by AVX-VNNI, 2 by AVX-512 with VNNI. Bits are the same.
+extern int vnni;
 
 // For a thread that has multiplied: unused tiles need not be saved when the system switches threads.
 void release_tiles();

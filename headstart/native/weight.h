@@ -5,7 +5,7 @@
 
 namespace headstart {
 
-// How a weight lies: in the form of 4 or 5 bits of this number (narrow/int4.h), or so.
+// How a weight lies: in the form of 4 or 5 bits of this number (narrow/integers.h), or so.
 constexpr int64_t INT8 = 4, BF16 = 5;
 constexpr int64_t PAIR_BYTES[] = {40, 36, 48, 44, 64, 128};  // of a panel
 
@@ -13,8 +13,8 @@ constexpr int64_t PAIR_BYTES[] = {40, 36, 48, 44, 64, 128};  // of a panel
 // [outputs]; of 4 or 5 bits also columns [inputs] or nullptr.
 //
 // For rows of bf16 it lies in the panels of linear.h, columns are there and of whole groups, and the
-// bias is of bf16. For rows of float32 it lies in rows of its own, or as narrow/int4.h says, and the
-// bias is of float32.
+// bias is of bf16. For rows of float32 it lies in rows of its own, or of 8 bits or fewer as
+// narrow/integers.h says, and the bias is of float32.
 struct Weight {
     static constexpr int64_t PANEL = 32;
 
@@ -32,10 +32,15 @@ struct Weight {
     }
 };
 
-// Products of rows of float32, for CPUs with AVX2: out [rows, outputs], without the bias.
+// Products of rows of float32, for CPUs with AVX2: out [rows, outputs], without the bias. Those of
+// integers give the same bits; the second needs AVX-VNNI, the third AVX-512 with VNNI.
 using FloatProduct = void(const Weight& weight, const float* x, int64_t rows, float* out,
                           int threads);
-FloatProduct multiply_half, multiply_int8, multiply_int4;
+FloatProduct multiply_half, multiply_integers, multiply_integers_vnni, multiply_integers_avx512;
+
+// `pairs` pairs of a panel of 4 or 5 bits as bf16, in whole groups, each input times its column; for
+// CPUs with AVX-512.
+void widen(int64_t form, const void* from, const float* columns, int64_t pairs, uint32_t* out);
 
 // out [rows, outputs] += the bias, if there is one.
 inline void add_bias(const Weight& weight, int64_t rows, float* out) {

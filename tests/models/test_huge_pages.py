@@ -2,13 +2,14 @@
 
 import mmap
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from headstart.models.huge_pages import move_to_huge_pages
-from headstart.native.pages import make_huge_pages
+from headstart.native.pages import make_huge_pages, return_freed_memory
 
 HUGE = 1 << 21
 
@@ -55,3 +56,18 @@ def test_a_module_s_weights_stay_what_they_are() -> None:
     assert thread is not None
     thread.join()
     assert all(torch.equal(*pair) for pair in zip(layers.parameters(), before, strict=True))
+
+
+def test_memory_that_was_freed_below_what_is_in_use_goes_back() -> None:
+    kept = [torch.ones(1 << 16, dtype=torch.uint8) for _ in range(2000)]  # 131 MB of the heap
+    del kept[:-1]
+    before = anonymous_kilobytes()
+    if not return_freed_memory():
+        pytest.skip("this C library keeps nothing, or has no such call")
+    assert before - anonymous_kilobytes() > 60_000
+
+
+def anonymous_kilobytes() -> int:
+    """Of this process's resident memory, what lies in no file."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))

@@ -18,7 +18,7 @@ from headstart.native import bindings
 
 FOLDER = Path(native.__file__).parent
 BUILT = sorted(FOLDER.glob("_kernels.*"))
-INTERFACE = ("native_interface", "native_level")  # asked before anything is declared
+INTERFACE = ("native_interface", "native_level", "native_vnni")  # asked before anything is declared
 SCALARS = {"int64_t": c_int64, "int": c_int, "float": c_float, "void": None}
 
 

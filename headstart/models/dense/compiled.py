@@ -212,4 +212,4 @@ def _struct(module: nn.Module, dtype: torch.dtype) -> Weight | None:
     if isinstance(module, HalfLinear):
         return module.matrix.few.struct
     found = module.float_weight if isinstance(module, QuantizedLinear) else None
-    return found.struct if found is not None and found.runs_in_layers else None
+    return None if found is None else found.struct

@@ -47,6 +47,7 @@ class _Body(nn.Module):
         self.embed_tokens = read.embedding(
             "model.embed_tokens", shape.vocab_size, shape.hidden_size
         )
+        read.release()
         layers = []
         for index in range(len(shape.layers)):
             layers.append(DecoderLayer(shape, index, f"model.layers.{index}", read))

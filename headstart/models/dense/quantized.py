@@ -10,6 +10,7 @@ from headstart.models.dense.weights import FloatReader, Tensors
 from headstart.models.linear import Int8Embedding, QuantizedLinear, WeightKind, make_linear
 from headstart.models.linear.int4 import Int4Linear, Int4Weight, Int5Linear
 from headstart.models.linear.int8 import Int8Linear, Int8Weight, quantize_int8
+from headstart.native.pages import return_freed_memory
 
 __all__ = ["OwnBitsReader", "QuantizedReader", "QuantizedTensors"]
 
@@ -36,15 +37,13 @@ class QuantizedReader:
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
         if not self._tied:
             return self._floats.embedding(name, count, width)
-        weight = quantize_int8(self._floats.tensor(f"{name}.weight"))
+        weight = quantize_int8(self._floats.tensor(f"{name}.weight"), self._floats.dtype)
         _check_scales(name, weight.scales, "int8")
         return Int8Embedding(weight, self._floats.dtype)
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
         if isinstance(embedding, Int8Embedding):
-            assert embedding.values is not None
-            weight = Int8Weight(embedding.values, embedding.scales)
-            made = Int8Linear(weight, rows=self._floats.dtype)
+            made = Int8Linear(embedding.weight, rows=self._floats.dtype)
             made.has_own_bits = embedding.has_own_bits
             embedding.share(made)
             return made
@@ -52,6 +51,7 @@ class QuantizedReader:
 
     def release(self) -> None:
         self._floats.release()
+        return_freed_memory()
 
     def _rounded(self, name: str, bias: Tensor | None, kind: WeightKind) -> QuantizedLinear:
         weight = self._floats.tensor(f"{name}.weight")
@@ -145,4 +145,4 @@ def _make_packed(
 
 
 def _move_int8(weight: Int8Weight, device: torch.device) -> Int8Weight:
-    return Int8Weight(*(part.to(device) for part in weight))
+    return Int8Weight(weight.plain.to(device), weight.scales.to(device))

@@ -33,7 +33,7 @@ def find_kind(name: str) -> WeightKind | None:
     return next((kind for kind in kinds if kind == name), None)
 
 
-REVISIONS: dict[WeightKind, int] = {"int8": 4, "int5": 2, "int4": 3}
+REVISIONS: dict[WeightKind, int] = {"int8": 5, "int5": 2, "int4": 3}
 """How a kind rounds weights and rows: another number where that changes, and so do K and V."""
 
 OWN_BITS_REVISION = 2

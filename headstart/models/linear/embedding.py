@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.models.linear.base import WeightKind
-from headstart.models.linear.int8 import Int8Linear, Int8Weight, quantize_int8
+from headstart.models.linear.int8 import Int8Linear, Int8Panels, Int8Weight, quantize_int8
 from headstart.models.packed import PackedWeight
 
 __all__ = ["Int8Embedding"]
@@ -23,22 +23,37 @@ class Int8Embedding(nn.Module):
 
     def __init__(self, weight: Int8Weight, dtype: torch.dtype) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim = weight.values.shape
-        self.register_buffer("values", weight.values, persistent=False)
-        self.register_buffer("scales", weight.scales, persistent=False)
-        self._packed: PackedWeight | None = None
+        values, scales = weight
+        self.num_embeddings, self.embedding_dim = values.shape
+        self._packed: PackedWeight | Int8Panels | None = None
+        plain: Tensor | None = None
+        if isinstance(values, Int8Panels):
+            self._packed = values
+        else:
+            plain = values
+        self.register_buffer("values", plain, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
         self._dtype = dtype
+
+    @property
+    def weight(self) -> Int8Weight:
+        """The table; its values are shared."""
+        packed = self._packed
+        if isinstance(packed, Int8Panels):
+            return Int8Weight(packed, self.scales)
+        values = self.values if packed is None else packed.unpack()
+        assert values is not None
+        return Int8Weight(values, self.scales)
 
     def share(self, head: Int8Linear) -> None:
         """Read rows where the head, whose weight it is, has packed it: there is no second copy."""
-        if head.packed is not None:
-            self._packed, self.values = head.packed, None
+        self._packed = head.packed or head.panels
+        if self._packed is not None:
+            self.values = None
 
     def unpack(self) -> Tensor:
         """The table that rows are read from, float32 `[count, width]`."""
-        values = self.values if self._packed is None else self._packed.unpack()
-        assert values is not None
-        return Int8Weight(values, self.scales).unpack()
+        return self.weight.unpack()
 
     def is_of(self, weight: Tensor) -> bool:
         """True if the table is what quantising `weight` gives."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.native import avx2_library, library
+from headstart.native import avx2_library
 from headstart.native.bindings import Weight
 
 __all__ = ["FloatParts", "FloatWeight"]
@@ -28,27 +28,17 @@ class FloatParts(NamedTuple):
 class FloatWeight:
     """A weight `[outputs, inputs]`, and its bias float32 `[outputs]` or None.
 
-    `wide`: it has 4 or 5 bits, and is multiplied by with AVX-512. A copy, or what is unpickled, has
-    memory of its own.
+    A copy, or what is unpickled, has memory of its own.
     """
 
     def __init__(
-        self,
-        parts: FloatParts,
-        outputs: int,
-        inputs: int,
-        bias: Tensor | None = None,
-        wide: bool = False,
+        self, parts: FloatParts, outputs: int, inputs: int, bias: Tensor | None = None
     ) -> None:
-        found = library() if wide else avx2_library()
+        found = avx2_library()
         assert found is not None, "the caller asks first"
-        self._multiply: ctypes._NamedFuncPointer = (
-            found.headstart_int4_linear_avx512 if wide else found.headstart_float_linear
-        )
-        self.runs_in_layers = not wide
-        """Whether compiled layers multiply by it as `multiply` does."""
+        self._multiply: ctypes._NamedFuncPointer = found.headstart_float_linear
         self._outputs = outputs
-        self._made_of = (parts, outputs, inputs, bias, wide)
+        self._made_of = (parts, outputs, inputs, bias)
         addresses = [_address(part) for part in (parts.values, bias, parts.scales, parts.columns)]
         self.struct = Weight(*addresses, inputs=inputs, outputs=outputs, kind=parts.kind)
         """The kernels' struct; it points into memory that this object owns."""

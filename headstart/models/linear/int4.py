@@ -9,10 +9,10 @@ bits in all. Those of a GGUF file are float16, and have its values: 5 or 6 bits.
 inputs equally large before they are rounded, so that a small input does not take the step of its
 large neighbours: half of what 4 bits lose. SINQ (arXiv 2509.22944) gives a weight two such scales.
 
-`native/narrow/int4.h` says how the bytes lie, and how rows are multiplied: each 32 inputs of a row
-become whole numbers of 8 bits. On a CPU with AMX, rows in bfloat16 stay as they are: the weight but
-for `scales` is rounded to bfloat16 as it is read (`native/linear.h`). Without compiled kernels, and
-on other devices, the weight is made float32 tile by tile in scratch memory.
+`native/narrow/integers.h` says how the bytes lie, and how rows are multiplied: each 32 inputs of a
+row become whole numbers of 8 bits. On a CPU with AMX, rows in bfloat16 stay as they are: the weight
+but for `scales` is rounded to bfloat16 as it is read (`native/linear.h`). Without compiled kernels,
+and on other devices, the weight is made float32 tile by tile in scratch memory.
 """
 
 from typing import ClassVar, Literal, NamedTuple
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from headstart.models.linear.base import QuantizedLinear, WeightKind, scratch, tile_outputs
 from headstart.models.linear.float_weight import FloatParts, FloatWeight
 from headstart.models.packed import NarrowPanels, PackedWeight
-from headstart.native import AMX, avx2_library, level, library
+from headstart.native import AMX, avx2_library, level
 
 __all__ = [
     "GROUP",
@@ -106,7 +106,7 @@ class Int4Weight(NamedTuple):
         steps, starts = grid.permute(2, 0, 3, 1).float().unsqueeze(-1).unbind(0)
         tile = scratch(panels * _PANEL * groups * GROUP, blocks.device)
         nibbles = blocks[..., 2 * form.starts :][..., :_NIBBLES]
-        # [panel][group][half][v][output][b], see int4.h
+        # [panel][group][half][v][output][b], see integers.h
         values = torch.stack((nibbles & 15, nibbles >> 4), 2).view(panels, groups, 2, 4, -1)
         if form.bits == 5:
             fifths = blocks[..., 2 * form.starts + _NIBBLES :]
@@ -202,7 +202,7 @@ def pack_int4(grid: Grid, form: Form, common: Common | None = None) -> Int4Weigh
         panels = nn.functional.pad(numbers.to(kept), fill).view(-1, _PANEL, groups)
         parts.append(panels.transpose(1, 2).contiguous().view(torch.uint8))
     values = nn.functional.pad(grid.values, fill).view(-1, _PANEL, groups, 2, 4, 4)
-    values = values.permute(0, 2, 3, 4, 1, 5)  # [panel][group][half][v][output][b], see int4.h
+    values = values.permute(0, 2, 3, 4, 1, 5)  # [panel][group][half][v][output][b], see integers.h
     parts.append(((values[:, :, 0] & 15) | (values[:, :, 1] & 15) << 4).flatten(2))
     if form.bits == 5:
         fifths = torch.zeros_like(values[:, :, 0, 0])
@@ -242,8 +242,7 @@ class Int4Linear(QuantizedLinear):
         if on_cpu and plain is not None and avx2_library() is not None:
             parts = FloatParts(plain, weight.form.number, self.scales, self.columns)
             size = (self.out_features, self.in_features)
-            wide = library() is not None
-            self.float_weight = FloatWeight(parts, *size, self.bias, wide=wide)
+            self.float_weight = FloatWeight(parts, *size, self.bias)
 
     @classmethod
     def quantize(

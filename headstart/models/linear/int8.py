@@ -6,18 +6,19 @@ Four ways to multiply, of which `Int8Linear` takes the first that this machine i
 
 1. On a CPU with AMX, rows in bfloat16: by the compiled product for weights in bfloat16, which makes
    numbers of bfloat16 of the values as it reads them (see `native/linear.h`). None is rounded.
-2. On a CPU with VNNI: as integers, by FBGEMM, which torch brings for x86. It takes 7 bits of an
-   input: with 8, a CPU without VNNI saturates the sum of two products. A row has some elements much
-   larger than the others, and 7 bits of the largest are too few for the rest (perplexity 17 % worse
-   in SmolLM2-135M). So a row is split into two digits of 7 bits, two rows of one product:
+2. On a CPU with AVX2: as integers, by a compiled product (see `native/narrow/integers.h`). Each 32
+   inputs of a row become whole numbers of 8 bits and a step of their own: a row has some elements
+   much larger than the others, and 8 bits of the largest are too few for the rest. Sums of integers
+   are exact, so a row's result has the same bits alone, in any batch, on any number of threads and
+   on any CPU that takes this way.
+3. On a CPU for x86 without compiled kernels: as integers, by FBGEMM, which torch brings. It takes 7
+   bits of an input: with 8, a CPU without VNNI saturates the sum of two products. So a row is split
+   into two digits of 7 bits, two rows of one product:
 
        x  ~  top / 63 * (high + low / 126)              high, low: whole numbers, -63 .. 63
 
    which has 14 bits, at the price of a second row that costs nothing while the product waits for
-   memory. Sums of integers are exact, so a row's result has the same bits alone, in any batch, on
-   any number of threads and on any CPU that takes this way.
-3. On a CPU with AVX2 and without VNNI: as integers, by a compiled product of rows in 15 bits (see
-   `native/narrow/int8.cpp`). The compiled products, too, give a row the same bits in any batch.
+   memory. It, too, gives a row the same bits in any batch.
 4. Anywhere: the weight is dequantised tile by tile into scratch memory for a float product.
 """
 
@@ -28,79 +29,151 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headstart.machine import cpu_flags
 from headstart.models.linear.base import QuantizedLinear, WeightKind, scratch, tile_outputs
 from headstart.models.linear.float_weight import FloatParts, FloatWeight
-from headstart.models.packed import NarrowPanels, PackedWeight
+from headstart.models.packed import NarrowPanels, PackedWeight, check_numbers
 from headstart.native import AMX, avx2_library, level
 from headstart.native.bindings import INT8
 
-__all__ = ["Int8Linear", "Int8Weight", "quantize_int8"]
+__all__ = ["Int8Linear", "Int8Panels", "Int8Weight", "quantize_int8"]
 
-_PANEL = 32  # of the compiled kernels, see native/linear.h
+_WIDE_PANEL = 32  # outputs, see native/linear.h
+_PANEL, _GROUP = 16, 32  # outputs and inputs, see native/narrow/integers.h
 _LEVELS = 127
+_MIDDLE = 128
 _DIGIT = 63  # the largest digit
 _ZERO_POINT = 64
 _TINY = 1e-30  # an all-zero row has no scale
 
 
-class Int8Weight(NamedTuple):
-    """A weight `values * scales`: int8 `[outputs, inputs]` and float32 `[outputs]`."""
+class Int8Panels(NamedTuple):
+    """Values as the compiled product wants them: uint8 `[panels, inputs / 4, 16, 4]`, plus 128.
 
-    values: Tensor
+    In whole panels and groups. `shape` is `[outputs, inputs]`.
+    """
+
+    bytes: Tensor
+    shape: torch.Size
+
+    @classmethod
+    def empty(cls, shape: torch.Size) -> "Int8Panels":
+        """Memory for the values of a weight."""
+        panels, groups = -(-shape[0] // _PANEL), -(-shape[1] // _GROUP)
+        size = (panels, groups * _GROUP // 4, _PANEL, 4)
+        return cls(torch.empty(size, dtype=torch.uint8), shape)
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Put int8 `[some, inputs]` in its place: whole panels from output `start`, or the last."""
+        found, values = avx2_library(), values.contiguous()
+        assert found is not None, "the caller asks first"
+        place = self.bytes[start // _PANEL :].data_ptr()
+        found.headstart_pack_int8(values.data_ptr(), *values.shape, place, torch.get_num_threads())
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Values of outputs by number, integers of any shape: int8 `[..., inputs]`.
+
+        Raises `IndexError` for one that the weight does not have.
+        """
+        numbers = check_numbers(numbers, self.shape[0])
+        found = self.bytes[numbers // _PANEL, :, numbers % _PANEL].flatten(-2) ^ _MIDDLE
+        return found[..., : self.shape[1]].view(torch.int8)
+
+    def unpack(self) -> Tensor:
+        """All values as a new tensor, int8 `[outputs, inputs]`."""
+        return self.rows(torch.arange(self.shape[0]))
+
+
+class Int8Weight(NamedTuple):
+    """A weight `values * scales`: int8 `[outputs, inputs]`, or its panels; float32 `[outputs]`."""
+
+    values: Tensor | Int8Panels
     scales: Tensor
+
+    @property
+    def plain(self) -> Tensor:
+        """The values as int8 `[outputs, inputs]`."""
+        return self.values.unpack() if isinstance(self.values, Int8Panels) else self.values
 
     def unpack(self) -> Tensor:
         """The weight in float32."""
-        return self.values.float().mul_(self.scales.unsqueeze(1))
+        return self.plain.float().mul_(self.scales.unsqueeze(1))
 
 
-def quantize_int8(weight: Tensor) -> Int8Weight:
-    """The nearest int8 weight to a floating-point `[outputs, inputs]`."""
-    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+def quantize_int8(weight: Tensor, rows: torch.dtype = torch.float32) -> Int8Weight:
+    """The nearest int8 weight to a floating-point `[outputs, inputs]`, for rows of this dtype."""
+    in_panels, inputs = _takes_panels(weight.device, rows), weight.shape[1]
+    values = torch.empty(0 if in_panels else weight.shape, dtype=torch.int8, device=weight.device)
+    panels = Int8Panels.empty(weight.shape) if in_panels else None
     scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
-    step = tile_outputs(weight.shape[1])
+    step = -(-tile_outputs(inputs) // _PANEL) * _PANEL
     for start in range(0, len(weight), step):  # no second copy of all of it in float32
-        part = weight[start : start + step].detach().float()
-        scale = part.abs().amax(dim=1).div_(_LEVELS).clamp_min_(_TINY)
-        values[start : start + step] = (part / scale.unsqueeze(1)).round_()
+        rounded = scratch(weight[start : start + step].numel(), weight.device).view(-1, inputs)
+        rounded.copy_(weight[start : start + step].detach())
+        largest = torch.maximum(rounded.amax(dim=1), rounded.amin(dim=1).neg_())
+        scale = largest.div_(_LEVELS).clamp_min_(_TINY)
+        rounded.div_(scale.unsqueeze(1)).round_()
+        if panels is not None:
+            panels.write(start, rounded.to(torch.int8))
+        else:
+            values[start : start + step] = rounded
         scales[start : start + step] = scale
-    return Int8Weight(values, scales)
+    return Int8Weight(values if panels is None else panels, scales)
+
+
+def _takes_panels(device: torch.device, rows: torch.dtype) -> bool:
+    """Whether the compiled product of integers multiplies rows of this dtype."""
+    takes_amx = rows == torch.bfloat16 and level() >= AMX
+    return device.type == "cpu" and not takes_amx and avx2_library() is not None
 
 
 class Int8Linear(QuantizedLinear):
     """A linear layer with an int8 weight, packed for the compiled product or FBGEMM."""
 
     kind: ClassVar[WeightKind] = "int8"
-    rounding: ClassVar[float] = 1 / (2 * _DIGIT**2)
+    rounding: ClassVar[float] = 1 / 127
     values: Tensor  # where it is not packed
+    panel_bytes: Tensor | None  # of `panels`
+    _for_fbgemm: Any = None
 
     def __init__(
         self, weight: Int8Weight, bias: Tensor | None = None, rows: torch.dtype = torch.float32
     ) -> None:
-        outputs, inputs = weight.values.shape
+        values, scales = weight
+        outputs, inputs = values.shape
         super().__init__(inputs, outputs, bias)
-        self.register_buffer("scales", weight.scales, persistent=False)
-        on_cpu = weight.values.device.type == "cpu"
-        if on_cpu and rows == torch.bfloat16 and level() >= AMX:
-            self.packed = PackedWeight.of_panels(_to_panels(weight), bias)
-        has_fbgemm = on_cpu and self.packed is None and _multiplies_integers() and _has_fbgemm()
-        self._for_fbgemm = _pack(weight) if has_fbgemm else None
-        is_plain = self.packed is None and not has_fbgemm
-        self.register_buffer("values", weight.values if is_plain else None, persistent=False)
-        if on_cpu and is_plain and avx2_library() is not None:
-            parts = FloatParts(weight.values.contiguous(), INT8, self.scales)
+        self.register_buffer("scales", scales, persistent=False)
+        on_cpu = scales.device.type == "cpu"
+        panels = None
+        if _takes_panels(scales.device, rows):
+            panels = values if isinstance(values, Int8Panels) else Int8Panels.empty(values.shape)
+            if not isinstance(values, Int8Panels):
+                panels.write(0, values)
+            parts = FloatParts(panels.bytes, INT8, scales)
             self.float_weight = FloatWeight(parts, outputs, inputs, self.bias)
+        elif on_cpu and rows == torch.bfloat16 and level() >= AMX:
+            self.packed = PackedWeight.of_panels(_to_panels(weight), bias)
+        elif on_cpu and _has_fbgemm():
+            self._for_fbgemm = _pack(weight)
+        bare = panels is None and self.packed is None and self._for_fbgemm is None
+        self.register_buffer("panel_bytes", panels and panels.bytes, persistent=False)
+        self.register_buffer("values", weight.plain if bare else None, persistent=False)
 
     @classmethod
     def quantize(
         cls, weight: Tensor, bias: Tensor | None, rows: torch.dtype = torch.float32
     ) -> "Int8Linear":
-        return cls(quantize_int8(weight), bias, rows)
+        return cls(quantize_int8(weight, rows), bias, rows)
+
+    @property
+    def panels(self) -> Int8Panels | None:
+        """The values, where the compiled product of integers takes them."""
+        if self.panel_bytes is None:
+            return None
+        return Int8Panels(self.panel_bytes, torch.Size((self.out_features, self.in_features)))
 
     def unpack(self) -> Tensor:
-        if self.packed is not None:
-            values = self.packed.unpack()
+        if (packed := self.packed or self.panels) is not None:
+            values = packed.unpack()
         else:
             values = self.values if self._for_fbgemm is None else _unpack(self._for_fbgemm)
         return Int8Weight(values, self.scales).unpack()
@@ -108,13 +181,13 @@ class Int8Linear(QuantizedLinear):
     def multiply(self, rows: Tensor) -> Tensor:
         if self._for_fbgemm is not None:
             return _multiply_digits(rows, self._for_fbgemm)
-        return _multiply_tiles(rows, Int8Weight(self.values, self.scales))
+        return _multiply_tiles(rows, self.values).mul_(self.scales)
 
 
 def _to_panels(weight: Int8Weight) -> NarrowPanels:
     outputs, inputs = weight.values.shape
-    padded = nn.functional.pad(weight.values, (0, inputs % 2, 0, -outputs % _PANEL))
-    halves = padded.view(-1, 2, _PANEL // 2, padded.shape[1] // 2, 2)
+    padded = nn.functional.pad(weight.plain, (0, inputs % 2, 0, -outputs % _WIDE_PANEL))
+    halves = padded.view(-1, 2, _WIDE_PANEL // 2, padded.shape[1] // 2, 2)
     panels = halves.permute(0, 3, 1, 4, 2).contiguous()
     return NarrowPanels(panels, INT8, inputs, weight.scales.float().contiguous())
 
@@ -133,16 +206,16 @@ def _multiply_digits(rows: Tensor, packed: Any) -> Tensor:
     return torch.add(products[:count], products[count:], alpha=0.5 / _DIGIT).mul_(top)
 
 
-def _multiply_tiles(rows: Tensor, weight: Int8Weight) -> Tensor:
-    """Rows times a weight that is dequantised tile by tile."""
-    outputs, inputs = weight.values.shape
+def _multiply_tiles(rows: Tensor, values: Tensor) -> Tensor:
+    """Rows times values that become floats tile by tile."""
+    outputs, inputs = values.shape
     out = rows.new_empty((len(rows), outputs))
     step = tile_outputs(inputs)
     for start in range(0, outputs, step):
-        part = weight.values[start : start + step]
+        part = values[start : start + step]
         tile = scratch(part.numel(), part.device).view(part.shape).copy_(part)
         out[:, start : start + step] = rows @ tile.T
-    return out.mul_(weight.scales)
+    return out
 
 
 def _fbgemm(digits: Tensor, packed: Any) -> Tensor:
@@ -167,18 +240,13 @@ def _pack(weight: Int8Weight) -> Any:
 def _prepack(weight: Int8Weight) -> Any:
     scales = weight.scales.double() / _DIGIT
     zeros = torch.zeros(len(scales), dtype=torch.int64)
-    tensor = torch._make_per_channel_quantized_tensor(weight.values, scales, zeros, 0)
+    tensor = torch._make_per_channel_quantized_tensor(weight.plain, scales, zeros, 0)
     return torch.ops.quantized.linear_prepack(tensor, None)
 
 
 def _unpack(packed: Any) -> Tensor:
     values: Tensor = torch.ops.quantized.linear_unpack(packed)[0].int_repr()
     return values
-
-
-def _multiplies_integers() -> bool:
-    """True if FBGEMM is faster here than the compiled product, or if there is none."""
-    return avx2_library() is None or not cpu_flags().isdisjoint({"avx512_vnni", "avx_vnni"})
 
 
 @cache
@@ -191,7 +259,7 @@ def _has_fbgemm() -> bool:
     try:
         packed = _pack(weight)
         found = _fbgemm(digits, packed)
-        same = torch.equal(_unpack(packed), weight.values)
+        same = torch.equal(_unpack(packed), weight.plain)
     except (RuntimeError, AttributeError):  # torch was built without, or has another name for it
         return False
-    return same and torch.allclose(found, digits @ weight.values.float().T / _DIGIT)
+    return same and torch.allclose(found, digits @ weight.plain.float().T / _DIGIT)

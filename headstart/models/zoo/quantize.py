@@ -44,7 +44,7 @@ def _can_replace(module: nn.Module) -> bool:
 
 
 def _replace_head(model: PreTrainedModel, head: nn.Linear) -> None:
-    weight = quantize_int8(head.weight)
+    weight = quantize_int8(head.weight, head.weight.dtype)
     embedding = model.get_input_embeddings()
     made = Int8Linear(weight, head.bias, head.weight.dtype)
     places: dict[int, nn.Module] = {id(head): made}

@@ -1,42 +1,39 @@
-// Products of float32 rows with a weight in bf16, for CPUs with AVX2.
+// Products of float32 rows with a weight in bf16, which lies in rows itself, for CPUs with AVX2.
 //
 // Few rows wait for memory, so reading 2 bytes for each number of the weight instead of 4 takes half
-// of their time; the arithmetic is float32's.
-//
-// A row's sum for an output has an order of its own, 8 lanes that are added at the end, whatever the
-// number of rows and threads.
+// of their time; the arithmetic is float32's. A row's sum for an output has an order of its own, 8
+// lanes that are added at the end, whatever the number of rows and threads.
 #include "../weight.h"
 
 #pragma GCC target("avx2,fma")
 
-#include "tiles.h"
+#include "digits.h"
 
 using namespace headstart;
 
 namespace {
 
+constexpr int64_t STEP = 16;       // inputs
+constexpr int64_t TILE = 1 << 16;  // bytes of the weight that stay in the second cache
+constexpr int64_t WHOLE = 12;      // outputs: a tile has a multiple of them, as 1 to 4 divide it
+constexpr int64_t MOST_ROWS = 64;  // that stay there with them
+constexpr int TOGETHER = 4;        // outputs, and rows, whose sums are taken together at most
+constexpr size_t LONG_ROW = 12288;  // bytes; four of longer rows do not stay in the first cache
+
+// By the number of rows, 1 to 4, how many outputs are summed together: sums, weights and one vector
+// of a row fit in 16 registers.
+constexpr int OUTPUTS_OF[] = {4, 4, 3, 2};
+
+inline int64_t steps_of(int64_t inputs) { return (inputs + STEP - 1) / STEP; }
+
 // A bf16 number is the upper half of a float: of two neighbours in a 32-bit lane, one is the lane
 // shifted up, and one is the lane with its lower half cleared. So the first 8 numbers of a step are
 // those of even place, and no number is moved between lanes.
-struct Half {
-    using Number = bf16;
-    using Input = float;
-    static constexpr int OUTPUTS[] = {4, 4, 3, 2}, PARTS = 2;
-    using Vector = __m256;
-
-    static __m256 load(const bf16* from, int part) {
-        const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-        return _mm256_castsi256_ps(part == 0 ? _mm256_slli_epi32(pairs, 16)
-                                             : _mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
-    }
-
-    struct Sum {
-        __m256 lanes;
-
-        void add(__m256 weight, __m256 row) { lanes = _mm256_fmadd_ps(weight, row, lanes); }
-        float total() const { return headstart::total(lanes); }
-    };
-};
+inline __m256 load(const bf16* from, int half) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm256_castsi256_ps(half == 0 ? _mm256_slli_epi32(pairs, 16)
+                                         : _mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
+}
 
 // The rows in steps of 16 inputs, in the order of the weight's lanes; zeros at their ends.
 const float* split(const float* x, int64_t rows, int64_t inputs) {
@@ -55,13 +52,83 @@ const float* split(const float* x, int64_t rows, int64_t inputs) {
     return out;
 }
 
+// OUTPUTS rows of the weight, the first at `weight`, times ROWS rows: sums[row][output]. The last
+// step of the weight, if it is not a whole one, is copied: behind it lies another row.
+template <int OUTPUTS, int ROWS>
+void multiply(const bf16* weight, int64_t inputs, const float* rows, float (*sums)[TOGETHER],
+              int64_t ahead) {
+    const int64_t whole = inputs / STEP, steps = steps_of(inputs);
+    __m256 sum[OUTPUTS][ROWS] = {};
+    const auto step = [&](int64_t at, const bf16* from, int64_t next) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            __m256 weights[OUTPUTS];
+#pragma GCC unroll 4
+            for (int o = 0; o < OUTPUTS; o++) weights[o] = load(from + o * next, half);
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; r++) {
+                __m256 row = _mm256_load_ps(rows + (r * steps + at) * STEP + 8 * half);
+                asm("" : "+x"(row));  // in a register, or every product loads it anew
+#pragma GCC unroll 4
+                for (int o = 0; o < OUTPUTS; o++)
+                    sum[o][r] = _mm256_fmadd_ps(weights[o], row, sum[o][r]);
+            }
+        }
+    };
+    // Rows of a weight are short: the hardware would find each anew. So what comes `ahead` numbers
+    // later is fetched meanwhile, into the second cache, which waits for more lines than the first.
+    for (int64_t at = 0; at < whole; at++) {
+        const bf16* now = weight + at * STEP;
+#pragma GCC unroll 4
+        for (int o = 0; o < OUTPUTS; o++)
+            _mm_prefetch(reinterpret_cast<const char*>(now + o * inputs + ahead), _MM_HINT_T1);
+        step(at, now, inputs);
+    }
+    if (whole < steps) {
+        bf16 tails[OUTPUTS][STEP] = {};
+        for (int o = 0; o < OUTPUTS; o++)
+            std::memcpy(tails[o], weight + o * inputs + whole * STEP, inputs % STEP * sizeof(bf16));
+        step(whole, tails[0], STEP);
+    }
+#pragma GCC unroll 4
+    for (int o = 0; o < OUTPUTS; o++)
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) sums[r][o] = total(sum[o][r]);
+}
+
 }  // namespace
 
 void headstart::multiply_half(const Weight& weight, const float* x, int64_t rows, float* out,
                               int threads) {
-    const int64_t outputs = weight.outputs;
-    const float* splits = split(x, rows, weight.inputs);
-    multiply_rows<Half>(
-        static_cast<const bf16*>(weight.panels), outputs, weight.inputs, splits, rows, threads,
-        [&](int64_t row, int64_t output, float sum) { out[row * outputs + output] = sum; });
+    const int64_t outputs = weight.outputs, inputs = weight.inputs;
+    const auto* numbers = static_cast<const bf16*>(weight.panels);
+    const float* splits = split(x, rows, inputs);
+    const auto multiply_some = [&](int64_t row, auto height, int64_t from, int64_t to, int64_t ahead) {
+        constexpr int ROWS = height.value, OUTPUTS = OUTPUTS_OF[ROWS - 1];
+        for (int64_t output = from; output < to;) {
+            const int some = to - output < OUTPUTS ? 1 : OUTPUTS;
+            float sums[ROWS][TOGETHER];
+            (some == 1 ? multiply<1, ROWS> : multiply<OUTPUTS, ROWS>)(
+                numbers + output * inputs, inputs, splits + row * steps_of(inputs) * STEP, sums,
+                ahead * inputs);
+            for (int r = 0; r < ROWS; r++)
+                std::memcpy(out + (row + r) * outputs + output, sums[r], some * sizeof(float));
+            output += some;
+        }
+    };
+    const int64_t width = inputs * sizeof(bf16);
+    const int64_t tall = inputs * sizeof(float) > LONG_ROW ? TOGETHER / 2 : TOGETHER;
+    const int64_t tile = std::max<int64_t>(WHOLE, TILE / width / WHOLE * WHOLE);
+    parallel(threads, [&](int thread, int all) {
+        const int64_t begin = outputs * thread / all, end = outputs * (thread + 1) / all;
+        for (int64_t block = 0; block < rows; block += MOST_ROWS)
+            for (int64_t from = begin; from < end; from += tile) {
+                const int64_t last = std::min(rows, block + MOST_ROWS);
+                for (int64_t row = block; row < last; row += tall)
+                    with_count<TOGETHER>(std::min(tall, last - row), [&](auto height) {
+                        multiply_some(row, height, from, std::min(end, from + tile),
+                                      row == block ? TOGETHER : tile);
+                    });
+            }
+    });
 }

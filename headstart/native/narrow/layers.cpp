@@ -15,9 +15,9 @@ extern "C" void headstart_attend_int8(const AttentionStep*, const Int8Call*);
 // out float [rows, outputs] = x float [rows, inputs] times the weight, plus its bias
 extern "C" void headstart_float_linear(const Weight* weight, const float* x, int64_t rows,
                                        float* out, int threads) {
-    const auto multiply = weight->kind == BF16   ? multiply_half
-                          : weight->kind == INT8 ? multiply_int8
-                                                 : multiply_int4;
+    static constexpr FloatProduct* PRODUCTS[] = {multiply_integers, multiply_integers_vnni,
+                                                 multiply_integers_avx512};
+    const auto multiply = weight->kind == BF16 ? multiply_half : PRODUCTS[vnni];
     multiply(*weight, x, rows, out, threads);
     add_bias(*weight, rows, out);
 }

@@ -14,7 +14,7 @@ from headstart.models.dense.compiled import FloatLayers, compile_layers
 from headstart.models.dense.modules import DecoderLayer, RMSNorm, StepAttention
 from headstart.models.dense.shape import DecoderShape, LayerShape
 from headstart.models.half_weight import MANY_ROWS, HalfLinear, HalfWeight
-from headstart.models.linear import QuantizedLinear, int4, int8, make_linear
+from headstart.models.linear import QuantizedLinear, make_linear
 from headstart.native import avx2_library
 from tests.attention.rows import BLOCK, plan_of, reference, spoil
 from tests.native.foreign_rows import among_nonfinite
@@ -154,10 +154,7 @@ def test_layers_are_those_of_float64_and_of_their_modules(
 ) -> None:
     """Over this step's rows and earlier ones, in a memory whose other slots are not finite."""
     reader = RandomReader(seed, kind)
-    with pytest.MonkeyPatch.context() as patch:  # of several ways to multiply, that of AVX2
-        patch.setattr(int8, "_multiplies_integers", lambda: False)
-        patch.setattr(int4, "library", lambda: None)
-        layers = [DecoderLayer(shape, at, "", reader) for at in range(len(shape.layers))]
+    layers = [DecoderLayer(shape, at, "", reader) for at in range(len(shape.layers))]
     compiled = compile_layers(layers, shape, torch.float32)
     assert isinstance(compiled, FloatLayers)
     layout = LayerLayout(shape.kv_heads, shape.head_dim, shape.head_dim)

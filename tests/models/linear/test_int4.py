@@ -18,7 +18,9 @@ from headstart.models.linear.int4 import (
     Int5Linear,
     pack_int4,
 )
+from headstart.native import library
 from tests.examples import at_least
+from tests.native.byte_products import BYTE_PRODUCTS, use_byte_product
 from tests.native.foreign_rows import among_nonfinite
 from tests.rounded_rows import round_rows
 
@@ -26,7 +28,10 @@ SHAPES = [(1, 1), (7, 3), (64, 48), (131, 95), (300, 896), (2100, 512)]
 COUNTS = [1, 2, 16, 65, 200]
 LAYERS = (Int4Linear, Int5Linear)
 KINDS = pytest.mark.parametrize("kind", ["int4", "int5"])
-PATHS = pytest.mark.parametrize("path", ["bfloat16", "avx512", "avx2", "tiles"])
+PATHS = pytest.mark.parametrize("path", ["bfloat16", *BYTE_PRODUCTS, "tiles"])
+COMPILED = pytest.mark.parametrize("path", ["bfloat16", *BYTE_PRODUCTS])
+
+pytestmark = pytest.mark.usefixtures("own_byte_product")
 
 
 def draw(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -51,14 +56,12 @@ def draw_weight(outputs: int, inputs: int, seed: int, form: Form) -> tuple[Int4W
 
 def use(path: str, patch: pytest.MonkeyPatch) -> None:
     """Let layers multiply in one way; skips what this machine cannot do."""
-    if path in ("bfloat16", "avx512") and kinds.library() is None:
+    if path == "bfloat16" and library() is None:
         pytest.skip("no compiled kernels for AVX-512 here")
     patch.setattr(kinds, "level", lambda: kinds.AMX if path == "bfloat16" else kinds.AMX - 1)
-    if path == "avx2" and kinds.avx2_library() is None:
-        pytest.skip("no compiled kernels for AVX2 here")
-    if path in ("avx2", "tiles"):
-        patch.setattr(kinds, "library", lambda: None)
-    if path == "tiles":
+    if path in BYTE_PRODUCTS:
+        use_byte_product(path)
+    elif path == "tiles":
         patch.setattr(kinds, "avx2_library", lambda: None)
 
 
@@ -168,7 +171,7 @@ def test_products_are_those_of_float64(
         assert (apart <= limits(layer, rows, path)).all()
 
 
-@pytest.mark.parametrize("path", ["avx512", "avx2"])
+@pytest.mark.parametrize("path", BYTE_PRODUCTS)
 @KINDS
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_a_compiled_product_is_that_of_the_rounded_rows(
@@ -181,7 +184,7 @@ def test_a_compiled_product_is_that_of_the_rounded_rows(
     assert (apart <= 1.02 * limits(layer, rows, "tiles")).all()
 
 
-@pytest.mark.parametrize("path", ["bfloat16", "avx512", "avx2"])
+@COMPILED
 @at_least(100)
 @given(
     outputs=st.integers(1, 70),
@@ -251,7 +254,7 @@ def test_bias_dtype_and_leading_axes(
     assert layer(rows[:, :0]).shape == (2, 0, 20)
 
 
-@pytest.mark.parametrize("path", ["bfloat16", "avx512", "avx2"])
+@COMPILED
 @KINDS
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
     path: str, kind: WeightKind, monkeypatch: pytest.MonkeyPatch
@@ -264,12 +267,15 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
 
 
 @KINDS
-def test_both_instruction_sets_give_the_same_bits(
-    kind: WeightKind, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("path", BYTE_PRODUCTS[1:])
+def test_all_cpus_give_the_same_bits(
+    path: str, kind: WeightKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = draw(9, 95, 1)
-    first = make_layer(draw(131, 95), None, "avx512", monkeypatch, kind)(rows)
-    assert torch.equal(first, make_layer(draw(131, 95), None, "avx2", monkeypatch, kind)(rows))
+    layer = make_layer(draw(131, 95), None, "avx2", monkeypatch, kind)
+    expected = layer(rows)
+    use_byte_product(path)
+    assert torch.equal(layer(rows), expected)
 
 
 @pytest.mark.parametrize("in_bytes", [False, True])

@@ -10,11 +10,16 @@ from headstart.models.linear import QuantizedLinear, make_linear
 from headstart.models.linear import int8 as kinds
 from headstart.models.linear.int8 import Int8Linear, Int8Weight, quantize_int8
 from headstart.native import library
+from tests.native.byte_products import BYTE_PRODUCTS, use_byte_product
 from tests.native.foreign_rows import among_nonfinite
+from tests.rounded_rows import round_groups
 
 SHAPES = [(1, 1), (7, 3), (64, 48), (131, 95), (300, 896), (2100, 512)]
 COUNTS = [1, 2, 5, 16, 128, 129, 200]
-PATHS = pytest.mark.parametrize("path", ["bfloat16", "packed", "compiled", "tiles"])
+PATHS = pytest.mark.parametrize("path", ["bfloat16", *BYTE_PRODUCTS, "fbgemm", "tiles"])
+COMPILED = pytest.mark.parametrize("path", ["bfloat16", *BYTE_PRODUCTS])
+
+pytestmark = pytest.mark.usefixtures("own_byte_product")
 
 
 def make_weight(outputs: int, inputs: int, seed: int = 0) -> Tensor:
@@ -37,12 +42,13 @@ def take_path(path: str, patch: pytest.MonkeyPatch) -> None:
     if path == "bfloat16" and library() is None:
         pytest.skip("no products of bfloat16 here")  # without AMX the same weight is multiplied
     patch.setattr(kinds, "level", lambda: kinds.AMX if path == "bfloat16" else kinds.AMX - 1)
-    patch.setattr(kinds, "_multiplies_integers", lambda: path == "packed")
-    if path == "tiles":
+    if path in BYTE_PRODUCTS:
+        use_byte_product(path)
+    elif path != "bfloat16":
         patch.setattr(kinds, "avx2_library", lambda: None)
-    elif path == "compiled" and kinds.avx2_library() is None:
-        pytest.skip("no compiled kernels for AVX2 here")
-    elif path == "packed" and not kinds._has_fbgemm():
+    if path == "tiles":
+        patch.setattr(kinds, "_has_fbgemm", lambda: False)
+    elif path == "fbgemm" and not kinds._has_fbgemm():
         pytest.skip("this torch has no FBGEMM")
 
 
@@ -61,18 +67,22 @@ def make_layer(
     return layer
 
 
-def assert_near(found: Tensor, rows: Tensor, weight: Tensor) -> None:
-    """Inputs are rounded to 14 bits of their row's largest; sums in float32 may add their own.
+def assert_near(found: Tensor, rows: Tensor, weight: Tensor, path: str) -> None:
+    """Inputs are rounded to 14 bits of their row's largest, or as `round_groups` does it.
 
-    Results in bfloat16 are rounded once more; as inputs such rows are not.
+    Sums in float32 may add their own. Results in bfloat16 are rounded once more; as inputs such
+    rows are not.
     """
-    expected = rows.double() @ weight.double().T
-    step = rows.double().abs().amax(1, keepdim=True) / (2 * 63 * 126)
-    limit = step * weight.double().abs().sum(1)
+    size = rows.double().abs() @ weight.double().abs().T
+    taken = round_groups(rows) if path in BYTE_PRODUCTS else rows.double()
+    expected = taken @ weight.double().T
+    limit = 1e-6 * size
+    if path == "fbgemm":
+        step = rows.double().abs().amax(1, keepdim=True) / (2 * 63 * 126)
+        limit = limit + step * weight.double().abs().sum(1)
     if found.dtype == torch.bfloat16:
-        limit = 2**-8 * expected.abs()
-    limit += 1e-6 * (rows.double().abs() @ weight.double().abs().T)
-    assert ((found.double() - expected).abs() <= 1.001 * limit).all()
+        limit = limit + 2**-8 * expected.abs()
+    assert ((found.double() - expected).abs() <= 1.001 * limit + 1e-40).all()
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
@@ -81,7 +91,7 @@ def test_a_weight_is_the_nearest_in_8_bits(outputs: int, inputs: int) -> None:
     found = quantize_int8(weight)
     half = weight.abs().amax(1, keepdim=True) / 127 / 2
     assert ((found.unpack() - weight).abs() <= half * 1.001).all()
-    assert found.values.abs().max() <= 127
+    assert found.plain.abs().max() <= 127
 
 
 @PATHS
@@ -92,7 +102,7 @@ def test_products_are_those_of_float64(
     layer = make_layer(make_weight(outputs, inputs), None, path, monkeypatch)
     for count in COUNTS:
         rows = make_rows(count, inputs).to(own_dtype(path))
-        assert_near(layer(rows), rows, layer.unpack())
+        assert_near(layer(rows), rows, layer.unpack(), path)
 
 
 @PATHS
@@ -114,12 +124,12 @@ def test_any_shape(
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            assert_near(layer(rows), rows, layer.unpack())
+            assert_near(layer(rows), rows, layer.unpack(), path)
         finally:
             torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("path", ["bfloat16", "compiled"])
+@COMPILED
 @pytest.mark.parametrize("inputs", [4864, 20000])
 def test_sums_of_long_rows_do_not_overflow(
     inputs: int, path: str, monkeypatch: pytest.MonkeyPatch
@@ -150,10 +160,10 @@ def test_checkpoints_may_have_128_steps_down(
     assert torch.equal(layer.unpack(), weight.unpack())
     rows = make_rows(33, inputs).to(own_dtype(path))
     rows[0], rows[1] = 7.0, -7.0
-    assert_near(layer(rows), rows, weight.unpack())
+    assert_near(layer(rows), rows, weight.unpack(), path)
 
 
-@pytest.mark.parametrize("path", ["bfloat16", "compiled"])
+@COMPILED
 @pytest.mark.parametrize("threads", [1, 2])
 def test_any_number_of_rows_and_threads(
     threads: int, path: str, monkeypatch: pytest.MonkeyPatch
@@ -192,13 +202,14 @@ def test_bias_dtype_and_leading_axes(
     assert found.shape == (2, 3, 20) and found.dtype == dtype
     if path == "bfloat16":  # rows and a bias of another dtype are rounded to it
         rows, bias = rows.bfloat16(), bias.bfloat16()
-    expected = rows.double() @ layer.unpack().double().T + bias.to(dtype).double()
+    taken = round_groups(rows) if path in BYTE_PRODUCTS else rows.double()
+    expected = taken @ layer.unpack().double().T + bias.to(dtype).double()
     torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0.01)
     assert layer(rows[:, :0]).shape == (2, 0, 20)
 
 
 @pytest.mark.parametrize(
-    ("path", "count"), [("bfloat16", 300), ("bfloat16", 1500), ("packed", 300), ("compiled", 300)]
+    ("path", "count"), [("bfloat16", 1500), *((path, 300) for path in ("fbgemm", *BYTE_PRODUCTS))]
 )
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
     path: str, count: int, monkeypatch: pytest.MonkeyPatch
@@ -222,22 +233,16 @@ def test_tiny_numbers_of_a_row_count_alone_as_in_a_batch(
     assert torch.equal(layer(rows).view(torch.int16), alone.view(torch.int16))
 
 
-@pytest.mark.parametrize(
-    ("flags", "compiled", "expected"),
-    [
-        ({"avx2"}, True, False),
-        ({"avx2", "avx512_vnni"}, True, True),
-        ({"avx2", "avx_vnni"}, True, True),
-        ({"avx2"}, False, True),
-        ({"asimd"}, False, True),
-    ],
-)
-def test_integers_are_multiplied_where_that_is_fastest(
-    flags: set[str], compiled: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("path", BYTE_PRODUCTS[1:])
+@pytest.mark.parametrize("inputs", [1, 95, 4864])
+def test_all_cpus_give_the_same_bits(
+    path: str, inputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kinds, "cpu_flags", lambda: frozenset(flags))
-    monkeypatch.setattr(kinds, "avx2_library", lambda: object() if compiled else None)
-    assert kinds._multiplies_integers() == expected
+    layer = make_layer(make_weight(67, inputs), None, "avx2", monkeypatch)
+    rows = make_rows(67, inputs)
+    expected = layer(rows)
+    use_byte_product(path)
+    assert torch.equal(layer(rows), expected)
 
 
 @PATHS
@@ -263,4 +268,4 @@ def test_finite_rows_of_any_size_give_finite_rows(
     rows = rows.to(own_dtype(path))
     found = layer(rows)
     assert found.isfinite().all() and (found[0] == 0).all()
-    assert_near(found[2:], rows[2:], layer.unpack())
+    assert_near(found[2:], rows[2:], layer.unpack(), path)

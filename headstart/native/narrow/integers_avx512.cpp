@@ -1,18 +1,19 @@
-// The product of int4.cpp by AVX-512 with VNNI, which adds four products in one instruction; and
+// The product of integers.cpp by AVX-512 with VNNI, which adds four products in one instruction; and
 // weights of 4 or 5 bits as bf16, for the products of ../linear.h.
-#include "int4.h"  // before the pragma: int4.cpp has its inline functions too
+#include "integers.h"  // before the pragma: integers.cpp has its inline functions too
 
-#include "../avx512.h"
+#ifndef HEADSTART_EMULATED  // no bf16: many CPUs have VNNI alone
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c")
+#endif
 
-#include "../linear.h"
-#include "int4_product.h"
+#include "integers_product.h"
 
 using namespace headstart;
 
 namespace {
 
 struct Avx512 {
-    static constexpr int PARTS = 1, MOST = 8;
+    static constexpr int LANES = 16, MOST = 6;
     using Floats = __m512;
     using Integers = __m512i;
 
@@ -31,8 +32,13 @@ struct Avx512 {
     struct Sum {
         __m512i lanes;
 
+        static Sum of(int32_t middle) { return {_mm512_set1_epi32(middle)}; }
+        void add(__m512i bytes, __m512i numbers) {
+            lanes = _mm512_dpbusd_epi32(lanes, bytes, numbers);
+        }
         void add(__m512i first, __m512i low, __m512i second, __m512i high) {
-            lanes = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(lanes, first, low), second, high);
+            add(first, low);
+            add(second, high);
         }
         void widen() {}
         __m512 total() const { return _mm512_cvtepi32_ps(lanes); }
@@ -44,7 +50,7 @@ template <class Form>
 inline __m512 number(__m512i bytes, int b, bool high) {
     const int left = 16 - 8 * b - 4 * high;
     const __m512i moved = left >= 0 ? _mm512_slli_epi32(bytes, left) : Avx512::right(bytes, -left);
-    const __m512i value = moved & _mm512_set1_epi32(Form::FIVE ? 0x1f0000 : 0xf0000);
+    const __m512i value = moved & _mm512_set1_epi32(Form::BITS == 5 ? 0x1f0000 : 0xf0000);
     return _mm512_castsi512_ps(value | _mm512_set1_epi32(0x43000000));
 }
 
@@ -60,8 +66,8 @@ inline __m512i pairs_of(__m512 even, __m512 odd) {
 // the product runs, a token takes longer.
 template <class Form>
 inline void widen_block(const uint8_t* block, const float* columns, uint32_t* out) {
-    const __m512 steps = int4::grid<Avx512, Form>(block, 0);
-    __m512 starts = int4::grid<Avx512, Form>(block + Form::STARTS, 0);
+    const __m512 steps = integers::grid<Avx512, Form>(block);
+    __m512 starts = integers::grid<Avx512, Form>(block + Form::STARTS);
     if constexpr (Form::IN_BYTES) starts = starts * Form::START_UNIT;
     starts = starts - steps * 128.0f;
     for (int line = 0; line < Form::BYTES_OF_BLOCK; line += 64)
@@ -73,17 +79,17 @@ inline void widen_block(const uint8_t* block, const float* columns, uint32_t* ou
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) {
             __m512i four = bytes;
-            if constexpr (Form::FIVE)
-                four = int4::values<Avx512, Form>(Avx512::right(bytes, 4 * h),
+            if constexpr (Form::BITS == 5)
+                four = integers::values<Avx512, Form>(Avx512::right(bytes, 4 * h),
                                                   Avx512::load(block + Form::FIFTHS), 2 * v + h);
 #pragma GCC unroll 2
             for (int two = 0; two < 2; two++) {
                 const int64_t pair = 8 * h + 2 * v + two;
                 const auto weight = [&](int b) {
-                    const __m512 value = number<Form>(four, 2 * two + b, !Form::FIVE && h == 1);
+                    const __m512 value = number<Form>(four, 2 * two + b, Form::BITS == 4 && h == 1);
                     return Avx512::fmadd(value, steps, starts) * columns[2 * pair + b];
                 };
-                _mm512_storeu_si512(out + pair * PANEL, pairs_of(weight(0), weight(1)));
+                _mm512_storeu_si512(out + pair * Weight::PANEL, pairs_of(weight(0), weight(1)));
             }
         }
     }
@@ -93,18 +99,16 @@ inline void widen_block(const uint8_t* block, const float* columns, uint32_t* ou
 
 void headstart::widen(int64_t form, const void* from, const float* columns, int64_t pairs,
                       uint32_t* out) {
-    int4::with_form(form, [&](auto of) {
+    integers::with_form<INT8>(form, [&](auto of) {
         using Form = decltype(of);
         const uint8_t* block = static_cast<const uint8_t*>(from);
         for (int64_t k = 0; k < pairs; k += 16)
             for (int half = 0; half < 2; half++, block += Form::BYTES_OF_BLOCK)
-                widen_block<Form>(block, columns + 2 * k, out + k * PANEL + 16 * half);
+                widen_block<Form>(block, columns + 2 * k, out + k * Weight::PANEL + 16 * half);
     });
 }
 
-// As headstart_float_linear, of 4 or 5 bits, for CPUs that have all that avx512.h names.
-extern "C" void headstart_int4_linear_avx512(const Weight* weight, const float* x, int64_t rows,
-                                             float* out, int threads) {
-    int4::multiply<Avx512>(*weight, x, rows, out, threads);
-    add_bias(*weight, rows, out);
+void headstart::multiply_integers_avx512(const Weight& weight, const float* x, int64_t rows,
+                                         float* out, int threads) {
+    integers::multiply<Avx512>(weight, x, rows, out, threads);
 }

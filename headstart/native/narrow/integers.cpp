@@ -1,0 +1,104 @@
+// Products of float32 rows with a weight of 4, 5 or 8 bits, for CPUs with AVX2.
+#include "integers.h"
+
+#pragma GCC target("avx2,fma,f16c")
+
+#include "digits.h"
+#include "ymm.h"
+
+using namespace headstart;
+using namespace headstart::integers;
+
+namespace {
+
+constexpr float TOP = 127;  // a lane of 16 bits takes 8 pairs of products with 15, 4 with 31
+
+// Group `g` of the row x.
+void round_group(const float* x, const Weight& weight, int64_t g, Group& out) {
+    alignas(32) float scaled[GROUP] = {};
+    const int64_t from = g * GROUP;
+    const int64_t count = std::min(GROUP, weight.inputs - from);
+    std::memcpy(scaled, x + from, count * sizeof(float));
+    for (int64_t k = 0; weight.columns != nullptr && k < count; k++)
+        scaled[k] *= weight.columns[from + k];
+    __m256i most = _mm256_setzero_si256(), added = most, parts[4];
+    for (int k = 0; k < 4; k++)
+        most = _mm256_max_epi32(most, magnitude(_mm256_load_ps(scaled + 8 * k)));
+    const Grid grid(largest(most), TOP);
+    for (int k = 0; k < 4; k++) {
+        parts[k] = round(scaled + 8 * k, grid.inverse);
+        added = _mm256_add_epi32(added, parts[k]);
+    }
+    const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(parts[0], parts[1]),
+                                              _mm256_packs_epi32(parts[2], parts[3]));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out.numbers),
+                        _mm256_permutevar8x32_epi32(packed, order));
+    const int32_t sum = total(added);
+    out.step = grid.step;
+    out.sum = grid.step * static_cast<float>(sum);
+    out.middle = -128 * sum;
+}
+
+struct Avx2 : Ymm {
+    struct Sum {
+        __m256i narrow, exact;  // of 16 and of 32 bits
+
+        static Sum of(int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+        // The sign of a weight goes over to the number: a product takes bytes without one, and two
+        // of the largest fit into 16 bits.
+        void add(__m256i bytes, __m256i numbers) {
+            const __m256i weight = bytes ^ _mm256_set1_epi8(-128);
+            narrow = _mm256_maddubs_epi16(_mm256_abs_epi8(weight), _mm256_sign_epi8(numbers, weight));
+            widen();
+        }
+        void add(__m256i first, __m256i low, __m256i second, __m256i high) {
+            const __m256i products = _mm256_add_epi16(_mm256_maddubs_epi16(first, low),
+                                                      _mm256_maddubs_epi16(second, high));
+            narrow = _mm256_add_epi16(narrow, products);
+        }
+        void widen() {
+            exact = _mm256_add_epi32(exact, _mm256_madd_epi16(narrow, _mm256_set1_epi16(1)));
+            asm("" : "+x"(exact));  // now, or the compiler keeps all products and adds them at last
+            narrow = _mm256_setzero_si256();
+        }
+        __m256 total() const { return _mm256_cvtepi32_ps(exact); }
+    };
+};
+
+}  // namespace
+
+Rows integers::round_rows(const float* x, int64_t rows, const Weight& weight, int threads) {
+    static thread_local Scratch memory;
+    const int64_t groups = (weight.inputs + GROUP - 1) / GROUP;
+    const Rows out{groups, memory.take<Group>(rows * groups)};
+    parallel_each(rows < MOST_ROWS ? 1 : threads, rows, [&](int64_t r) {
+        for (int64_t g = 0; g < groups; g++)
+            round_group(x + r * weight.inputs, weight, g, out.first[r * groups + g]);
+    });
+    return out;
+}
+
+void headstart::multiply_integers(const Weight& weight, const float* x, int64_t rows, float* out,
+                              int threads) {
+    multiply<Avx2>(weight, x, rows, out, threads);
+}
+
+// Values [outputs, inputs] of 8 bits in panels of whole groups; zeros fill them.
+extern "C" void headstart_pack_int8(const int8_t* values, int64_t outputs, int64_t inputs,
+                                    uint32_t* out, int threads) {
+    const int64_t width = (inputs + GROUP - 1) / GROUP * GROUP;
+    parallel_each(threads, (outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
+        for (int64_t o = 0; o < PANEL; o++) {
+            const int64_t output = panel * PANEL + o, some = output < outputs ? inputs : 0;
+            const int8_t* from = values + output * inputs;
+            uint32_t* to = out + panel * width * PANEL / 4 + o;
+            for (int64_t k = 0; k < width; k += 4, to += PANEL) {
+                uint32_t four = 0;
+                if (k + 4 <= some) std::memcpy(&four, from + k, 4);
+                else if (k < some) std::memcpy(&four, from + k, some - k);
+                *to = four ^ 0x80808080;
+            }
+        }
+    });
+}

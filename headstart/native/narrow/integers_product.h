@@ -1,0 +1,175 @@
+// The product of integers.h; include it after the pragma.
+//
+// A Kind says how a CPU computes:
+//
+//     LANES                              outputs of a vector, 8 or 16
+//     MOST                               rows whose sums are taken together, for two vectors
+//     Floats, Integers                   one vector: its outputs' numbers, of 32 bits or four of 8
+//     load(from), repeat(four)           reads a vector; one of the same four bytes in each
+//     right(x, bits)                     shifted right, some number of bytes at once
+//     from_bytes(from), from_halves(..)  the floats of bytes, and of float16
+//     fmadd(a, b, c)                     a * b + c, rounded once
+//     Sum::of(middle)                    of 8 bits: -128 times the sum of a row's numbers; or 0
+//     Sum.add(first, low, second, high)  adds products of values (without a sign) and a row's numbers
+//     Sum.add(bytes, numbers)            the same of 8 bits, which are values plus 128
+//     Sum.widen()                        comes after 4 calls of the first, or 2 with values of 5 bits
+//     Sum.total()                        the sums as floats
+#pragma once
+
+#include "integers.h"
+
+namespace headstart::integers {
+namespace {
+
+// Four bits of a vector's values, and the fifth bit of each, which is `bit` of a byte.
+template <class Kind, class Form, class Integers>
+inline Integers values(Integers four, Integers fifths, int bit) {
+    const Integers value = four & int64_t{0x0f0f0f0f0f0f0f0f};
+    if constexpr (Form::BITS == 4) return value;
+    const Integers moved = bit < 4 ? fifths << (4 - bit) : Kind::right(fifths, bit - 4);
+    return value | (moved & int64_t{0x1010101010101010});
+}
+
+// The steps, or in other units the starts, of a vector's outputs.
+template <class Kind, class Form>
+inline typename Kind::Floats grid(const uint8_t* from) {
+    if constexpr (Form::IN_BYTES) return Kind::from_bytes(from);
+    return Kind::from_halves(from);
+}
+
+inline int four(const int8_t* from) {
+    int bits;
+    std::memcpy(&bits, from, sizeof bits);
+    return bits;
+}
+
+// sums[row][output] = ROWS rows, from `row` on, times VECTORS vectors of outputs, before `scales`. The
+// first lies at `block`. Meanwhile it fetches what lies `ahead` bytes further on.
+template <class Kind, class Form, int ROWS, int VECTORS>
+[[gnu::noinline]] void product(const uint8_t* block, const Rows& rows, int64_t row,
+                               float (*sums)[VECTORS * Kind::LANES], int64_t ahead) {
+    constexpr int64_t BLOCK = Form::BYTES_OF_BLOCK;
+    constexpr bool WIDE = Form::BITS == 8, FIVE = Form::BITS == 5;
+    const int64_t other = rows.groups * BLOCK;  // the next panel
+    // Where in a block, or in the next panel's, a vector's outputs have `bytes` bytes each.
+    const auto at = [&](int vector, int64_t from, int bytes) {
+        const int output = vector * Kind::LANES;
+        return block + from + output / PANEL * other + output % PANEL * bytes;
+    };
+    typename Kind::Floats sum[ROWS][VECTORS] = {};
+    const Group* group = rows.first + row * rows.groups;
+    for (int64_t g = 0; g < rows.groups; g++, group++, block += BLOCK) {
+        const auto of = [&](int r) -> const Group& { return group[r * rows.groups]; };
+        const auto x = [&](int r, int k) { return Kind::repeat(four(of(r).numbers + k)); };
+        for (int64_t line = 0; line < BLOCK; line += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(block + ahead + line), _MM_HINT_T0);
+        typename Kind::Sum exact[ROWS][VECTORS];
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+            for (int p = 0; p < VECTORS; p++) exact[r][p] = Kind::Sum::of(WIDE ? of(r).middle : 0);
+#pragma GCC unroll 8
+        for (int v = 0; WIDE && v < 8; v++) {
+            typename Kind::Integers bytes[VECTORS];
+#pragma GCC unroll 2
+            for (int p = 0; p < VECTORS; p++) bytes[p] = Kind::load(at(p, 64 * v, 4));
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) {
+                const auto numbers = x(r, 4 * v);
+#pragma GCC unroll 2
+                for (int p = 0; p < VECTORS; p++) exact[r][p].add(bytes[p], numbers);
+            }
+        }
+#pragma GCC unroll 4
+        for (int v = 0; !WIDE && v < 4; v++) {
+            typename Kind::Integers first[VECTORS], second[VECTORS];
+#pragma GCC unroll 2
+            for (int p = 0; p < VECTORS; p++) {
+                const auto bytes = Kind::load(at(p, Form::VALUES + 64 * v, 4));
+                const auto fifths = FIVE ? Kind::load(at(p, Form::FIFTHS, 4)) : bytes;
+                first[p] = values<Kind, Form>(bytes, fifths, 2 * v);
+                second[p] = values<Kind, Form>(Kind::right(bytes, 4), fifths, 2 * v + 1);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) {
+                const auto low = x(r, 4 * v), high = x(r, 4 * v + 16);
+#pragma GCC unroll 2
+                for (int p = 0; p < VECTORS; p++) {
+                    exact[r][p].add(first[p], low, second[p], high);
+                    if (v == 3 || (FIVE && v == 1)) exact[r][p].widen();
+                }
+            }
+        }
+#pragma GCC unroll 2
+        for (int p = 0; p < VECTORS; p++) {
+            typename Kind::Floats steps, starts, zero = {};
+            if constexpr (!WIDE) {
+                steps = grid<Kind, Form>(at(p, 0, Form::GRID_BYTES));
+                starts = grid<Kind, Form>(at(p, Form::STARTS, Form::GRID_BYTES));
+                if constexpr (Form::IN_BYTES) starts = starts * Form::START_UNIT;
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) {
+                const auto step = of(r).step - zero, of_row = of(r).sum - zero;
+                sum[r][p] = Kind::fmadd(exact[r][p].total(), WIDE ? step : steps * step, sum[r][p]);
+                if constexpr (!WIDE) sum[r][p] = Kind::fmadd(starts, of_row, sum[r][p]);
+            }
+        }
+    }
+    std::memcpy(sums, sum, sizeof sum);
+}
+
+template <class Kind, class Form>
+void multiply_form(const Weight& weight, const float* x, int64_t rows, float* out, int threads) {
+    constexpr int64_t AHEAD = 4096;  // bytes
+    constexpr int ALONE = PANEL / Kind::LANES;
+    const auto* blocks = static_cast<const uint8_t*>(weight.panels);
+    const int64_t panels = (weight.outputs + PANEL - 1) / PANEL;
+    const Rows rounded = round_rows(x, rows, weight, threads);
+    const int64_t bytes = rounded.groups * Form::BYTES_OF_BLOCK;
+    const auto run = [&](int64_t panel, int64_t row, int64_t ahead, auto count, auto vectors) {
+        constexpr int64_t WIDTH = vectors.value * Kind::LANES;
+        float sums[count.value][WIDTH];
+        product<Kind, Form, count.value, vectors.value>(blocks + panel * bytes, rounded, row, sums,
+                                                        ahead);
+        const int64_t some = std::min(WIDTH, weight.outputs - panel * PANEL);
+        for (int r = 0; r < count.value; r++) {
+            const float* scales = weight.scales + panel * PANEL;
+            float* to = out + (row + r) * weight.outputs + panel * PANEL;
+            for (int64_t o = 0; o < some; o++) to[o] = sums[r][o] * scales[o];
+        }
+    };
+    parallel(threads, [&](int thread, int all) {
+        const int64_t begin = panels * thread / all, end = panels * (thread + 1) / all;
+        for (int64_t block = 0; block < rows; block += MOST_ROWS) {
+            const int64_t last = std::min(rows, block + MOST_ROWS);
+            // Two rows wait for memory, which is read from first to last.
+            const int64_t together = ALONE == 1 && last - block > 2 ? 2 : 1;
+            for (int64_t panel = begin; panel < end; panel += together)
+                for (int64_t row = block; row < last; row += Kind::MOST)
+                    with_count<Kind::MOST>(last - row, [&](auto count) {
+                        const int64_t ahead = row == block ? std::min(bytes, AHEAD) : 0;
+                        if (together == 2 && panel + 1 < end)
+                            run(panel, row, ahead, count, std::integral_constant<int, 2>());
+                        else
+                            run(panel, row, ahead, count, std::integral_constant<int, ALONE>());
+                    });
+        }
+    });
+}
+
+// Calls a function with the Form of this number, which is below FORMS.
+template <int FORMS, class Function>
+void with_form(int64_t number, const Function& function) {
+    with_count<FORMS>(number + 1, [&](auto next) { function(Form<next.value - 1>()); });
+}
+
+template <class Kind>
+void multiply(const Weight& weight, const float* x, int64_t rows, float* out, int threads) {
+    with_form<INT8 + 1>(weight.kind, [&](auto of) {
+        multiply_form<Kind, decltype(of)>(weight, x, rows, out, threads);
+    });
+}
+
+}  // namespace
+}  // namespace headstart::integers

@@ -1,0 +1,36 @@
+// The product of integers.cpp by the VNNI of CPUs without AVX-512.
+#include "integers.h"
+
+#ifndef HEADSTART_EMULATED
+#pragma GCC target("avx2,fma,f16c,avxvnni")
+#endif
+
+#include "ymm.h"
+
+using namespace headstart;
+
+namespace {
+
+struct AvxVnni : integers::Ymm {
+    struct Sum {
+        __m256i lanes;
+
+        static Sum of(int32_t middle) { return {_mm256_set1_epi32(middle)}; }
+        void add(__m256i bytes, __m256i numbers) {
+            lanes = _mm256_dpbusd_avx_epi32(lanes, bytes, numbers);
+        }
+        void add(__m256i first, __m256i low, __m256i second, __m256i high) {
+            add(first, low);
+            add(second, high);
+        }
+        void widen() {}
+        __m256 total() const { return _mm256_cvtepi32_ps(lanes); }
+    };
+};
+
+}  // namespace
+
+void headstart::multiply_integers_vnni(const Weight& weight, const float* x, int64_t rows,
+                                       float* out, int threads) {
+    integers::multiply<AvxVnni>(weight, x, rows, out, threads);
+}

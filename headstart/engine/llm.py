@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, Unpack, cast
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from headstart.engine.arg_utils import EngineArgs, require_engine_args
 from headstart.engine.params import SamplingParams
@@ -37,6 +28,7 @@ from headstart.engine.vllm_api.metrics import Metric, read_metrics
 from headstart.engine.vllm_api.signatures import OfOneProcess, check_calls
 from headstart.engine.vllm_api.views import EngineView, ModelView, read_config
 from headstart.errors import ConfigError
+from headstart.imports import load_module
 from headstart.validation import check_flag
 
 # What brings torch with it waits until the model's name is known: see `start_engine`.
@@ -282,32 +274,16 @@ class LLM(OfOneProcess):
         try:
             for group in groups:
                 self._driver.submit(group, updates.receive, every_step=False)
-            with _progress(hidden=not show_progress or len(groups) < 2) as progress:
-                task = progress.add_task("prompts", total=len(groups), tokens=0)
+            with _progress(len(groups) if show_progress else 0) as tell:
                 while len(outputs) < len(groups):
                     output = updates.get()
                     outputs[output.request_id] = output
-                    tokens = sum(len(answer.token_ids) for answer in output.outputs)
-                    tokens += progress.tasks[task].fields["tokens"]
-                    progress.update(task, advance=1, tokens=tokens)
+                    if tell is not None:
+                        tell(output)
         finally:
             if len(outputs) < len(groups):
                 self._driver.cancel(groups)
         return [outputs[group.request_id] for group in groups]
-
-
-def _progress(*, hidden: bool) -> Progress:
-    """A bar on stderr: prompts answered, tokens generated for them, time left."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[tokens]} tokens generated"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=hidden,
-    )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -324,3 +300,13 @@ def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[C
     if not several or (messages and isinstance(messages[0], Mapping)):
         return [cast("Conversation", messages)]  # if it is none, the error will say so
     return list(cast("Sequence[Conversation]", messages))
+
+
+def _progress(prompts: int) -> AbstractContextManager[Callable[[RequestOutput], None] | None]:
+    """What to call for each prompt that is answered; None if nobody is to see it."""
+    if prompts < 2:
+        return nullcontext()
+    shown: AbstractContextManager[Any] = load_module(
+        "headstart.engine.streams.progress"
+    ).show_progress(prompts)
+    return shown

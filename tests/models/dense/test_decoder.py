@@ -283,6 +283,7 @@ print([name for name in sys.argv[2:] if name in sys.modules])
 """
 HEAVY = ("transformers.modeling_utils", "transformers.activations", "torch._dynamo")
 HEAVY += ("transformers.image_processing_utils", "transformers.models.qwen2.modeling_qwen2")
+HEAVY += ("rich",)  # which bars of several prompts need
 
 
 @pytest.mark.parametrize("has_tokenizer", [False, True])

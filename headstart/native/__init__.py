@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 # The number in native.h; a library with another number is not used.
-INTERFACE = 20
+INTERFACE = 21
 
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
 """The CPU flags that the kernels need, as Linux spells them."""

@@ -18,6 +18,7 @@ from typing import NamedTuple
 __all__ = [
     "BF16",
     "INT8",
+    "INT8_IN_GROUPS",
     "AttentionCall",
     "AttentionStep",
     "Layer",
@@ -102,7 +103,7 @@ class AttentionCall(ctypes.Structure):
     )
 
 
-INT8, BF16 = 4, 5
+INT8, INT8_IN_GROUPS, BF16 = 4, 5, 6
 """How a `Weight` lies: its kind; below these it is the form of one of 4 or 5 bits."""
 
 

@@ -6,11 +6,11 @@
 namespace headstart {
 
 // How a weight lies: in the form of 4 or 5 bits of this number (narrow/integers.h), or so.
-constexpr int64_t INT8 = 4, BF16 = 5;
-constexpr int64_t PAIR_BYTES[] = {40, 36, 48, 44, 64, 128};  // of a panel
+constexpr int64_t INT8 = 4, INT8_IN_GROUPS = 5, BF16 = 6;
+constexpr int64_t PAIR_BYTES[] = {40, 36, 48, 44, 64, 0, 128};  // of a panel of 32
 
 // A weight [outputs, inputs], and its bias [outputs] or nullptr. Unless it is of bf16 it has scales
-// [outputs]; of 4 or 5 bits also columns [inputs] or nullptr.
+// [outputs]; in groups also columns [inputs] or nullptr.
 //
 // For rows of bf16 it lies in the panels of linear.h, columns are there and of whole groups, and the
 // bias is of bf16. For rows of float32 it lies in rows of its own, or of 8 bits or fewer as

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from headstart.errors import UnsupportedModelError
 from headstart.models.dense.weights import FloatReader, Tensors
 from headstart.models.linear import Int8Embedding, QuantizedLinear, WeightKind, make_linear
-from headstart.models.linear.int4 import Int4Linear, Int4Weight, Int5Linear
+from headstart.models.linear.int4 import Int4Linear, Int4Weight, Int5Linear, Int8GroupsLinear
 from headstart.models.linear.int8 import Int8Linear, Int8Weight, quantize_int8
 from headstart.native.pages import return_freed_memory
 
 __all__ = ["OwnBitsReader", "QuantizedReader", "QuantizedTensors"]
 
+_LAYERS = {4: Int4Linear, 5: Int5Linear, 8: Int8GroupsLinear}
 _LARGEST_SCALE = 1e28
 """Times the whole numbers of weight and row, of thousands of inputs, it is far from infinite."""
 
@@ -139,7 +140,7 @@ def _make_packed(
         weight = weight._replace(
             panels=weight.panels.to(device), scales=weight.scales.to(device), columns=columns
         )
-        made = (Int5Linear if weight.form.bits == 5 else Int4Linear)(weight, bias, rows)
+        made = _LAYERS[weight.form.bits](weight, bias, rows)
     made.has_own_bits = True
     return made
 

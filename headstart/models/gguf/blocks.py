@@ -1,15 +1,16 @@
-"""GGUF's formats of 4 and 5 bits as weights of ours: the same values, steps rounded to float16.
+"""GGUF's formats of 4, 5 and 8 bits as weights of ours: the same values, steps rounded to float16.
 
     Q4_0    32 weights: d, 16 bytes                     weight = d * (value - 8)
     Q4_1    32 weights: d, m, 16 bytes                  weight = d * value + m
     Q4_K    256 weights: d, least, 8 times 2 * 6 bits   weight = d * scale * value - least * min
+    Q8_0    32 weights: d, 32 signed bytes              weight = d * value
 
 A byte of the first two holds the values at i and i + 16 of its block. Q5_0, Q5_1 and Q5_K have the
 fifth bits besides: 4 bytes with a bit for each weight, or 32 with a bit for each group of a block.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +26,10 @@ _Floats = NDArray[np.float32]
 
 
 class _Blocks(NamedTuple):
-    """Values `[blocks, groups, 32]` and, for each group, weight = step * value + start."""
+    """Values `[blocks, groups, 32]` and, for each group, weight = step * value + start.
+
+    From a value of 8 bits 128 is taken first.
+    """
 
     values: _Bytes
     step: _Floats
@@ -41,7 +45,7 @@ def read_weight(data: _Bytes, name: str, library: Any) -> Int4Weight:
     step, start = (part.reshape(outputs, -1) for part in (blocks.step, blocks.start))
     assert values.shape[1] == GROUP * step.shape[1]
     grid = Grid(*map(torch.from_numpy, (values, step, start)))
-    return pack_int4(grid, Form(5 if kind == "int5" else 4, in_bytes=False))
+    return pack_int4(grid, Form(_BITS[kind], in_bytes=False))
 
 
 def _halves(data: _Bytes) -> _Bytes:
@@ -77,6 +81,11 @@ def _q5_1(blocks: _Bytes, _: Any) -> _Blocks:
     return _Blocks(values, _float(blocks[:, :2]), _float(blocks[:, 2:4]))
 
 
+def _q8_0(blocks: _Bytes, _: Any) -> _Blocks:
+    step = _float(blocks[:, :2])
+    return _Blocks(blocks[:, 2:] ^ np.uint8(128), step, 0 * step)
+
+
 def _q5_k(blocks: _Bytes, library: Any) -> _Blocks:
     fours = _q4_k(np.concatenate((blocks[:, :16], blocks[:, 48:]), axis=1), library)
     groups = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
@@ -99,6 +108,8 @@ _FORMATS: dict[str, tuple[int, WeightKind, Callable[[_Bytes, Any], _Blocks]]] = 
     "Q5_0": (22, "int5", _q5_0),
     "Q5_1": (24, "int5", _q5_1),
     "Q5_K": (176, "int5", _q5_k),
+    "Q8_0": (34, "int8", _q8_0),
 }
+_BITS: dict[WeightKind, Literal[4, 5, 8]] = {"int4": 4, "int5": 5, "int8": 8}
 FORMATS: dict[str, WeightKind] = {name: kind for name, (_, kind, _) in _FORMATS.items()}
 """The formats whose bits are kept, and the kinds of our own that they become."""

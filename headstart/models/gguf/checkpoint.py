@@ -155,14 +155,14 @@ class GGUFCheckpoint:
         return FORMATS.get(own, "int4" if own in _NARROW else "int8")
 
     def packed(self, name: str) -> Int4Weight | None:
-        """The tensor in its own 4 or 5 bits; None if it has others."""
+        """The tensor in its own 4, 5 or 8 bits; None if it has others."""
         own = self._type(name)
         if own not in FORMATS:
             return None
         return read_weight(self._rows(name, self._tensors[name].data), own, self._gguf)
 
     def packed_int8(self, name: str) -> None:
-        """None: all of a GGUF file's tensors of 8 bits are in groups."""
+        """None: all of a GGUF file's tensors of 8 bits are in groups, which no LM head has."""
 
     def tell(self, tied: bool) -> None:
         """Log in one line what becomes of the file's formats."""

@@ -36,7 +36,7 @@ def find_kind(name: str) -> WeightKind | None:
 REVISIONS: dict[WeightKind, int] = {"int8": 5, "int5": 2, "int4": 3}
 """How a kind rounds weights and rows: another number where that changes, and so do K and V."""
 
-OWN_BITS_REVISION = 2
+OWN_BITS_REVISION = 3
 """How weights are read that are in a kind's bits before: as above."""
 
 

@@ -1,9 +1,11 @@
-"""Weights in 4 or 5 bits: a step and a start for each 32 inputs of an output.
+"""Weights in 4 or 5 bits, and in 8 as files have them: steps and starts for 32 inputs of an output.
 
     weight[o, i]  ~  (value[o, i] * step[o, i // 32] + start[o, i // 32]) * scales[o] * columns[i]
 
+where 128 is taken off a value of 8 bits first.
+
 Steps and starts have 8 bits each, in units of their output's largest; so a weight has 4.5 or 5.5
-bits in all. Those of a GGUF file are float16, and have its values: 5 or 6 bits.
+bits in all. Those of a file are float16, and have its values: 5, 6 or 9 bits.
 
 `scales` and `columns` are what is common to an output and to an input. They make all outputs and
 inputs equally large before they are rounded, so that a small input does not take the step of its
@@ -22,8 +24,10 @@ from torch import Tensor, nn
 
 from headstart.models.linear.base import QuantizedLinear, WeightKind, scratch, tile_outputs
 from headstart.models.linear.float_weight import FloatParts, FloatWeight
+from headstart.models.linear.int8 import Int8Linear
 from headstart.models.packed import NarrowPanels, PackedWeight
 from headstart.native import AMX, avx2_library, level
+from headstart.native.bindings import INT8_IN_GROUPS
 
 __all__ = [
     "GROUP",
@@ -33,6 +37,7 @@ __all__ = [
     "Int4Linear",
     "Int4Weight",
     "Int5Linear",
+    "Int8GroupsLinear",
     "pack_int4",
     "quantize_int4",
 ]
@@ -48,15 +53,23 @@ _MOST = 255  # of a step's or a start's byte
 
 
 class Form(NamedTuple):
-    """How a weight lies in memory: values of 4 or 5 bits, steps and starts in bytes or float16."""
+    """How a weight lies in memory: values of 4, 5 or 8 bits, steps and starts in bytes or float16.
 
-    bits: Literal[4, 5]
+    Those of 8 bits are float16.
+    """
+
+    bits: Literal[4, 5, 8]
     in_bytes: bool
 
     @property
     def number(self) -> int:
         """Its number in the compiled kernels."""
-        return 2 * (self.bits == 5) + self.in_bytes
+        return INT8_IN_GROUPS if self.bits == 8 else 2 * (self.bits == 5) + self.in_bytes
+
+    @property
+    def zero(self) -> int:
+        """The value whose weight is the start."""
+        return 128 if self.bits == 8 else 0
 
     @property
     def levels(self) -> int:
@@ -105,9 +118,12 @@ class Int4Weight(NamedTuple):
         grid = (grid if form.in_bytes else grid.view(torch.float16)).view(panels, groups, 2, _PANEL)
         steps, starts = grid.permute(2, 0, 3, 1).float().unsqueeze(-1).unbind(0)
         tile = scratch(panels * _PANEL * groups * GROUP, blocks.device)
-        nibbles = blocks[..., 2 * form.starts :][..., :_NIBBLES]
+        values = blocks[..., 2 * form.starts :]
+        if form.bits < 8:
+            nibbles = values[..., :_NIBBLES]
+            values = torch.stack((nibbles & 15, nibbles >> 4), 2)
         # [panel][group][half][v][output][b], see integers.h
-        values = torch.stack((nibbles & 15, nibbles >> 4), 2).view(panels, groups, 2, 4, -1)
+        values = values.contiguous().view(panels, groups, 2, 4, -1)
         if form.bits == 5:
             fifths = blocks[..., 2 * form.starts + _NIBBLES :]
             for v in range(4):
@@ -117,6 +133,8 @@ class Int4Weight(NamedTuple):
         words = values.view(torch.int32).view(panels, groups, 8, _PANEL).permute(0, 3, 1, 2)
         found = tile.view(panels, _PANEL, groups, GROUP)
         found.copy_(words.contiguous().view(torch.uint8).view(found.shape))
+        if form.zero:
+            found.sub_(form.zero)
         found.mul_(steps).add_(starts * form.start_unit)
         return tile.view(panels * _PANEL, groups * GROUP)
 
@@ -203,7 +221,10 @@ def pack_int4(grid: Grid, form: Form, common: Common | None = None) -> Int4Weigh
         parts.append(panels.transpose(1, 2).contiguous().view(torch.uint8))
     values = nn.functional.pad(grid.values, fill).view(-1, _PANEL, groups, 2, 4, 4)
     values = values.permute(0, 2, 3, 4, 1, 5)  # [panel][group][half][v][output][b], see integers.h
-    parts.append(((values[:, :, 0] & 15) | (values[:, :, 1] & 15) << 4).flatten(2))
+    if form.bits == 8:
+        parts.append(values.flatten(2))
+    else:
+        parts.append(((values[:, :, 0] & 15) | (values[:, :, 1] & 15) << 4).flatten(2))
     if form.bits == 5:
         fifths = torch.zeros_like(values[:, :, 0, 0])
         for v in range(4):
@@ -221,7 +242,7 @@ class Int4Linear(QuantizedLinear):
     """A linear layer with a weight of 4 bits."""
 
     kind: ClassVar[WeightKind] = "int4"
-    bits: ClassVar[Literal[4, 5]] = 4
+    bits: ClassVar[Literal[4, 5, 8]] = 4
     rounding: ClassVar[float] = 1 / 127
     panels: Tensor
     columns: Tensor | None
@@ -233,7 +254,7 @@ class Int4Linear(QuantizedLinear):
         super().__init__(weight.inputs, len(weight.scales), bias)
         self.form = weight.form
         on_cpu = weight.panels.device.type == "cpu"
-        if on_cpu and rows == torch.bfloat16 and level() >= AMX:
+        if on_cpu and rows == torch.bfloat16 and level() >= AMX and self.bits < 8:
             self.packed = PackedWeight.of_panels(_to_panels(weight), bias)
         plain = weight.panels.contiguous() if self.packed is None else None
         self.register_buffer("panels", plain, persistent=False)
@@ -247,7 +268,8 @@ class Int4Linear(QuantizedLinear):
     @classmethod
     def quantize(
         cls, weight: Tensor, bias: Tensor | None, rows: torch.dtype = torch.float32
-    ) -> "Int4Linear":
+    ) -> QuantizedLinear:
+        assert cls.bits != 8
         return cls(quantize_int4(weight, cls.bits), bias, rows)
 
     @property
@@ -297,4 +319,21 @@ class Int5Linear(Int4Linear):
     """A linear layer with a weight of 5 bits."""
 
     kind: ClassVar[WeightKind] = "int5"
-    bits: ClassVar[Literal[4, 5]] = 5
+    bits: ClassVar[Literal[4, 5, 8]] = 5
+
+
+class Int8GroupsLinear(Int4Linear):
+    """A linear layer with a weight of 8 bits in groups, as a checkpoint has it.
+
+    Rows in bfloat16 are multiplied as those in float32 are, with AMX too.
+    """
+
+    kind: ClassVar[WeightKind] = "int8"
+    bits: ClassVar[Literal[4, 5, 8]] = 8
+
+    @classmethod
+    def quantize(
+        cls, weight: Tensor, bias: Tensor | None, rows: torch.dtype = torch.float32
+    ) -> QuantizedLinear:
+        """Without groups: a step for each output is enough for floats."""
+        return Int8Linear.quantize(weight, bias, rows)

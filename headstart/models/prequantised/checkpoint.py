@@ -72,11 +72,18 @@ class PrequantisedCheckpoint(Checkpoint):
     def packed(self, name: str) -> Int4Weight | Int8Weight | None:
         """The weight in its own bits; None if no kind of ours holds it."""
         read = self._read(name)
-        return read.as_int4() or self._as_int8(name, read)
+        packed = read.as_int8() or read.in_groups()
+        if packed is None:
+            _tell_rounded(name, read)
+        return packed
 
     def packed_int8(self, name: str) -> Int8Weight | None:
         """The weight in its own bits; None if an int8 weight does not hold it."""
-        return self._as_int8(name, self._read(name))
+        read = self._read(name)
+        packed = read.as_int8()
+        if packed is None:
+            _tell_rounded(name, read)
+        return packed
 
     def tell(self, tied: bool) -> None:
         """Log in one line what is read."""
@@ -87,12 +94,6 @@ class PrequantisedCheckpoint(Checkpoint):
             self._scheme.method,
             " or ".join(map(str, bits)) or "no",
         )
-
-    def _as_int8(self, name: str, read: Grouped) -> Int8Weight | None:
-        packed = read.as_int8()
-        if packed is None:
-            _log.info("%s is rounded again, to int8: its %s", name, read.describe())
-        return packed
 
     def _read(self, name: str) -> Grouped:
         module, prefix = self._modules[name], name.removesuffix("weight")
@@ -112,3 +113,7 @@ class PrequantisedCheckpoint(Checkpoint):
                 f"{read.steps.shape[1]} groups"
             )
         return read
+
+
+def _tell_rounded(name: str, read: Grouped) -> None:
+    _log.info("%s is rounded again, to int8: its %s", name, read.describe())

@@ -65,24 +65,25 @@ class Grouped(NamedTuple):
         """Its bits and groups."""
         return f"values have {self.bits} bits in {self.steps.shape[1]} groups"
 
-    def as_int4(self) -> Int4Weight | None:
-        """The weight, value for value; None if it has other bits, or groups of another shape.
+    def in_groups(self) -> Int4Weight | None:
+        """The weight, value for value; None if its bits or its groups are other than ours.
 
         Steps are float16 in units of a power of two for each output, in which its largest is near
-        2048: so starts are within float16, to which they are rounded, and no step that is float16
-        changes unless the largest is 2**24 times as large.
+        2048, or 256 of 8 bits: so starts are within float16, to which they are rounded, and no step
+        that is float16 changes unless the largest is 2**24 or 2**21 times as large.
         """
         inputs = len(self.groups)
         padded = nn.functional.pad(self.groups, (0, -inputs % GROUP), value=-1).view(-1, GROUP)
         first = padded[:, :1]
-        if self.bits != 4 or not ((padded == first) | (padded < 0)).all():
+        if self.bits not in _ROOM or not ((padded == first) | (padded < 0)).all():
             return None
         steps, zeros = self.steps[:, first.squeeze(1)], self.zeros[:, first.squeeze(1)]
         units = torch.frexp(steps.abs().amax(dim=1, keepdim=True).clamp_min_(_TINY))[1]
-        units = torch.ldexp(torch.ones_like(units, dtype=torch.float32), units - _ROOM)
+        units = torch.ldexp(torch.ones_like(units, dtype=torch.float32), units - _ROOM[self.bits])
         steps = steps / units
         values = nn.functional.pad(self.values, (0, -inputs % GROUP))
-        packed = pack_int4(Grid(values, steps, -zeros * steps), Form(4, in_bytes=False))
+        form = Form(8 if self.bits == 8 else 4, in_bytes=False)
+        packed = pack_int4(Grid(values, steps, (form.zero - zeros) * steps), form)
         return packed._replace(scales=units.squeeze(1), inputs=inputs)
 
     def as_int8(self) -> Int8Weight | None:
@@ -97,7 +98,7 @@ class Grouped(NamedTuple):
 
 
 _TINY = 1e-30
-_ROOM = 11  # bits: 16 times 2**11 is the largest start, and float16 ends before twice that
+_ROOM = {4: 11, 8: 8}  # of bits: starts are at most 16 or 128 times 2**room, float16 ends at 2**16
 _MIDDLE = 128
 
 

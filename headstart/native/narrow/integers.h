@@ -10,9 +10,9 @@
 //
 //     weight[o, i] = (value * step + start) * scales[o] * columns[i]
 //
-// Of 8 bits, whose steps are 1 and starts -128:
+// Of 8 bits it has no steps and starts, or float16; a value is its byte less 128:
 //
-//     bytes[8][16][4]            byte [v][o][b]: input 4v + b of output o, plus 128
+//     bytes[8][16][4]            byte [v][o][b]: input 4v + b of output o
 //
 // A row is multiplied by `columns`; then each 32 inputs of it become whole numbers of 8 bits and a
 // step of their own. Sums within a group are exact, and groups are added in order. So a row has the
@@ -27,12 +27,13 @@ constexpr int64_t GROUP = 32;      // inputs
 constexpr int64_t PANEL = 16;      // outputs
 constexpr int64_t MOST_ROWS = 64;  // that stay in the second cache with a panel
 
-// How a weight lies; Python names it by a number: 2 for 5 bits + 1 for bytes, or 4, INT8.
+// How a weight lies; Python names it by a number: 2 for 5 bits + 1 for bytes, or of 8 bits INT8 or
+// INT8_IN_GROUPS.
 template <int NUMBER>
 struct Form {
-    static constexpr bool IN_BYTES = NUMBER % 2 == 1;
-    static constexpr int BITS = NUMBER == INT8 ? 8 : 4 + NUMBER / 2;
-    static constexpr int GRID_BYTES = BITS == 8 ? 0 : IN_BYTES ? 1 : 2;  // of a step or a start
+    static constexpr int BITS = NUMBER >= INT8 ? 8 : 4 + NUMBER / 2;
+    static constexpr bool IN_BYTES = BITS < 8 && NUMBER % 2 == 1;
+    static constexpr int GRID_BYTES = NUMBER == INT8 ? 0 : IN_BYTES ? 1 : 2;  // of a step or a start
     static constexpr int64_t STARTS = PANEL * GRID_BYTES;                // where they begin
     static constexpr int64_t VALUES = 2 * STARTS;
     static constexpr int64_t FIFTHS = VALUES + PANEL * GROUP / (BITS == 8 ? 1 : 2);

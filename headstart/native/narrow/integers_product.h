@@ -37,19 +37,13 @@ inline typename Kind::Floats grid(const uint8_t* from) {
     return Kind::from_halves(from);
 }
 
-inline int four(const int8_t* from) {
-    int bits;
-    std::memcpy(&bits, from, sizeof bits);
-    return bits;
-}
-
 // sums[row][output] = ROWS rows, from `row` on, times VECTORS vectors of outputs, before `scales`. The
 // first lies at `block`. Meanwhile it fetches what lies `ahead` bytes further on.
 template <class Kind, class Form, int ROWS, int VECTORS>
 [[gnu::noinline]] void product(const uint8_t* block, const Rows& rows, int64_t row,
                                float (*sums)[VECTORS * Kind::LANES], int64_t ahead) {
+    constexpr bool WIDE = Form::BITS == 8, FIVE = Form::BITS == 5, PLAIN = Form::GRID_BYTES == 0;
     constexpr int64_t BLOCK = Form::BYTES_OF_BLOCK;
-    constexpr bool WIDE = Form::BITS == 8, FIVE = Form::BITS == 5;
     const int64_t other = rows.groups * BLOCK;  // the next panel
     // Where in a block, or in the next panel's, a vector's outputs have `bytes` bytes each.
     const auto at = [&](int vector, int64_t from, int bytes) {
@@ -60,7 +54,11 @@ template <class Kind, class Form, int ROWS, int VECTORS>
     const Group* group = rows.first + row * rows.groups;
     for (int64_t g = 0; g < rows.groups; g++, group++, block += BLOCK) {
         const auto of = [&](int r) -> const Group& { return group[r * rows.groups]; };
-        const auto x = [&](int r, int k) { return Kind::repeat(four(of(r).numbers + k)); };
+        const auto x = [&](int r, int k) {
+            int four;
+            std::memcpy(&four, of(r).numbers + k, sizeof four);
+            return Kind::repeat(four);
+        };
         for (int64_t line = 0; line < BLOCK; line += 64)
             _mm_prefetch(reinterpret_cast<const char*>(block + ahead + line), _MM_HINT_T0);
         typename Kind::Sum exact[ROWS][VECTORS];
@@ -72,7 +70,7 @@ template <class Kind, class Form, int ROWS, int VECTORS>
         for (int v = 0; WIDE && v < 8; v++) {
             typename Kind::Integers bytes[VECTORS];
 #pragma GCC unroll 2
-            for (int p = 0; p < VECTORS; p++) bytes[p] = Kind::load(at(p, 64 * v, 4));
+            for (int p = 0; p < VECTORS; p++) bytes[p] = Kind::load(at(p, Form::VALUES + 64 * v, 4));
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
                 const auto numbers = x(r, 4 * v);
@@ -103,7 +101,7 @@ template <class Kind, class Form, int ROWS, int VECTORS>
 #pragma GCC unroll 2
         for (int p = 0; p < VECTORS; p++) {
             typename Kind::Floats steps, starts, zero = {};
-            if constexpr (!WIDE) {
+            if constexpr (!PLAIN) {
                 steps = grid<Kind, Form>(at(p, 0, Form::GRID_BYTES));
                 starts = grid<Kind, Form>(at(p, Form::STARTS, Form::GRID_BYTES));
                 if constexpr (Form::IN_BYTES) starts = starts * Form::START_UNIT;
@@ -111,8 +109,8 @@ template <class Kind, class Form, int ROWS, int VECTORS>
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
                 const auto step = of(r).step - zero, of_row = of(r).sum - zero;
-                sum[r][p] = Kind::fmadd(exact[r][p].total(), WIDE ? step : steps * step, sum[r][p]);
-                if constexpr (!WIDE) sum[r][p] = Kind::fmadd(starts, of_row, sum[r][p]);
+                sum[r][p] = Kind::fmadd(exact[r][p].total(), PLAIN ? step : steps * step, sum[r][p]);
+                if constexpr (!PLAIN) sum[r][p] = Kind::fmadd(starts, of_row, sum[r][p]);
             }
         }
     }
@@ -166,7 +164,7 @@ void with_form(int64_t number, const Function& function) {
 
 template <class Kind>
 void multiply(const Weight& weight, const float* x, int64_t rows, float* out, int threads) {
-    with_form<INT8 + 1>(weight.kind, [&](auto of) {
+    with_form<BF16>(weight.kind, [&](auto of) {
         multiply_form<Kind, decltype(of)>(weight, x, rows, out, threads);
     });
 }

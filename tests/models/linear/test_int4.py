@@ -16,6 +16,7 @@ from headstart.models.linear.int4 import (
     Int4Linear,
     Int4Weight,
     Int5Linear,
+    Int8GroupsLinear,
     pack_int4,
 )
 from headstart.native import library
@@ -27,6 +28,8 @@ from tests.rounded_rows import round_rows
 SHAPES = [(1, 1), (7, 3), (64, 48), (131, 95), (300, 896), (2100, 512)]
 COUNTS = [1, 2, 16, 65, 200]
 LAYERS = (Int4Linear, Int5Linear)
+FORMS = [Form(4, False), Form(4, True), Form(5, False), Form(5, True), Form(8, False)]
+MADE: dict[int, type[Int4Linear]] = {4: Int4Linear, 5: Int5Linear, 8: Int8GroupsLinear}
 KINDS = pytest.mark.parametrize("kind", ["int4", "int5"])
 PATHS = pytest.mark.parametrize("path", ["bfloat16", *BYTE_PRODUCTS, "tiles"])
 COMPILED = pytest.mark.parametrize("path", ["bfloat16", *BYTE_PRODUCTS])
@@ -48,7 +51,8 @@ def draw_weight(outputs: int, inputs: int, seed: int, form: Form) -> tuple[Int4W
     steps, starts = draw(outputs, groups, seed).half(), draw(outputs, groups, seed + 1).half()
     if form.in_bytes:
         steps, starts = steps.mul(40).abs().byte(), starts.mul(40).abs().byte()
-    size = form.levels * steps.double().abs() + abs(form.start_unit) * starts.double().abs()
+    levels = max(form.zero, form.levels - form.zero)
+    size = levels * steps.double().abs() + abs(form.start_unit) * starts.double().abs()
     common = Common(draw(outputs, 1, seed).exp().flatten(), draw(inputs, 1, seed).exp().flatten())
     weight = pack_int4(Grid(values.byte(), steps, starts), form, common if seed % 2 else None)
     return weight, size.amax(1)
@@ -129,21 +133,21 @@ def test_a_weight_is_near(outputs: int, inputs: int, layer: type[Int4Linear]) ->
 
 
 @PATHS
-@pytest.mark.parametrize("made", LAYERS)
-@pytest.mark.parametrize("in_bytes", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 def test_values_on_a_grid_are_kept_bit_for_bit(
-    path: str, made: type[Int4Linear], in_bytes: bool, monkeypatch: pytest.MonkeyPatch
+    path: str, form: Form, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(path, monkeypatch)
-    generator = torch.Generator().manual_seed(0)
-    form = Form(made.bits, in_bytes)
+    if form.bits == 8 and path == "bfloat16":
+        pytest.skip("8 bits in groups have no product of bfloat16")
+    generator, made = torch.Generator().manual_seed(0), MADE[form.bits]
     values = torch.randint(2**form.bits, (70, 96), generator=generator, dtype=torch.uint8)
     steps, starts = draw(70, 3).half(), draw(70, 3, 1).half()
-    if in_bytes:
+    if form.in_bytes:
         steps, starts = steps.mul(40).abs().byte(), starts.mul(40).abs().byte()
     wide = [part.double().repeat_interleave(GROUP, dim=1) for part in (steps, starts)]
-    unit = -(2 ** (form.bits - 1)) if in_bytes else 1
-    expected = values.double() * wide[0] + unit * wide[1]
+    unit = -(2 ** (form.bits - 1)) if form.in_bytes else 1
+    expected = (values.double() - 128 * (form.bits == 8)) * wide[0] + unit * wide[1]
     layer = made(pack_int4(Grid(values, steps, starts), form), rows=own_dtype(path))
     torch.testing.assert_close(layer.unpack().double(), expected, rtol=1e-6, atol=1e-6)
     common = Common(draw(70, 1).exp().flatten(), draw(90, 1, 2).exp().flatten())
@@ -192,8 +196,8 @@ def test_a_compiled_product_is_that_of_the_rounded_rows(
     count=st.integers(1, 20),
     seed=st.integers(0, 1000),
     threads=st.integers(1, 3),
-    made=st.sampled_from(LAYERS),
-    in_bytes=st.none() | st.booleans(),
+    form=st.sampled_from(FORMS),
+    is_rounded=st.booleans(),
 )
 def test_any_shape_and_form_on_any_number_of_threads(
     path: str,
@@ -202,20 +206,22 @@ def test_any_shape_and_form_on_any_number_of_threads(
     count: int,
     seed: int,
     threads: int,
-    made: type[Int4Linear],
-    in_bytes: bool | None,
+    form: Form,
+    is_rounded: bool,
 ) -> None:
     """Quantised here, or as a file has it; rows lie between such as are not finite."""
     with pytest.MonkeyPatch.context() as patch:
         use(path, patch)
-        size = torch.zeros(outputs)
-        if in_bytes is None:
-            layer = made.quantize(draw(outputs, inputs, seed), None, own_dtype(path))
+        dtype = torch.float32 if form.bits == 8 else own_dtype(path)
+        taken = "avx2" if form.bits == 8 else path
+        size, made = torch.zeros(outputs), MADE[form.bits]
+        if is_rounded and form.bits < 8:
+            layer = made.quantize(draw(outputs, inputs, seed), None, dtype)
         else:
-            weight, size = draw_weight(outputs, inputs, seed, Form(made.bits, in_bytes))
-            layer = made(weight, None, own_dtype(path))
-        assert isinstance(layer, made) and (layer.packed is not None) == (path == "bfloat16")
-        rows = among_nonfinite(draw(count, layer.in_features, seed + 1).to(own_dtype(path)))
+            weight, size = draw_weight(outputs, inputs, seed, form)
+            layer = made(weight, None, dtype)
+        assert isinstance(layer, made) and (layer.packed is not None) == (taken == "bfloat16")
+        rows = among_nonfinite(draw(count, layer.in_features, seed + 1).to(dtype))
         alone = torch.cat([layer(row) for row in rows.split(1)])
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
@@ -227,7 +233,7 @@ def test_any_shape_and_form_on_any_number_of_threads(
     columns = torch.ones(rows.shape[1]) if layer.columns is None else layer.columns
     summed = (rows.double() * columns).abs().sum(1, keepdim=True)
     parts = 3e-6 * summed * layer.scales.double() * size
-    assert (apart <= limits(layer, rows, path) + parts).all()
+    assert (apart <= limits(layer, rows, taken) + parts).all()
     assert torch.equal(together, alone)
 
 
@@ -266,28 +272,34 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
         assert torch.equal(layer(rows[start:stop]), together[start:stop])
 
 
-@KINDS
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("path", BYTE_PRODUCTS[1:])
-def test_all_cpus_give_the_same_bits(
-    path: str, kind: WeightKind, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_cpus_give_the_same_bits(path: str, form: Form) -> None:
+    use_byte_product("avx2")
     rows = draw(9, 95, 1)
-    layer = make_layer(draw(131, 95), None, "avx2", monkeypatch, kind)
+    layer = MADE[form.bits](draw_weight(131, 95, 1, form)[0])
     expected = layer(rows)
     use_byte_product(path)
     assert torch.equal(layer(rows), expected)
 
 
-@pytest.mark.parametrize("in_bytes", [False, True])
-@pytest.mark.parametrize("made", LAYERS)
-def test_sums_of_the_largest_values_do_not_overflow(made: type[Int4Linear], in_bytes: bool) -> None:
-    form = Form(made.bits, in_bytes)
-    values = torch.full((20, 64), form.levels, dtype=torch.uint8)
-    ones = torch.ones(20, 2, dtype=torch.uint8)
-    layer = made(pack_int4(Grid(values, ones, 0 * ones), form))
-    expected = torch.full((5, 20), 64.0 * form.levels)
-    torch.testing.assert_close(layer(torch.ones(5, 64)), expected)
-    torch.testing.assert_close(layer(-torch.ones(5, 64)), -expected)
+@pytest.mark.parametrize("form", FORMS)
+def test_sums_of_the_largest_values_do_not_overflow(form: Form) -> None:
+    ones, made = torch.ones(20, 2, dtype=torch.uint8), MADE[form.bits]
+    for value in (0, form.levels):
+        values = torch.full((20, 64), value, dtype=torch.uint8)
+        layer = made(pack_int4(Grid(values, ones, 0 * ones), form))
+        expected = torch.full((5, 20), 64.0 * (value - form.zero))
+        torch.testing.assert_close(layer(torch.ones(5, 64)), expected)
+        torch.testing.assert_close(layer(-torch.ones(5, 64)), -expected)
+
+
+def test_eight_bits_in_groups_take_rows_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With AMX, too, by the product of rows in float32."""
+    monkeypatch.setattr(kinds, "level", lambda: kinds.AMX)
+    layer = Int8GroupsLinear(draw_weight(40, 70, 1, FORMS[-1])[0], rows=torch.bfloat16)
+    rows = draw(3, 70, 1).bfloat16()
+    assert layer.packed is None and torch.equal(layer(rows), layer(rows.float()).bfloat16())
 
 
 @PATHS

@@ -15,7 +15,7 @@ from headstart import LLM, SamplingParams
 from headstart.models.decoder import DecoderModel
 from headstart.models.dense.shape import OtherKind
 from headstart.models.linear import QuantizedLinear
-from headstart.models.linear.int4 import Int4Linear
+from headstart.models.linear.int4 import Int4Linear, Int8GroupsLinear
 from headstart.models.linear.int8 import Int8Linear
 from headstart.models.loader import load_model
 from headstart.models.prequantised.scheme import read_scheme
@@ -45,6 +45,7 @@ from compressed_tensors.entrypoints.convert.converters.autoawq import (  # noqa:
 )
 
 TOKENS = torch.arange(3, 23)
+GROUPED: dict[int, type[Int4Linear]] = {4: Int4Linear, 8: Int8GroupsLinear}
 
 
 def logits(model: DecoderModel) -> Tensor:
@@ -72,7 +73,7 @@ def test_awq_is_what_the_library_makes_of_it(seed: int, inputs: int, outputs: in
     expected = decompressed(theirs_are, "pack-quantized", theirs)
     found = read(scheme("awq"), (outputs, inputs), parts)
     torch.testing.assert_close(found.weight(), expected.float(), rtol=1e-6, atol=1e-6)
-    kept = Int4Linear(found.as_int4()).unpack()
+    kept = Int4Linear(found.in_groups()).unpack()
     # A start is a step times a zero point, which is rounded to 11 bits.
     limit = 16 * parts["scales"].float().abs().T.repeat_interleave(32, dim=1) * 2**-11
     assert ((kept - expected.float()).abs() <= limit).all()
@@ -87,8 +88,12 @@ def test_gptq_is_what_its_format_says(bits: int, less: int, shuffled: bool) -> N
     expected = gptq_weight(parts, bits, less)
     found = read(scheme("gptq", bits, zeros_less=less), (24, 96), parts)
     torch.testing.assert_close(found.weight(), expected, rtol=1e-6, atol=1e-6)
-    assert (found.as_int4() is not None) == (bits == 4 and not shuffled)
-    assert found.as_int8() is None
+    kept = found.in_groups()
+    assert (kept is None) == shuffled and found.as_int8() is None
+    if kept is not None:
+        # A start is a step times a zero point, which is rounded to 11 bits.
+        limit = float(parts["scales"].float().abs().max()) * 2 ** (bits - 12)
+        assert (GROUPED[bits](kept).unpack() - expected).abs().max() <= limit
 
 
 def test_gptq_of_8_bits_for_an_output_is_int8() -> None:
@@ -110,13 +115,12 @@ def test_compressed_tensors_are_what_the_library_makes_of_them(kind: str) -> Non
     assert given is not None
     found = read(given, (40, 128), parts)
     torch.testing.assert_close(found.weight(), expected, rtol=1e-6, atol=1e-6)
-    packed = found.as_int4(), found.as_int8()
-    wanted = {"w4 in 16": (False, False), "w8 in 32": (False, False)}
-    assert tuple(one is not None for one in packed) == wanted.get(
-        kind, ("w4" in kind, "w8" in kind)
-    )
+    packed = found.in_groups(), found.as_int8()
+    wanted = {"w4 in 16": (False, False), "w8 in 32": (True, False)}
+    assert tuple(one is not None for one in packed) == wanted.get(kind, (True, "w8" in kind))
     if packed[0] is not None:
-        torch.testing.assert_close(Int4Linear(packed[0]).unpack(), expected, rtol=0, atol=2e-3)
+        layer = GROUPED[found.bits](packed[0])
+        torch.testing.assert_close(layer.unpack(), expected, rtol=0, atol=2e-3)
     if packed[1] is not None:
         torch.testing.assert_close(Int8Linear(packed[1]).unpack(), expected, rtol=1e-6, atol=1e-6)
 

@@ -146,4 +146,5 @@ def _make_packed(
 
 
 def _move_int8(weight: Int8Weight, device: torch.device) -> Int8Weight:
-    return Int8Weight(weight.plain.to(device), weight.scales.to(device))
+    # A copy: scales in float32 may lie in the file.
+    return Int8Weight(weight.plain.to(device), weight.scales.to(device, copy=True))

@@ -170,6 +170,23 @@ def test_a_checkpoint_answers_as_the_model_of_its_weights(
     assert float((found - expected).norm()) <= 0.03 * float(expected.norm())  # rows are rounded
 
 
+@pytest.mark.parametrize("kind", ["w8a8", "w4 in 32"])
+def test_a_file_may_be_written_to_once_it_is_read(kind: str, tmp_path: Path) -> None:
+    """Scales of 8 bits that are float32 in the file stayed in it: answers changed with it."""
+    about, quantise, _ = FOLDERS[kind]
+
+    def in_float(weight: Tensor) -> dict[str, Tensor]:
+        parts = quantise(weight)
+        return parts | {"weight_scale": parts["weight_scale"].float()}
+
+    save(tmp_path, LlamaConfig(**BASE), about, in_float)
+    model = load_model(tmp_path, "float32")
+    expected = logits(model)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.write(bytes((tmp_path / "model.safetensors").stat().st_size))
+    assert torch.equal(logits(model), expected)
+
+
 def test_an_llm_answers_and_keeps_prefixes(tmp_path: Path) -> None:
     save(tmp_path, LlamaConfig(**BASE), AWQ | {"bits": 4}, awq)
     llm = LLM(tmp_path, num_blocks=24, block_size=8, num_threads=1)

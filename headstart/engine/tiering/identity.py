@@ -65,12 +65,17 @@ def identify(
 
 
 def _kept_weights(decoder: DecoderModel) -> list[str]:
-    """Each layer whose weight is not a float: one file may be read into several kinds."""
+    """Each layer whose weight is not a float: one file may be read into several kinds.
+
+    And whether a compiled product rounds its rows to 8 bits, which others do not.
+    """
     kept = []
     for name, module in sorted(decoder.module.named_modules()):
         if isinstance(module, QuantizedLinear | Int8Embedding):
             own = f" as it was, {OWN_BITS_REVISION}" if module.has_own_bits else ""
-            kept.append(f"{name} {module.kind} {REVISIONS[module.kind]}{own}")
+            rounds = isinstance(module, QuantizedLinear) and module.float_weight is not None
+            rows = " of rows in 8 bits" if rounds else ""
+            kept.append(f"{name} {module.kind} {REVISIONS[module.kind]}{own}{rows}")
     return kept
 
 

@@ -37,7 +37,7 @@ void round_group(const float* x, const Weight& weight, int64_t g, Group& out) {
     const int32_t sum = total(added);
     out.step = grid.step;
     out.sum = grid.step * static_cast<float>(sum);
-    out.middle = -128 * static_cast<int16_t>(sum);  // of what is not finite it may not fit
+    out.middle = sum * -128u;  // without a sign: of what is not finite, `sum` is the lowest number
 }
 
 struct Avx2 : Ymm {

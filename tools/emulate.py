@@ -43,8 +43,9 @@ NOT_EMULATED = [
     )
 ]
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
-# Written out in those: an instruction that fewer CPUs have, and a load under a mask, to be watched.
+# Written out there, too: an instruction that fewer CPUs have than AVX2's,
 AVX_VNNI = ("-march=native", "-DHEADSTART_EMULATED", "-include", str(EMULATION / "avx_vnni.h"))
+# and a load under a mask, for the sanitizers to watch.
 WATCHED = ("-include", str(EMULATION / "watched_avx2.h"))
 SPREAD = ("-n", "logical", "--maxprocesses", "8", "--dist", "worksteal")
 TESTS = (

@@ -148,7 +148,7 @@ int headstart_native_level() {
 // Multiplies with AMX from now on, or without.
 void headstart_native_use_amx(int use) { headstart::use_amx = use != 0; }
 
-// The values of `vnni` that this CPU takes beside 0: the sum of those.
+// What `vnni` may be on this CPU besides 0: the sum of 1 and 2, of which it has the instructions.
 int headstart_native_vnni() {
     const bool wide = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");

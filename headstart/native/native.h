@@ -32,7 +32,7 @@ using bf16 = uint16_t;
 // so it is set once, before any of them runs.
 extern bool use_amx;
 
-// How kernels multiply bytes: 0 by AVX2, 1 by AVX-VNNI, 2 by AVX-512 with VNNI. Bits are the same.
+// How kernels multiply bytes, with the same bits: 0 by AVX2, 1 by AVX-VNNI, 2 by AVX-512 VNNI.
 extern int vnni;
 
 // For a thread that has multiplied: unused tiles need not be saved when the system switches threads.

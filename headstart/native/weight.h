@@ -5,7 +5,7 @@
 
 namespace headstart {
 
-// How a weight lies: in the form of 4 or 5 bits of this number (narrow/integers.h), or so.
+// The kind of a weight: below INT8 it is the form of one of 4 or 5 bits (narrow/integers.h).
 constexpr int64_t INT8 = 4, INT8_IN_GROUPS = 5, BF16 = 6;
 constexpr int64_t PAIR_BYTES[] = {40, 36, 48, 44, 64, 0, 128};  // of a panel of 32
 
@@ -13,8 +13,8 @@ constexpr int64_t PAIR_BYTES[] = {40, 36, 48, 44, 64, 0, 128};  // of a panel of
 // [outputs]; in groups also columns [inputs] or nullptr.
 //
 // For rows of bf16 it lies in the panels of linear.h, columns are there and of whole groups, and the
-// bias is of bf16. For rows of float32 it lies in rows of its own, or of 8 bits or fewer as
-// narrow/integers.h says, and the bias is of float32.
+// bias is of bf16. For rows of float32 a weight of bf16 lies row by row, others in the panels of
+// narrow/integers.h, and the bias is of float32.
 struct Weight {
     static constexpr int64_t PANEL = 32;
 
@@ -32,8 +32,8 @@ struct Weight {
     }
 };
 
-// Products of rows of float32, for CPUs with AVX2: out [rows, outputs], without the bias. Those of
-// integers give the same bits; the second needs AVX-VNNI, the third AVX-512 with VNNI.
+// Products of rows of float32, for CPUs with AVX2: out [rows, outputs], without the bias. The three
+// of integers give the same bits; the last two need the VNNI that they are named for.
 using FloatProduct = void(const Weight& weight, const float* x, int64_t rows, float* out,
                           int threads);
 FloatProduct multiply_half, multiply_integers, multiply_integers_vnni, multiply_integers_avx512;

@@ -1,5 +1,5 @@
-// The instruction of AVX-VNNI, written out; GCC is to include it first in a file that uses no other
-// than this and those of AVX2.
+// The instruction of AVX-VNNI, written out. Put before a source, whose other instructions are those
+// of AVX2, the CPU's own.
 #pragma once
 
 #include <immintrin.h>

@@ -4,14 +4,14 @@
 #pragma GCC target("avx2,fma,f16c")
 
 #include "digits.h"
-#include "ymm.h"
+#include "integers_avx2.h"
 
 using namespace headstart;
 using namespace headstart::integers;
 
 namespace {
 
-constexpr float TOP = 127;  // a lane of 16 bits takes 8 pairs of products with 15, 4 with 31
+constexpr float TOP = 127;  // a lane of 16 bits takes 16 products with 15, 8 with 31, 2 with 128
 
 // Group `g` of the row x.
 void round_group(const float* x, const Weight& weight, int64_t g, Group& out) {
@@ -40,13 +40,12 @@ void round_group(const float* x, const Weight& weight, int64_t g, Group& out) {
     out.middle = sum * -128u;  // without a sign: of what is not finite, `sum` is the lowest number
 }
 
-struct Avx2 : Ymm {
+struct Avx2 : Avx2Vectors {
     struct Sum {
         __m256i narrow, exact;  // of 16 and of 32 bits
 
         static Sum of(int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-        // The sign of a weight goes over to the number: a product takes bytes without one, and two
-        // of the largest fit into 16 bits.
+        // A product takes bytes without a sign, so that of the weight goes over to the number.
         void add(__m256i bytes, __m256i numbers) {
             const __m256i weight = bytes ^ _mm256_set1_epi8(-128);
             narrow = _mm256_maddubs_epi16(_mm256_abs_epi8(weight), _mm256_sign_epi8(numbers, weight));

@@ -4,14 +4,15 @@
 //
 //     LANES                              outputs of a vector, 8 or 16
 //     MOST                               rows whose sums are taken together, for two vectors
-//     Floats, Integers                   one vector: its outputs' numbers, of 32 bits or four of 8
-//     load(from), repeat(four)           reads a vector; one of the same four bytes in each
-//     right(x, bits)                     shifted right, some number of bytes at once
-//     from_bytes(from), from_halves(..)  the floats of bytes, and of float16
+//     Floats, Integers                   a vector: for each output a float, or four bytes
+//     load(from), repeat(four)           one from memory; one of the same four bytes for each output
+//     right(x, bits)                     shifted right in lanes of 16 or 32 bits, not byte by byte
+//     from_bytes(from), from_halves(..)  the floats of a byte, or of a float16, for each output
 //     fmadd(a, b, c)                     a * b + c, rounded once
-//     Sum::of(middle)                    of 8 bits: -128 times the sum of a row's numbers; or 0
+//     Sum::of(middle)                    begins a group: with -128 times the sum of a row's numbers
 //     Sum.add(first, low, second, high)  adds products of values (without a sign) and a row's numbers
-//     Sum.add(bytes, numbers)            the same of 8 bits, which are values plus 128
+//     Sum.add(bytes, numbers)            the same of 8 bits plus 128, which `middle` takes off; or adds
+//                                        products of the values themselves, and of() drops `middle`
 //     Sum.widen()                        comes after 4 calls of the first, or 2 with values of 5 bits
 //     Sum.total()                        the sums as floats
 #pragma once
@@ -21,7 +22,7 @@
 namespace headstart::integers {
 namespace {
 
-// Four bits of a vector's values, and the fifth bit of each, which is `bit` of a byte.
+// A vector's values: the lower four bits of each byte and, of 5 bits, a bit of its byte of fifths.
 template <class Kind, class Form, class Integers>
 inline Integers values(Integers four, Integers fifths, int bit) {
     const Integers value = four & int64_t{0x0f0f0f0f0f0f0f0f};
@@ -141,7 +142,7 @@ void multiply_form(const Weight& weight, const float* x, int64_t rows, float* ou
         const int64_t begin = panels * thread / all, end = panels * (thread + 1) / all;
         for (int64_t block = 0; block < rows; block += MOST_ROWS) {
             const int64_t last = std::min(rows, block + MOST_ROWS);
-            // Two rows wait for memory, which is read from first to last.
+            // One or two rows wait for memory: read it from its first byte to its last.
             const int64_t together = ALONE == 1 && last - block > 2 ? 2 : 1;
             for (int64_t panel = begin; panel < end; panel += together)
                 for (int64_t row = block; row < last; row += Kind::MOST)

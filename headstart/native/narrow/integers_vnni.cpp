@@ -5,13 +5,13 @@
 #pragma GCC target("avx2,fma,f16c,avxvnni")
 #endif
 
-#include "ymm.h"
+#include "integers_avx2.h"
 
 using namespace headstart;
 
 namespace {
 
-struct AvxVnni : integers::Ymm {
+struct AvxVnni : integers::Avx2Vectors {
     struct Sum {
         __m256i lanes;
 

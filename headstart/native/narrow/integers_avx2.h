@@ -1,4 +1,4 @@
-// What kinds of integers_product.h with vectors of AVX2 have in common; include it after the pragma.
+// Vectors of AVX2 for two kinds of integers_product.h; include it after the pragma.
 #pragma once
 
 #include "integers_product.h"
@@ -6,7 +6,7 @@
 namespace headstart::integers {
 namespace {
 
-struct Ymm {
+struct Avx2Vectors {
     static constexpr int LANES = 8, MOST = 4;
     using Floats = __m256;
     using Integers = __m256i;
